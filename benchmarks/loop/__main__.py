@@ -1,4 +1,4 @@
-"""The whole loop at its real size, and kills of its parts."""
+"""Benchmarks of the whole RL loop at full size, and of its recovery after kills."""
 
 from benchmarks.harness import run_program
 

@@ -1,18 +1,21 @@
-"""Kills parts of a run at its real size, one after the other, and shows that it heals or can be resumed.
+"""Recovery of a full-size run after its processes are killed.
 
-    python -m benchmarks.loop kills configs/rl/gpt-oss-20b-adapter_1x1.yaml --victims server driver \
-        --out kills.json training.checkpoint_every=1
+    python -m benchmarks.loop kills configs/rl/gpt-oss-20b-adapter_1x1.yaml \\
+        --victims server driver --out kills.json training.checkpoint_every=1
 
-The run is ``gptoss rl`` itself from random weights (``random_policy.py``), which are written into
-``--scratch`` and stay there until the end, because a run that has no checkpoint yet begins with them
-again. After every recorded step the next victim gets SIGKILL, ``--after`` seconds into the step that
-follows. A run that goes on has healed. One that ends must have said why, unless its driver was the
-victim, must leave no process, and is continued by ``--resume``. At the end every step was recorded
-once, and each of its episodes trained on once.
+Needs the GPUs of the configuration. Runs ``gptoss rl`` with random weights (``random_policy.py``).
+They stay in ``--scratch`` until the end, because a run without a checkpoint restarts from them.
+After every recorded step, the next victim gets SIGKILL ``--after`` seconds into the following step.
+The benchmark checks the following:
 
-The tiny faults of ``tests/faults`` are many and compare losses bit for bit; here there are few,
-and what is shown is that sizes change nothing: seconds until the run has noticed, and until the next
-step. Prints a line for each victim, and writes all of them to ``--out``.
+- The run continues ("healed") or ends.
+- If it ends, it prints the reason (unless the driver was killed), leaves no process, and continues
+  with ``--resume`` ("resumed").
+- At the end, every step is recorded once, and each of its episodes is trained on once.
+
+``tests/faults`` has many faults with tiny models and compares losses bit by bit. This benchmark
+shows the times at full size: seconds until the run detects the kill, and until the next step.
+Prints a JSON line per victim, and writes all of them to ``--out``.
 """
 
 from __future__ import annotations
@@ -40,30 +43,30 @@ VICTIMS = {
     "worker": "ray::RolloutWorker",
     "driver": "",
 }
-"""What the command lines of a run's processes contain; the driver is known by its id."""
+"""Substring of the command line of each kind of process. The driver is known by its id."""
 LEFTOVER_SECONDS = 60.0
-"""After a run has ended, within which all of its processes must have."""
+"""Time after the end of a run within which all of its processes have to exit, in seconds."""
 
 
 @dataclass
 class Kill:
-    """A victim, and what became of the run."""
+    """A victim and the outcome of its kill."""
 
     victim: str
     step: int
-    """That was under way, counted from 0."""
+    """Step in which the victim was killed, counted from 0."""
     outcome: str = ""
-    """``healed`` or ``resumed``."""
+    """Either "healed" or "resumed"."""
     seconds_to_end: float | None = None
-    """From the kill to the end of the driver; None if it went on."""
+    """Seconds from the kill to the end of the driver; None if the run continued."""
     seconds_to_next_step: float = 0.0
-    """From the kill, or from the start of the resumed run, until the step was recorded."""
+    """Seconds until the next recorded step, from the kill or from the start of the resumed run."""
     error: str = ""
-    """The last line of a run that ended."""
+    """Last line of a run that ended; empty if it continued."""
 
 
 class FullSizeRun:
-    """A run and its attempts."""
+    """A run with all of its attempts."""
 
     def __init__(self, options: argparse.Namespace, config: RlConfig, scratch: Path) -> None:
         self.options = options
@@ -73,24 +76,29 @@ class FullSizeRun:
         self._arguments = [*run_overrides(options, scratch), *options.overrides]
 
     def start(self, resume: bool = False) -> Attempt:
-        """Start the run, or go on with it."""
+        """Start the run, or resume it."""
         log = self.scratch / f"attempt_{len(self.attempts)}.log"
         arguments = [*self._arguments, *(["--resume"] if resume else [])]
         self.attempts.append(Attempt(self.options.config.resolve(), arguments, log))
         return self.attempts[-1]
 
     def steps(self) -> list[int]:
-        """Return the steps that are recorded, in the order of the file."""
+        """Return the recorded steps in the order of the file."""
         try:
             lines = read_json_lines(self.run.metrics)
-        except RunDirectoryError:  # not there yet, or its last line is being written
+        except RunDirectoryError:  # the file does not exist yet, or its last line is incomplete
             return []
         return [line["step"] for line in lines if line.get("loss") is not None]
 
     def wait_for_steps(self, attempt: Attempt, count: int) -> bool:
-        """Wait until ``count`` steps are recorded. Returns False if the attempt ends before.
+        """Wait until ``count`` steps are recorded.
 
-        Raises SystemExit after ``--patience`` seconds."""
+        Returns:
+            False if the attempt ends before.
+
+        Raises:
+            SystemExit: after ``--patience`` seconds.
+        """
         deadline = time.monotonic() + self.options.patience
         while len(self.steps()) < count:
             if attempt.has_ended:
@@ -101,10 +109,18 @@ class FullSizeRun:
         return True
 
     def kill(self, attempt: Attempt, victim: str) -> tuple[Attempt, Kill]:
-        """Kill ``victim`` in the step under way; returns the attempt that goes on and what
-        happened.
+        """Kill a process in the current step and wait for the next step.
 
-        Raises SystemExit if the run breaks a promise."""
+        Args:
+            attempt: running attempt.
+            victim: key in VICTIMS.
+
+        Returns:
+            The attempt that continues, and the outcome.
+
+        Raises:
+            SystemExit: if the run does not recover as described in the module.
+        """
         recorded = len(self.steps())
         kill = Kill(victim, recorded)
         if victim == "driver":
@@ -130,7 +146,7 @@ class FullSizeRun:
 
         following = self.start(resume=bool(self.run.existing()))
         began = time.monotonic()
-        # A step after the latest checkpoint is done again, and recorded in place of the old one.
+        # A step after the latest checkpoint is repeated, and replaces the old record.
         if not self.wait_for_steps(following, recorded + 1):
             raise SystemExit(f"the run cannot be continued:\n{tail(following)}")
         kill.outcome = "resumed"
@@ -138,7 +154,11 @@ class FullSizeRun:
         return following, kill
 
     def check(self, episodes_per_step: int) -> None:
-        """Raise SystemExit unless every step and each of its episodes is there once."""
+        """Check that every step and each of its episodes is recorded once.
+
+        Raises:
+            SystemExit: if a step or an episode is missing or recorded twice.
+        """
         steps = self.steps()
         if steps != list(range(1, len(steps) + 1)):
             raise SystemExit(f"steps are missing or were recorded twice: {steps}")
@@ -154,7 +174,7 @@ class FullSizeRun:
 
 
 def run_overrides(options: argparse.Namespace, scratch: Path) -> list[str]:
-    """Return the settings of the run that the benchmark needs."""
+    """Return the overrides of the run that the benchmark needs."""
     steps = len(options.victims) + 1
     return [
         "name=kills",
@@ -171,13 +191,13 @@ def run_overrides(options: argparse.Namespace, scratch: Path) -> list[str]:
 
 
 def tail(attempt: Attempt) -> str:
-    """Return the end of what an attempt has said."""
+    """Return the end of an attempt's output."""
     return attempt.said[-3000:]
 
 
 def main() -> None:
     options = parse_arguments()
-    # Ended from outside, it ends the run, too: everything under way is undone on the way out.
+    # On SIGTERM, exit normally, so that the run is stopped and temporary files are removed.
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit(128 + signal.SIGTERM))
     if options.scratch is not None:
         options.scratch.mkdir(parents=True, exist_ok=True)
@@ -192,7 +212,7 @@ def main() -> None:
 
 
 def write_weights(config: RlConfig, turn_tokens: int) -> None:
-    """Draw the random policy, in a process of its own, whose context on the GPU goes with it."""
+    """Write the random policy in a separate process, so that its GPU context is freed."""
     began = time.monotonic()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(reference_run.write_weights, config, turn_tokens).result()
@@ -200,7 +220,16 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
 
 def kill_all(options: argparse.Namespace, config: RlConfig, scratch: Path) -> list[Kill]:
-    """Kill each victim in a step of its own, let the run come to its end, and check it."""
+    """Kill each victim in a separate step, let the run finish, and check it.
+
+    Args:
+        options: command line.
+        config: configuration of the run.
+        scratch: directory of weights and run.
+
+    Returns:
+        The outcome of each kill.
+    """
     run = FullSizeRun(options, config, scratch)
     began = time.monotonic()
     attempt = run.start()

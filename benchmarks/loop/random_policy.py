@@ -1,12 +1,13 @@
-"""Random weights of a policy that calls Python: what ``benchmarks.loop`` starts from.
+"""Random weights of a policy that calls Python, for ``benchmarks.loop``.
 
-A model of random weights never ends a turn, so every episode would be one long turn and no tool
-would run. Here a few channels of the residual stream are set aside, which the layers neither read
-nor write: they carry from the embedding to the head what the next token's logits are biased by.
-After "assistant" the header of a call and ``print(7) #`` follow almost surely; then comes text, as
-random as the layers' output makes it, whose every token ends the turn with the same probability.
-So all turns are calls that run, their lengths are geometrically distributed, and log-probs and
-routes of the text depend on all layers, as a trained model's do.
+A model with ordinary random weights never ends a turn, so every episode would be one long turn
+without tools. Here, the layers neither read nor write a few channels of the residual stream. These
+channels carry the bias of the next token's logits from the embedding to the head.
+
+After "assistant", the header of a call and ``print(7) #`` follow almost certainly. Text follows,
+which depends on the layers' random output. Every token of the text ends the turn with the same
+probability. Therefore, all turns are calls that run, and their lengths have a geometric
+distribution. Log-probs and routes of the text depend on all layers, as in a trained model.
 """
 
 from __future__ import annotations
@@ -22,42 +23,48 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 
 PROGRAM = "print(7) #"
-"""What every call runs; the text behind it is a comment."""
+"""Program of every call. The text after it is a comment."""
 BREAKS = ("\n", "\r", "\0")
-"""What would end the comment."""
+"""Characters that would end the comment."""
 LAYERS_VARIANCE = 0.3
-"""Of what all layers together add to a residual stream of variance 1, about."""
+"""Approximate variance that all layers add to a residual stream of variance 1."""
 BIAS_STD = 0.1
-"""Of biases, where what goes through the matrices has a variance of about 1."""
+"""Standard deviation of biases. Activations have a variance of about 1."""
 CERTAIN = 100.0
 """Logit of a token that always follows."""
 IMPOSSIBLE = -30.0
-"""Logit of a token that never does."""
+"""Logit of a token that never follows."""
 
 
 @dataclass(frozen=True)
 class NextTokens:
-    """How the next token depends on the last one."""
+    """Dependence of the next token on the last one."""
 
     chain: list[int]
-    """Each of these ids is followed by the next one."""
+    """Ids of which each is followed by the next one."""
     impossible: list[int]
-    """Ids that follow nothing but their predecessor in the chain."""
+    """Ids that follow only their predecessor in the chain."""
     end: int
-    """The id that ends a turn."""
+    """Id that ends a turn."""
     turn_tokens: int
-    """Mean length of the text before it."""
+    """Mean number of text tokens in a turn."""
 
     @property
     def channels(self) -> int:
-        """Of the residual stream that are set aside: one for all tokens, one for each link."""
+        """Number of reserved channels of the residual stream: one for all tokens, one per link."""
         return len(self.chain)
 
 
 def next_tokens(harmony: Harmony, turn_tokens: int) -> NextTokens:
-    """Find the ids of a call's header and program, and of what must not appear in its text.
+    """Return the ids of a call's header and program, and those that must not appear in its text.
 
-    Raises ValueError if the header needs the same token twice with different successors."""
+    Args:
+        harmony: codec of the run.
+        turn_tokens: mean number of text tokens in a turn.
+
+    Raises:
+        ValueError: if the header needs the same token twice with different successors.
+    """
     call = ParsedMessage("analysis", "python", "code", PROGRAM)
     *header, end = harmony.render_assistant([call], "<|call|>")
     chain = [harmony.assistant_header[-1], *header]
@@ -76,11 +83,19 @@ def next_tokens(harmony: Harmony, turn_tokens: int) -> NextTokens:
 def policy_weights(
     config: GptOssModelConfig, following: NextTokens, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Draw all weights by Hugging Face name, one tensor at a time.
+    """Yield all weights by Hugging Face name, one tensor at a time.
 
-    Matrices keep the variance of what goes through them; those that write to the residual stream
-    are smaller by the square root of twice the layers, as GPT-2's are. Biases are smaller, but not
-    zero: one that is lost on the way to a server has to be seen in the mismatch."""
+    Matrices keep the variance of activations. Those that write to the residual stream are divided
+    by the square root of twice the number of layers, as in GPT-2. Biases are small but not zero, so
+    that a bias that is lost in a weight sync increases the mismatch.
+
+    Args:
+        config: configuration of the model.
+        following: dependence of the next token on the last one.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        seed: seed of the random numbers.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     aside = following.channels
 
@@ -112,7 +127,7 @@ def _draw_matrix(
     aside: int,
     generator: torch.Generator,
 ) -> None:
-    # Experts are [experts, in, out], everything else is [out, in].
+    # Experts are [experts, in, out], all other matrices are [out, in].
     is_expert = tensor.dim() == 3
     inputs = tensor.shape[1] if is_expert else tensor.shape[-1]
     std = inputs**-0.5
@@ -150,7 +165,7 @@ def _mark_tokens(embedding: torch.Tensor, following: NextTokens) -> None:
 
 
 def _bias_next_tokens(head: torch.Tensor, following: NextTokens) -> None:
-    """Read the marks: ``head`` [vocabulary, width] times the normalized residual stream."""
+    """Set the head's weights [vocabulary, width], which read the marks of the residual stream."""
     vocabulary, width = head.shape
     common = _common_mark(width)
     link_mark = _link_mark(width)
@@ -162,11 +177,11 @@ def _bias_next_tokens(head: torch.Tensor, following: NextTokens) -> None:
     for link, token in enumerate(following.chain[1:], start=1):
         head[token, link] = CERTAIN * link_rms / link_mark
 
-    # All other tokens together weigh exp(variance of their logits / 2) each.
+    # On average, each other token has the weight exp(variance of the logits / 2).
     others = vocabulary - len(following.impossible)
     logit_variance = (1 + LAYERS_VARIANCE) / text_rms**2
     log_weight = math.log(others) + logit_variance / 2
-    # Nothing random in its own logit: every token of the text ends the turn alike.
+    # The logit of the end has no random part, so every token ends the turn equally likely.
     head[following.end] = 0
     head[following.end, 0] = (log_weight - math.log(following.turn_tokens)) * text_rms / common
 

@@ -1,31 +1,35 @@
-"""The reference run of a machine: the whole loop of reinforcement learning with random weights.
+"""Time, memory and agreement of the whole RL loop, with random weights.
 
     python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 4 --steps 5
     python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 1 --layers 8 optimizer.lr=1e-6
-    python -m benchmarks.loop configs/untested/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 --steps 5 --seconds 570
+    python -m benchmarks.loop configs/untested/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 \\
+        --steps 5 --seconds 570
     python -m benchmarks.loop configs/rl/tiny_retool.yaml --turn-tokens 12 --steps 2
 
-What runs is the product's own session, as ``gptoss rl`` builds it from the configuration and the
-overrides: Ray, the trainer's ranks, the engines, rollout workers with the real sandbox, Harmony,
-multi-turn ReTool, routing replay (R3). Nothing is saved, evaluated at the end or exported.
+Needs the GPUs of the configuration. The tiny configurations run on a CPU.
 
-Weights are drawn at random, on the GPU where there is one, and written as a Hugging Face directory
-that is deleted once the trainer has read it, unless ``--weights`` names one to keep; experts of a base
-in MXFP4 as the packed blocks that released weights have. ``random_policy.py`` says what they do: every turn is
-a call of Python that runs, of ``--turn-tokens`` random tokens on average, and episodes end by their
-limits. So rewards teach nothing (``reward.tool_use`` makes them differ), and what is measured is
-time, memory and agreement, not learning.
+Runs the session of ``gptoss rl`` with the configuration and the overrides: Ray, the trainer's
+ranks, the engines, rollout workers with the real sandbox, Harmony, multi-turn ReTool, and routing
+replay (R3). Nothing is saved, evaluated at the end or exported.
 
-The first step compiles, and alone measures the mismatch without routing replay; medians are those
-of the others. Memory is the most that ``nvidia-smi`` showed of each GPU in a phase of any step, and
-what the trainer's ranks measured beside what the plan predicts.
+Random weights are drawn, on the GPU if there is one, and written as a Hugging Face directory. The
+directory is deleted after the trainer has read it, unless ``--weights`` names it. With adapters on
+an MXFP4 base, experts are written as packed blocks, as in the released weights. See
+``random_policy.py`` for the behavior of the weights: every turn is a call of Python that runs and
+has ``--turn-tokens`` random tokens on average. Episodes end by their limits. Rewards carry no
+information (``reward.tool_use`` makes them differ). Therefore, the benchmark does not measure
+learning.
 
-``--staleness`` compares values of ``algorithm.max_staleness``, in rising order, with one start of
-trainer and servers: each has ``--steps`` steps, of which the first k + 1 fill the pipeline (k: the
-value), and a table of its own. One more table compares them. What a value has begun beyond its last
-step runs on in the first step of the next and is trained on by nobody. The trainer is idle in what a
-step takes beyond syncs, estimates and updates. A server is idle while it has no request, as it says
-itself several times a second (``/v1/loads``).
+Prints Markdown tables. The first step compiles. It is also the only step that measures the
+mismatch without routing replay. The other steps enter the medians. Memory is the maximum that
+``nvidia-smi`` shows per GPU and phase, and the ranks' measurements next to the plan.
+
+``--staleness`` compares values of ``algorithm.max_staleness`` in increasing order, with one start
+of trainer and servers. Each value k has ``--steps`` steps and its own table. The first k + 1 steps
+fill the pipeline and are not in the medians. Another table compares the values. Episodes that a
+value starts beyond its last step run into the first step of the next value and are discarded. The
+trainer is idle outside of syncs, estimates and updates. A server is idle while it has no request,
+as sampled several times per second (``/v1/loads``).
 """
 
 from __future__ import annotations
@@ -64,15 +68,15 @@ if TYPE_CHECKING:
 
 
 MANY_STEPS = 1_000_000
-"""More than are run, so that none is the last one, which is saved."""
+"""Number of configured steps: larger than any run, because the last step would be saved."""
 PHASES = ("rollout", "sync", "prepare", "estimate", "train")
-"""That the loop times itself."""
+"""Phases that the loop times."""
 MEMORY_MILLISECONDS = 100
-"""Between two looks at the GPUs' memory."""
+"""Interval between two samples of the GPUs' memory, in milliseconds."""
 LOAD_SECONDS = 0.25
-"""Between two questions to every server of how many requests it has."""
+"""Interval between two samples of each server's requests, in seconds."""
 MAX_STALENESS = "loop/max_staleness"
-"""The value that a step was run with, among its metrics."""
+"""Metric with the value of max_staleness of a step."""
 
 
 def main() -> None:
@@ -83,7 +87,7 @@ def main() -> None:
         config = read_config(options, Path(scratch))
         began = time.monotonic()
         if options.weights is None or not options.weights.exists():
-            # In a process of its own, whose context on the GPU goes with it.
+            # In a separate process, so that its GPU context is freed.
             spawn = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, spawn) as pool:
                 pool.submit(write_weights, config, options.turn_tokens).result()
@@ -97,14 +101,20 @@ def main() -> None:
         try:
             run(config, values, options.steps, watch, end, keep_weights=options.weights is not None)
         finally:
-            # A run that failed in its fourth step still has the figures of three.
+            # After a failure, report the steps that have finished.
             keep_server_logs(config, options.out)
             if watch.steps:
                 show_report(watch, report_text(config, watch, server_speeds(config)), options.out)
 
 
 def report_text(config: RlConfig, watch: Watch, speeds: list[tuple[int, float]]) -> str:
-    """Return all tables: those of a run, or of each value of max_staleness and their comparison."""
+    """Return the tables of a run, or those of each value of max_staleness with a comparison.
+
+    Args:
+        config: configuration of the run.
+        watch: collected metrics and memory.
+        speeds: running requests and tokens per second, from the servers' logs.
+    """
     by_value: dict[int, list[dict[str, float]]] = defaultdict(list)
     for step in watch.steps:
         by_value[int(step[MAX_STALENESS])].append(step)
@@ -124,7 +134,13 @@ def report_text(config: RlConfig, watch: Watch, speeds: list[tuple[int, float]])
 
 
 def show_report(watch: Watch, text: str, out: Path | None) -> None:
-    """Print the tables, and write them and the steps' metrics to ``out``."""
+    """Print the tables, and write them and the metrics of all steps.
+
+    Args:
+        watch: collected metrics.
+        text: the tables.
+        out: Markdown file; None to only print. The metrics are written next to it as JSON.
+    """
     print(text, flush=True)
     if out:
         out.write_text(text)
@@ -162,7 +178,7 @@ def parse_arguments() -> argparse.Namespace:
     add("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args()
     if options.staleness and options.staleness != sorted(set(options.staleness)):
-        # What a larger value has begun would fill the servers in the steps of a smaller one.
+        # Episodes started for a larger value would occupy the servers in steps of a smaller one.
         parser.error("--staleness: values must rise, such as 0 1 2")
     if options.steps == 0 and options.weights is None:
         parser.error("--steps 0 writes weights: --weights says where")
@@ -170,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
-    """Read the configuration with what the benchmark needs; the user's overrides come last."""
+    """Read the configuration with the benchmark's settings and the user's overrides."""
     overrides = [
         "name=loop",
         f"output_dir={scratch}",
@@ -183,11 +199,11 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
         "rollout.routed_experts=true",
         "algorithm.routing_replay=R3",
         "reward.tool_use=true",
-        # Random weights agree less than trained ones; what is measured is reported.
+        # Random weights agree less than trained ones. The benchmark reports the difference.
         "canary_tolerance=10",
     ]
     if options.staleness is not None:
-        # The largest decides how much room there must be for episodes.
+        # The largest value determines the memory for episodes.
         overrides.append(f"algorithm.max_staleness={max(options.staleness)}")
     if options.layers is not None:
         overrides.append(f"model.num_layers={options.layers}")
@@ -199,7 +215,7 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
 
 
 def write_weights(config: RlConfig, turn_tokens: int) -> None:
-    """Write the random policy as the directory that the configuration starts from."""
+    """Write the random policy to the directory ``config.initial_weights``."""
     import torch
 
     from benchmarks.loop.random_policy import next_tokens, policy_weights
@@ -221,7 +237,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 def packed_experts(
     named: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantize the experts' matrices to MXFP4 blocks and scales: the 120B is 65 GB then instead of 234.
+    """Quantize the experts' matrices to MXFP4 blocks and scales: 4.25 instead of 16 bits per value.
 
     Args:
         named: weights by Hugging Face name; matrices of experts are [experts, in, out].
@@ -237,7 +253,7 @@ def packed_experts(
             yield name, tensor
             continue
 
-        # One expert at a time: transposed copies of all of them would double the memory.
+        # One expert at a time, because transposed copies of all experts would double the memory.
         packed = [mxfp4.quantize(expert.mT.contiguous().bfloat16()) for expert in tensor]
         blocks, scales = (torch.stack(parts) for parts in zip(*packed, strict=True))
         blocks_name, scales_name = stored_names(name)
@@ -254,10 +270,17 @@ def run(
     *,
     keep_weights: bool,
 ) -> None:
-    """Run ``steps`` steps with each of ``values`` of max_staleness; ``watch`` collects their metrics.
+    """Run steps with each value of max_staleness.
 
-    ``end``: seconds of ``time.monotonic`` that no step shall pass, by the length of the last one.
-    Values share the time that is left evenly."""
+    Args:
+        config: configuration of the run.
+        values: values of max_staleness, in increasing order.
+        steps: number of steps per value.
+        watch: display that collects the metrics.
+        end: time (``time.monotonic``) by which the last step has to end, estimated from the
+            duration of the previous step. The values share the remaining time equally.
+        keep_weights: whether to keep the random weights.
+    """
     with ExitStack() as stack:
         stack.enter_context(no_checkpoints())
         stack.enter_context(timed_waking(watch))
@@ -288,10 +311,19 @@ def run(
 def run_value(
     config: RlConfig, value: int, session: RlSession, steps: int, watch: Watch, end: float
 ) -> None:
-    """Run steps with one value of max_staleness, from the step that the session has come to."""
+    """Run steps with one value of max_staleness, starting at the session's current step.
+
+    Args:
+        config: configuration of the run.
+        value: value of max_staleness.
+        session: running session.
+        steps: number of steps.
+        watch: display that collects the metrics.
+        end: time (``time.monotonic``) by which the last step has to end.
+    """
     algorithm = config.algorithm
     if algorithm.max_staleness != value:
-        # Validated anew: on-policy steps need no log-probs before the update, stale ones do.
+        # Validate again: stale steps need log-probs before the update, on-policy steps do not.
         changed = algorithm.model_dump() | {"max_staleness": value}
         algorithm = type(algorithm).model_validate(changed)
     session.trainer.change_algorithm(algorithm)
@@ -309,7 +341,7 @@ def run_value(
 
 
 def server_urls(session: RlSession) -> tuple[list[str], str | None]:
-    """Return the addresses of SGLang's servers, none for other engines, and the servers' key."""
+    """Return the addresses of the SGLang servers (empty for other engines) and their API key."""
     from rl_loop.engines.sglang.backend import SglangBackend
     from rl_loop.engines.sglang.fleet import statuses
 
@@ -322,7 +354,7 @@ def server_urls(session: RlSession) -> tuple[list[str], str | None]:
 
 @contextmanager
 def no_checkpoints() -> Iterator[None]:
-    """Ask for no room for checkpoints, as the benchmark writes none."""
+    """Skip the check for disk space for checkpoints, because the benchmark does not write any."""
     original = start_checks.check_disk
     start_checks.check_disk = lambda directory, *unused: check_writable(directory)
     try:
@@ -333,7 +365,7 @@ def no_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def timed_waking(watch: Watch) -> Iterator[None]:
-    """Time how long servers take to get their memory back, which is a part of a sync."""
+    """Time how long servers need to restore their GPU memory, which is part of a sync."""
     from rl_loop.engines.sglang.fleet import SglangFleet
 
     original = SglangFleet._change_memory
@@ -355,7 +387,7 @@ def timed_waking(watch: Watch) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """What one server said once."""
+    """Number of requests on one server at one time."""
 
     running: int
     """Requests in its batch."""
@@ -368,7 +400,7 @@ class LoadSample:
 
 
 class ServerLoads:
-    """Asks servers of SGLang all the time how many requests they have. A context."""
+    """Context that continuously samples the number of requests on SGLang servers."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None) -> None:
         self._urls = urls
@@ -389,7 +421,7 @@ class ServerLoads:
             thread.join()
 
     def take(self) -> dict[str, float]:
-        """Return metrics of all servers since the last call; none if no server has answered."""
+        """Return the mean metrics of all servers since the last call; empty without samples."""
         with self._lock:
             samples, self._samples = self._samples, []
         if not samples:
@@ -408,14 +440,14 @@ class ServerLoads:
                 with urllib.request.urlopen(question, timeout=5) as answer:
                     sample = load_sample(json.load(answer))
             except OSError:
-                # A server that is being started again says nothing.
+                # A server that is restarting does not answer.
                 continue
             with self._lock:
                 self._samples.append(sample)
 
 
 def load_sample(answer: dict[str, Any]) -> LoadSample:
-    """Read the answer of ``/v1/loads`` (SGLang 0.5.17), which has an entry per data-parallel rank."""
+    """Parse the answer of ``/v1/loads`` (SGLang 0.5.17). It has an entry per data-parallel rank."""
     return LoadSample(
         running=sum(rank["num_running_reqs"] for rank in answer["loads"]),
         waiting=sum(rank["num_waiting_reqs"] for rank in answer["loads"]),
@@ -423,25 +455,27 @@ def load_sample(answer: dict[str, Any]) -> LoadSample:
 
 
 class Watch:
-    """The run's display: prints, collects the steps' metrics, and looks at the GPUs' memory."""
+    """Display of the run: prints, collects the metrics of steps, and samples GPU memory."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        """Metrics of every finished step, and ``seconds/sleep``, ``seconds/wake``, MAX_STALENESS and
-        what ``ServerLoads`` takes."""
+        """Metrics of every finished step.
+
+        They include ``seconds/sleep``, ``seconds/wake``, MAX_STALENESS and those of the servers.
+        """
         self.max_staleness = 0
-        """Of the steps under way."""
+        """Value of max_staleness of the current steps."""
         self.loads: ServerLoads | None = None
-        """None until there are servers that can be asked."""
+        """Sampler of the servers' requests; None until the servers are ready."""
         self.memory: dict[str, dict[int, int]] = defaultdict(dict)
-        """By phase and GPU: the most MiB in use."""
+        """Largest used memory in MiB, by phase and GPU."""
         self.seconds: dict[str, float] = defaultdict(float)
-        """Of the step under way, by what was timed."""
+        """Seconds of the current step, by name of the timed call."""
         self._phase = "start"
 
     @contextmanager
     def show(self, title: str, steps: int, first_step: int) -> Iterator[Watch]:
-        """Watch memory for as long as the run lasts."""
+        """Sample GPU memory during the run."""
         command = [
             "nvidia-smi",
             "--query-gpu=index,memory.used",
@@ -470,7 +504,7 @@ class Watch:
         print(message, flush=True)
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Take the metrics of a finished step."""
+        """Record the metrics of a finished step."""
         values = {**values, MAX_STALENESS: self.max_staleness}
         if self.loads is not None:
             values |= self.loads.take()
@@ -485,7 +519,7 @@ class Watch:
         )
 
     def timed(self, name: str, call: Callable[[], None]) -> Callable[[], None]:
-        """Return ``call`` as a phase whose seconds are counted."""
+        """Return ``call`` as a phase whose seconds are recorded under ``name``."""
 
         def timed_call() -> None:
             before = self._phase
@@ -506,7 +540,7 @@ class Watch:
 
 
 class Report:
-    """The table of a run."""
+    """Tables of a run."""
 
     def __init__(
         self,
@@ -516,11 +550,15 @@ class Report:
         speeds: list[tuple[int, float]],
         warm_up: int = 1,
     ) -> None:
-        """Args:
-        steps: metrics of the finished steps.
-        memory: by phase and GPU, the most MiB in use.
-        speeds: running requests and tokens per second, from the servers' logs.
-        warm_up: the first steps, which medians leave out."""
+        """Store the measurements of a run.
+
+        Args:
+            config: configuration of the run.
+            steps: metrics of the finished steps.
+            memory: largest used memory in MiB, by phase and GPU.
+            speeds: running requests and tokens per second, from the servers' logs.
+            warm_up: number of first steps that the medians leave out.
+        """
         self.config = config
         self.steps = steps
         self.memory = memory
@@ -529,7 +567,7 @@ class Report:
         self.episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
 
     def text(self) -> str:
-        """Return everything as Markdown."""
+        """Return all tables as Markdown."""
         lines = [
             self.title(),
             "",
@@ -540,7 +578,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def title(self) -> str:
-        """Say what was run."""
+        """Return the description of the run."""
         model = self.config.model
         rollout = self.config.rollout
         return (
@@ -551,7 +589,7 @@ class Report:
 
     @property
     def gpus(self) -> int:
-        """Of trainer and engines; ranks where there are no GPUs."""
+        """Number of GPUs of trainer and engines; number of ranks without GPUs."""
         processes = self.config.rollout.engine.server_processes
         if processes is None or self.config.rollout.engine.shares_trainer_gpus:
             return self.config.parallel.world_size
@@ -570,18 +608,18 @@ class Report:
         return [*lines, ""]
 
     def median_of(self, read: Callable[[dict[str, float]], float | None]) -> float | None:
-        """Return the median over the steps that are warm and have the value; None without any."""
+        """Return the median over the steps after warm-up that have the value; None without any."""
         values = [read(step) for step in self.steps[self.warm_up :]]
         known = [value for value in values if value is not None]
         return median(known) if known else None
 
     def row(self, title: str) -> tuple[Callable[[dict[str, float]], float | None], str]:
-        """Return value and format of the row of this title."""
+        """Return the value function and the format of the row with this title."""
         [found] = [(read, form) for name, read, form in self._rows() if name == title]
         return found
 
     def _rows(self) -> list[tuple[str, Callable[[dict[str, float]], float | None], str]]:
-        """Return title, value and format of every row."""
+        """Return title, value function and format of every row."""
 
         def metric(name: str) -> Callable[[dict[str, float]], float | None]:
             return lambda step: step.get(name)
@@ -618,13 +656,13 @@ class Report:
         ]
 
     def _rest(self, step: dict[str, float]) -> float:
-        """Return what no row counts: preparing samples, writing metrics."""
+        """Return the seconds in no other row: preparing samples, writing metrics."""
         counted = [name for name in PHASES if name != "prepare"] + ["sleep"]
         return step[Name.STEP_SECONDS] - sum(step.get(f"seconds/{name}", 0) for name in counted)
 
     @staticmethod
     def _trainer_idle(step: dict[str, float]) -> float:
-        """Return the share of a step in which the trainer neither syncs nor computes."""
+        """Return the fraction of a step in which the trainer neither syncs nor computes."""
         works = sum(step.get(f"seconds/{name}", 0) for name in ("sync", "estimate", "train"))
         return 1 - works / step[Name.STEP_SECONDS]
 
@@ -642,7 +680,7 @@ class Report:
         return self._tokens(step) / step["seconds/train"] / self.gpus
 
     def decoding(self) -> list[str]:
-        """Say how fast the servers decoded when they were full, by their own logs."""
+        """Return the decoding speed of servers under full load, from their logs."""
         if not self.speeds:
             return []
         most = max(running for running, _ in self.speeds)
@@ -654,7 +692,7 @@ class Report:
         ]
 
     def memory_tables(self) -> list[str]:
-        """Return the lines of what nvidia-smi showed, and of what ranks measured beside the plan."""
+        """Return the tables of memory: by nvidia-smi, and the ranks' measurements with the plan."""
         lines = []
         if self.memory:
             indices = sorted({index for most in self.memory.values() for index in most})
@@ -707,11 +745,11 @@ COMPARED = (
     "oldest trained token, versions",
     "mismatch k3 with R3",
 )
-"""Rows of a run's table that ``comparison`` has as columns."""
+"""Rows of a run's table that are columns of ``comparison``."""
 
 
 def comparison(reports: Sequence[Report]) -> str:
-    """Return a table with a line of medians for every value of max_staleness."""
+    """Return a table with a row of medians for every value of max_staleness."""
     titles = ["max_staleness", "steps", *COMPARED]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for report in reports:
@@ -728,17 +766,17 @@ def comparison(reports: Sequence[Report]) -> str:
 
 
 def shown_value(value: float | None, form: str) -> str:
-    """Format a figure; a dash for one that is not known."""
+    """Format a value; "-" for None."""
     return "-" if value is None else format(value, form)
 
 
 def is_memory(name: str) -> bool:
-    """Return whether a metric is of the memory of a phase."""
+    """Return True if a metric is the memory of a phase."""
     return name.startswith("memory/") and name.count("/") == 2
 
 
 def keep_server_logs(config: RlConfig, out: Path | None) -> None:
-    """Copy the servers' logs beside ``out``, also of a run that failed."""
+    """Copy the servers' logs next to ``out``, also after a failure."""
     if out is None:
         return
     for log in server_logs(config):
@@ -746,12 +784,12 @@ def keep_server_logs(config: RlConfig, out: Path | None) -> None:
 
 
 def server_logs(config: RlConfig) -> list[Path]:
-    """Find what SGLang's servers printed."""
+    """Return the log files of the SGLang servers."""
     return sorted((config.directory / "engine").glob("server_*.log"))
 
 
 def server_speeds(config: RlConfig) -> list[tuple[int, float]]:
-    """Read running requests and tokens per second of decoding from the logs of SGLang's servers."""
+    """Return running requests and tokens per second of decoding from the servers' logs."""
     speeds = []
     for log in server_logs(config):
         speeds += decode_speeds(log.read_text(errors="replace"))
