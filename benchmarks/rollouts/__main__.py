@@ -1,4 +1,4 @@
-"""Rollouts: many episodes at a time, and rollouts that run ahead of training."""
+"""Benchmarks of rollouts: many concurrent episodes, and rollouts that run ahead of training."""
 
 from benchmarks.harness import run_program
 

@@ -1,21 +1,21 @@
-"""What rollouts that run ahead bring to real runs on CPUs: a tiny policy whose tools are slow.
+"""Effect of rollouts that run ahead of training on real runs: a tiny policy with slow tools.
 
     gptoss sft configs/sft/tiny_retool.yaml
     python -m benchmarks.rollouts ahead runs/tiny_retool_sft
     python -m benchmarks.rollouts ahead runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
 
-Every run is a ``gptoss rl`` of its own, with real processes for trainer and rollouts, from the same
-weights. Tool calls sleep for as long as is published, times --gaps (``slow_tools.py``). Runs of one
-seed have the same tasks and delays and take turns, so that whatever else the machine does meets all
-of them; the second seed runs them in the opposite order.
+Needs no GPU. Every run is a separate ``gptoss rl`` with real processes for trainer and rollouts,
+from the same weights. Tool calls sleep for the published times, multiplied by ``--gaps``
+(``slow_tools.py``). Runs of one seed have the same tasks and delays. They run in sequence, and
+every other seed in the opposite order, so that other load on the machine affects all values of k.
 
-Columns; ranges are over the seeds:
+Prints a table. Ranges are over the seeds.
 
-    s/step        wall clock of all steps over their number; the first, which also evaluates, left out
-    x             median over the seeds of the first row's over this one's of the same seed
-    training      seconds per step in which the trainer works: estimates and updates
-    waiting       seconds per step in which it waits for episodes
-    stale         age of trained tokens in weight versions, mean and largest
+    s/step        wall time per step without the first step, which also evaluates
+    x             speed-up over the first row with the same seed, median over the seeds
+    training      seconds per step for estimates and updates
+    waiting       seconds per step in which the trainer waits for episodes
+    stale         staleness of trained tokens in weight versions, mean and largest
     before, after accuracy on the held-out tasks
 """
 
@@ -38,23 +38,29 @@ ENVIRONMENT = "benchmarks.rollouts.slow_tools:SlowReTool"
 
 @dataclass(frozen=True)
 class Workload:
-    """What is the same in all runs."""
+    """Settings that all runs share."""
 
     start: Path
-    """Run whose policy is trained on."""
+    """Run with the initial policy."""
     steps: int
     tasks: int
-    """Of a step."""
+    """Number of tasks of a step."""
     samples: int
-    """Episodes of a task."""
+    """Number of episodes of a task."""
     held_out: int
-    """Tasks on which accuracy is measured."""
+    """Number of held-out tasks, which measure accuracy."""
     gap_scale: float
     overrides: tuple[str, ...]
-    """KEY=VALUE of the configuration."""
+    """KEY=VALUE overrides of the configuration."""
 
     def command(self, directory: Path, staleness: int, seed: int) -> list[str]:
-        """Return the command of one run, which is written to ``directory``/run."""
+        """Return the command of one run.
+
+        Args:
+            directory: parent of the run directory, which is called ``run``.
+            staleness: value of ``algorithm.max_staleness``.
+            seed: seed of the run and of its tasks.
+        """
         source = f"{{environment: '{ENVIRONMENT}', options: {{instructions: null, gap_scale: {self.gap_scale}}}}}"
         return [
             sys.executable, "-m", "launch", "rl", str(CONFIG),
@@ -66,7 +72,7 @@ class Workload:
             f"seed={seed}",
             f"tasks.seed={seed}",
             f"training.steps={self.steps}",
-            # Neither evaluations nor checkpoints between the first step and the last.
+            # No evaluation or checkpoint between the first step and the last.
             f"evaluate_every={self.steps}",
             f"training.checkpoint_every={self.steps}",
             "rollout.workers=1",
@@ -79,7 +85,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. Seconds are per step."""
+    """Measurements of one run. Seconds are per step."""
 
     staleness: int
     seed: int
@@ -93,11 +99,11 @@ class Measured:
 
 
 def measure(workload: Workload, staleness: int, seed: int) -> Measured:
-    """Train with one k and one seed."""
+    """Train with one value of k and one seed."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-        # Trainer and engine have a core each.
+        # One core for the trainer and one for the engine.
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory() as directory:
@@ -117,7 +123,7 @@ def measure(workload: Workload, staleness: int, seed: int) -> Measured:
 def summarise(
     steps: Sequence[dict[str, Any]], summary: dict[str, Any], staleness: int, seed: int
 ) -> Measured:
-    """Average over the steps of a run but its first, of which its evaluation is a part."""
+    """Average over the steps of a run, without the first one, which includes the evaluation."""
     timed = steps[1:]
     wall_clock = timed[-1]["time"] - steps[0]["time"]
     return Measured(
@@ -134,7 +140,7 @@ def summarise(
 
 
 def in_turns(staleness: Sequence[int], seeds: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (k, seed) of all runs, every other seed's in the opposite order."""
+    """Return (k, seed) of all runs. Every other seed has the opposite order of k."""
     runs = []
     for place, seed in enumerate(seeds):
         order = staleness if place % 2 == 0 else list(reversed(staleness))
@@ -146,7 +152,7 @@ HEADER = ("k", "s/step", "x", "training", "waiting", "stale", "before", "after")
 
 
 def table(measured: Sequence[Measured]) -> str:
-    """Write a row of Markdown for every k."""
+    """Return a Markdown table with a row for every k."""
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
     by_k: dict[int, dict[int, Measured]] = {}
     for run in sorted(measured, key=lambda run: run.staleness):

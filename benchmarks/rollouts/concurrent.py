@@ -1,21 +1,28 @@
-"""A thousand episodes at a time on one machine while its parts fail, and what they cost the driver.
+"""Load and fault-injection test of rollouts: hundreds of concurrent episodes on one machine.
 
     python -m benchmarks.rollouts concurrent
     python -m benchmarks.rollouts concurrent --tasks 25 --token 0.1 --faults 0.2
 
-Pool, collector, rollout workers, agent loop and the fleet of servers are the real ones, in processes of
-their own. The servers speak SGLang's protocol and sample what a script says, in place of a model; the
-trainer sleeps. Tools take as long as published, times --gaps. What fails, besides:
+Needs no GPU. Pool, collector, rollout workers, agent loop and the fleet of servers are real, in
+separate processes. The servers implement SGLang's protocol and sample scripted turns instead of
+running a model. The trainer sleeps. Tools take the published times, multiplied by ``--gaps``.
+Injected faults:
 
-    malformed answer  a share --faults of the requests: broken connections, status 500, tokens and
-                      log-probs that cannot be true
-    tool failure      a share --faults of the calls fails once; the tools of half as many tasks stay away
-    dead server       one is killed in every other step, and one dies in the middle of a weight sync
-    dead worker       one is killed in the steps between
+    malformed answer  a fraction --faults of the requests: broken connections, status 500, invalid
+                      tokens and log-probs
+    tool failure      a fraction --faults of the calls fails once. The tools of a fraction
+                      --faults / 2 of the tasks always fail.
+    dead server       one is killed in every odd step, and one exits during a weight sync
+    dead worker       one is killed in every even step except the first
 
-It then holds, or the benchmark fails: every group is trained on in its step, whole and once; exactly
-those episodes are invalid that called a tool that stays away; no token is older than k versions. The
-driver's processor time counts from the first weight sync to the last group, all its threads included.
+The benchmark fails unless all of the following hold:
+
+- Every group is trained on in its step, complete and once.
+- Exactly those episodes are invalid that called a tool that always fails.
+- No token is older than k versions.
+
+Prints a table of the episodes, the faults and the driver's processor time, which counts from the
+first weight sync to the last group and includes all threads of the driver.
 """
 
 import argparse
@@ -53,17 +60,17 @@ from rl_loop.weight_sync.source import LoadedWeights
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
 SYNC_FAULT = "die /update_weights_from_disk:1"
-"""What the file of faults orders of a server (``tests/support/rl_loop/sglang_protocol.py``)."""
+"""Order in the fault file of a server (``tests/support/rl_loop/sglang_protocol.py``)."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What runs, and what fails."""
+    """Size of the test and rate of faults."""
 
     tasks: int = 125
-    """Of a step."""
+    """Number of tasks of a step."""
     samples: int = 5
-    """Episodes of a task."""
+    """Number of episodes of a task."""
     steps: int = 6
     max_staleness: int = 3
     workers: int = 2
@@ -71,41 +78,41 @@ class Load:
     gap_scale: float = 0.01
     """Factor of the published seconds of tools."""
     token_seconds: float = 0.5
-    """That a server takes for a token."""
+    """Time of a token on a server, in seconds."""
     training_seconds: float = 5.0
-    """Of a step."""
+    """Training time of a step, in seconds."""
     faults: float = 0.05
-    """Share of requests, and of tool calls, that fail."""
+    """Fraction of requests, and of tool calls, that fail."""
 
 
 @dataclass
 class Faults:
-    """What was done to the run."""
+    """Number of injected faults."""
 
     workers_killed: int = 0
     servers_killed: int = 0
     syncs_broken: int = 0
     malformed_answers: Counter[str] = field(default_factory=Counter)
     tool_failures: int = 0
-    """Of episodes that were finished all the same."""
+    """Number of failed calls in episodes that finished."""
 
 
 @dataclass
 class Outcome:
-    """What became of the episodes, and what they cost."""
+    """Results of the test."""
 
     faults: Faults
     trained: int
     invalid: int
     wall_seconds: float
     driver_seconds: float
-    """Processor time of the driver, its threads included."""
+    """Processor seconds of the driver, including its threads."""
     in_flight_mean: float
     in_flight_most: int
 
     @property
     def driver_share(self) -> float:
-        """Share of one core that the driver takes per 100 episodes in flight."""
+        """Number of cores that the driver uses per 100 episodes in flight."""
         return self.driver_seconds / self.wall_seconds / (self.in_flight_mean / 100)
 
 
@@ -113,7 +120,7 @@ class Outcome:
 
 
 def configuration(load: Load, directory: Path) -> RlConfig:
-    """Return the configuration of a run whose servers follow the script."""
+    """Return the configuration of a run with scripted servers."""
     tools = {"gap_scale": load.gap_scale, "failing": load.faults, "away": load.faults / 2}
     environment = "benchmarks.rollouts.slow_tools:UnreliableTools"
     overrides = [
@@ -152,7 +159,13 @@ def configuration(load: Load, directory: Path) -> RlConfig:
 
 
 def write_script(load: Load, tasks: TaskSource, directory: Path) -> None:
-    """Write what the servers sample."""
+    """Write the script of the servers.
+
+    Args:
+        load: size of the test.
+        tasks: source with the codec of the turns.
+        directory: directory of the script and of the log of faults.
+    """
     harmony = tasks.codec
     call = ParsedMessage("analysis", "python", "code", "print(1)")
     answer = ParsedMessage("final", None, None, "1")
@@ -168,7 +181,7 @@ def write_script(load: Load, tasks: TaskSource, directory: Path) -> None:
 
 
 def random_weights(model: ModelConfig) -> LoadedWeights:
-    """Make weights that the servers take for those of the model; the script does not look at them."""
+    """Return weights with the names and shapes of the model. The script ignores their values."""
     get = random_hf_weights(model, seed=0)
     return LoadedWeights({name: get(name).to(torch.bfloat16) for name in hf_shapes(model)})
 
@@ -185,8 +198,15 @@ def started_pool(config: RlConfig) -> Iterator[RolloutPool]:
 
 
 def run(load: Load, directory: Path) -> Outcome:
-    """Train ``load.steps`` steps while parts fail. Raises AssertionError if an episode is lost,
-    doubled or too old."""
+    """Train ``load.steps`` steps with injected faults.
+
+    Args:
+        load: size of the test.
+        directory: directory for the run.
+
+    Raises:
+        AssertionError: if an episode is lost, duplicated or too old.
+    """
     config = configuration(load, directory)
     tasks = build_tasks(config)
     write_script(load, tasks, directory)
@@ -228,13 +248,13 @@ def run(load: Load, directory: Path) -> Outcome:
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process until now, in its own code and the kernel's."""
+    """Return the processor seconds of this process until now, in user and kernel mode."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def kill_something(step: int, faults: Faults) -> None:
-    """Kill a server in odd steps, and a worker in even ones but the first."""
+    """Kill a server in odd steps, and a worker in even steps except the first."""
     if step == 0:
         return
     wanted = "sglang.launch_server" if step % 2 else "ray::RolloutWorker"
@@ -246,7 +266,7 @@ def kill_something(step: int, faults: Faults) -> None:
         except psutil.NoSuchProcess:
             continue
     else:
-        # The one that was killed last is still on its way back.
+        # The process that was killed last is still restarting.
         return
     if step % 2:
         faults.servers_killed += 1
@@ -254,16 +274,22 @@ def kill_something(step: int, faults: Faults) -> None:
         faults.workers_killed += 1
 
 
-# -- what became of it ----------------------------------------------------------------------------
+# -- checks and results ---------------------------------------------------------------------------
 
 
 class Ledger:
-    """The account of all episodes."""
+    """Record of all episodes."""
 
     def __init__(
         self, load: Load, tasks: TaskSource, seeds_of: Callable[[int], Sequence[int]]
     ) -> None:
-        """``seeds_of``: of a group, by its number."""
+        """Create an empty record.
+
+        Args:
+            load: size of the test.
+            tasks: source of the expected tasks.
+            seeds_of: function that returns the seeds of a group by its number.
+        """
         self._load = load
         self._tasks = tasks
         self._seeds_of = seeds_of
@@ -272,8 +298,15 @@ class Ledger:
         self._names: set[str] = set()
 
     def enter(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Note the groups that a step trains on. Raises AssertionError if these are not its own,
-        whole and new."""
+        """Record the groups that a step trains on.
+
+        Args:
+            step: number of the step.
+            groups: groups of the step.
+
+        Raises:
+            AssertionError: unless the groups belong to the step, and are complete and new.
+        """
         load = self._load
         first = step * load.tasks
         expected = self._tasks.train(first, load.tasks)
@@ -281,7 +314,7 @@ class Ledger:
 
         for number, (task, group) in enumerate(zip(expected, groups, strict=True), start=first):
             assert len(group.trajectories) + len(group.invalid) == load.samples, "not whole"
-            # What a tool that stays away spoils is invalid, and nothing else is.
+            # Only episodes that call an unavailable tool are invalid.
             spoiled = 0
             if task.metadata["away"]:
                 seeds = self._seeds_of(number)
@@ -306,10 +339,14 @@ class Ledger:
         return int(sum(episode.reward_parts["tool_failures"] for episode in self.trained))
 
     def in_flight(self, began: float, ended: float) -> tuple[float, int]:
-        """Return how many of the episodes that were trained on ran at a time: mean and most.
+        """Return the mean and the maximum of concurrent episodes, among those trained on.
 
-        Those that were invalid or that began again with another worker are left out, so that the
-        real numbers are higher."""
+        Invalid and restarted episodes are left out, so the real numbers are higher.
+
+        Args:
+            began: start of the test, in seconds since the epoch.
+            ended: end of the test, in seconds since the epoch.
+        """
         changes: list[tuple[float, int]] = []
         seconds = 0.0
         for episode in self.trained:
@@ -325,7 +362,7 @@ class Ledger:
 
 
 def report(load: Load, outcome: Outcome) -> str:
-    """Write the outcome as a Markdown table."""
+    """Return the results as a Markdown table."""
     faults = outcome.faults
     rows = {
         "episodes trained, each once": f"{outcome.trained:,}",

@@ -1,30 +1,35 @@
-"""What rollouts that run ahead of training bring, on a virtual clock.
+"""Simulation of rollouts that run ahead of training, on a virtual clock.
 
-    python -m benchmarks.async_rollouts                             # a table of both rules and all k
-    python -m benchmarks.async_rollouts --out async.md --plot async.png
-    python -m benchmarks.async_rollouts --gaps 0.1 --rollouts 1     # quick tools, training as long as rollouts
+    python -m benchmarks.rollouts simulate                  # a table of both policies and all k
+    python -m benchmarks.rollouts simulate --out async.md --plot async.png
+    python -m benchmarks.rollouts simulate --gaps 0.1 --rollouts 1
 
-Engines, tools and a trainer are simulated. ``in_order`` is the rule of the loop
-(``rl_loop/rollout/collector.py``): a step trains on its own groups, which begin up to k steps earlier.
-``discard`` is a rule that this project does not have: a step trains on the groups that end first, and
-groups older than k versions are thrown away.
+Needs no GPU. Engines, tools and a trainer are simulated with two policies:
 
-The workload has published tails. Tool calls of an episode (TraceLab, arXiv 2606.30560): 25 % have
-none, the median is 1, p90 20, p99 86, the mean 7.8. Seconds that a tool takes: p50 1.6, p75 8.6, p90
-44, mean 37. Between these points quantiles are interpolated in their logarithm; the largest values,
-130 calls and 1,080 s, are those that give the published means. A latent difficulty of the task
-correlates the lengths of its episodes. Tokens per turn, the engines' speed and the cost of a sync are
-assumptions (``Costs``), and the trainer's speed follows from --rollouts.
+- ``in_order`` is the policy of the loop (``rl_loop/rollout/collector.py``). A step trains on its
+  own groups, which start up to k steps earlier.
+- ``discard`` is an alternative that this project does not implement. A step trains on the groups
+  that finish first. Groups older than k versions are discarded.
 
-Every run trains the same number of steps. Columns:
+The workload has published long tails (TraceLab, arXiv 2606.30560):
 
-    steps/h           steps per hour, and as a multiple of those with k = 0
-    stale             age of the trained tokens in weight versions, mean and largest
-    long trained      of the tenth of tasks with the longest episodes that began, the share trained on
-    calls trained     tool calls per trained episode, as a multiple of those per sampled episode
-    idle: trainer     share of time without training
-    idle: engines     share of time with nothing to decode
-    prefilled again   tokens per step whose keys were computed again because of new weights
+- Tool calls per episode: 25% have none, median 1, p90 20, p99 86, mean 7.8.
+- Seconds per tool call: p50 1.6, p75 8.6, p90 44, mean 37.
+
+Quantiles between these points are interpolated in their logarithm. The largest values, 130 calls
+and 1,080 s, reproduce the published means. A latent difficulty of the task correlates the lengths
+of its episodes. Tokens per turn, the engines' speed and the cost of a sync are assumptions
+(``Costs``). The trainer's speed follows from ``--rollouts``.
+
+Every run trains the same number of steps. Prints a table with these columns:
+
+    steps/h           steps per hour, and the speed-up over k = 0
+    stale             staleness of trained tokens in weight versions, mean and largest
+    long trained      fraction trained on, of the 10% of tasks with the longest episodes
+    calls trained     tool calls per trained episode, relative to those per started episode
+    idle: trainer     fraction of time without training
+    idle: engines     fraction of time without decoding
+    prefilled again   tokens per step whose keys were recomputed because of new weights
 """
 
 from __future__ import annotations
@@ -46,80 +51,80 @@ POLICIES: tuple[Policy, ...] = ("in_order", "discard")
 STALENESS = (0, 1, 2, 4, 8)
 
 CALLS = ((0.0, 0.0), (0.25, 0.0), (0.5, 1.0), (0.9, 20.0), (0.99, 86.0), (1.0, 130.0))
-"""Quantiles of tool calls per episode; all but the last are published."""
+"""Quantiles of tool calls per episode. All but the last are published."""
 GAPS = ((0.0, 0.1), (0.5, 1.6), (0.75, 8.6), (0.9, 44.0), (1.0, 1080.0))
-"""Quantiles of seconds per tool call; all but the first and the last are published."""
+"""Quantiles of seconds per tool call. All but the first and the last are published."""
 LONG_SHARE = 0.1
-"""Of all tasks, those with the longest episodes, which are called long."""
+"""Fraction of all tasks that count as long: those with the longest episodes."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sampled in a step."""
+    """Size and distribution of the sampled episodes."""
 
     groups_per_step: int = 32
     samples: int = 8
-    """Episodes of a group."""
+    """Number of episodes of a group."""
     steps: int = 60
     correlation: float = 0.5
-    """Of the quantiles (as normal deviates) of two episodes of one task."""
+    """Correlation of the quantiles (as normal deviates) of two episodes of a task."""
     gap_scale: float = 1.0
-    """Factor of the seconds that tools take."""
+    """Factor of the seconds of tool calls."""
     prompt_tokens: int = 1000
     tool_tokens: int = 300
-    """That a tool answers with."""
+    """Tokens of a tool's answer."""
     turn_tokens: float = 200.0
-    """Median that is sampled per turn; log-normal with sigma 1."""
+    """Median tokens per turn. The distribution is log-normal with sigma 1."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """How fast the machines are. Assumptions, to be replaced by what a run measures."""
+    """Speeds of the simulated machines. The defaults are assumptions, not measurements."""
 
     slots: int = 256
-    """Sequences that the engines decode at a time."""
+    """Maximum number of sequences that the engines decode concurrently."""
     token_seconds: float = 0.010
-    """Of a decoding step with one sequence."""
+    """Time of a decoding step with one sequence, in seconds."""
     token_seconds_per_sequence: float = 0.00004
-    """That each further sequence adds."""
+    """Additional time of a decoding step per further sequence, in seconds."""
     prefill_tokens_per_second: float = 50_000.0
-    """Of all engines; nothing is decoded meanwhile."""
+    """Prefill throughput of all engines together. Decoding stops during prefill."""
     sync_seconds: float = 5.0
     rollouts_over_training: float = 2.0
-    """Seconds of a step's rollouts with k = 0, over those of its training."""
+    """Duration of a step's rollouts relative to its training, with k = 0."""
 
 
 @dataclass(frozen=True)
 class EpisodePlan:
-    """An episode as it will go."""
+    """Predetermined course of an episode."""
 
     turns: tuple[int, ...]
-    """Tokens of each turn."""
+    """Number of tokens of each turn."""
     gaps: tuple[float, ...]
-    """Seconds of the tool call between two turns."""
+    """Seconds of the tool call after each turn except the last."""
     tool_tokens: int = 0
-    """That a tool answers with."""
+    """Tokens of a tool's answer."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was like."""
+    """Results of a simulation."""
 
     seconds: float
-    """Of the virtual clock."""
+    """Duration on the virtual clock."""
     steps: int
     staleness_mean: float
     staleness_max: int
     begun: list[int]
-    """Groups that began and were trained on or thrown away, by number."""
+    """Numbers of the groups that started and were trained on or discarded."""
     trained: list[list[int]]
-    """By step."""
+    """Numbers of the trained groups, by step."""
     training_seconds: float
     engine_idle_seconds: float
     prefilled_again: float
     tokens: float
-    """Trained."""
+    """Number of trained tokens."""
 
     @property
     def steps_per_hour(self) -> float:
@@ -130,8 +135,14 @@ class Outcome:
 
 
 def quantile(points: Sequence[tuple[float, float]], share: float) -> float:
-    """Interpolate a quantile function between ``points``, in the logarithm where both ends are
-    positive."""
+    """Interpolate a quantile function.
+
+    The interpolation is logarithmic where both ends are positive.
+
+    Args:
+        points: (fraction, value) in increasing order.
+        share: fraction at which to interpolate.
+    """
     for (left, low), (right, high) in pairwise(points):
         if share <= right:
             part = (share - left) / (right - left)
@@ -142,7 +153,7 @@ def quantile(points: Sequence[tuple[float, float]], share: float) -> float:
 
 
 def plan_group(workload: Workload, number: int) -> list[EpisodePlan]:
-    """Draw the episodes of a group; the same for every policy and k."""
+    """Draw the episodes of a group. They do not depend on the policy and k."""
     chance = random.Random(f"{workload.seed}/{number}")
     difficulty = chance.gauss(0, 1)
     shared, own = math.sqrt(workload.correlation), math.sqrt(1 - workload.correlation)
@@ -158,11 +169,11 @@ def plan_group(workload: Workload, number: int) -> list[EpisodePlan]:
     return plans
 
 
-# -- which groups a step trains on ----------------------------------------------------------------
+# -- policies -------------------------------------------------------------------------------------
 
 
 class Control(Protocol):
-    """Decides which groups begin and which are trained on."""
+    """Decides which groups start and which are trained on."""
 
     def synced(self, version: int) -> None: ...
 
@@ -174,7 +185,7 @@ class Control(Protocol):
 
 
 class InOrderControl:
-    """Trains on the groups of each step, which begin up to ``max_staleness`` steps earlier."""
+    """Trains on the groups of each step, which start up to ``max_staleness`` steps earlier."""
 
     def __init__(self, groups_per_step: int, max_staleness: int, steps: int) -> None:
         self._groups_per_step = groups_per_step
@@ -206,7 +217,7 @@ class InOrderControl:
 
 
 class DiscardControl:
-    """Trains on whatever ends first and throws away what has grown too old."""
+    """Trains on the groups that finish first, and discards groups that are too old."""
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self.thrown_away: list[int] = []
@@ -250,7 +261,7 @@ class DiscardControl:
 
 
 def control_for(policy: Policy, max_staleness: int, workload: Workload) -> Control:
-    """Make what decides for a policy."""
+    """Return the control of a policy."""
     if policy == "discard":
         return DiscardControl(workload.groups_per_step, max_staleness)
     return InOrderControl(workload.groups_per_step, max_staleness, workload.steps)
@@ -261,31 +272,32 @@ def control_for(policy: Policy, max_staleness: int, workload: Workload) -> Contr
 
 @dataclass(eq=False)
 class Episode:
-    """An episode under way."""
+    """A running episode."""
 
     group: int
     plan: EpisodePlan
     context: int
-    """Tokens so far: prompt, turns and answers of tools."""
+    """Number of tokens so far: prompt, turns and answers of tools."""
     turn: int = 0
     tokens_left: float = 0.0
-    """Of the turn that is decoded or waits."""
+    """Remaining tokens of the current turn."""
     cached: int = 0
-    """Tokens of the context whose keys the engines have."""
+    """Tokens of the context with cached keys."""
     cached_with: int = -1
-    """Version of the weights that computed them."""
+    """Version of the weights that computed the cached keys."""
     began_at: float = 0.0
-    """On the engines' clock of work, when the turn was let in or went on."""
+    """Value of the engines' ``work`` when the turn started or resumed."""
     by_version: dict[int, float] = field(default_factory=dict)
-    """Sampled tokens by version of the weights."""
+    """Number of sampled tokens by version of the weights."""
     is_dropped: bool = False
 
 
 class Engines:
-    """All engines as one, with a batch that every sequence shares evenly, and the tools.
+    """Tools, and all engines as one engine whose sequences have equal speed.
 
-    ``work`` is how many tokens each sequence of the batch has had; a turn ends when it has had its
-    own. While prompts are read nothing is decoded."""
+    ``_work`` is the number of tokens that each sequence of the batch has received since the start.
+    A turn ends when it has received its own tokens. Prefill stops decoding.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -293,18 +305,18 @@ class Engines:
         self.idle_seconds = 0.0
         self.prefilled_again = 0.0
         self.ended: list[Episode] = []
-        """Episodes that have ended and were not yet looked at."""
+        """Episodes that have ended since the last check."""
         self._version = 0
         self._work = 0.0
         self._prefill_seconds = 0.0
-        """Until decoding goes on."""
+        """Seconds until decoding continues."""
         self._decoding: list[tuple[float, int, Episode]] = []
-        """A heap, by the work at which the turn ends."""
+        """Heap, by the value of ``_work`` at which the turn ends."""
         self._waiting: deque[Episode] = deque()
         self._at_tools: list[tuple[float, int, Episode]] = []
-        """A heap, by the second in which the tool answers."""
+        """Heap, by the time at which the tool answers."""
         self._ticket = 0
-        """Makes entries of heaps comparable."""
+        """Unique number that makes entries of heaps comparable."""
 
     def begin(self, episode: Episode) -> None:
         """Queue the next turn of an episode."""
@@ -313,7 +325,7 @@ class Engines:
         self._let_in()
 
     def sync(self, version: int) -> None:
-        """Take new weights: turns under way keep their tokens, and everybody's keys are lost."""
+        """Load new weights. Running turns keep their tokens, and all cached keys are dropped."""
         interrupted = [episode for _, _, episode in sorted(self._decoding)]
         for episode in interrupted:
             self._keep_tokens(episode)
@@ -328,7 +340,7 @@ class Engines:
         self._let_in()
 
     def drop(self, group: int) -> None:
-        """Forget the episodes of a group."""
+        """Drop the episodes of a group."""
         kept = []
         for entry in self._decoding:
             entry[2].is_dropped |= entry[2].group == group
@@ -341,7 +353,7 @@ class Engines:
         self._let_in()
 
     def run(self, until: float = math.inf) -> None:
-        """Go on until an episode ends, or to a point in time."""
+        """Continue until an episode ends or until a time."""
         while not self.ended:
             turn_ends = math.inf
             if self._decoding:
@@ -385,7 +397,7 @@ class Engines:
                 self._start(episode)
 
     def _start(self, episode: Episode) -> None:
-        """Read what the engines do not have of an episode, and decode from there on."""
+        """Prefill the part of an episode without cached keys, and start decoding."""
         if episode.cached_with != self._version:
             self.prefilled_again += episode.cached
             episode.cached = 0
@@ -400,7 +412,7 @@ class Engines:
         heapq.heappush(self._decoding, entry)
 
     def _keep_tokens(self, episode: Episode) -> None:
-        """Add what was decoded of a turn since it started to the episode."""
+        """Add the tokens decoded since the start of the turn to the episode."""
         tokens = min(self._work - episode.began_at, episode.tokens_left)
         version = episode.cached_with
         episode.by_version[version] = episode.by_version.get(version, 0.0) + tokens
@@ -433,19 +445,19 @@ class Simulation:
         self.engines = Engines(costs)
         self._control = control
         self._episodes: dict[int, list[Episode]] = {}
-        """Of the groups that are under way."""
+        """Episodes of the groups in flight, by number."""
         self._running: dict[int, int] = {}
-        """Group -> episodes that have not ended."""
+        """Number of running episodes by group."""
         self._begun: list[int] = []
         self._rollout_seconds: list[float] = []
 
     @property
     def mean_rollout_seconds(self) -> float:
-        """Return how long the trainer waited for a step's episodes, on average."""
+        """Mean time in which the trainer waits for a step's episodes, in seconds."""
         return mean(self._rollout_seconds)
 
     def run(self, seconds_per_token: float) -> Outcome:
-        """Train all steps; the trainer needs so many seconds for a sampled token."""
+        """Train all steps with a trainer that needs ``seconds_per_token`` per sampled token."""
         engines = self.engines
         trained: list[list[int]] = []
         ages: dict[int, float] = {}
@@ -509,7 +521,7 @@ class Simulation:
         return batch
 
     def _generate_until(self, time: float) -> None:
-        """Let engines and tools go on while the trainer learns."""
+        """Let engines and tools continue while the trainer works."""
         while self.engines.now < time:
             self.engines.run(until=time)
             self._note_ended()
@@ -526,42 +538,56 @@ class Simulation:
 def simulate(
     workload: Workload, costs: Costs, policy: Policy, max_staleness: int, seconds_per_token: float
 ) -> Outcome:
-    """Run the loop with one policy."""
+    """Run the loop with one policy.
+
+    Args:
+        workload: size and distribution of the episodes.
+        costs: speeds of the machines.
+        policy: name of the policy.
+        max_staleness: k.
+        seconds_per_token: time of the trainer per sampled token.
+    """
     control = control_for(policy, max_staleness, workload)
     return Simulation(workload, costs, control).run(seconds_per_token)
 
 
 def training_speed(workload: Workload, costs: Costs) -> float:
-    """Return the trainer's seconds per token with which rollouts take ``rollouts_over_training``
-    times as long as training, if they take turns."""
+    """Return the trainer's seconds per token that give ``rollouts_over_training`` with k = 0."""
     simulation = Simulation(workload, costs, control_for("in_order", 0, workload))
     outcome = simulation.run(seconds_per_token=0.0)
     tokens_per_step = outcome.tokens / outcome.steps
     return simulation.mean_rollout_seconds / costs.rollouts_over_training / tokens_per_step
 
 
-# -- what comes of it -----------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     policy: Policy
     max_staleness: int
     outcome: Outcome
     speed_up: float
-    """Steps per hour over those with k = 0."""
+    """Steps per hour relative to those with k = 0."""
     long_trained: float
-    """Of the long tasks that began and were trained on or thrown away, the share trained on."""
+    """Fraction trained on, of the long tasks that were trained on or discarded."""
     calls_trained: float
-    """Mean tool calls of trained episodes over those of all that began."""
+    """Mean tool calls of trained episodes, relative to those of all started episodes."""
 
 
 def compare(
     workload: Workload, costs: Costs, staleness: Sequence[int], policies: Sequence[Policy]
 ) -> list[Row]:
-    """Run every policy with every k, all on the same tasks."""
+    """Run every policy with every k on the same tasks.
+
+    Args:
+        workload: size and distribution of the episodes.
+        costs: speeds of the machines.
+        staleness: values of k.
+        policies: names of the policies.
+    """
     speed = training_speed(workload, costs)
     slowest = simulate(workload, costs, "in_order", 0, speed)
     lengths = TaskLengths(workload)
@@ -585,7 +611,7 @@ def compare(
 
 
 class TaskLengths:
-    """How long the episodes of tasks are."""
+    """Lengths of the episodes of tasks."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -595,7 +621,7 @@ class TaskLengths:
         self._limit = longest[int(len(longest) * (1 - LONG_SHARE))]
 
     def is_long(self, number: int) -> bool:
-        """Whether the longest episode of a task is among those of the longest tenth."""
+        """Return True if the longest episode of a task is among the longest 10% (LONG_SHARE)."""
         return max(self._calls_of(number)) >= self._limit
 
     def mean_calls(self, numbers: Sequence[int]) -> float:
@@ -615,7 +641,7 @@ HEADER = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Write the rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
     for row in rows:
         outcome = row.outcome
@@ -637,7 +663,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw speed, staleness, long tasks and idle shares over k."""
+    """Draw speed, staleness, trained long tasks and the trainer's idle time over k."""
     import matplotlib
 
     matplotlib.use("Agg")

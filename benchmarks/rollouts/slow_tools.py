@@ -1,8 +1,9 @@
-"""Environments whose tools are as slow as those of real agents, and as unreliable.
+"""Environments with tools as slow and as unreliable as those of real agents.
 
-Named as ``benchmarks.rollouts.slow_tools:CLASS`` in ``tasks.sources``. Every tool call sleeps for as long as the
-published distribution of gaps between turns says (``async_rollouts.GAPS``), times ``gap_scale``. A
-sleeping call costs no processor."""
+Use them as ``benchmarks.rollouts.slow_tools:CLASS`` in ``tasks.sources``. Every tool call sleeps
+for a time from the published distribution of gaps between turns (``simulation.GAPS``), multiplied
+by ``gap_scale``. A sleeping call takes no processor time.
+"""
 
 import asyncio
 import time
@@ -26,30 +27,30 @@ from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
 from rl_loop.harmony.codec import ParsedMessage, PythonTool
 
 MAX_CALLS = 6
-"""Of an episode, where a script decides how many there are."""
+"""Maximum number of tool calls of a scripted episode."""
 
 
 def calls_of(episode: str) -> int:
-    """Return how often an episode calls its tool, as published but for the longest."""
+    """Return the number of tool calls of an episode: published quantiles, cut at MAX_CALLS."""
     return min(MAX_CALLS, round(quantile(CALLS, Random(episode).random())))
 
 
 class SlowOptions(ReToolOptions):
     gap_scale: float = 1.0
-    """Factor of the published seconds, whose median is 1.6 and whose mean is 37."""
+    """Factor of the published seconds (median 1.6, mean 37)."""
 
 
 class SlowReTool(ReToolEnvironment):
-    """ReTool whose interpreter keeps one waiting."""
+    """ReTool with a slow interpreter."""
 
     Options = SlowOptions
 
     _episodes_of: ClassVar[Counter[str]] = Counter()
-    """Episodes that this process has begun, by task."""
+    """Number of episodes that this process has started, by task."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # The n-th episode of a task is as slow in one run as in another, whatever runs beside it.
+        # The n-th episode of a task has the same delays in every run, independent of other tasks.
         episode = self._episodes_of[self.task.task_id]
         self._episodes_of[self.task.task_id] += 1
         self._episode = f"{self.task.task_id}/{episode}"
@@ -68,17 +69,18 @@ class SlowReTool(ReToolEnvironment):
 
 class AwayOptions(EnvironmentOptions):
     gap_scale: float = 1.0
-    """Factor of the published seconds, whose median is 1.6 and whose mean is 37."""
+    """Factor of the published seconds (median 1.6, mean 37)."""
     failing: float = 0.0
-    """Share of the calls of a tool that fail the first time, as a connection does."""
+    """Fraction of tool calls that fail once with a connection error."""
     away: float = 0.0
-    """Share of the tasks whose tool stays away: episodes that call it cannot be finished."""
+    """Fraction of tasks whose tool is never available. Episodes that call it cannot finish."""
 
 
 class UnreliableTools(Environment):
-    """A slow tool that infrastructure keeps away, now and then or for good.
+    """A slow tool with temporary and permanent infrastructure failures.
 
-    ``answer`` of an episode is its own name, which no other episode ever has."""
+    The ``answer`` of an episode is a unique name.
+    """
 
     Options = AwayOptions
 
@@ -91,7 +93,7 @@ class UnreliableTools(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        # No held-out prompt is one to train on.
+        # Held-out prompts must differ from training prompts.
         sign = "+" if split == "train" else "*"
         messages = [{"role": "user", "content": f"{index}{sign}1"}]
         metadata = {
@@ -114,13 +116,13 @@ class UnreliableTools(Environment):
         return (PythonTool(),)
 
     def save_state(self) -> dict[str, Any]:
-        """The tool has no state: a call is repeated as it is."""
+        """Return an empty state. The tool has no state, so calls can be repeated."""
         return {}
 
     def restore_state(self, state: Any) -> None: ...
 
     async def call(self, tool: str, arguments: str) -> str:
-        # A call that has just failed is repeated, and then the connection holds.
+        # A repeated call does not fail again.
         may_fail = not self._has_failed and random() < self.task.metadata["failing"]
         self._has_failed = self.task.metadata["away"] or may_fail
         if self._has_failed:

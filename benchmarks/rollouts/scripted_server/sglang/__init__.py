@@ -1,1 +1,1 @@
-"""In place of SGLang in ``PYTHONPATH``: servers for ``benchmarks/rollouts/concurrent.py``."""
+"""Replaces SGLang in ``PYTHONPATH``: servers for ``benchmarks/rollouts/concurrent.py``."""

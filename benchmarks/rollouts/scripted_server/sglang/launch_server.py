@@ -1,6 +1,8 @@
-"""``python -m sglang.launch_server``, which speaks SGLang's protocol and samples what a script says.
+"""Mock of ``python -m sglang.launch_server`` that samples scripted turns.
 
-``SCRIPT`` names a file that ``concurrent_episodes.write_script`` has written."""
+It implements SGLang's protocol. ``SCRIPT`` names a file written by
+``benchmarks.rollouts.concurrent.write_script``.
+"""
 
 import json
 import os
@@ -12,7 +14,7 @@ from tests.support.rl_loop.sglang_protocol import LocalServer, main, sampled_of_
 
 
 class ScriptedServer(LocalServer):
-    """Calls the tool as often as the episode's name says, and answers then."""
+    """Server that calls the tool as often as the episode's name defines, and then answers."""
 
     def __init__(self, script: dict[str, Any]) -> None:
         super().__init__(
@@ -24,8 +26,8 @@ class ScriptedServer(LocalServer):
         self._fault_log = Path(script["fault_log"])
 
     def sample(self, ids: list[int], body: dict[str, Any], state: int) -> int:
-        # The policy's turns are what follows each header, so the text says how far the script is:
-        # a turn goes on anywhere, also one that another server has begun.
+        # The text after each header is a turn of the policy, so the prompt defines the position in
+        # the script. A turn can resume anywhere, also after another server has started it.
         calls_so_far = ids.count(self._call[-1])
         episode = body["rid"].rsplit("/", 2)[0]
         turn = self._call if calls_so_far < calls_of(episode) else self._answer
