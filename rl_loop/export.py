@@ -1,5 +1,4 @@
-"""The end of a run: a Hugging Face checkpoint, and proof that it is the
-policy that was trained."""
+"""Export of a run as a Hugging Face checkpoint, and its comparison with the trained policy."""
 
 import logging
 import tempfile
@@ -25,20 +24,20 @@ from rl_loop.trainer.weight_export import WeightExport
 logger = logging.getLogger(__name__)
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Where transformers and servers look for it."""
+"""File name under which transformers and servers look for the template."""
 
 COMPARED_PROMPTS = 32
-"""Held-out prompts that export and trainer both answer."""
+"""Number of held-out prompts that export and trainer both answer."""
 
 COMPARED_TOKENS = 64
-"""Length of an answer."""
+"""Maximum length of a compared answer."""
 
 LARGEST_DECODED = 2_000_000_000
-"""Parameters of the largest export that transformers decodes from, on the driver's CPU."""
+"""Maximum parameters of an export that transformers decodes from, on the driver's CPU."""
 
 
 class Trainer(Protocol):
-    """Has the policy: a TrainerGroup."""
+    """Holder of the policy: a TrainerGroup."""
 
     def export(self, export: WeightExport) -> None: ...
 
@@ -49,12 +48,12 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class GreedyAgreement:
-    """How many greedy answers of the export are the trainer's."""
+    """Number of greedy answers in which export and trainer agree."""
 
     equal: int
     """Answers that are equal, token for token."""
     compared: int
-    """All answers that were compared."""
+    """Compared answers."""
 
 
 def export_policy(
@@ -67,28 +66,30 @@ def export_policy(
     quantization: Quantization | None = None,
     sampled: Digests | None = None,
 ) -> int:
-    """Have rank 0 of the trainer write weights, config.json, tokenizer and generation settings.
+    """Write weights, config.json, tokenizer and generation settings on rank 0 of the trainer.
 
-    A sample of what is on the disk is compared with the trainer's weights, and of quantized experts
-    all bits with the trainer's and the engines'.
+    A sample of the written weights is read back and compared with the trainer's weights. Of
+    quantized experts, all values are compared with those of the trainer and of the engines.
 
     Args:
         trainer: holds the policy.
-        codec: has the end tokens and, of a vocabulary made for the run, tokenizer and chat template.
+        codec: has the end tokens. If the vocabulary was made for the run, tokenizer and chat
+            template come from the codec, too.
         directory: to write.
         tokenizer_source: a Hugging Face directory, an imported checkpoint, or a run with an export.
-            Tokenizer and chat templates are copied from it if the vocabulary is not the run's own.
-        settings_source: likewise; generation settings and token ids are copied from it. By default
-            those of ``tokenizer_source``.
-        quantization: format of the experts, the bits that were trained.
-        sampled: digests of the experts that engines sampled from last; empty or None if they held
-            another form of them.
+            Tokenizer and chat templates are copied from it unless the vocabulary was made for the
+            run.
+        settings_source: directory like ``tokenizer_source``. Generation settings and token ids are
+            copied from it. Default: ``tokenizer_source``.
+        quantization: format of the trained experts. None if they are not quantized.
+        sampled: digests of the experts from which engines sampled last. Empty or None if the
+            engines held the experts in another format.
 
     Returns:
-        The number of matrices whose bits were all compared.
+        Number of quantized matrices that were compared in full.
 
     Raises:
-        ConversionError: naming the tensor that differs; the directory is then as it was.
+        ConversionError: a tensor differs. The message names it, and the directory is unchanged.
     """
     settings = _extras_of(settings_source or tokenizer_source) or ModelExtras()
     packed_digests: dict[str, Digests] = {}
@@ -97,8 +98,8 @@ def export_policy(
     if sampled:
         packed_digests["the engines"] = sampled
 
-    # Rank 0 writes what all ranks gather there, a tensor at a time: the whole weights of a large
-    # model fit neither into its GPU nor into Ray's store.
+    # Rank 0 writes each tensor as soon as all ranks have gathered it, because all weights of a
+    # large model fit neither into its GPU nor into Ray's store.
     trainer.export(
         WeightExport(
             directory,
@@ -112,7 +113,7 @@ def export_policy(
 
 
 def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, bytes]:
-    """Return tokenizer and chat templates by name; warn if there are none."""
+    """Return tokenizer and chat templates by file name. Log a warning if there are none."""
     with tempfile.TemporaryDirectory() as scratch:
         files = codec.vocabulary.save(Path(scratch))
         if files:
@@ -131,7 +132,7 @@ def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, byte
 
 
 def _extras_of(source: Path | None) -> ModelExtras | None:
-    """Read the extras of a model's directory, an imported checkpoint or a run with an export."""
+    """Return the extras of a model directory, an imported checkpoint or a run with an export."""
     if source is None:
         return None
     for directory in (source, source / "export", source / EXTRAS_FOLDER):
@@ -144,12 +145,12 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
     """Write the adapters of the newest checkpoint in PEFT's format to ``directory``.
 
     Args:
-        checkpoints: where a run that is done keeps its checkpoints.
+        checkpoints: checkpoints of a completed run.
         directory: replaced if it exists, once the new one is complete.
-        base: what the run began with; ``adapter_config.json`` names it if PEFT can load it.
+        base: initial weights of the run. ``adapter_config.json`` names them if PEFT can load them.
 
     Raises:
-        ConversionError: naming the file, key or tensor.
+        ConversionError: the message names the file, key or tensor.
     """
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
@@ -165,23 +166,31 @@ def greedy_agreement(
     dtype: str,
     quantization: Quantization | None = None,
 ) -> GreedyAgreement:
-    """Compare greedy answers of the export in ``directory`` with the trainer's on held-out
-    prompts.
+    """Compare greedy answers of an export with those of the trainer, on held-out prompts.
 
-    transformers decodes. The trainer then says of every position which token it would have chosen:
-    by induction its own greedy answer is the same exactly if these are all equal."""
+    transformers decodes answers from the export. For every position the trainer then reports the
+    token that it would have chosen. If these tokens are all equal, the trainer's greedy answer is
+    the same.
+
+    Args:
+        trainer: holds the policy.
+        tasks: source of the held-out prompts.
+        directory: the export.
+        dtype: torch dtype in which transformers computes.
+        quantization: format of the exported experts. None if they are not quantized.
+    """
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
     model = _load_with_transformers(directory, dtype, quantization)
     samples = _decode_greedily(model, prompts, list(tasks.codec.stop_token_ids))
 
-    # Only answers are compared: what the policy would have put in place of a prompt says nothing.
+    # Predicted tokens within the prompt say nothing, because the prompt is given.
     differs = (trainer.greedy_tokens(samples) != samples.token_ids) & samples.loss_mask
     equal = sum(not row.any() for row in np.split(differs, samples.offsets[1:-1]))
     return GreedyAgreement(equal=equal, compared=len(samples))
 
 
 def _load_with_transformers(directory: Path, dtype: str, quantization: Quantization | None) -> Any:
-    """Load an export; experts in MXFP4 as the values that they stand for."""
+    """Load an export. MXFP4 experts are dequantized."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
     from transformers.utils.quantization_config import Mxfp4Config
@@ -199,7 +208,7 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
 
 
 def _decode_greedily(model: Any, prompts: list[list[int]], stops: list[int]) -> TrainingSamples:
-    """Return prompts with the answers of an export; the mask is 1 on the answers."""
+    """Return the prompts with greedy answers of an export. The loss mask selects the answers."""
     sequences = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -6,15 +6,16 @@ from megatron_gptoss.user_error import UserError
 
 
 class ExtraMissing(UserError):
-    """A package of an optional dependency is not installed; the message has the command."""
+    """A package of an optional dependency is not installed. The message has the install command."""
 
     def __init__(self, user: str, extra: str, error: ImportError) -> None:
         super().__init__(f"{user}: {error}. `{install_command(extra)}` installs it")
 
 
 def install_command(extra: str, options: str = "") -> str:
-    """Return the command that installs an extra. The project is on no package index, so pip gets
-    the checkout or the wheel.
+    """Return the command that installs an extra.
+
+    The project is on no package index, so pip installs from the checkout or the wheel.
 
     Args:
         extra: its name in pyproject.toml.

@@ -1,8 +1,8 @@
-"""Asks questions of functions that may run forever, use all memory or hold the interpreter.
+"""Runs functions that may never return, use all memory or hold the interpreter.
 
-Every question has a worker process to itself, and a limit that begins when the question does:
-questions that take long do not queue before the others. Workers are forked from a server that has
-imported everything (``forked_server``), so that one more costs milliseconds.
+Every question has a worker process to itself, and a time limit that begins with the question, so
+slow questions do not delay others. Workers are forked from a server that has imported everything
+(``forked_server``), so a further worker costs milliseconds.
 """
 
 import asyncio
@@ -22,19 +22,20 @@ from rl_loop.forked_server import READY, Setup, receive, send
 from rl_loop.out_of_memory import out_of_memory_kills
 
 START_SECONDS = 180.0
-"""Imports take seconds on a busy machine."""
+"""Time limit for the start of a worker. Imports take seconds on a busy machine."""
 REPLY_SECONDS = 180.0
-"""A question may take its processor time many times over if there are many."""
+"""Time limit for a reply. With many concurrent questions, one takes several times its processor
+time."""
 STOP_SECONDS = 5.0
-"""Time for the server to end by itself."""
+"""Time limit for a clean exit of the server."""
 
 
 class TooExpensive(Exception):
-    """A question has no answer within its limits, or kills every process that is asked."""
+    """The question has no answer within its limits, or kills every process that receives it."""
 
 
 class PoolFailure(Exception):
-    """No process can be started, or none answers any question. The question is not the cause."""
+    """No process starts, or no process answers any question. The question is not the cause."""
 
 
 class _Died(Exception):
@@ -42,9 +43,10 @@ class _Died(Exception):
 
 
 class ForkedPool:
-    """Asks one function, from any number of threads, in processes of its own.
+    """Calls one function, from any number of threads, in separate processes.
 
-    The processes start when first needed, or with ``start``, and end with the process that asks.
+    The processes start with the first question, or with ``start``, and end with the calling
+    process.
     """
 
     def __init__(
@@ -64,14 +66,14 @@ class ForkedPool:
         """Describe the processes.
 
         Args:
-            name: the processes in messages, such as "the process that compares answers".
+            name: name of the processes in messages, such as "the process that compares answers".
             function: MODULE:FUNCTION of one argument, the question. Questions, answers and errors
                 are pickled.
             seconds: processor time of one question.
-            control: a question that is answered if the function works at all.
+            control: question that a working function answers.
             memory_bytes: address space of a worker.
-            workers: questions at the same time; further ones wait.
-            idle_workers: workers that stay for the next question.
+            workers: maximum number of concurrent questions. Further questions wait.
+            idle_workers: workers that are kept for the next question.
             niceness: added to the niceness of this process.
             prepare: MODULE:FUNCTION that runs once, before workers are forked.
             argument: argument of ``prepare``.
@@ -83,7 +85,7 @@ class ForkedPool:
         self._setup = Setup(seconds, memory_bytes, niceness, prepare, pickle.dumps(argument))
         self._idle_workers = idle_workers
         self._vacancies = threading.BoundedSemaphore(workers)
-        # One for each question that has a worker: none waits for a thread longer than for a worker.
+        # One thread per worker, so that no question waits for a thread while a worker is free.
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="forked-pool")
 
         self._lock = threading.Lock()
@@ -91,7 +93,7 @@ class ForkedPool:
         self._idle: list[socket.socket] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
-        """Socket on which the server is asked for workers."""
+        """Socket for requests of new workers."""
         self._errors: IO[bytes] | None = None
         """Standard error of the server and its workers."""
         self._last_error = ""
@@ -100,29 +102,29 @@ class ForkedPool:
         """Number of calls of ``close``."""
 
     def start(self) -> None:
-        """Start the server, without waiting for its imports. Raises PoolFailure."""
+        """Start the server, without waiting for its imports. Raises PoolFailure if that fails."""
         with self._lock:
             if self._server is None:
                 self._start_server()
 
     def ask(self, question: Any, control: Any = None) -> Any:
-        """Return the answer to a question. Raises what the function raises.
+        """Return the answer to a question. Exceptions of the function are raised here.
 
         Args:
             question: argument of the function.
-            control: a question like this one that is answered unless the function is broken; None
-                for the pool's own, which shows only that processes run.
+            control: similar question that is answered unless the function is broken. Default: the
+                pool's control question, which shows only that processes run.
 
         Raises:
-            TooExpensive: the question uses up its time or memory, or two processes die over it
-                while the machine has memory and the control question is answered.
-            PoolFailure: no process can be started, none answers any question, or ``close`` was
+            TooExpensive: the question exceeds its time or memory, or kills 2 processes while the
+                machine has memory and the control question is answered.
+            PoolFailure: no process starts, no process answers any question, or ``close`` was
                 called.
         """
         closings = self._closings
         killed_before = out_of_memory_kills()
         with self._vacancies:
-            # An idle worker may have died since it was last asked; the second one is fresh.
+            # An idle worker may have died since its last question. The second worker is new.
             for worker in (self._idle_worker(), None):
                 try:
                     return self._ask(worker or self._new_worker(closings), question)
@@ -135,19 +137,19 @@ class ForkedPool:
                         f"{self._name} answers no question: {control!r:.500}"
                     ) from None
 
-            # A policy or a client must not be able to cause a failure with what it writes.
+            # Text of a policy or a client must not be able to cause a PoolFailure.
             is_well = self._is_well(closings, self.control if control is None else control)
             if is_well and out_of_memory_kills() == killed_before:
                 raise TooExpensive(f"{self._name} died twice over it")
         raise PoolFailure(f"{self._name} died twice over {question!r:.500}")
 
     def asked(self, question: Any, control: Any = None) -> Awaitable[Any]:
-        """Ask a question off the event loop: see ``ask``."""
+        """Call ``ask`` on a thread and return an awaitable of the answer."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self.threads, self.ask, question, control)
 
     def close(self) -> None:
-        """End all processes; the next question starts new ones."""
+        """End all processes. The next question starts new ones."""
         self._closings += 1
         with self._lock:
             self._stop_server()
@@ -163,10 +165,12 @@ class ForkedPool:
         return True
 
     def _ask(self, worker: socket.socket, question: Any) -> Any:
-        """Return a worker's answer.
+        """Return a worker's answer. Exceptions of the function are raised here.
 
-        Raises TooExpensive if the worker used up its time or memory, _Died if it died before,
-        PoolFailure if it does not answer, and what the function raises.
+        Raises:
+            TooExpensive: the worker exceeded its time or memory.
+            _Died: the worker died before it answered.
+            PoolFailure: the worker does not reply.
         """
         began = time.monotonic()
         worker.settimeout(REPLY_SECONDS)
@@ -181,8 +185,8 @@ class ForkedPool:
             ) from None
         except (EOFError, OSError):
             worker.close()
-            # A process has at most one core: one that lived for less than the limit was not killed
-            # by the limit.
+            # A process uses at most one core, so a worker that lived for less than the limit was
+            # not killed by the limit.
             if time.monotonic() - began >= self.seconds:
                 raise TooExpensive(f"it takes more than {self.seconds:g} s") from None
             raise _Died from None
@@ -198,12 +202,12 @@ class ForkedPool:
     # ---- workers
 
     def _idle_worker(self) -> socket.socket | None:
-        """Take a worker that waits for its next question, if there is one."""
+        """Return an idle worker, or None if there is none."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
     def _keep(self, worker: socket.socket) -> None:
-        """Let a worker wait for its next question, or end it if enough of them do."""
+        """Keep a worker for the next question, or end it if enough workers are idle."""
         with self._lock:
             if len(self._idle) < self._idle_workers and self._server is not None:
                 self._idle.append(worker)
@@ -211,9 +215,13 @@ class ForkedPool:
         worker.close()
 
     def _new_worker(self, closings: int) -> socket.socket:
-        """Start a worker and wait until it can be asked.
+        """Start a worker and wait until it accepts questions.
 
-        ``closings``: number of calls of ``close`` before the question. Raises PoolFailure.
+        Args:
+            closings: number of calls of ``close`` before the question.
+
+        Raises:
+            PoolFailure: no worker starts, or ``close`` was called.
         """
         for _ in range(2):
             with self._lock:
@@ -227,7 +235,7 @@ class ForkedPool:
             if worker is not None and _is_ready(worker):
                 return worker
 
-            # The server died since it was last seen.
+            # The server died since its last use.
             if worker is not None:
                 worker.close()
             with self._lock:
@@ -240,15 +248,15 @@ class ForkedPool:
     # ---- the server; the caller holds the lock
 
     def _start_server(self) -> None:
-        """Start a server in place of the last one. Raises PoolFailure."""
+        """Start a server in place of the last one. Raises PoolFailure if that fails."""
         self._stop_server()
 
-        # sympy's order of terms depends on the hashes of texts: verdicts must not differ between
-        # runs. Threads of a library do not survive a fork.
+        # sympy orders terms by hashes of strings, and verdicts must not differ between runs. A
+        # library's threads do not survive a fork.
         environment = os.environ | {"PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}
 
-        # The server's standard input is its end of the socket: when ours is closed, or this process
-        # dies, it reads the end of its input and goes, and its workers with it.
+        # The server's standard input is its end of the socket. When this process closes its end or
+        # dies, the server reads the end of its input and exits, together with its workers.
         self._requests, servers_end = socket.socketpair()
         with tempfile.TemporaryFile() as setup:
             pickle.dump(self._setup, setup)
@@ -256,7 +264,7 @@ class ForkedPool:
             number = str(setup.fileno())
             command = [sys.executable, "-m", "rl_loop.forked_server", self._function, number]
             try:
-                # A file and no pipe: a full pipe would stop the server.
+                # A file instead of a pipe, because a full pipe would stop the server.
                 self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
                 self._server = subprocess.Popen(
                     command,
@@ -271,12 +279,12 @@ class ForkedPool:
                     f"{self._name} does not start: {' '.join(command)}: {error}"
                 ) from None
             finally:
-                # The child has its copy. With another one open here the server's death would not be
-                # seen on the socket.
+                # The child has its copy. An open copy here would hide the server's death, because
+                # the socket would stay connected.
                 servers_end.close()
 
     def _stop_server(self) -> None:
-        """End the server, and with it its workers, and keep its last error."""
+        """End the server and its workers, and keep the server's last error."""
         for worker in self._idle:
             worker.close()
         self._idle.clear()
@@ -294,8 +302,8 @@ class ForkedPool:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    """Wait for a server whose socket is closed, and kill it if it does not end."""
-    # It may be at its imports, which take seconds.
+    """Wait until a server with a closed socket exits. Kill it after STOP_SECONDS."""
+    # The server may still import modules, which takes seconds.
     server.terminate()
     try:
         server.wait(timeout=STOP_SECONDS)
@@ -305,7 +313,7 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
 
 
 def _last_error(errors: IO[bytes]) -> str:
-    """Return the last line that names an error, or the last one; empty if nothing was written."""
+    """Return the last line that names an error, else the last line. Empty without output."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
     named = [line for line in lines if "Error" in line] or lines
@@ -313,9 +321,10 @@ def _last_error(errors: IO[bytes]) -> str:
 
 
 def _request_worker(requests: socket.socket) -> socket.socket | None:
-    """Ask the server for a worker.
+    """Request a worker from the server.
 
-    Returns the socket to ask it on, or None if the server is gone.
+    Returns:
+        Socket for questions to the worker, or None if the server is gone.
     """
     our_end, their_end = socket.socketpair()
     try:
@@ -329,7 +338,7 @@ def _request_worker(requests: socket.socket) -> socket.socket | None:
 
 
 def _is_ready(worker: socket.socket) -> bool:
-    """Wait until a worker can be asked. Returns False if it has died."""
+    """Wait until a worker accepts questions. Return False if it has died."""
     worker.settimeout(START_SECONDS)
     try:
         kind, _ = receive(worker)

@@ -1,10 +1,10 @@
-"""The side of ``forked_pool`` that computes: one process with all imports, and workers forked from it.
+"""Server process of ``forked_pool``: it imports everything once and forks workers.
 
 ``python -m rl_loop.forked_server MODULE:FUNCTION SETUP_FD`` reads requests for workers from a Unix
 socket, its standard input. A request is one byte with a file descriptor: the socket on which the
-new worker is asked questions. Imports take a second or more, forking a process that has imported
-everything takes milliseconds: a worker that ran out of time is replaced at once. When the socket
-closes, every worker is killed and the process ends.
+new worker receives questions. Imports take 1 s or more, but a fork after the imports takes
+milliseconds, so a worker that ran out of time is replaced at once. When the socket closes, the
+server kills every worker and exits.
 """
 
 import ctypes
@@ -25,26 +25,26 @@ from typing import Any, Literal
 READY = "ready"
 """First reply of a worker."""
 HEADER = struct.Struct("!Q")
-"""Length of a message, which stands before it."""
+"""Length of the message that follows."""
 GROWTH_BYTES = 256 << 20
-"""Memory that a question may add to a worker which stays for the next question."""
+"""Memory growth, in bytes, after which a worker is replaced instead of kept."""
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
+"""Constant from linux/prctl.h."""
 
 Reply = tuple[Literal["ready", "value", "error", "memory"], Any]
-"""Kind of a reply, and the value or the error."""
+"""Kind of a reply, with the value or the error."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a server and its workers run."""
+    """Settings of a server and its workers."""
 
     seconds: float
     """Processor time of one question."""
     memory_bytes: int
     """Address space of a worker."""
     niceness: int
-    """Added to the niceness of the process that asks."""
+    """Added to the niceness of the calling process."""
     prepare: str | None
     """MODULE:FUNCTION that runs once, before workers are forked."""
     argument: bytes
@@ -52,7 +52,13 @@ class Setup:
 
 
 def serve(requests: socket.socket, function: str, setup: Setup) -> None:
-    """Fork a worker for every file descriptor that arrives, until the other end is closed."""
+    """Fork a worker for every received file descriptor, until the other end is closed.
+
+    Args:
+        requests: socket on which file descriptors arrive.
+        function: MODULE:FUNCTION that answers questions.
+        setup: settings of the server and its workers.
+    """
     # Ctrl-C in a terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(setup.niceness)
@@ -60,12 +66,12 @@ def serve(requests: socket.socket, function: str, setup: Setup) -> None:
     answer = _function(function)
     if setup.prepare is not None:
         _function(setup.prepare)(pickle.loads(setup.argument))
-    # Pages that workers share must not be written to by their garbage collectors.
+    # The garbage collectors of workers must not write to shared pages.
     gc.collect()
     gc.freeze()
     workers: set[int] = set()
-    # Until here SIGTERM ends the process at once. From here on the closed socket does, after the
-    # workers.
+    # Before this line SIGTERM ends the process at once. After it, the closed socket does, once the
+    # workers are gone.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def reap(_signal: int, _frame: FrameType | None) -> None:
@@ -82,7 +88,7 @@ def serve(requests: socket.socket, function: str, setup: Setup) -> None:
         if not data:
             break
 
-        # Without this a worker that ends before its pid is known would never be reaped.
+        # Without this, a worker that ends before its pid is known would never be reaped.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
@@ -99,14 +105,14 @@ def serve(requests: socket.socket, function: str, setup: Setup) -> None:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Send a message. Raises OSError."""
+    """Send a pickled message. Raises OSError if the connection is lost."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     connection.sendall(HEADER.pack(len(data)))
     connection.sendall(data)
 
 
 def receive(connection: socket.socket) -> Any:
-    """Return the next message. Raises EOFError if there is none, and OSError."""
+    """Return the next message. Raises EOFError at the end of the connection, else OSError."""
     [size] = HEADER.unpack(_read(connection, HEADER.size))
     return pickle.loads(_read(connection, size))
 
@@ -132,11 +138,11 @@ def _function(path: str) -> Callable[[Any], Any]:
 def _run_worker(
     questions: socket.socket, answer: Callable[[Any], Any], setup: Setup, server_pid: int
 ) -> None:
-    """Answer questions until the socket closes; never returns.
+    """Answer questions until the socket closes. Never returns.
 
     A question that takes more than ``setup.seconds`` of processor time kills the worker: sympy
-    computes 9^(9^(9^9)) in one call into C, which nothing inside Python can interrupt. Processor
-    time, because a busy machine must not make an answer wrong.
+    computes 9^(9^(9^9)) in one C call, which Python code cannot interrupt. The limit is in
+    processor time, because a busy machine must not make an answer wrong.
     """
     try:
         _set_limits(setup.memory_bytes)
@@ -154,7 +160,7 @@ def _run_worker(
     except (EOFError, OSError):
         pass
     finally:
-        # Not sys.exit: exit handlers of the server must not run here.
+        # os._exit skips the server's exit handlers, which must not run here.
         os._exit(0)
 
 
@@ -168,7 +174,7 @@ def _reply(answer: Callable[[Any], Any], question: Any) -> Reply:
 
 
 def _travelling(error: Exception) -> Exception:
-    """Return an error that arrives on the other side, in place of one that would not."""
+    """Return the error if it can be pickled and unpickled, else a RuntimeError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -192,7 +198,7 @@ def _set_limits(memory_bytes: int) -> None:
 
 
 def _die_with(server_pid: int) -> None:
-    """Let the kernel end this worker with the server, even if the server is killed."""
+    """Tell the kernel to kill this worker when the server dies, even if the server is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The server may have died before the call above.
     if os.getppid() != server_pid:
@@ -200,7 +206,7 @@ def _die_with(server_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    # Pickles name classes of this module by its real name.
+    # Pickles refer to classes of this module by its import name.
     from rl_loop import forked_server
 
     with open(int(sys.argv[2]), "rb") as file:

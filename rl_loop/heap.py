@@ -1,39 +1,41 @@
-"""What this process does with memory that it has freed, and how often it looks for more."""
+"""Settings of this process's memory allocator and garbage collector."""
 
 import ctypes
 import gc
 from functools import cache
 
-# From glibc's malloc.h, which defines no others for these since 1996.
+# From glibc's malloc.h. The values are unchanged since 1996.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
 NEVER = 2**31 - 1
-"""Bytes free at the heap's end from which they go back to the system; mallopt takes an int."""
+"""Free bytes at the end of the heap that malloc keeps. mallopt takes an int."""
 
 
 def keep_freed_memory() -> bool:
-    """Let freed memory be used again by this process instead of going back to the system.
+    """Keep freed memory for reuse by this process instead of returning it to the system.
 
-    A step's columns have tens of megabytes each, which malloc otherwise asks of the system one by
-    one and gives back: a driver of 64 ranks spent more time on getting the same pages, step after
-    step, than on what it wrote to them. The process keeps as much as its largest step needed.
+    Each column of a step has tens of megabytes. By default malloc requests every column from the
+    system and returns it afterwards. A driver of 64 ranks spent more time on obtaining pages than
+    on writing to them. The process keeps as much memory as its largest step needed.
 
-    Returns False where the C library is not glibc, whose settings these are: nothing is changed.
+    Returns:
+        False if the C library is not glibc. Nothing is changed then.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # No allocation by a mapping of its own, however large: those are unmapped when they are freed.
-    # The threshold for them cannot be raised above 32 MiB.
+    # Disable separate mappings for large allocations, because malloc unmaps them when they are
+    # freed. Their size threshold cannot be raised above 32 MiB.
     return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, NEVER))
 
 
 @cache
 def exempt_from_collection() -> None:
-    """Freeze long-lived objects so that the collector skips them; once in a process.
+    """Freeze all current objects so that the garbage collector skips them. Runs once per process.
 
-    Searching them for garbage takes up to half a second, in which nothing else runs: a training step
-    waits for every rank, and an engine for its rollout worker's event loop."""
+    A search of these objects takes up to 0.5 s, in which nothing else runs: a training step waits
+    for every rank, and an engine waits for its rollout worker's event loop.
+    """
     gc.collect()
     gc.freeze()

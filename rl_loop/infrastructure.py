@@ -1,14 +1,15 @@
-"""Failures that the policy cannot cause: of the engine, the sandbox, a tool's server, a checker,
-the environment.
+"""Infrastructure failures: failures that the policy cannot cause.
 
-An infrastructure failure is never a reward. What failed is tried again a few times; an episode
-that cannot go on is *invalid*: it enters no baseline, no gradient and no evaluation, and is
+They are failures of an engine, the sandbox, a tool's server, a checker or the environment. An
+infrastructure failure is never a reward. The failed operation is retried a few times. An episode
+that cannot continue is *invalid*: it enters no baseline, no gradient and no evaluation. It is
 counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/CULPRIT``.
 
-A policy must not be able to cause one, because breaking things would be a way out of a task that
-goes badly. What it does cause, an endless tool call for instance, ends with a reward. A failure is
-one of the infrastructure only on evidence: a counter of the kernel, or a question of our own that
-fails too."""
+A policy must not be able to cause such a failure, because it could then avoid a bad reward by
+breaking things. A failure that the policy causes, such as an endless tool call, ends with a reward.
+An error counts as an infrastructure failure only with evidence: a counter of the kernel, or a
+control question that fails too.
+"""
 
 import sys
 from collections import Counter
@@ -20,18 +21,24 @@ if TYPE_CHECKING:
     from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 COMPONENTS = ("engine", "sandbox", "tool", "checker", "environment")
-"""What can fail: the names under which invalid episodes are counted."""
+"""Components that can fail: the names under which invalid episodes are counted."""
 
 
 class InfrastructureFailure(RuntimeError):
-    """Something failed that the policy cannot cause.
+    """Failure that the policy cannot cause.
 
-    Environments raise it where they know; any other exception of a tool or a checker counts as
-    one."""
+    Environments raise it for failures that they recognize. Any other exception of a tool or a
+    checker counts as such a failure, too.
+    """
 
     def __init__(self, component: str, reason: str, culprit: str = "") -> None:
-        """``component``: one of COMPONENTS. ``reason``: what failed and how, for people.
-        ``culprit``: what of the component it was, in words that are the same every time."""
+        """Create a failure.
+
+        Args:
+            component: one of COMPONENTS.
+            reason: description of the failure for people.
+            culprit: name of the failing part of the component. It is equal for equal failures.
+        """
         super().__init__(component, reason, culprit)
         self.component = component
         self.reason = reason
@@ -42,22 +49,22 @@ class InfrastructureFailure(RuntimeError):
 
 
 class EngineFault(InfrastructureFailure):
-    """An engine or one of its servers misbehaved; the message names request and server."""
+    """An engine or one of its servers failed. The message names the request and the server."""
 
     def __init__(self, request_id: str, what: str, server: str = "") -> None:
         where = f"{server}: " if server else ""
         super().__init__("engine", f"request {request_id}: {where}{what}", server)
-        # pickle calls the class with ``args``: without this it would pass a component and a
-        # reason.
+        # pickle calls the class with ``args``. Without this line it would pass component, reason
+        # and culprit.
         self.args = (request_id, what, server)
 
 
 class InfrastructureOutage(UserError, RuntimeError):
-    """So many episodes were invalid that the run ends; the message names the culprit."""
+    """Too many episodes were invalid, so the run ends. The message names the culprit."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return what an actor raised where Ray passes it on, whose own message is a traceback."""
+    """Return the exception of an actor instead of Ray's wrapper, whose message is a traceback."""
     # Without Ray there are no actors, and its exceptions need not be imported.
     ray: Any = sys.modules.get("ray.exceptions")
     if ray is None:
@@ -73,7 +80,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line: the class of its cause, and its message if it has one."""
+    """Return the class of an exception's cause and the first line of its message, in one line."""
     error = root_cause(error)
     name = type(error).__name__
     first_line = str(error).split("\n")[0][:500]
@@ -81,21 +88,22 @@ def describe(error: BaseException) -> str:
 
 
 MAX_STREAK = 64
-"""Invalid episodes in sequence that end a run at once, before a step has enough for a share."""
+"""Consecutive invalid episodes that end a run at once, before the end of a step."""
 
 
 class InfrastructureBreaker:
-    """Ends a run whose infrastructure is broken, though a few episodes may work.
+    """Circuit breaker: ends a run with broken infrastructure, even if a few episodes work.
 
-    One breaker watches the episodes of one call that runs groups, usually one step."""
+    One breaker counts the episodes of one call that runs groups, usually one step.
+    """
 
     def __init__(self, max_share: float, max_streak: int | None) -> None:
         """Start with no episodes.
 
         Args:
-            max_share: largest share of all episodes that may be invalid.
-            max_streak: number of invalid episodes in sequence, in the order in which they end,
-                that breaks at once. None for any number.
+            max_share: maximum share of invalid episodes.
+            max_streak: number of consecutive invalid episodes, in the order of completion, that end
+                the run at once. None for no limit.
         """
         self._max_share = max_share
         self._max_streak = max_streak
@@ -105,17 +113,15 @@ class InfrastructureBreaker:
 
     @classmethod
     def with_streak(cls, max_share: float) -> Self:
-        """Return a breaker that ``MAX_STREAK`` invalid episodes in sequence break at once."""
+        """Return a breaker that ends the run after ``MAX_STREAK`` consecutive invalid episodes."""
         return cls(max_share, MAX_STREAK)
 
     def observe(self, group: "TrajectoryGroup") -> None:
-        """Count the episodes of a group.
-
-        Raises InfrastructureOutage when the streak is too long."""
+        """Count the episodes of a group. Raises InfrastructureOutage if the streak is too long."""
         self._episodes += len(group.trajectories) + len(group.invalid)
         self._invalid += group.invalid
 
-        # One valid episode shows that infrastructure still works.
+        # One valid episode shows that the infrastructure works.
         if group.trajectories:
             self._streak = 0
         else:
@@ -132,7 +138,7 @@ class InfrastructureBreaker:
             )
 
     def _message(self, limit: str) -> str:
-        """Say what failed how often, which of it most often, and why."""
+        """Return the message: failures per component, the most frequent culprit, and a reason."""
         failures = [episode.invalid for episode in self._invalid if episode.invalid is not None]
         components = Counter(failure.component for failure in failures)
 

@@ -1,9 +1,9 @@
-"""Logging of the command line and of actors: one line per event on standard error, plain or as
-JSON.
+"""Logging of the command line and of actors: one line per event on standard error, plain or JSON.
 
-Modules log with ``logging.getLogger(__name__)`` and configure nothing; a process that starts
-something calls ``configure_logging`` once. What a command was asked for (a table, a path) is no
-event and is printed to standard output."""
+Modules log with ``logging.getLogger(__name__)`` and configure nothing. A process that starts
+others calls ``configure_logging`` once. The requested output of a command, such as a table or a
+path, is not an event. It is printed to standard output.
+"""
 
 import json
 import logging
@@ -23,23 +23,27 @@ FORMATS = ("plain", "json")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 PACKAGES = ("gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
-"""Their messages are shown from the chosen level on; those of libraries from WARNING on."""
+"""Packages that log from the chosen level on. Other libraries log from WARNING on."""
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    """How a process logs."""
+    """Log format and level of a process."""
 
     format: str = "plain"
     """One of FORMATS."""
 
     level: str = "INFO"
-    """One of LEVELS: the least that is shown of PACKAGES."""
+    """One of LEVELS: the minimum level of messages from PACKAGES."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "LogSettings":
-        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL. Raises UserError naming the variable and what it
-        may be."""
+        """Read GPTOSS_LOG and GPTOSS_LOG_LEVEL.
+
+        Raises:
+            UserError: a value is not allowed. The message names the variable and the allowed
+                values.
+        """
         chosen_format = environment.get(FORMAT_VARIABLE, "plain").lower()
         if chosen_format not in FORMATS:
             raise UserError(
@@ -53,11 +57,16 @@ class LogSettings:
 
 
 def configure_logging(settings: LogSettings | None = None) -> None:
-    """Send all log messages of this process to standard error. Safe to repeat: the last settings
-    count.
+    """Send all log messages of this process to standard error.
 
-    ``settings`` default to those of the environment. Raises UserError if a variable there is
-    wrong."""
+    A second call replaces the settings of the first.
+
+    Args:
+        settings: format and level. Default: the settings of the environment.
+
+    Raises:
+        UserError: a variable of the environment has a wrong value.
+    """
     if settings is None:
         settings = LogSettings.from_environment()
 
@@ -74,11 +83,11 @@ def configure_logging(settings: LogSettings | None = None) -> None:
 
 
 def with_logging[T](actor: type[T]) -> type[T]:
-    """Make a class whose instances configure logging first, as this process does: for
-    ``ray.remote``.
+    """Return a subclass for ``ray.remote`` whose instances configure logging first.
 
-    The settings travel with the class, as actors on another machine do not see the driver's
-    environment."""
+    The settings are those of this process. They are stored in the class, because actors on another
+    machine do not see the driver's environment.
+    """
     settings = LogSettings.from_environment()
 
     class LoggingActor(actor):  # type: ignore[valid-type, misc]
@@ -86,18 +95,20 @@ def with_logging[T](actor: type[T]) -> type[T]:
             configure_logging(settings)
             super().__init__(*arguments, **options)
 
-    # Ray names processes and log lines after the class
+    # Ray names processes and log lines after the class.
     LoggingActor.__name__ = actor.__name__
     LoggingActor.__qualname__ = actor.__qualname__
     return LoggingActor
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is at that moment: the progress display and ``outlive_output``
-    replace it."""
+    """Writes to the current ``sys.stderr``.
+
+    The progress display and ``outlive_output`` replace the stream.
+    """
 
     def __init__(self) -> None:
-        # not StreamHandler's, which would keep today's stream
+        # StreamHandler's constructor would keep the current stream.
         logging.Handler.__init__(self)
 
     @property
@@ -115,8 +126,10 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, module, message, host, pid and, where there is
-    one, traceback."""
+    """One JSON object per line.
+
+    Fields: time (UTC), level, module, message, host, pid and, for exceptions, traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC)

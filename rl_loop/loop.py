@@ -4,8 +4,8 @@
         ^                                                                           |
         +------ v + 1 <- optimizer step, importance ratio 1 as sampled with v <-----+
 
-``RlLoop.run_step`` is one pass. If ``algorithm.max_staleness`` is k > 0, episodes of the next k steps
-run at the same time. A weight sync interrupts them, and they continue with the new weights.
+``RlLoop.run_step`` is one pass. If ``algorithm.max_staleness`` is k > 0, episodes of the next k
+steps run at the same time. A weight sync interrupts them, and they continue with the new weights.
 
 All randomness follows from the seed and the step number, so a resumed run continues the same curve.
 """
@@ -102,7 +102,7 @@ class Tasks(Protocol):
 
 
 class RlLoop:
-    """Steps of reinforcement learning, evaluations, and what a resume needs."""
+    """Steps of reinforcement learning, evaluations, and the state for a resume."""
 
     def __init__(
         self,
@@ -242,8 +242,10 @@ class RlLoop:
                 self._sync_check.set_result(check())
 
     def collect_episodes(self, step: int, record: StepRecord) -> RolloutBatch:
-        """Return the episodes of a step and of its evaluation, and begin those of later steps as far
-        as ``max_staleness`` allows."""
+        """Return the episodes of a step and of its evaluation.
+
+        Also begin the episodes of later steps, as far as ``max_staleness`` allows.
+        """
         with record.timed("rollout"):
             held_out = self.held_out if self._is_evaluated(step) else []
             self.collector.begin(step, held_out)
@@ -273,7 +275,7 @@ class RlLoop:
         metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
 
     def switch_to_trainer(self, step: int) -> None:
-        """Stop engines that share GPUs with the trainer, and load what the trainer needs next."""
+        """Pause engines that share GPUs with the trainer, and load the trainer's next buffers."""
         if self.algorithm.max_staleness == 0:
             self.rollouts.pause()
         self.trainer.enter_phase("scoring" if self._scores_samples(step) else "resting")

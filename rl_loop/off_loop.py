@@ -1,4 +1,4 @@
-"""Work that must not run on the event loop: our own that takes long, and users' code that may hang."""
+"""Threads for work that must not run on the event loop: slow functions, and users' functions."""
 
 import asyncio
 import contextvars
@@ -11,13 +11,15 @@ from contextlib import suppress
 from typing import Any
 
 MOST_HANGING = 64
-"""Calls of one function that may hang at the same time. Each keeps a thread until it returns."""
+"""Maximum calls of one function that hang at the same time. Each keeps a thread until it
+returns."""
 
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="off-loop")
-"""Shared with no user's code, so that functions which hang do not stop these threads."""
+"""Threads for this project's functions only, so that a user's hanging function does not block
+them."""
 
 _hanging: Counter[str] = Counter()
-"""Calls that no caller waits for any more, by the name of their function."""
+"""Abandoned calls that have not returned, by the name of their function."""
 _lock = threading.Lock()
 """Guards ``_hanging``."""
 
@@ -27,26 +29,26 @@ logger = logging.getLogger(__name__)
 async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """Call ``function`` on a thread, so that other episodes continue in the meantime.
 
-    The function must always return: two threads serve all callers. Users' code belongs on a thread of
-    its own (``call_users_code``).
+    The function must return, because 2 threads serve all callers. Use ``call_users_code`` for
+    users' functions, which get a separate thread.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_THREADS, lambda: function(*arguments, **options))
 
 
 class TooManyHanging(RuntimeError):
-    """So many calls of a user's function hang that it is not called any more; the message names it."""
+    """Too many calls of a user's function hang, so it is not called. The message names it."""
 
 
 async def call_users_code[T](function: Callable[[], T], name: str) -> T:
-    """Call a function that a user has written on a thread of its own.
+    """Call a user's function on a separate thread.
 
-    A function that hangs keeps its thread, and nothing else: later calls get threads of their own,
-    and the process can end. The caller bounds the time, by cancelling.
+    A function that hangs keeps only its thread: later calls get other threads, and the process can
+    end. The caller limits the time by cancelling.
 
     Args:
-        function: what to call.
-        name: names the function in messages.
+        function: the user's function, without arguments.
+        name: name of the function in messages.
 
     Raises:
         TooManyHanging: MOST_HANGING earlier calls of the function hang.
@@ -87,7 +89,7 @@ class _Call:
         self._is_abandoned = False
 
     def run(self) -> None:
-        """Call the function and hand over what it returns or raises."""
+        """Call the function and pass its result or exception to the event loop."""
         value: Any = None
         error: BaseException | None = None
         try:
@@ -98,12 +100,12 @@ class _Call:
             self._has_returned = True
             if self._is_abandoned:
                 _hanging[self._name] -= 1
-        # The loop may be closed by now.
+        # The event loop may be closed already.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._hand_over, value, error)
 
     def abandon(self) -> None:
-        """Note that no caller waits any more."""
+        """Record that no caller waits for this call."""
         with _lock:
             if self._has_returned:
                 return

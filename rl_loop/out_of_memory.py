@@ -6,9 +6,10 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes of this machine the kernel has killed for want of memory.
+    """Return the number of processes that this machine's kernel has killed when out of memory.
 
-    0 where the kernel does not count them."""
+    The number is 0 if the kernel does not count them.
+    """
     try:
         lines = VMSTAT.read_text().splitlines()
     except OSError:

@@ -1,33 +1,36 @@
-"""Classes and functions by name: how a configuration reaches code.
+"""Registries of classes and functions that a configuration refers to by a name.
 
-``policy_loss: ppo`` is a function of this project, ``policy_loss: my_losses:clipped`` one of the
-user's own module."""
+``policy_loss: ppo`` is a function of this project. ``policy_loss: my_losses:clipped`` is a function
+of the user's module.
+"""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 TAG = "type="
-"""Prefix of the tags of unions that are chosen by a ``type``. pydantic puts tags into the location of
-errors; messages to users leave them out."""
+"""Prefix of the tags of unions that are chosen by a ``type``. pydantic puts tags into the location
+of errors. Messages to users leave them out."""
 
 
 @dataclass(frozen=True)
 class Registry[T]:
-    """Maps the names that a configuration may give to classes or functions of one kind.
+    """Maps names in a configuration to classes or functions of one kind.
 
-    Entries are fixed where the registry is defined. One added at run time would be missing
-    in the processes of Ray and torch.distributed, which import everything anew. ``MODULE:NAME``
-    works in all of them, provided that they can import the module."""
+    Entries are fixed where the registry is defined. An entry that is added at run time would be
+    missing in the processes of Ray and torch.distributed, which import all modules again.
+    ``MODULE:NAME`` works in all of these processes if they can import the module.
+    """
 
     kind: str
-    """What the entries are, as error messages call it: "environment"."""
+    """Kind of the entries, as in error messages: "environment"."""
     expected: str
-    """What an entry has to be: "a subclass of Environment"."""
+    """Requirement for an entry, as in error messages: "a subclass of Environment"."""
     accepts: Callable[[object], bool]
-    """Whether an imported object is of the right kind; see ``subclass_of`` and ``callable``."""
+    """Returns True if an imported object is of the right kind, such as
+    ``subclass_of(Environment)``."""
     entries: Mapping[str, T | str] = field(default_factory=dict)
-    """Name -> object, or ``MODULE:NAME`` of what is imported only when somebody asks for it."""
+    """Name -> object, or name -> ``MODULE:NAME`` of an object that is imported on first use."""
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the known names."""
@@ -38,14 +41,16 @@ class Registry[T]:
         return len(self.entries)
 
     def __contains__(self, name: object) -> bool:
-        """Say whether a name is known, ``MODULE:NAME`` aside."""
+        """Return True if the name is known. ``MODULE:NAME`` is not a known name."""
         return name in self.entries
 
     def resolve(self, name: str) -> T:
-        """Return the object of a known name, or import that of ``MODULE:NAME``.
+        """Return the object of a known name, or import the object ``MODULE:NAME``.
 
-        Raises ValueError for an unknown name, for a module that cannot be imported and for an
-        object of another kind."""
+        Raises:
+            ValueError: the name is unknown, the module cannot be imported, or the object is of
+                another kind.
+        """
         entry = self.entries.get(name, name)
         if not isinstance(entry, str):
             return entry
@@ -63,8 +68,7 @@ class Registry[T]:
         return imported  # type: ignore[return-value]  # ``accepts`` has looked at it
 
     def _import(self, path: str) -> object:
-        """Import what ``MODULE:NAME`` stands for. Raises ValueError with the reason why that
-        fails."""
+        """Import the object ``MODULE:NAME``. Raises ValueError with the reason if that fails."""
         module_name, _, attribute = path.partition(":")
         failure = f"{self.kind} {path!r} cannot be imported"
         try:
@@ -75,7 +79,7 @@ class Registry[T]:
                 failure += "; is its folder in PYTHONPATH?"
             raise ValueError(failure) from error
         except Exception as error:
-            # Importing runs the module, so anything can go wrong in it, a syntax error included.
+            # Importing runs the module, which may raise any exception, such as a SyntaxError.
             raise ValueError(f"{failure}: {type(error).__name__}: {error}") from error
 
         if not hasattr(module, attribute):
@@ -84,12 +88,12 @@ class Registry[T]:
 
 
 def subclass_of(base: type) -> Callable[[object], bool]:
-    """Make the ``accepts`` of a registry whose entries are subclasses of ``base``."""
+    """Return the ``accepts`` of a registry whose entries are subclasses of ``base``."""
     return lambda candidate: isinstance(candidate, type) and issubclass(candidate, base)
 
 
 def _describe(candidate: object) -> str:
-    """Name what was imported: "the class Path", "the function join" or "of type int"."""
+    """Return "the class Path", "the function join" or "of type int" for an imported object."""
     if isinstance(candidate, type):
         return f"the class {candidate.__name__}"
     name = getattr(candidate, "__name__", None)

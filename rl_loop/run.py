@@ -1,5 +1,7 @@
-"""Runs a configuration from start to export: ``run_sft``, ``run_rl`` and ``run_evaluation`` are
-what the ``gptoss`` commands call."""
+"""Runs of a configuration from start to export.
+
+``run_sft``, ``run_rl`` and ``run_evaluation`` are the functions behind the ``gptoss`` commands.
+"""
 
 import asyncio
 import logging
@@ -58,14 +60,22 @@ def run_sft(
     overwrite: bool = False,
     resume_or_new: bool = False,
 ) -> Path:
-    """Fine-tune on conversations or on generated demonstrations. What has learned conversations is
-    exported, and adapters always are, alone and merged. Returns the run directory; raises
-    Interrupted."""
+    """Fine-tune on conversations or on generated demonstrations.
+
+    A policy that was trained on conversations is exported. Adapters are always exported, both
+    separately and merged.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        Interrupted: the run was asked to stop.
+    """
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     steps = config.training.steps
     with SftSession(config, show, how) as session:
         data = session.data
-        # Imports torch, which a mistake in the configuration should not wait for.
+        # Imports torch. A mistake in the configuration is reported before.
         from rl_loop.sft import train_supervised
 
         with session.finishing_steps():
@@ -77,8 +87,8 @@ def run_sft(
                 steps=steps,
                 sequences_per_step=config.sequences_per_step,
             )
-        # A request during the last step leaves the export to a resume: it may take minutes, in which
-        # no further request would be heard.
+        # After a request during the last step, a resume writes the export. The export may take
+        # minutes, in which a further request would have no effect.
         is_stopped = done < steps and not data.exhausted
         if is_stopped or (session.interrupt.requested and config.exports):
             saved = f"saved after step {done} of {steps} in {session.run.path}"
@@ -97,7 +107,7 @@ def run_sft(
 
 
 def _last_losses(run: RunDirectory) -> dict[str, float]:
-    """Return the last training loss of a supervised run and, if there is one, validation loss."""
+    """Return the last training loss of a supervised run, and the last validation loss if any."""
     records = read_json_lines(run.metrics)
     losses = {"loss": metric_curve(records, Name.LOSS)[1][-1]}
     if validation := metric_curve(records, Name.VALIDATION_LOSS)[1]:
@@ -113,35 +123,41 @@ def run_rl(
     overwrite: bool = False,
     resume_or_new: bool = False,
 ) -> Path:
-    """Train by on-policy reinforcement learning, evaluate and export. Returns the run directory;
-    raises Interrupted."""
+    """Train with reinforcement learning, evaluate and export.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        Interrupted: the run was asked to stop.
+    """
     if config.algorithm.critic is not None or config.algorithm.kl is not None:
-        # Their estimates are columns, too, and double what a step gets and frees.
+        # Values and reference log-probs are columns, too, and double the memory that a step uses.
         keep_freed_memory()
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with RlSession(config, show, how) as session:
         loop = build_loop(config, session)
-        # The trainer is ready by now; engines have been starting beside it.
+        # The trainer is ready. The engines have been starting at the same time.
         session.progress.note("waiting for the rollout engines")
         session.rollouts.ready()
         if session.checkpointer.state.step > 0 and config.rollout.engine.shares_trainer_gpus:
-            # Optimizer state is on the GPU already, unlike in a fresh run: as in every later sync,
-            # caches have to wait until the trainer's buffers are gone.
+            # Unlike in a new run, the optimizer state is on the GPU already. As in every later
+            # sync, the engines' caches must wait until the trainer's buffers are released.
             session.rollouts.pause()
-        # What is there by now stays, and would be searched in the middle of a step.
+        # These objects live as long as the run. A collector's search of them would delay a step.
         exempt_from_collection()
 
         with session.finishing_steps():
             done = loop.train()
-        # A request during the last step ends the run too: its checkpoint is complete, the rest can
-        # be made up for by a resume.
+        # A request during the last step ends the run, too. Its checkpoint is complete, and a resume
+        # completes the rest.
         if done < config.training.steps or session.interrupt.requested:
             raise Interrupted(_what_an_interrupt_left(config, session, done))
         evaluation = loop.evaluate()
         if config.rollout.engine.packs_experts:
-            # Their checksums, all of them. The export is compared with them and the trainer, too.
+            # All checksums. The export is compared with the engines and the trainer, too.
             session.rollouts.compare_weights()
-        session.rollouts.close()  # the export needs the memory
+        session.rollouts.close()  # The export needs the memory.
 
         compared = _export(config, session, loop.sampled_bits)
         agreement = _compare_answers(config, session)
@@ -157,12 +173,21 @@ def run_rl(
 
 
 def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:
-    """Run ``evaluation.samples_per_task`` episodes of every held-out task and write them to
-    ``output`` as records.
+    """Run ``evaluation.samples_per_task`` episodes of every held-out task and record them.
 
-    ``weights`` replace the configuration's ``initial_weights``. Returns the records. Raises
-    ConversionError or EndpointError if there is nothing to evaluate."""
-    from rl_loop.evaluation import evaluate  # imports torch
+    Args:
+        config: configuration of the run.
+        weights: replace the configuration's ``initial_weights``.
+        output: file for the records.
+
+    Returns:
+        The records.
+
+    Raises:
+        ConversionError: there are no weights, or they cannot be read.
+        EndpointError: the endpoint cannot be used.
+    """
+    from rl_loop.evaluation import evaluate  # Imports torch.
 
     evaluation = config.evaluation
     requests = evaluate.evaluation_requests(
@@ -174,7 +199,7 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
         )
         return evaluate.write_records(requests, groups, output)
 
-    # Weights that cannot be read are found out before engines start.
+    # Unreadable weights are reported before engines start.
     loaded = evaluate.load_weights(weights or config.initial_weights, config.dtype)
     with ExitStack() as stack:
         need = evaluation_need(config)
@@ -192,11 +217,20 @@ def run_server(
     on_start: Callable[[str, list[str]], None],
     weights: Path | None = None,
 ) -> None:
-    """Serve the model of ``config`` over OpenAI's API until the process is asked to end.
+    """Serve the model of ``config`` with OpenAI's API until the process is asked to end.
 
-    ``weights`` replace the configuration's ``initial_weights``. ``on_start`` is called with the
-    base URL and the API keys. Raises ConversionError if there are no weights, ServeError if the
-    address cannot be had, and what keeps an engine from starting."""
+    An exception of an engine that does not start is raised here.
+
+    Args:
+        config: configuration with the model and its engine.
+        options: address and limits of the server.
+        on_start: called with the base URL and the API keys.
+        weights: replace the configuration's ``initial_weights``.
+
+    Raises:
+        ConversionError: there are no weights.
+        ServeError: the server cannot listen on the address.
+    """
     # These import torch.
     from rl_loop.evaluation.evaluate import load_weights
     from rl_loop.rollout.worker import model_shape
@@ -220,8 +254,14 @@ def run_server(
 
 
 def run_engine_report(config: RlConfig) -> str:
-    """Start engine and trainer of ``config`` and compare them on its held-out tasks. Raises
-    CanaryError if they hold two models."""
+    """Start engine and trainer of ``config`` and compare them on the held-out tasks.
+
+    Returns:
+        The report.
+
+    Raises:
+        CanaryError: engine and trainer hold different models.
+    """
     from rl_loop.evaluation.engine_comparison import engine_report
     from rl_loop.weight_sync.canary import CanaryTolerance
 
@@ -230,7 +270,7 @@ def run_engine_report(config: RlConfig) -> str:
         tasks = build_tasks(config)
         trainer = build_trainer(config)
         stack.callback(trainer.close)
-        trainer.ready()  # engines that share its GPUs take a part of what it leaves
+        trainer.ready()  # Engines on the same GPUs take a share of the memory that it leaves.
         rollouts = build_rollouts(config)
         stack.callback(rollouts.close)
         rollouts.ready()
@@ -246,7 +286,7 @@ def run_engine_report(config: RlConfig) -> str:
 
 
 def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> str:
-    """Say what is saved of a run that was asked to stop after ``done`` steps."""
+    """Return the message about a run that was asked to stop after ``done`` steps."""
     if not (session.run.checkpoints / "latest").exists():
         return f"stopped; {session.what_is_saved()}"
     saved = f"saved after step {done} of {config.training.steps} in {session.run.path}"
@@ -258,10 +298,16 @@ def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> st
 def _export(
     config: RunConfig, session: Session, sampled_bits: dict[str, str] | None = None
 ) -> dict[str, int]:
-    """Write the Hugging Face checkpoint, and adapters by themselves. Returns what the summary says
-    of that.
+    """Write the Hugging Face checkpoint and, if there are any, the separate adapters.
 
-    ``sampled_bits``: digests of the quantized experts that engines held last."""
+    Args:
+        config: configuration of the run.
+        session: the open session.
+        sampled_bits: digests of the quantized experts that engines held last.
+
+    Returns:
+        Entries for the run's summary.
+    """
     from rl_loop.export import export_policy, export_trained_adapter
 
     session.progress.phase("export")
@@ -282,8 +328,11 @@ def _export(
 
 
 def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
-    """Compare greedy answers of the Hugging Face checkpoint with the trainer's. Returns what the
-    summary says of that."""
+    """Compare greedy answers of the Hugging Face checkpoint with those of the trainer.
+
+    Returns:
+        Entries for the run's summary. Empty if the model is too large for the CPU.
+    """
     from rl_loop.export import LARGEST_DECODED, greedy_agreement
 
     if config.model.num_parameters > LARGEST_DECODED:
@@ -309,7 +358,7 @@ def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
 
 
 def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str, Any]:
-    """Collect the figures that a script compares. ``evaluation``: after the last step."""
+    """Return the summary's figures. ``evaluation`` has the metrics after the last step."""
     records = read_json_lines(run.metrics)
     final = evaluation.values()
 
@@ -333,8 +382,7 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
 
 
 def _seconds_of_initial_run(config: RunConfig) -> float:
-    """Return the training time of the run that the initial weights come from, 0 if
-    they come from elsewhere."""
+    """Return the training time of the run that made the initial weights, 0 for other weights."""
     if config.initial_weights is None:
         return 0.0
     source = RunDirectory(config.initial_weights)

@@ -34,8 +34,8 @@ from rl_loop.tracking.run_directory import (
 )
 from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 
-# Whatever imports torch or Ray is imported where it is built: a mistake in a configuration is
-# reported before.
+# Modules that import torch or Ray are imported where they are used, so that a mistake in a
+# configuration is reported first.
 if TYPE_CHECKING:
     from rl_loop.chat.codec import ChatCodec
     from rl_loop.config.parts import TrainerConfig
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
-    """The run was stopped on request. The message tells what is saved."""
+    """The run was stopped on request. The message states the saved step."""
 
     exit_status = 130
     """Exit status for the shell."""
@@ -142,12 +142,12 @@ class Session(ABC):
         config, how, stack = self._config, self._how, self._stack
         stack.enter_context(self.interrupt.installed())
 
-        # An attempt on a cluster may follow one whose node has died, and whose lock is still held.
+        # A previous attempt's node may have died, and its lock is then still held.
         wait_seconds = LEASE_SECONDS if how is Start.RESUME_OR_NEW else 0.0
         stack.enter_context(locked_run(config.directory, wait_seconds))
         self.run = check_start(config.directory, how)
         if how.may_resume:
-            # A driver that was killed leaves unfinished files, which take the room of new ones.
+            # Unfinished files of a killed driver take the disk space of new ones.
             self._delete_unfinished()
 
         # Mistakes are found before anything heavy is started.
@@ -166,15 +166,14 @@ class Session(ABC):
         self._start_recording(state)
 
     def _start_ray(self) -> None:
-        # Checkpoints and exports that were being written when their writers were ended are deleted
-        # after Ray is gone.
+        # After Ray is gone, delete checkpoints and exports whose writers were stopped.
         self._stack.callback(self._delete_unfinished)
         daemons = self._stack.enter_context(SeparateSessions())
         need = store_need(self._config)
         self._stack.enter_context(ray_session(store_bytes(need)))
         daemons.all_started()
         check_running_store(need)
-        self.interrupt.install()  # Ray has taken SIGTERM
+        self.interrupt.install()  # Ray has replaced the handler of SIGTERM.
 
     def _start_trainer(self) -> None:
         """Start the ranks. They load their weights until ``trainer.ready()`` returns."""
@@ -206,7 +205,7 @@ class Session(ABC):
         return state
 
     def _begin_directory(self, changes: list[Change], step: int) -> None:
-        """Write the configuration. An earlier run is deleted only here, when all parts are ready."""
+        """Write the configuration. An earlier run is deleted here, once all parts are ready."""
         config = self._config
         if self._how.may_resume:
             write_config(self.run, config, changes, step)
@@ -276,7 +275,7 @@ class Session(ABC):
         return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
 
     def what_is_saved(self) -> str:
-        """Describe from where a run that was stopped inside a step continues."""
+        """Return a message with the saved step, for a run that was stopped within a step."""
         run = RunDirectory(self._config.directory)
         if not run.existing():
             return "the run had not begun, and nothing was written"
@@ -369,7 +368,7 @@ class SftSession(Session):
         self.data.start(self.refusals)
 
 
-# -- the parts, each from its sections of the configuration ---------------------------------------
+# -- parts of a run, each from its sections of the configuration ----------------------------------
 
 
 def build_codec(config: RunConfig) -> "ChatCodec":
@@ -388,9 +387,12 @@ def build_tasks(config: RunConfig) -> "TaskSource":
 
 
 def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationData"]:
-    """Open the conversations of a run that learns some, and build the codec that renders them.
+    """Open the conversations of a run, and build the codec that renders them.
 
-    Raises ConfigError if it learns none, and DataError if they cannot be read."""
+    Raises:
+        ConfigError: the configuration has no conversations.
+        DataError: conversations cannot be read.
+    """
     if not isinstance(config, SftConfig) or config.data is None:
         raise ConfigError(f"{config.name} learns no conversations: its configuration has no `data`")
     check_conversations(config.data)
@@ -419,10 +421,12 @@ def open_supervised_data(config: SftConfig) -> tuple["ChatCodec", "SupervisedDat
 
 
 def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) -> "TrainerGroup":
-    """Start the trainer's ranks; ``ready`` waits for them.
+    """Start the trainer's ranks. ``ready`` waits for them.
 
-    ``inputs``: recorded inputs, whose weights are read even if a run saves a newer checkpoint at
-    the same time.
+    Args:
+        config: configuration of the run.
+        inputs: recorded inputs. Their weights are read even if a run saves a newer checkpoint at
+            the same time.
     """
     from rl_loop.trainer.group import TrainerGroup
     from rl_loop.trainer.ray_ranks import RayRanks
@@ -442,7 +446,7 @@ def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, Input]) -> "
 
 
 def build_rollouts(config: RunConfig) -> "RolloutPool":
-    """Start the engines and the rollout workers of a run; ``ready`` waits for them."""
+    """Start the engines and the rollout workers of a run. ``ready`` waits for them."""
     from rl_loop.ablations.engine_weights import engine_faults
     from rl_loop.agents.worker import worker_class
     from rl_loop.rollout.pool import RolloutPool
@@ -456,7 +460,7 @@ def build_rollouts(config: RunConfig) -> "RolloutPool":
 
 
 def backend_context(config: RunConfig) -> BackendContext:
-    """Collect what an engine's backend needs."""
+    """Return the parameters of an engine backend."""
     return BackendContext(
         model=config.model,
         dtype=config.dtype,
@@ -468,7 +472,7 @@ def backend_context(config: RunConfig) -> BackendContext:
 
 
 def training_of(config: RunConfig) -> "Training":
-    """Collect what the card of an export says of the run."""
+    """Return the facts about the run for the model card of an export."""
     from rl_loop.tasks.codec import CHAT_FORMATS
     from rl_loop.tracking.model_card import Training
 

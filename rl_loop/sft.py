@@ -15,7 +15,7 @@ from rl_loop.trainer.checkpointer import Checkpointer
 
 
 class Trainer(Protocol):
-    """Takes optimizer steps and scores: a TrainerGroup."""
+    """Trainer that takes optimizer steps and computes log-probs: a TrainerGroup."""
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics: ...
 
@@ -31,10 +31,20 @@ def train_supervised(
     steps: int,
     sequences_per_step: int,
 ) -> int:
-    """Run all steps that are left, and measure the loss in between and at the end.
+    """Run all steps that are left, and measure the validation loss in between and at the end.
 
-    Returns the number of steps done in all, fewer than ``steps`` if the run was interrupted or the
-    data is exhausted."""
+    Args:
+        trainer: takes the steps.
+        data: samples of the steps and of validation.
+        recorder: writes metrics.
+        checkpointer: saves the run, and knows the step to continue from.
+        steps: number of steps of the run.
+        sequences_per_step: number of sequences that are validated at a time.
+
+    Returns:
+        Number of completed steps. It is below ``steps`` if the run was interrupted or the data is
+        exhausted.
+    """
     state = checkpointer.state
     interrupted = False
     while state.step < steps and not data.exhausted and not interrupted:
@@ -69,11 +79,11 @@ def add_validation_loss(
     validation: Mapping[str, TrainingSamples],
     sequences_at_a_time: int,
 ) -> None:
-    """Measure the cross-entropy in nats per learned token, over all sources and for each."""
+    """Measure the cross-entropy, in nats per token in the loss, in total and for each source."""
     with record.timed_evaluation("validate"):
         for name, samples in validation.items():
             total, tokens = 0.0, 0
-            # As many at a time as in a step, which is what Ray's store has room for.
+            # Ray's store has space for the sequences of one step.
             for first in range(0, len(samples), sequences_at_a_time):
                 part = samples.take(range(first, min(len(samples), first + sequences_at_a_time)))
                 log_probs = trainer.score(part)[part.loss_mask]

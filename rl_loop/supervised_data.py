@@ -70,7 +70,7 @@ class SupervisedData(Protocol):
 
 
 class Tasks(Protocol):
-    """Makes demonstrations: a TaskSource."""
+    """Source of demonstrations: a TaskSource."""
 
     def check_demonstrations(self) -> None: ...
 
