@@ -1,4 +1,4 @@
-"""Keeps the adapters of every checkpoint in PEFT's format, when the checkpoints themselves go."""
+"""Keeps the adapters of every checkpoint in PEFT's format after the checkpoint is deleted."""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,29 +18,38 @@ logger = logging.getLogger(__name__)
 class AdapterKeeper:
     """Writes the adapters of published checkpoints on rank 0, in a thread, one at a time.
 
-    An error of the thread is kept until ``finish``, which raises it on every rank: a rank that
-    ended alone would leave the others waiting in their next collective call.
+    An error of the thread is kept until ``finish``, which raises it on every rank. If rank 0 ended
+    alone, the other ranks would wait in their next collective call.
     """
 
     def __init__(self, run: RunDirectory, base: str | None) -> None:
-        """``base``: what ``adapter_config.json`` says of the base, see ``export_adapter``."""
+        """Write to a run's directory.
+
+        Args:
+            run: directory of the run.
+            base: name of the base model for ``adapter_config.json``, see ``export_adapter``.
+        """
         self._run = run
         self._base = base
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._writing: Future[None] | None = None
-        """Of the thread, until its result was looked at."""
+        """Result of the thread's last task, until it is checked."""
         self._failures: list[str] = []
-        """One for each checkpoint since the last ``finish`` whose adapters could not be written."""
+        """One message for each checkpoint since the last ``finish`` whose adapters are not
+        written."""
 
-    # -- what a CheckpointWriter asks on every rank; none of it is collective ---------------------
+    # -- calls of CheckpointWriter on every rank, not collective ----------------------------------
 
     def is_reading(self) -> bool:
-        """Return whether this rank still reads a checkpoint."""
+        """Return True if this rank still reads a checkpoint."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> int:
-        """Wait until this rank reads no checkpoint. Returns how many have no adapters because they
-        could not be written; raises nothing, which ``finish`` does."""
+        """Wait until this rank reads no checkpoint. Failures are raised by ``finish``.
+
+        Returns:
+            Number of checkpoints whose adapters could not be written.
+        """
         if self._writing is not None:
             wait([self._writing])
             error = self._writing.exception()
@@ -55,35 +64,38 @@ class AdapterKeeper:
             self.wait()
             self._writing = self._thread.submit(self._write, checkpoint)
 
-    # -- what a worker asks of all ranks together -------------------------------------------------
+    # -- collective calls of the worker -----------------------------------------------------------
 
     def has_failed(self) -> bool:
-        """Return on every rank whether adapters are known not to have been written. Collective."""
+        """Return True, on every rank, if adapters are known to be unwritten. Collective."""
         if not self.is_reading():
             self.wait()
         return self._shared_failure() is not None
 
     def finish(self) -> None:
-        """Wait until all that was begun is on the disk. Collective.
+        """Wait until all adapters are written. Collective.
 
         Raises:
-            CheckpointError: on every rank, naming the directory that could not be written.
+            CheckpointError: on every rank. The message names the directory that is not written.
         """
         self.wait()
         failure = self._shared_failure()
-        # An error must not be met a second time by the next call.
+        # The next call must not raise the error again.
         self._failures.clear()
         if failure is not None:
             raise CheckpointError(failure)
 
     def write_missing(self, newest: Path) -> None:
-        """Write the adapters of ``newest``, and of older checkpoints beside it, that are not there:
-        the process before may have been killed meanwhile, or have kept none. Collective.
+        """Write missing adapters of ``newest`` and of older checkpoints in its folder. Collective.
 
-        ``newest`` is known to be undamaged. Of an older one that is damaged a warning is logged.
+        An earlier process may have been killed before it wrote them, or may have kept none. Damaged
+        older checkpoints are skipped with a warning.
+
+        Args:
+            newest: checkpoint that is known to be undamaged.
 
         Raises:
-            CheckpointError: as ``finish`` does.
+            CheckpointError: adapters could not be written, as in ``finish``.
         """
         if dist.get_rank() == 0:
             for checkpoint in (newest, *earlier_checkpoints(newest)):
@@ -108,7 +120,7 @@ class AdapterKeeper:
     def _write(self, checkpoint: Path) -> None:
         directory = self._directory(checkpoint)
         try:
-            # A step that is saved again replaces its adapters, too.
+            # A step that is saved again also replaces its adapters.
             export_adapter(checkpoint, directory, self._base, overwrite=True)
         except Exception as error:
             raise CheckpointError(

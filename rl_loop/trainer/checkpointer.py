@@ -1,4 +1,4 @@
-"""Saves a run when it is due: the trainer's weights, and with them how far the run has come."""
+"""Schedule of checkpoints, and the progress of a run that is saved with them."""
 
 import time
 from collections.abc import Callable
@@ -10,22 +10,22 @@ from rl_loop.config.training import TrainingConfig
 
 @dataclass
 class RunState:
-    """How far a run has come. Saved with every checkpoint, so that a resumed run goes on there."""
+    """Progress of a run. It is saved with every checkpoint, and a resumed run continues from it."""
 
     step: int = 0
-    """Steps that are done."""
+    """Number of completed steps."""
     seconds: float = 0.0
-    """Wall time that they took, earlier attempts included."""
+    """Wall time of these steps, including earlier attempts."""
     next_task: int = 0
-    """Position of the first training task that is still to be used."""
+    """Position of the next training task."""
     tasks: dict[str, Any] | None = None
-    """``TaskSource.cursor`` at the first task that is still to be used; None without tasks."""
+    """``TaskSource.cursor`` at the next training task. None without tasks."""
     data: dict[str, Any] | None = None
-    """State of the stream of conversations; None without conversations."""
+    """State of the stream of conversations. None without conversations."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":
-        """Read what ``to_checkpoint`` wrote; the beginning of a run for None."""
+        """Return the state from the result of ``to_checkpoint``. None is the start of a run."""
         if saved is None:
             return cls()
         return cls(
@@ -51,13 +51,13 @@ class RunState:
 
 
 class SavingTrainer(Protocol):
-    """Writes checkpoints: a TrainerGroup."""
+    """Trainer that writes checkpoints: a TrainerGroup."""
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None: ...
 
 
 class Checkpointer:
-    """Decides after every step whether the run is saved and whether it ends."""
+    """Decides after every step whether to save the run and whether to end it."""
 
     def __init__(
         self,
@@ -86,23 +86,28 @@ class Checkpointer:
         self._task_cursor = task_cursor
         self.state = state
         self.before_save: Callable[[int], None] = lambda step: None
-        """Called with the number of finished steps before a checkpoint of them is written: for
-        what is kept outside of it."""
+        """Called with the number of completed steps before their checkpoint is written. It saves
+        the data that is kept outside of checkpoints."""
         self._first_step = state.step
         self._earlier_seconds = state.seconds
         self._began = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run so far, earlier attempts included."""
+        """Wall time of the run so far, in seconds, including earlier attempts."""
         return self._earlier_seconds + time.monotonic() - self._began
 
     def end_step(self, *, data_exhausted: bool = False) -> bool:
-        """Count a finished step and save it where due. Returns whether the run ends with it.
+        """Count a completed step and save the run if due.
 
-        ``data_exhausted``: there is nothing left for a further step."""
+        Args:
+            data_exhausted: True if no data is left for a further step.
+
+        Returns:
+            True if the run ends with this step.
+        """
         self.state.step += 1
-        # The last checkpoint must be complete before the processes that write it are ended.
+        # The last checkpoint must be complete before the processes that write it end.
         is_last = (
             self._stop_requested() or data_exhausted or self.state.step == self._training.steps
         )
@@ -111,13 +116,15 @@ class Checkpointer:
         return is_last
 
     def save_finished_steps(self) -> None:
-        """Save what this attempt has done so far and wait for it; the step under way
-        has changed nothing yet."""
+        """Save the completed steps of this attempt and wait until they are written.
+
+        The step in progress must not have changed the policy.
+        """
         if self.state.step > self._first_step:
             self._save(block=True)
 
     def _save(self, *, block: bool) -> None:
-        """Begin a checkpoint, and with ``block`` wait until it is complete."""
+        """Begin a checkpoint. With ``block``, wait until it is complete."""
         self._on_save()
         self.before_save(self.state.step)
         self.state.seconds = self.seconds

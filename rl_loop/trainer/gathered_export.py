@@ -1,4 +1,4 @@
-"""Writing the policy as a Hugging Face directory, from the rank that the weights are gathered on."""
+"""Export of the policy as a Hugging Face directory, written by the rank with all weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,14 +21,14 @@ from rl_loop.trainer.weight_export import WeightExport
 def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
     """Gather all weights on rank 0, which writes them. Collective.
 
-    All ranks begin every layer together, so that none waits longer for a message than rank 0 takes
-    to write one layer. A rank 0 that cannot write goes on with the messages that the others wait
-    for, and nothing is replaced if a rank could not read its own weights.
+    All ranks begin every layer together, so no rank waits longer for a message than rank 0 takes to
+    write one layer. If rank 0 cannot write, it still receives the messages that the other ranks
+    send. If a rank cannot read its weights, the directory is unchanged.
 
     Raises:
-        ConversionError: on rank 0, as ``write_export`` does; on every rank, as
-            ``WeightGathering.confirmed`` does.
-        GatheringRefused: on every rank, if one has no memory for its part.
+        ConversionError: ``write_export`` failed (on rank 0), or ``WeightGathering.confirmed``
+            failed (on every rank).
+        GatheringRefused: on every rank, if a rank has too little memory for its part.
     """
     weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
     try:
@@ -36,25 +36,26 @@ def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
             write_export(export, gathering.config, weights)
     finally:
         for _ in weights:
-            pass  # all of it on other ranks, and what a failure has left on this one
+            # Other ranks receive all messages here. Rank 0 receives the rest after a failure.
+            pass
 
 
 def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
-    """Write all weights of ``model`` as they come, one tensor in memory at a time.
+    """Write all weights of ``model`` with one tensor in memory at a time.
 
-    A sample of what is on the disk is compared with what was written: what belongs to no
-    expert, and the experts of one layer, of which copies are kept until then. Of packed experts
-    all are compared with ``export.packed_digests``.
+    A sample of the written files is read back and compared with copies of the weights: all tensors
+    that are not experts, and the experts of one layer. Packed experts are all compared with
+    ``export.packed_digests``.
 
     Args:
-        export: what is written besides, and where.
-        model: the configuration of the weights.
+        export: directory, format and further files.
+        model: configuration of the weights.
         weights: all Hugging Face tensors in any order, on any device.
 
     Raises:
-        ConversionError: naming the tensor that is missing, unknown or of another shape, the file
-            when the disk is full, or what was read back otherwise than it was written. Whatever
-            was in the directory before stays.
+        ConversionError: a tensor is missing, unknown or of another shape, the disk is full, or a
+            file differs from the written weights. The message names the tensor or file, and the
+            directory is unchanged.
     """
     selection = select_parameters("weights", model, "sample")
     compared = _names_of(model, selection)
@@ -66,12 +67,12 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
 
     def on_their_way() -> Iterator[NamedTensor]:
         for name, tensor in weights:
-            # A tensor of the gathering may share memory with the next one.
+            # The gathering may reuse a tensor's memory for the next tensor.
             on_host = tensor.detach().cpu()
             if name in compared:
                 kept[name] = on_host.clone()
             yield name, on_host
-            del tensor, on_host  # or they would outlive their successor's gathering
+            del tensor, on_host  # They would otherwise exist while the next tensor is gathered.
 
     write_hf_directory(
         export.directory,
@@ -88,15 +89,15 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
 def check_packed_experts(
     directory: Path, partial: Path, packed_digests: Mapping[str, Digests]
 ) -> None:
-    """Check that the files hold the bits that others hold of all packed experts.
+    """Check that the files hold the same packed experts as the trainer and the engines.
 
     Args:
-        directory: the name that the files will get, for the message.
-        partial: where they are.
-        packed_digests: what to compare them with, by the name of who holds it.
+        directory: final name of the files, for the message.
+        partial: current directory of the files.
+        packed_digests: expected digests, by the name of their holder.
 
     Raises:
-        ConversionError: naming the first expert that differs.
+        ConversionError: an expert differs. The message names the first one.
     """
     if not packed_digests:
         return
@@ -111,7 +112,7 @@ def check_packed_experts(
 
 
 def _names_of(model: ModelConfig, selection: Selection) -> set[str]:
-    """Return the names of the tensors that hold what is selected, packed or not."""
+    """Return the names of the tensors of a selection, both unpacked and packed."""
     names = set()
     for mapping in parameter_mappings(model).values():
         if selection.includes(mapping):

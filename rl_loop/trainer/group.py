@@ -43,8 +43,10 @@ class Ranks(Protocol):
 
 
 class TrainerGroup:
-    """All ranks of the trainer. They run the same method at the same time, each data-parallel rank
-    with its own sequences."""
+    """All ranks of the trainer.
+
+    They run the same method at the same time, each data-parallel rank on different sequences.
+    """
 
     def __init__(self, settings: TrainerConfig, ranks: Ranks) -> None:
         """Build the group over ``ranks`` that are starting. ``ready`` waits for them."""
@@ -143,8 +145,10 @@ class TrainerGroup:
     def compute_values_and_reference_log_probs(
         self, samples: TrainingSamples
     ) -> dict[str, np.ndarray]:
-        """Compute the columns that advantages need, by name: ``values`` with a critic,
-        ``reference_log_probs`` with a KL penalty."""
+        """Compute the columns that advantages need.
+
+        They are ``values`` with a critic, and ``reference_log_probs`` with a KL penalty.
+        """
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, self._estimated_from)
         results: list[dict[str, np.ndarray]] = self._on_ranks(
@@ -192,8 +196,10 @@ class TrainerGroup:
         return plan.gather_results(samples, results, "log_probs", np.dtype(np.float32))
 
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray:
-        """Compute the token that greedy decoding chooses at each place: int64 [tokens], 0 for the
-        first token of a sequence."""
+        """Return the greedy token at each position: int64 [tokens].
+
+        The first token of a sequence has 0.
+        """
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
         results = self._on_ranks("greedy_tokens", inputs, self._answering)
@@ -212,8 +218,16 @@ class TrainerGroup:
     def _on_ranks(
         self, method: str, inputs: Sequence[Any], asked: Sequence[int], *arguments: Any
     ) -> list[Any]:
-        """Call a method with the inputs of each rank, and return the results of the ranks ``asked``.
-        Other results are not sent."""
+        """Call a method on every rank, and return the results of the ranks ``asked``.
+
+        Other results are not sent to the driver.
+
+        Args:
+            method: name of a method of TrainerWorker.
+            inputs: inputs of each data-parallel rank.
+            asked: ranks whose results are returned.
+            arguments: further arguments, equal for all ranks.
+        """
         if not self._places:
             raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
         calls = [(inputs[place.data], *arguments) for place in self._places]

@@ -1,4 +1,4 @@
-"""The model that a trainer starts from, with weights from files, or random ones."""
+"""Initial model of a trainer, with weights from files or random weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,16 +27,19 @@ from rl_loop.config.parts import TrainerConfig
 def build_initial_model(
     settings: TrainerConfig, quantization: Quantization | None
 ) -> torch.nn.Module:
-    """Build this rank's part of the model that the run starts from; fresh adapters leave the base
-    as it is. Collective.
+    """Build this rank's part of the initial model. Collective.
 
-    ``quantization``: format of the experts, or with adapters of their frozen base; None for
-    ``settings.dtype``.
+    New adapters do not change the output of the base.
+
+    Args:
+        settings: settings of the trainer.
+        quantization: format of the experts or, with adapters, of the frozen base's experts. None
+            for ``settings.dtype``.
 
     Raises:
-        ConversionError, CheckpointError: naming the file, key or tensor that does not fit; of a
-            base in MXFP4 also the tensor with a value that MXFP4 does not have; of adapters to
-            start from also the setting that differs, or the base that is another one.
+        ConversionError, CheckpointError: a file, key or tensor does not fit, an MXFP4 base has a
+            value that MXFP4 cannot represent, or initial adapters have other settings or another
+            base. The message names it.
     """
     absent = settings.ablation.without
     model = build_model(
@@ -62,7 +65,7 @@ def build_initial_model(
 def _load_base(
     model: torch.nn.Module, settings: TrainerConfig, quantization: Quantization | None
 ) -> None:
-    """Fill all weights of ``model`` but adapters. Collective."""
+    """Fill all weights of ``model`` except adapters. Collective."""
     source = settings.initial_weights
     if source is None:
         load_hf_weights(model, settings.model, _random_weights(settings, quantization))
@@ -73,19 +76,19 @@ def _load_base(
         if settings.adapter is None:
             load_model_weights(checkpoint, model)
         else:
-            # Megatron's loader would look for the keys of adapters, too.
+            # Megatron's loader would also look for the keys of adapters.
             refuse_damaged(checkpoint)
             tensors = CheckpointTensors(MegatronCheckpoint(checkpoint, verify=False))
             load_hf_weights(model, settings.model, tensors.view)
 
 
 def _open_adapters(path: Path, settings: TrainerConfig) -> Adapters:
-    """Open adapters in a run, a checkpoint or in PEFT's format."""
+    """Open the adapters of a run, of a checkpoint or of a directory in PEFT's format."""
     if (path / PEFT_CONFIG_FILE).exists():
         peft = PeftDirectory(path, settings.model)
         source = settings.initial_weights
         if source is not None and (source / "config.json").exists():
-            # The only thing that PEFT says of the base, and only beside some adapters.
+            # Copies of base tensors are PEFT's only data about the base, and not always present.
             peft.check_base_copies(HfDirectory(source).get)
         return peft
     return CheckpointAdapters(latest_checkpoint(path / "checkpoints") or path)
@@ -94,7 +97,7 @@ def _open_adapters(path: Path, settings: TrainerConfig) -> Adapters:
 def _random_weights(
     settings: TrainerConfig, quantization: Quantization | None
 ) -> Callable[[str], torch.Tensor]:
-    """Return a source of random tensors by Hugging Face name that the base can hold."""
+    """Return a source of random tensors, by Hugging Face name, that the base can represent."""
     draw = random_hf_weights(settings.model, settings.seed)
     if settings.adapter is None or quantization is None:
         return draw
@@ -103,7 +106,7 @@ def _random_weights(
 
 
 class CheckpointTensors:
-    """The weights of a torch_dist checkpoint by Hugging Face name, read when they are asked for."""
+    """Weights of a torch_dist checkpoint by Hugging Face name, read on access."""
 
     def __init__(self, checkpoint: MegatronCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -114,9 +117,11 @@ class CheckpointTensors:
                 self._mappings.setdefault(name, []).append(mapping)
 
     def view(self, name: str) -> torch.Tensor | ExpertStack:
-        """Read a tensor; of experts, return a stack that reads each one as it is indexed.
+        """Return a tensor, or for experts a stack that reads each expert on access.
 
-        Raises KeyError for a name that the checkpoint's model does not have."""
+        Raises:
+            KeyError: the checkpoint's model has no tensor of this name.
+        """
         mappings = self._mappings[name]
         if mappings[0].expert is None:
             return self._read(mappings[0], name)

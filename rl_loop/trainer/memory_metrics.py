@@ -1,4 +1,4 @@
-"""The memory of a rank's GPU, measured and predicted, as metrics of a step."""
+"""Metrics of a step for the memory of a rank's GPU, measured and predicted."""
 
 from collections.abc import Mapping
 
@@ -12,8 +12,11 @@ from megatron_gptoss.planning.memory import Account
 def memory_metrics(peaks: Mapping[str, PhasePeak], account: Account) -> dict[str, float]:
     """Return ``PHASE/FIGURE`` -> GB (1e9 bytes) of one GPU.
 
-    Figures are what torch allocated and reserved at the peak, what the whole GPU held, servers
-    included, and where ``account`` has the phase what it predicts of tensors and of the whole GPU.
+    Args:
+        peaks: measured peaks of each phase: memory that torch allocated, memory that torch
+            reserved, and memory in use on the whole GPU, including servers.
+        account: memory estimate. For its phases, the predictions for tensors and for the whole GPU
+            are included.
     """
     predicted = {phase.name: phase for phase in account.phases}
 
@@ -29,8 +32,10 @@ def memory_metrics(peaks: Mapping[str, PhasePeak], account: Account) -> dict[str
 
 
 def max_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the largest of every value. Collective, unless there are none; all ranks have the
-    same names."""
+    """Return the maximum of every value over the ranks, which all have the same names.
+
+    Collective, unless there are no values.
+    """
     if not values:
         return {}
     largest = torch.tensor(list(values.values()), dtype=torch.double, device=device)

@@ -1,5 +1,4 @@
-"""What a trainer rank tells the driver of itself, as data that the driver can read without
-Megatron."""
+"""Data about a trainer rank for the driver, which reads it without Megatron."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,19 +6,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands among the others."""
+    """Position of a rank among the ranks."""
 
     data: int
-    """Its data-parallel rank."""
+    """Data-parallel rank."""
     answers: bool
-    """Whether it is the one of its data-parallel rank that returns what was computed."""
+    """True if this rank returns the results of its data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from."""
+    """State from which a run continues."""
 
     state: dict[str, Any]
-    """What was saved with the checkpoint that was loaded."""
+    """State that was saved with the loaded checkpoint."""
     damages: list[str]
-    """Of newer checkpoints, which were passed over: the file, and what is wrong with it."""
+    """Files of newer, skipped checkpoints, each with its fault."""

@@ -25,8 +25,8 @@ SCORED_COLUMNS = (*INPUT_COLUMNS, ROUTES)
 """Columns that a forward pass of the policy without a loss needs."""
 
 MAX_CHUNK_BYTES = 8 << 20
-"""Size up to which columns of a rank are copied together into Ray's store. The driver therefore
-needs little memory besides its own columns, however few ranks share them."""
+"""Maximum bytes of columns that are copied together into Ray's store. The driver therefore needs
+little memory in addition to its columns, however few ranks share them."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,8 @@ class StepPlan:
 class RankInputStore:
     """Stores the inputs of the ranks.
 
-    The first pass of a step stores INPUT_COLUMNS. Later passes refer to them."""
+    The first pass of a step stores INPUT_COLUMNS. Later passes refer to them.
+    """
 
     def __init__(self, store: Callable[[Any], Any]) -> None:
         """Store values with ``store``, which returns a reference for the ranks."""
@@ -296,7 +297,7 @@ class RankInputStore:
 def _chunks(
     samples: TrainingSamples, sequences: Sequence[int], names: Sequence[str]
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Copy columns of some sequences, as many at a time as MAX_CHUNK_BYTES allow."""
+    """Copy columns of some sequences, in chunks of at most MAX_CHUNK_BYTES."""
     tokens = int(samples.lengths[list(sequences)].sum())
     together: list[str] = []
     size = 0

@@ -1,5 +1,4 @@
-"""Starting the processes of trainer ranks: whether this machine has room for them, and
-what is said meanwhile."""
+"""Start of the trainer ranks' processes: size check, time limit and progress log."""
 
 import logging
 import os
@@ -12,27 +11,28 @@ from megatron_gptoss.user_error import UserError
 logger = logging.getLogger(__name__)
 
 RANKS_PER_CORE = 16
-"""More local ranks than this for each core are a mistake: every one of them imports torch and
-Megatron by itself."""
+"""Maximum local ranks per core. Every rank imports torch and Megatron separately."""
 
 START_SECONDS = 300.0
-"""For processes to start on an idle machine with a core for each, with room to spare; torch and
-Megatron take 10 s."""
+"""Time limit for the start of processes with a core for each, with a large margin. An idle machine
+takes 10 s for torch and Megatron."""
 
 SECONDS_PER_SHARED_RANK = 60.0
-"""In addition for every rank that a core has beyond its first."""
+"""Additional time for every rank that a core has beyond its first."""
 
 NEWS_SECONDS = 10.0
-"""Nothing is said of ranks that start faster than this, and nothing more often."""
+"""Interval of progress messages. Ranks that start faster log nothing."""
 
 
 class RankStartError(UserError):
-    """The processes of the trainer's ranks did not come up; the message says how many
-    did and what to change."""
+    """The processes of the trainer's ranks did not start.
+
+    The message has the number of started ranks and a remedy.
+    """
 
 
 def check_local_ranks(ranks: int, cores: int) -> None:
-    """Warn if local ranks share cores; raise RankStartError if they are absurdly many."""
+    """Warn if local ranks share cores. Raise RankStartError above RANKS_PER_CORE."""
     if ranks > cores * RANKS_PER_CORE:
         raise RankStartError(
             f"parallel.world_size is {ranks}, and this machine has {cores} cores and no GPUs for them: use at most "
@@ -48,16 +48,22 @@ def check_local_ranks(ranks: int, cores: int) -> None:
 
 
 def start_limit(ranks: int, cores: int) -> float:
-    """Return the seconds that the processes of so many ranks may take to start."""
+    """Return the time limit in seconds for the start of this number of ranks."""
     return START_SECONDS + SECONDS_PER_SHARED_RANK * max(0.0, ranks / cores - 1)
 
 
 def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
-    """Wait until every rank's process has answered its first call or failed, and log how many
-    have.
+    """Wait until every rank's process has answered its first call or failed, and log the progress.
 
-    ``calls`` are object references, one per rank. Raises RankStartError if an answer is missing
-    after ``limit`` seconds. Failures are left to who asks for the results."""
+    Failures are raised where the results are read.
+
+    Args:
+        calls: object references, one per rank.
+        limit: time limit in seconds.
+
+    Raises:
+        RankStartError: an answer is missing after ``limit``.
+    """
     import ray
 
     began = told = time.monotonic()

@@ -33,20 +33,21 @@ if TYPE_CHECKING:
 
 
 class RankDied(UserError, RuntimeError):
-    """The process of a trainer rank is gone; the message names rank, host and what
-    Ray knows of the reason."""
+    """The process of a trainer rank died. The message names rank, host and Ray's reason."""
 
 
 class TrainerProcess:
-    """The process of a rank, which answers as soon as it runs; ``start``, which is collective, makes
-    the rank's TrainerWorker in it."""
+    """Process of a rank. It answers as soon as it runs.
+
+    ``start``, which is collective, creates the rank's TrainerWorker in the process.
+    """
 
     worker: "TrainerWorker"
-    """The rank, once ``start`` has returned."""
+    """The rank, after ``start``."""
 
     def __init__(self, *arguments: Any) -> None:
-        """``arguments``: of the TrainerWorker."""
-        # Not at the top: the driver reads this file too, and Megatron takes it over a second.
+        """Store the ``arguments`` of the TrainerWorker."""
+        # Imported here, because the driver reads this file, too. Megatron's import takes over 1 s.
         from rl_loop.trainer.worker import TrainerWorker
 
         self._make_worker = partial(TrainerWorker, *arguments)
@@ -56,22 +57,26 @@ class TrainerProcess:
         return self.worker.place()
 
     def call(self, method: str, is_asked: bool, *arguments: Any) -> Any:
-        """Call a method of the worker. Its result goes to the driver only if ``is_asked``: what all
-        ranks know is sent once."""
+        """Call a method of the worker. Return its result only if ``is_asked``.
+
+        Results that all ranks know are sent to the driver once.
+        """
         result = getattr(self.worker, method)(*arguments)
         return result if is_asked else None
 
     def call_and_store(self, method: str, is_asked: bool) -> tuple[None, Any]:
-        """Call a method and return two things, of which Ray makes objects: the first says that it
-        has ended, the second is its result."""
+        """Call a method and return two values, which Ray stores as separate objects.
+
+        The first one shows that the call has ended. The second one is the result.
+        """
         return None, self.call(method, is_asked)
 
 
 class RayRanks:
-    """One process for each rank, on this machine or where ``gptoss launch`` planned it."""
+    """One process for each rank, on this machine or on the nodes of ``gptoss launch``."""
 
     def __init__(self, settings: TrainerConfig) -> None:
-        """Start the processes; ``ready`` waits for them."""
+        """Start the processes. ``ready`` waits for them."""
         world = settings.parallel.world_size
         cores = os.cpu_count() or 1
         has_gpus = ray.cluster_resources().get("GPU", 0) >= world
@@ -99,27 +104,38 @@ class RayRanks:
         self._asking = Lock()
         self._start_limit = start_limit(world, cores)
 
-        # All at once, so that they load their weights while the rollouts start.
+        # All ranks start at once, so that they load their weights while the rollouts start.
         self._started = [rank.__ray_call__.remote(_process) for rank in self.actors]
         self._loaded = [rank.start.remote() for rank in self.actors]
 
     def ready(self) -> list[RankPlace]:
-        """Wait until every rank has its weights, and return where each stands; raises what went
-        wrong in one."""
+        """Wait until every rank has its weights, and return their positions.
+
+        An exception of a rank is raised here.
+        """
         wait_for_processes(self._started, self._start_limit)
         self._processes = self._join(self._started)
         return self._join(self._loaded)
 
     def store(self, value: Any) -> Any:
-        """Put a value where ranks read it without a copy; a method gets what was put there."""
+        """Store a value where ranks read it without a copy. Methods receive the value itself."""
         return ray.put(value)
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
     ) -> list[Any]:
-        """Call a method on every rank with its own arguments, and return what the ranks ``asked``
-        returned; of the others nothing is sent."""
-        # What is asked is collective: every rank must hear two threads in the same order.
+        """Call a method on every rank.
+
+        Args:
+            method: name of a method of TrainerWorker.
+            arguments: arguments for each rank.
+            asked: ranks whose results are sent to the driver.
+
+        Returns:
+            Results of the ranks ``asked``.
+        """
+        # The calls are collective, so every rank must receive those of two threads in the same
+        # order.
         with self._asking:
             calls = [
                 actor.call.remote(method, rank in asked, *arguments[rank])
@@ -129,9 +145,13 @@ class RayRanks:
         return [results[rank] for rank in asked]
 
     def call_and_store(self, method: str) -> Callable[[], Any]:
-        """Begin to call a method on every rank. What is returned waits for them, and returns the
-        reference to rank 0's result: it stays in the store, where other processes read it, and
-        does not pass through this one."""
+        """Begin to call a method on every rank.
+
+        Returns:
+            Function that waits for all ranks and returns the reference to rank 0's result. The
+            result stays in the store, where other processes read it. It does not pass through this
+            process.
+        """
         ended = []
         results = []
         with self._asking:
@@ -156,12 +176,13 @@ class RayRanks:
     def _join(self, calls: list[Any]) -> list[Any]:
         """Return all results, or raise the error of the rank that failed first.
 
-        A death is the reason of its neighbours' errors: it is told even if
-        one of them was faster."""
+        A rank's death causes errors of the other ranks. Therefore a death has priority over errors
+        that arrive before it.
+        """
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         waiting = list(calls)
-        # After a first failure wait a little longer: a death may explain it.
+        # After a first failure wait a little longer, because a death may explain it.
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=2 if failures else None)
             if not ended:
@@ -190,6 +211,6 @@ def _process(actor: TrainerProcess) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's last sentence about a death; what comes before repeats class, pid and address."""
+    """Return Ray's last sentence about a death. Earlier ones repeat class, pid and address."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "exit type" in line or "node" in line.lower()), lines[0])

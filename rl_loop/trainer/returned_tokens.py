@@ -1,5 +1,6 @@
-"""Per-token results of updates: a rank takes them from the statistics of its updates, and the driver
-gathers those of all ranks.
+"""Per-token results of updates.
+
+A rank takes them from the statistics of its updates, and the driver gathers those of all ranks.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,11 @@
-"""The checkpoints of a run as its trainer ranks write and read them: the policy's, the critic's
-beside them, and the adapters that stay when the policy's are deleted.
+"""Checkpoints of a run as its trainer ranks write and read them.
 
-The driver says when one is due (``trainer.checkpointer``). How the files of one trainer are written
-and read is in ``megatron_gptoss.checkpoint``, how adapters are kept in ``trainer.adapter_keeper``.
-This module holds what spans them: in which order they are written, what is waited for and when,
-and which checkpoint a resumed run goes on from.
+They consist of the policy's checkpoints, the critic's checkpoints, and the adapters that remain
+when the policy's checkpoints are deleted.
+
+The driver decides when to save (``trainer.checkpointer``). ``megatron_gptoss.checkpoint`` writes
+and reads the files of one trainer, and ``trainer.adapter_keeper`` keeps adapters. This module
+coordinates both. It defines the order of writing, the waiting, and the checkpoint for a resume.
 """
 
 from pathlib import Path
@@ -31,7 +32,7 @@ from rl_loop.trainer.rank_answers import Resumed
 
 
 class RunCheckpoints:
-    """Saves policy and critic together, and loads the newest checkpoint of which both are intact.
+    """Saves policy and critic together, and loads the newest checkpoint with both intact.
 
     A checkpoint is written in the background: ``start`` begins it, ``publish_written`` completes it
     between two updates, ``finish`` waits for it. Every method is collective.
@@ -40,7 +41,13 @@ class RunCheckpoints:
     def __init__(
         self, settings: TrainerConfig, policy: PolicyTrainer, critic: ValueTrainer | None
     ) -> None:
-        """``policy``, ``critic``: what is saved, and what ``resume`` loads into."""
+        """Save to the run directory of ``settings``, and resume from there.
+
+        Args:
+            settings: settings of the trainer.
+            policy: trainer of the policy, which ``resume`` restores.
+            critic: trainer of the critic, which ``resume`` restores. None without a critic.
+        """
         self._run = RunDirectory(settings.directory)
         self._policy = policy
         self._critic = critic
@@ -50,10 +57,11 @@ class RunCheckpoints:
             self._adapter_keeper = AdapterKeeper(self._run, base_name)
 
         self._writers: list[tuple[CheckpointWriter, PolicyTrainer]] = []
-        """Each with what it writes, in the order in which they are started and finished."""
+        """Writers and their trainers, in the order in which they start and finish."""
         keep = settings.training.keep_checkpoints
         if critic is not None:
-            # One more than of the policy, which is written last and decides what is the latest.
+            # Keep one more than of the policy, which is written last and determines the latest
+            # step.
             of_critic = CheckpointWriter(self._run.critic_checkpoints, keep + 1)
             self._writers.append((of_critic, critic))
         of_policy = CheckpointWriter(self._run.checkpoints, keep, self._adapter_keeper)
@@ -62,36 +70,39 @@ class RunCheckpoints:
     # -- saving -----------------------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any]) -> None:
-        """Copy everything to host memory and begin to write it. One that was started before is
-        finished first.
+        """Copy everything to host memory and begin to write it.
+
+        Finish an earlier checkpoint first.
 
         Args:
-            step: number of finished steps, which names the checkpoint.
-            state: what ``resume`` is to return, as JSON.
+            step: number of completed steps, which names the checkpoint.
+            state: JSON that ``resume`` returns.
 
         Raises:
-            CheckpointError: if this one, or the one before, cannot be written.
+            CheckpointError: this checkpoint or the one before cannot be written.
         """
         for writer, trainer in self._writers:
             writer.start(trainer, step, state)
 
     def publish_written(self) -> None:
-        """Make what was started the latest checkpoint if all ranks have written it and none reads
-        an earlier one; wait for nothing otherwise.
+        """Make the started checkpoint the latest one if it is complete. Does not wait.
+
+        It is complete once all ranks have written it and none reads an earlier one.
 
         Raises:
-            CheckpointError: if it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         for writer, _ in self._writers:
             writer.finish(block=False)
 
     def finish(self, block: bool) -> None:
-        """Wait until what was started is complete, its kept adapters included. Without ``block``,
-        only if adapters are known not to have been written, which ends the run.
+        """Wait until the started checkpoint is complete, including its kept adapters.
+
+        Without ``block``, wait only if adapters are known to be unwritten, which ends the run.
 
         Raises:
-            CheckpointError: if it cannot be written; if it is complete, but the kept adapters of
-                this or an earlier checkpoint cannot be written.
+            CheckpointError: the checkpoint cannot be written, or it is complete, but the adapters
+                of this or an earlier checkpoint cannot be written.
         """
         keeper = self._adapter_keeper
         if not block:
@@ -99,7 +110,7 @@ class RunCheckpoints:
             if not has_failed:
                 return
 
-        # A run that ends with an error must not lose the steps up to here.
+        # An error of the adapters must not lose the steps up to here.
         for writer, _ in self._writers:
             writer.finish()
         if keeper is not None:
@@ -108,12 +119,16 @@ class RunCheckpoints:
     # -- resuming ---------------------------------------------------------------------------------
 
     def resume(self) -> Resumed | None:
-        """Load the newest checkpoint of the run whose files are as they were written; None if none
-        was saved. Kept adapters become those of the steps up to it.
+        """Load the newest undamaged checkpoint of the run.
+
+        Kept adapters of later steps are deleted, and missing ones of earlier steps are written.
+
+        Returns:
+            The saved state, or None if no checkpoint was saved.
 
         Raises:
-            CheckpointError: naming the damaged files if there is no such checkpoint; as
-                ``AdapterKeeper.write_missing`` does.
+            CheckpointError: all checkpoints are damaged (the message names the files), or
+                ``AdapterKeeper.write_missing`` failed.
         """
         newest = latest_checkpoint(self._run.checkpoints)
         if newest is None:
@@ -134,7 +149,7 @@ class RunCheckpoints:
         )
 
     def _damage(self, path: Path) -> str | None:
-        """Say what is wrong with a checkpoint of the policy, and of the critic beside it."""
+        """Return the fault of a checkpoint of the policy or of its critic, or None."""
         damage = find_damage(path)
         if damage is not None or self._critic is None:
             return damage
@@ -144,8 +159,7 @@ class RunCheckpoints:
         return find_damage(of_critic)
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """Load policy and critic, in which ``_damage`` has found nothing. Returns the state that
-        was saved with them."""
+        """Load policy and critic from undamaged files, and return the saved state."""
         if self._critic is not None:
             of_critic = find_checkpoint(self._run.critic_checkpoints, path.name)
             assert of_critic is not None, path
@@ -153,7 +167,7 @@ class RunCheckpoints:
         return load_checkpoint(path, self._policy, is_checked=True)
 
     def _go_on_with_adapters_of(self, checkpoint: Path | None) -> None:
-        """Make the kept adapters those of the checkpoints up to this one; of none for None."""
+        """Keep the adapters of the checkpoints up to this one, or none for None."""
         if dist.get_rank() == 0:
             step = 0 if checkpoint is None else step_of(checkpoint)
             self._run.delete_adapters_after(step)

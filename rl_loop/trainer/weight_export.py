@@ -1,4 +1,4 @@
-"""What an export of the policy consists of, as the driver says it."""
+"""Contents of an export of the policy, as requested by the driver."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,8 +10,11 @@ from converters.mxfp4_tensors import Digests
 
 @dataclass(frozen=True)
 class WeightExport:
-    """What is written, and where. A node's disk will not do where the driver is on another node:
-    as checkpoints are, exports are written by the trainer's ranks."""
+    """Contents and directory of an export.
+
+    Like checkpoints, exports are written by the trainer's ranks. A node-local directory is not
+    enough if the driver is on another node.
+    """
 
     directory: Path
     """Replaced if it exists, once the new one is complete."""
@@ -20,6 +23,6 @@ class WeightExport:
     eos_token_ids: tuple[int, ...] = ()
     """End tokens of a turn, in place of those of ``extras``."""
     packed: bool = False
-    """Whether experts come, and are written, as MXFP4 blocks and scales."""
+    """Whether to gather and write experts as MXFP4 blocks and scales."""
     packed_digests: Mapping[str, Digests] = field(default_factory=dict)
-    """By the name of who holds them: digests that all packed experts on the disk must have."""
+    """Digests that all packed experts on the disk must have, by the name of their holder."""

@@ -1,5 +1,7 @@
-"""One trainer rank: what the driver has it do with policy, reference and critic. A plain class, of
-which the actors of ``trainer.ray_ranks`` make one each in their processes."""
+"""One trainer rank: the driver's operations on policy, reference and critic.
+
+TrainerWorker is a plain class. Each actor of ``trainer.ray_ranks`` creates one in its process.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -46,8 +48,11 @@ from rl_loop.weight_sync.source import WeightSender
 
 
 class TrainerWorker:
-    """Every method is collective: the driver calls it on all ranks, with the same arguments on the
-    ranks of a data-parallel rank."""
+    """One rank of the trainer.
+
+    Every method is collective: the driver calls it on all ranks, with the same arguments on the
+    ranks of a data-parallel rank.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class TrainerWorker:
             master: address of rank 0, where the ranks meet.
             port: free port there.
             threads: threads of torch in this process.
-            store_file: path where ranks on one machine meet instead.
+            store_file: file through which ranks on one machine meet instead.
         """
         torch.set_num_threads(threads)
         self.settings = settings
@@ -83,8 +88,8 @@ class TrainerWorker:
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
-        # With adapters the policy itself is the reference, without them, or with those that the run
-        # started from.
+        # With new adapters, the policy without them is the reference. With initial adapters, the
+        # policy with their initial factors is.
         self.reference: Scorer | None = None
         self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
@@ -104,33 +109,36 @@ class TrainerWorker:
         self._gathering = WeightGathering(self.model, settings.model)
         self._checkpoints = RunCheckpoints(settings, self.trainer, self.critic)
 
-        # The weights were moved into Megatron's buffers: what they took before is free, and servers
-        # that start on this GPU want it.
+        # Megatron's buffers hold the weights. The memory of the original weights is free, and
+        # servers that start on this GPU need it.
         give_back_cache()
         self.memory.enter("resting")
 
     def enter_phase(self, phase: str) -> None:
-        """Count memory towards ``phase`` from now on; for phases that begin outside of here.
+        """Count memory towards ``phase`` from now on. For phases that begin outside of this class.
 
-        Before the optimizer has state a phase has another account, as ``first_`` of its name.
+        Before the first update, when the optimizer has no state, "sync" and "scoring" count as
+        "first_sync" and "first_scoring".
         """
         if phase in ("sync", "scoring") and not self.trainer.updated:
             phase = f"first_{phase}"
         self.memory.enter(phase)
 
     def change_algorithm(self, algorithm: AlgorithmConfig) -> None:
-        """Use other settings from the next step on; which models there are stays."""
+        """Use other settings from the next step on. The set of models does not change."""
         self.algorithm = algorithm
 
     def _make_room_for_engines(self) -> None:
-        """Give back what torch's allocator keeps, if engines share this GPU."""
+        """Release the cache of torch's allocator if engines share this GPU."""
         if self.settings.memory_inputs.engine is not None:
             give_back_cache()
             self.memory.split()
 
     def _memory_metrics(self) -> dict[str, float]:
-        """Return the memory of the fullest GPU in each phase since the last call. Collective;
-        empty on CPUs."""
+        """Return the memory of the fullest GPU in each phase since the last call. Collective.
+
+        Empty on CPUs.
+        """
         measured = self.memory.take()
         if measured is None:
             return {}
@@ -140,7 +148,7 @@ class TrainerWorker:
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
     def place(self) -> RankPlace:
-        """Say where this rank stands among the others."""
+        """Return the position of this rank."""
         answers = (
             parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
@@ -165,8 +173,10 @@ class TrainerWorker:
         return self._update(self.trainer, batches, loss, step)
 
     def compute_values_and_reference_log_probs(self, inputs: RankInputs) -> dict[str, np.ndarray]:
-        """Compute the columns of this rank's sequences that advantages need, by name: ``values``
-        with a critic, ``reference_log_probs`` with a KL penalty."""
+        """Compute the columns of this rank's sequences that advantages need.
+
+        They are ``values`` with a critic, and ``reference_log_probs`` with a KL penalty.
+        """
         columns = {}
         if self.critic is not None:
             columns["values"] = self._score_with(self.critic, inputs)
@@ -175,21 +185,22 @@ class TrainerWorker:
         return columns
 
     def _reference_log_probs(self, inputs: RankInputs) -> np.ndarray:
-        """Score with the policy that the run began with, as ``score`` does."""
+        """Compute the log-probs of the run's initial policy, as ``score`` does for the policy."""
         if self.reference is not None:
             return self._score_with(self.reference, inputs)
 
         with self._reference_adapters():
             log_probs = self._score_with(self.trainer, inputs)
         if self.trainer.replay is not None:
-            self.trainer.replay.agreement()  # what is reported is that of the policy
+            self.trainer.replay.agreement()  # Drop these counts, because metrics are of the policy.
         return log_probs
 
     def _reference_adapters(self) -> AbstractContextManager[None]:
         """Let the policy be the reference policy in the block."""
         if self._reference_factors is None:
             return without_adapters(self.model)
-        # The distributed optimizer would otherwise gather the policy's over the reference's.
+        # The distributed optimizer would otherwise overwrite the reference's factors with the
+        # policy's.
         gather_parameters(self.trainer.model)
         return replaced_factors(self.model, self._reference_factors)
 
@@ -204,7 +215,7 @@ class TrainerWorker:
         ]
         updates = RlUpdates(skipped=self.algorithm.mini_batches - len(mini_batches))
 
-        # Before the first update: all mini-batches are compared with the same weights.
+        # Before the first update, so that all mini-batches are compared with the same weights.
         self._add_old_log_probs([batch for _, batches in mini_batches for batch in batches])
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
         for mini_batch, batches in mini_batches:
@@ -219,10 +230,11 @@ class TrainerWorker:
         return updates
 
     def _add_old_log_probs(self, batches: Sequence[PackedBatch]) -> None:
-        """Fill the old log-probs of the micro-batches if the algorithm needs them, and record the
-        routes of their forward pass for routing replay.
+        """Fill the old log-probs of the micro-batches if the algorithm needs them.
 
-        Only ``old_log_probs: forward`` costs a forward pass."""
+        For routing replay "R2", also record the routes of their forward pass. Only
+        ``old_log_probs: forward`` costs a forward pass.
+        """
         source = self.algorithm.old_log_probs_from
         if source == "rollout":
             for batch in batches:
@@ -246,7 +258,7 @@ class TrainerWorker:
                 batch.recorded_routes = routes
 
         if replay is not None:
-            replay.agreement()  # resets the counts: those of the updates are reported
+            replay.agreement()  # Reset the counts, because metrics are of the updates.
 
     def _update_critic(
         self, mini_batch: RankMiniBatch, batches: Sequence[PackedBatch], step: int
@@ -283,9 +295,16 @@ class TrainerWorker:
         step: int,
         first_step: int = 0,
     ) -> StepStatistics:
-        """Take one optimizer step. ``first_step``: where the learning-rate schedule
-        of ``trainer`` begins."""
-        # All ranks are together here, so that a checkpoint written meanwhile can be published.
+        """Take one optimizer step.
+
+        Args:
+            trainer: trainer of the policy or of the critic.
+            batches: micro-batches of this rank.
+            loss: loss function of the step.
+            step: step of the run.
+            first_step: step at which the learning-rate schedule of ``trainer`` begins.
+        """
+        # All ranks are synchronized here, so a checkpoint that is written by now can be published.
         self._checkpoints.publish_written()
 
         schedule_steps = self.settings.training.steps - first_step
@@ -296,27 +315,31 @@ class TrainerWorker:
             )
         exempt_from_collection()
 
-        if trainer is self.trainer:  # what the critic's steps took counts towards these
+        # The policy's figures include the memory of the critic's steps.
+        if trainer is self.trainer:
             statistics.memory = self._memory_metrics()
         return statistics
 
     # -- scores -----------------------------------------------------------------------------------
 
     def score(self, inputs: RankInputs, temperature: float | None = None) -> np.ndarray:
-        """Compute the log-prob of each token of this rank's sequences, in nats: float32 [tokens],
-        0 for the first token of each."""
-        self.memory.observe()  # engines are awake when a canary is scored
+        """Return the log-prob of each token of this rank's sequences, in nats: float32 [tokens].
+
+        The first token of each sequence has 0.
+        """
+        self.memory.observe()  # Engines are awake while a canary is scored.
         return self._score_with(self.trainer, inputs, temperature)
 
     def greedy_tokens(self, inputs: RankInputs) -> np.ndarray:
-        """Compute the token that greedy decoding would have put in each place: int64 [tokens], 0
-        for the first of each sequence."""
+        """Return the greedy token at each position of this rank's sequences: int64 [tokens].
+
+        The first token of each sequence has 0.
+        """
         batches = _micro_batches(inputs)
         return inputs.to_column(self.trainer.greedy_tokens(batches), np.dtype(np.int64))
 
     def route_agreement(self) -> dict[str, float]:
-        """Return ``RoutingReplay.agreement`` of all routes replayed since
-        the last update or call."""
+        """Return ``RoutingReplay.agreement`` of the routes since the last update or call."""
         assert self.trainer.replay is not None
         return self.trainer.replay.agreement()
 
@@ -342,7 +365,7 @@ class TrainerWorker:
         return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
     def packed_weights(self) -> TensorBytes | None:
-        """Return the same with quantized experts as blocks and scales, by stored name."""
+        """Return all weights like ``weights``, but quantized experts as blocks and scales."""
         gather_parameters(self.trainer.model)
         named = dict(self._gathering.begin(packed=True))
         return TensorBytes.of(named) if dist.get_rank() == 0 else None
@@ -353,49 +376,50 @@ class TrainerWorker:
         return self._gathering.packed_digests()
 
     def export(self, export: WeightExport) -> None:
-        """Write all weights to a Hugging Face directory, from rank 0. The ranks gather them together,
-        one tensor at a time.
+        """Gather all weights, one tensor at a time, and write a Hugging Face directory on rank 0.
 
         Raises:
-            ConversionError: as ``export_weights`` does.
-            GatheringRefused: if a rank has no memory for its part.
+            ConversionError: ``export_weights`` failed.
+            GatheringRefused: a rank has too little memory for its part.
         """
         gather_parameters(self.trainer.model)
         export_weights(self._gathering, export)
 
     def release_memory(self) -> None:
-        """Give back what only torch's allocator holds, before engines on this GPU wake."""
+        """Release the cache of torch's allocator, before engines on this GPU wake."""
         give_back_cache()
 
     def send_weights(self, sender: WeightSender) -> None:
-        """Let ``sender`` send all weights from each of its ranks. The ranks gather them together.
+        """Gather all weights and send them with ``sender`` from each of its ranks.
 
-        A rank that fails goes on with the messages that the others wait for, and raises then, so
-        that another try may begin on all ranks.
+        A rank that fails still exchanges the messages that the other ranks wait for, and raises
+        afterwards. Therefore all ranks can try again.
 
         Raises:
             SyncFailed: on the ranks that failed.
-            GatheringBroken: if the ranks can exchange no more messages.
+            GatheringBroken: the ranks cannot exchange further messages.
         """
         self.enter_phase("sync")
         gather_parameters(self.trainer.model)
         try:
             failure = send_gathered(self._gathering, sender, getattr(torch, self.settings.dtype))
         finally:
-            # What was sent is free now: neither engines, nor the next step, nor another try of one that
-            # was refused for want of memory find it in the way.
+            # Free the sent weights for the engines, for the next step, and for another attempt
+            # after one that failed because a rank had too little memory.
             self.release_memory()
             self.memory.enter("rollout")
         if failure is not None:
             raise failure
 
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
-        """Begin a checkpoint; it is complete on return if ``block``, its kept adapters included,
-        else at the beginning of a later update.
+        """Begin a checkpoint, and complete an earlier one.
+
+        With ``block``, the checkpoint and its kept adapters are complete on return. Otherwise a
+        later update completes it.
 
         Raises:
-            CheckpointError: if it, or one that was begun before, cannot be written; if the kept
-                adapters of one cannot. This checkpoint is complete then.
+            CheckpointError: this or an earlier checkpoint cannot be written, or the kept adapters
+                of one cannot be written. In the second case this checkpoint is complete.
         """
         self.memory.enter("checkpoint")
         self._checkpoints.start(step, state)
@@ -404,10 +428,14 @@ class TrainerWorker:
         self._checkpoints.finish(block)
 
     def resume(self) -> Resumed | None:
-        """Load the newest checkpoint of the run whose files are as they were written; None if none
-        was saved.
+        """Load the newest undamaged checkpoint of the run.
 
-        Raises CheckpointError naming the damaged files if there is no such checkpoint."""
+        Returns:
+            The saved state, or None if no checkpoint was saved.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged. The message names the files.
+        """
         return self._checkpoints.resume()
 
 
