@@ -1,8 +1,9 @@
-"""Advantages: how much better an episode, or a token, is than what was to be expected.
+"""Advantages: the difference between a reward, of an episode or a token, and a baseline.
 
-Everything is computed in fp64, and rewards that fp32 could hardly tell apart count as equal. In
-fp32 the mean of eight rewards of -0.8 is not -0.8, and that difference over a standard deviation
-of nearly 0 would be an advantage made of rounding."""
+All computations are in fp64, and rewards that differ by less than fp32 rounding count as equal. In
+fp32 the mean of eight rewards of -0.8 is not -0.8. Divided by a standard deviation of nearly 0,
+that difference would be an advantage without meaning.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +17,14 @@ from rl_loop.algorithms.registry import ADVANTAGES
 
 GroupEstimator = Literal["grpo", "dr_grpo", "leave_one_out"]
 StandardDeviation = Literal["sample", "population"]
-"""What a standard deviation of n values divides the sum of squares by: n - 1 (sample) or n
-(population)."""
+"""Divisor of the sum of squares of n values: n - 1 (sample) or n (population)."""
 
 EQUAL = 1e-6
-"""Values are equal if they differ by at most this share of the largest: fp32 keeps seven
-digits."""
+"""Values are equal if they differ by at most this share of the largest value. fp32 has 7 digits."""
 ROUNDING = 1e-12
-"""A mean below this share of the largest value is 0: fp64 keeps sixteen digits and a sum loses a
-few."""
+"""A mean below this share of the largest value is 0. fp64 has 16 digits, and a sum loses some."""
 TIME_BLOCK = 256
-"""Tokens of every sample that generalized advantages are computed of at a time."""
+"""Tokens of every sample in one block of the computation of generalized advantages."""
 
 
 # ---- advantages of the samples of a batch
@@ -34,20 +32,20 @@ TIME_BLOCK = 256
 
 @dataclass(frozen=True)
 class BatchRewards:
-    """What the episodes of a batch earned, group after group: what an estimator looks at."""
+    """Rewards of the episodes of a batch, ordered by group: the input of an estimator."""
 
     totals: torch.Tensor
     """fp64 [samples]: rewards after all penalties."""
     parts: torch.Tensor
-    """fp64 [samples, parts]: the parts in ``algorithm.advantage.reward_weights``, often none, and the
-    penalty on length if there is one."""
+    """fp64 [samples, parts]: the parts in ``algorithm.advantage.reward_weights``, often none, and
+    the length penalty if there is one."""
     part_weights: list[float]
     """Weight of each column of ``parts``."""
     group_sizes: list[int]
-    """Samples of each task; they add up to the number of samples."""
+    """Number of samples of each task. The sum is the number of samples."""
 
     def groups(self) -> tuple[torch.Tensor, ...]:
-        """Split ``totals`` into the rewards of each task: fp64 [samples of the task] each."""
+        """Return the rewards of each task: fp64 [samples of the task] each."""
         return self.totals.split(self.group_sizes)
 
 
@@ -56,12 +54,17 @@ def sample_advantages(config: AlgorithmConfig, rewards: BatchRewards) -> torch.T
 
     gae has one advantage per token instead (``generalized_advantages``).
 
+    Args:
+        config: algorithm with the estimator.
+        rewards: rewards of the samples.
+
     Raises:
-        ValueError: a custom estimator does not return one finite number per sample."""
+        ValueError: a custom estimator does not return one finite number per sample.
+    """
     estimate = ADVANTAGES.resolve(config.advantage.type)
     advantages = estimate(rewards, **config.advantage_arguments)
 
-    # Anything of another shape would be broadcast or dealt out to the wrong samples further on.
+    # A tensor of another shape would be broadcast or assigned to the wrong samples later.
     if not torch.is_tensor(advantages) or advantages.shape != rewards.totals.shape:
         shape = (
             tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
@@ -93,8 +96,8 @@ def leave_one_out(rewards: BatchRewards) -> torch.Tensor:
 
 
 def gdpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation) -> torch.Tensor:
-    """Normalise every reward part of a group by itself and add up: fp64 [samples]."""
-    # Parts, not totals: a total hides a rare reward behind a common one.
+    """Normalize every reward part of a group separately and sum the parts: fp64 [samples]."""
+    # Normalize parts, because in a total a common reward hides a rare reward.
     groups = rewards.parts.split(rewards.group_sizes)
     return torch.cat(
         [gdpo_advantages(group, rewards.part_weights, standard_deviation) for group in groups]
@@ -117,19 +120,28 @@ def group_advantages(
 ) -> torch.Tensor:
     """Compare the samples of one task: rewards [samples] -> advantages fp64 [samples].
 
-    - ``grpo``: (R - mean) / (std + epsilon) (arXiv 2402.03300, section 4.1.2, which does not say
-      which std).
-    - ``dr_grpo``: R - mean; no division, which favours tasks almost always or never solved
+    - ``grpo``: (R - mean) / (std + epsilon) (arXiv 2402.03300, section 4.1.2, which does not define
+      std).
+    - ``dr_grpo``: R - mean. A division would favor tasks that are almost always or never solved
       (arXiv 2503.20783).
     - ``leave_one_out``: R minus the mean of the *other* samples, an unbiased baseline (RLOO,
-      arXiv 2402.14740); equal to samples / (samples - 1) times ``dr_grpo``.
+      arXiv 2402.14740). It is samples / (samples - 1) times ``dr_grpo``.
 
-    A group of one sample, or one in which all rewards are equal, has advantages of exactly 0.
-    Raises ValueError for anything but a non-empty vector of finite numbers."""
+    A group of one sample, or with equal rewards, has advantages of exactly 0.
+
+    Args:
+        rewards: rewards of the samples of one task.
+        estimator: one of the above.
+        standard_deviation: divisor of the sum of squares.
+        epsilon: added to the standard deviation.
+
+    Raises:
+        ValueError: ``rewards`` is not a non-empty vector of finite numbers.
+    """
     if rewards.ndim != 1 or len(rewards) == 0:
         raise ValueError(f"rewards must be a non-empty vector, got shape {tuple(rewards.shape)}")
 
-    # Equal rewards leave here: they have no standard deviation to divide by.
+    # Equal rewards have no standard deviation to divide by.
     centred = centre(rewards)
     if estimator == "dr_grpo" or not centred.any():
         return centred
@@ -143,10 +155,16 @@ def group_advantages(
 def gdpo_advantages(
     parts: torch.Tensor, weights: Sequence[float], standard_deviation: StandardDeviation = "sample"
 ) -> torch.Tensor:
-    """Normalise every reward of one task by itself: parts [samples, rewards] -> fp64 [samples].
+    """Normalize every reward part of one task: parts [samples, rewards] -> fp64 [samples].
 
-    sum_k w_k (r_k - mean_k) / (std_k + 1e-6) (GDPO, arXiv 2601.05242), so that a rare reward is
-    not drowned by a common one. The batch is whitened afterwards (``whiten``)."""
+    The result is sum_k w_k (r_k - mean_k) / (std_k + 1e-6) (GDPO, arXiv 2601.05242), in which a
+    rare reward counts as much as a common one. The batch is whitened afterwards (``whiten``).
+
+    Args:
+        parts: reward parts of the samples of one task.
+        weights: weight of each part.
+        standard_deviation: divisor of the sum of squares.
+    """
     total = torch.zeros(len(parts), dtype=torch.float64)
     for column, weight in zip(parts.unbind(dim=1), weights, strict=True):
         total += weight * group_advantages(column, "grpo", standard_deviation)
@@ -156,7 +174,8 @@ def gdpo_advantages(
 def reinforce_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """Subtract the mean of the whole batch: rewards [samples] -> fp64 [samples].
 
-    REINFORCE with a constant baseline (Williams, 1992)."""
+    REINFORCE with a constant baseline (Williams, 1992).
+    """
     return centre(rewards)
 
 
@@ -166,13 +185,19 @@ def reinforce_advantages(rewards: torch.Tensor) -> torch.Tensor:
 def generalized_advantages(
     rewards: torch.Tensor, values: torch.Tensor, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute advantages and returns, [samples, time] each, from rewards and values [samples,
-    time].
+    """Compute advantages and returns, [samples, time] each.
 
     A_t = sum_k (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t, and return_t =
-    A_t + V_t (GAE, arXiv 1506.02438, eq. 16). Time counts sampled tokens only: V_{t+1} is the
-    value before the next token that the policy chose, whatever a tool said in between. Shorter
-    samples are filled up with zeros, which change nothing."""
+    A_t + V_t (GAE, arXiv 1506.02438, eq. 16). Time counts only sampled tokens: V_{t+1} is the value
+    before the next sampled token, even if a tool output lies in between. Shorter samples are padded
+    with zeros, which change nothing.
+
+    Args:
+        rewards: [samples, time].
+        values: [samples, time].
+        gamma: discount per token.
+        lam: lambda of the estimator.
+    """
     estimates = torch.empty_like(values)
     returns = values.clone()
     generalized_advantages_in_place(
@@ -195,18 +220,18 @@ def generalized_advantages_in_place(
     gamma: float,
     lam: float,
 ) -> None:
-    """Compute advantages and returns of samples of different lengths, in memory that is there.
+    """Compute advantages and returns of samples of different lengths, in existing memory.
 
     Args:
-        values: [sampled tokens] of each sample. The returns take their place.
-        estimates: of the same lengths; get the advantages.
-        final_rewards: [samples], what the last token of each earns. The computation has their
+        values: [sampled tokens] of each sample. Replaced by the returns.
+        estimates: arrays of the same lengths. Filled with the advantages.
+        final_rewards: [samples], reward of the last token of each sample. The computation has this
             dtype.
-        token_rewards: [sampled tokens] of each sample, what every token earns besides, if there
-            is anything.
+        token_rewards: [sampled tokens] of each sample, added to the final rewards. None for none.
         gamma: discount per token.
         lam: lambda of the estimator.
     """
+    # Sort by decreasing length, so that the samples of a block of time are its first rows.
     # The longest first, so that those which reach a block of time are the first rows of it.
     unsorted_lengths = np.array([len(row) for row in values], dtype=np.int64)
     order = np.argsort(-unsorted_lengths, kind="stable")
@@ -219,7 +244,7 @@ def generalized_advantages_in_place(
     running = np.zeros(len(lengths), final_rewards.dtype)
     next_values = np.zeros(len(lengths), final_rewards.dtype)
 
-    # Backwards in blocks of time: the whole in fp64 would weigh more than all columns together.
+    # Go backwards in blocks of time, because one fp64 array would be larger than all columns.
     longest = int(lengths.max(initial=0))
     for begin in reversed(range(0, longest, TIME_BLOCK)):
         rows = int(np.count_nonzero(lengths > begin))
@@ -249,8 +274,10 @@ def generalized_advantages_in_place(
 def _sum_backwards(delta: np.ndarray, running: np.ndarray, decay: float) -> None:
     """Replace delta_t by A_t = delta_t + decay * A_{t+1}: [rows, time], in place.
 
-    ``running`` [rows] is A of the time behind the block, and that of its first time afterwards."""
-    # All rows' numbers of one time lie together, so that every step runs through memory in order.
+    ``running`` [rows] is A of the time after the block. On return it is A of the block's first
+    time.
+    """
+    # Store the numbers of one time together, so that every step reads memory in order.
     by_time = np.ascontiguousarray(delta.T)
     later = running
     discounted = np.empty_like(running)
@@ -266,8 +293,10 @@ def _sum_backwards(delta: np.ndarray, running: np.ndarray, decay: float) -> None
 def _cut_block(
     rows: Sequence[np.ndarray], begin: int, counts: np.ndarray, dtype: np.dtype
 ) -> np.ndarray:
-    """Copy ``counts`` entries of every row from ``begin`` on, filled up with zeros: [rows,
-    TIME_BLOCK or fewer]."""
+    """Copy ``counts`` entries of every row from ``begin`` on: [rows, TIME_BLOCK or fewer].
+
+    Shorter rows are padded with zeros.
+    """
     block = np.zeros((len(rows), int(counts.max())), dtype)
     for target, row, count in zip(block, rows, counts.tolist(), strict=True):
         target[:count] = row[begin : begin + count]
@@ -277,7 +306,7 @@ def _cut_block(
 def _paste_block(
     block: np.ndarray, rows: Sequence[np.ndarray], begin: int, counts: np.ndarray
 ) -> None:
-    """Copy a block to where ``_cut_block`` would have taken it from."""
+    """Copy a block to the place from which ``_cut_block`` reads it."""
     for source, row, count in zip(block, rows, counts.tolist(), strict=True):
         row[begin : begin + count] = source[:count]
 
@@ -285,16 +314,22 @@ def _paste_block(
 def whiten(
     values: torch.Tensor, standard_deviation: StandardDeviation = "sample", epsilon: float = 1e-8
 ) -> torch.Tensor:
-    """Bring values [n] to mean 0 and variance 1: fp64 [n], 0 if all are equal.
+    """Scale values [n] to mean 0 and variance 1: fp64 [n], 0 if all are equal.
 
-    (v - mean) / sqrt(variance + epsilon): the epsilon under the root, as in verl and slime, keeps
-    differences below 1e-4 small instead of blowing them up."""
+    The result is (v - mean) / sqrt(variance + epsilon). As in verl and slime, epsilon is under the
+    root, so differences below 1e-4 stay small.
+
+    Args:
+        values: numbers to scale.
+        standard_deviation: divisor of the sum of squares.
+        epsilon: added to the variance.
+    """
     values = values.double()
     if are_equal(values):
         return torch.zeros_like(values)
 
     mean = values.mean()
-    # Group-relative advantages have mean 0: what rounding leaves of it would move groups of equal
+    # Group-relative advantages have mean 0. A rounding error of the mean would move groups of equal
     # rewards away from 0.
     if mean.abs() <= ROUNDING * values.abs().max():
         mean = torch.zeros_like(mean)
@@ -302,22 +337,24 @@ def whiten(
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
-    """Penalise a long response: 0 up to ``limit - buffer`` tokens, then linearly to -1 at
-    ``limit``.
+    """Return the penalty on a long response (DAPO, arXiv 2503.14476, eq. 13).
 
-    ``tokens``: of the response, which is what the policy sampled, prompt and tool outputs left
-    out; ``limit``: the most that a response can have; ``buffer``: the last tokens before it (DAPO,
-    arXiv 2503.14476, eq. 13)."""
+    It is 0 up to ``limit - buffer`` tokens, then falls linearly to -1 at ``limit``.
+
+    Args:
+        tokens: number of sampled tokens of the response, without prompt and tool outputs.
+        limit: maximum length of a response.
+        buffer: number of tokens before the limit over which the penalty grows.
+    """
     overlong = (tokens - (limit - buffer)) / buffer
     return -min(1.0, max(0.0, overlong))
 
 
-# ---- numbers that are equal but for rounding
+# ---- numbers that are equal except for rounding
 
 
 def are_equal(values: torch.Tensor) -> bool:
-    """Say whether all of ``values`` [n] are the same but for rounding. True for none and for
-    one."""
+    """Return True if all of ``values`` [n] are equal except for rounding, or if n is at most 1."""
     if len(values) < 2:
         return True
     spread = values.max() - values.min()
@@ -327,7 +364,9 @@ def are_equal(values: torch.Tensor) -> bool:
 def centre(values: torch.Tensor) -> torch.Tensor:
     """Subtract the mean: values [n] -> fp64 [n], exactly 0 if they are equal.
 
-    Raises ValueError unless all are finite."""
+    Raises:
+        ValueError: a value is not finite.
+    """
     if not values.isfinite().all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
 

@@ -1,7 +1,8 @@
 """Typed sections for the policy loss and the advantage: ``{type: NAME, ...}``, or a plain NAME.
 
 Each type has the keys and the defaults of one function. No other place has defaults, so a loss has
-the same bounds however it is chosen. Needs neither torch nor Ray."""
+the same bounds however it is chosen. Needs neither torch nor Ray.
+"""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -13,10 +14,10 @@ from rl_loop.registry import TAG
 
 
 class FunctionChoice(StrictModel):
-    """A function by name, and its keyword arguments."""
+    """Function with keyword arguments."""
 
     type: str
-    """Name of the function."""
+    """NAME of a registered function, or MODULE:FUNCTION."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class LeaveOneOutAdvantage(FunctionChoice):
 
 
 class GdpoAdvantage(FunctionChoice):
-    """Every reward part normalized by itself, and the batch whitened (GDPO, arXiv 2601.05242)."""
+    """Every reward part normalized separately, and the batch whitened (GDPO, arXiv 2601.05242)."""
 
     type: Literal["gdpo"] = "gdpo"
     """Name of the advantage."""
@@ -144,7 +145,7 @@ class GaeAdvantage(FunctionChoice):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per sampled token."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """1 trusts returns, 0 the critic."""
+    """Trade-off between returns (1) and the critic's estimates (0)."""
 
 
 class CustomAdvantage(FunctionChoice):
@@ -178,7 +179,7 @@ def as_section(value: Any) -> Any:
 
 def _tag_of(value: Any, known: object, default: str) -> str:
     """Return the tag of the union's member that ``value``, raw or an instance, belongs to."""
-    # Without a type it is the default, so that one override can change a bound of it.
+    # A section without a type has the default type, so that one override can change a bound.
     name = (
         value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
     )
@@ -219,4 +220,4 @@ AnyAdvantage = Annotated[
 """The type of ``algorithm.advantage``."""
 
 CHOICES = ("algorithm.policy_loss", "algorithm.advantage")
-"""Configuration keys whose section has a type, and for which a plain name stands."""
+"""Configuration keys of sections with a type, which accept a plain NAME."""

@@ -1,8 +1,8 @@
-"""The algorithm of a run: every choice is one key, and choices that do not go together are
-refused.
+"""Algorithm of a run. Every choice is one key, and inconsistent choices are refused.
 
-``configs/algorithm`` holds the combinations that papers have names for. Needs neither torch nor
-Ray."""
+``configs/algorithm`` has the combinations of published methods. Importing it needs neither torch
+nor Ray.
+"""
 
 from typing import Any, Literal, Self
 
@@ -23,41 +23,43 @@ Aggregation = Literal[
 ]
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
-"""They compare a sample with the other samples of its task."""
+"""Advantages that compare a sample with the other samples of its task."""
 
 
 class CorrectionConfig(StrictModel):
-    """What is done about the engine sampling from a slightly different policy than the trainer's.
+    """Correction of the mismatch between the engine's and the trainer's policy.
 
-    rho is always pi_trainer / pi_rollout per token."""
+    rho is always pi_trainer / pi_rollout per token.
+    """
 
     weight: Literal["none", "token_tis", "sequence_tis", "sequence_mis", "icepop"] = "token_tis"
-    """token_tis: min(rho, cap). sequence_tis: min(product of rho over the sequence, cap).
-    sequence_mis: the same, and 0 outside bounds. icepop: rho, and 0 outside bounds."""
+    """Weight of a token's loss. token_tis: min(rho, cap). sequence_tis: min(product of rho over the
+    sequence, cap). sequence_mis: as sequence_tis, and 0 outside bounds. icepop: rho, and 0 outside
+    bounds."""
     cap: float = Field(2.0, gt=0)
-    """Largest weight of token_tis, sequence_tis and sequence_mis."""
+    """Maximum weight of token_tis, sequence_tis and sequence_mis."""
     bounds: tuple[float, float] | None = None
-    """Of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
+    """Allowed ratios of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
     geometric_bounds: tuple[float, float] | None = None
-    """Keep a sequence if exp(mean log rho) lies within; usual are 0.999 and 1.001. Here and below,
-    sums and means are over the tokens that the engine sampled where they stand: grafted and stale
-    ones are not counted."""
+    """Keep a sequence if exp(mean log rho) is within. Usual: 0.999 and 1.001. Here and below, sums
+    and means leave out grafted and stale tokens, which the engine did not sample in this
+    context."""
     k3_limit: float | None = Field(None, gt=0)
-    """Keep a sequence if the mean of rho - 1 - log rho is at most this; usual is 0.01."""
+    """Keep a sequence if the mean of rho - 1 - log rho is at most this. Usual: 0.01."""
     veto: float | None = Field(None, gt=0, lt=1)
-    """Drop a sequence with any rho below this; usual is 1e-4."""
+    """Drop a sequence with any rho below this. Usual: 1e-4."""
     off_policy_limit: float | None = Field(None, gt=0)
-    """Drop a sequence of negative advantage if the mean of log(pi_old / pi) exceeds this (OPSM);
-    usual is 1e-4."""
+    """Drop a sequence of negative advantage if the mean of log(pi_old / pi) exceeds this (OPSM).
+    Usual: 1e-4."""
 
     @property
     def active(self) -> bool:
-        """Whether anything looks at rho."""
+        """True if a weight or a rejection uses rho."""
         return self.weight != "none" or any((self.geometric_bounds, self.k3_limit, self.veto))
 
     @property
     def rejects(self) -> bool:
-        """Whether anything that looks at rho can drop tokens."""
+        """True if a weight or a rejection that uses rho can drop tokens."""
         by_weight = self.weight in ("sequence_mis", "icepop")
         return by_weight or any((self.geometric_bounds, self.k3_limit, self.veto))
 
@@ -78,13 +80,14 @@ class CorrectionConfig(StrictModel):
 
 
 class KlConfig(StrictModel):
-    """A penalty on leaving the initial weights, which are kept as a frozen reference policy."""
+    """Penalty on the distance to a frozen reference policy, which has the initial weights."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log pi - log pi_reference: d, d^2 / 2, exp(-d) - 1 + d (Schulman, "Approximating KL
-    divergence")."""
+    """Estimator of the KL divergence. With d = log pi - log pi_reference, k1 is d, k2 is d^2 / 2
+    and k3 is exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
     place: Literal["loss", "reward"] = "loss"
-    """reward: taken from every sampled token's reward, with the engine's log-probs as pi."""
+    """loss: add the penalty to the loss. reward: subtract it from the reward of every sampled
+    token, with the engine's log-probs as pi."""
     coefficient: float = Field(1e-3, gt=0)
     """Factor of the penalty."""
 
@@ -98,16 +101,16 @@ class KlConfig(StrictModel):
 
 
 class CriticConfig(StrictModel):
-    """The value model of GAE: the policy's architecture and layout, with a scalar head."""
+    """Value model of GAE: the policy's architecture and layout, with a scalar head."""
 
     lr: float = Field(2e-6, gt=0)
-    """Learning rate, which stays constant; usually twice that of the policy. Other settings are those
-    of ``optimizer``."""
+    """Constant learning rate, usually twice the policy's. Other settings are those of
+    ``optimizer``."""
     warmup_steps: int = Field(20, ge=0)
-    """Steps at the start in which only the critic learns. The policy's learning-rate schedule
+    """Steps at the start in which only the critic is trained. The policy's learning-rate schedule
     begins after them."""
     value_clip: float = Field(0.5, gt=0)
-    """A value may leave its estimate before the step by at most this much with profit."""
+    """Clip range: a change of a value by more than this in a step does not reduce the loss."""
 
     def optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
         """Return the settings of the critic's AdamW, given those of the policy's."""
@@ -115,27 +118,27 @@ class CriticConfig(StrictModel):
 
 
 class AlgorithmConfig(StrictModel):
-    """Advantages, the policy loss and what keeps them honest."""
+    """Advantages, policy loss, and corrections of off-policy data."""
 
     advantage: AnyAdvantage = GrpoAdvantage()
     """Baseline of a sample: its group (grpo, dr_grpo, leave_one_out; gdpo for several rewards), the
-    mean of the batch (reinforce), a value model (gae), or MODULE:FUNCTION. A plain name stands for
-    ``{type: NAME}``."""
+    mean of the batch (reinforce), a value model (gae), or MODULE:FUNCTION. A plain NAME is short
+    for ``{type: NAME}``."""
     standard_deviation: Literal["sample", "population"] = "sample"
     """Divisor of a sum of squares in grpo, gdpo and whitening: n - 1 (sample: verl, TRL, slime,
     OpenRLHF) or n (population). With population, advantages are 15% larger at 4 samples per task,
     7% at 8."""
     whiten_advantages: Literal["tokens", "samples"] | None = None
-    """Bring the advantages of the batch to mean 0 and standard deviation 1 over all sampled tokens
+    """Scale the advantages of the batch to mean 0 and standard deviation 1 over all sampled tokens
     (verl, slime, OpenRLHF) or over all samples (TRL). Over tokens, long episodes count more, and
-    groups of equal rewards are moved away from 0. null: no whitening, but samples with gdpo, as in
-    its paper."""
+    groups of equal rewards are moved away from 0. null: samples with gdpo, as in its paper, and no
+    whitening otherwise."""
     critic: CriticConfig | None = None
-    """Value model of gae; null for all other advantages."""
+    """Value model of gae. null for all other advantages."""
     policy_loss: AnyPolicyLoss = PpoLoss()
-    """Loss per token. ppo: clipped ratio per token. gspo: clipped ratio per sequence. cispo: clipped
-    ratio as constant weight. reinforce: no ratio. Or MODULE:FUNCTION. A plain name stands for
-    ``{type: NAME}`` with the defaults of that loss."""
+    """Loss per token. ppo: clipped ratio per token. gspo: clipped ratio per sequence. cispo:
+    clipped ratio as constant weight. reinforce: no ratio. Or MODULE:FUNCTION. A plain NAME is short
+    for ``{type: NAME}`` with the defaults of that loss."""
     aggregation: Aggregation = "token-mean"
     """Reduction of token losses to one number, always over the whole mini-batch. token-mean: DAPO.
     seq-mean-token-mean: GRPO and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by
@@ -145,39 +148,39 @@ class AlgorithmConfig(StrictModel):
     """Optimizer steps per batch of episodes. 1 is on-policy."""
     old_log_probs: Literal["auto", "detach", "forward", "rollout"] = "auto"
     """Denominator of the importance ratio. detach: the new log-probs, detached, so that the ratio
-    is exactly 1. forward: those of a forward pass before the first update. rollout: the engine's,
-    which puts mismatch and staleness into the ratio. auto: detach if mini_batches is 1 and
-    max_staleness 0, else forward."""
+    is exactly 1. forward: log-probs of a forward pass before the first update. rollout: log-probs
+    of the engine, which put mismatch and staleness into the ratio. auto: detach if mini_batches is
+    1 and max_staleness is 0, else forward."""
     kl: KlConfig | None = None
-    """Null for no reference policy."""
+    """KL penalty. null for no reference policy."""
     entropy_bonus: float = Field(0.0, ge=0)
-    """Coefficient of the entropy in the loss."""
+    """Coefficient of the entropy bonus in the loss."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Of the difference between engine and trainer."""
+    """Correction of the mismatch between engine and trainer."""
     max_staleness: int = Field(0, ge=0)
-    """Weight versions that a token may be older than the policy it trains. Episodes are begun as
-    many steps ahead of their training, so that none can be older. 0: generation and training take
-    turns. 1: a step's episodes are generated while the trainer learns from the last. More: where a
-    few long episodes hold up every step, which ``seconds/rollout`` shows."""
+    """Maximum age of a token in weight versions when it is trained on. Episodes start at most this
+    many steps before their update. 0: generation and training alternate. 1: the episodes of a step
+    are generated while the trainer updates on the previous step. Higher values help if a few long
+    episodes delay every step, as shown by ``seconds/rollout``."""
     routing_replay: Literal["none", "R2", "R3"] = "none"
-    """Which experts the trainer uses. R2: those of its own forward pass for the old log-probs. R3:
-    the engine's."""
+    """Experts that the trainer uses. none: its router's choice. R2: experts of its forward pass for
+    the old log-probs. R3: the engine's experts."""
     dynamic_sampling_rounds: int = Field(1, gt=0)
-    """Above 1 (DAPO), groups in which everything that the advantage compares is equal make room
-    for new tasks; at most this times rollout.tasks_per_step."""
+    """Maximum number of sampled groups, as a multiple of rollout.tasks_per_step. Above 1 (DAPO),
+    groups whose compared rewards are all equal are replaced by groups of new tasks."""
     overlong_buffer: int | None = Field(None, gt=0)
-    """Tokens before the longest response over which a penalty on length rises from 0 to
-    overlong_penalty (DAPO). The response is what the policy sampled, prompt and tool outputs left
-    out; the longest is the least of rollout.max_sampled_tokens, max_tokens and max_turns x
-    max_new_tokens_per_turn. If a prompt leaves less room in rollout.max_tokens, that room and the
-    same share of it count."""
+    """Number of tokens before the longest response over which the length penalty grows from 0 to
+    overlong_penalty (DAPO). null for no penalty. A response is all sampled tokens, without prompt
+    and tool outputs. The longest response is the minimum of rollout.max_sampled_tokens, max_tokens
+    and max_turns x max_new_tokens_per_turn. If a prompt leaves fewer tokens in rollout.max_tokens,
+    they are the longest response, and the buffer is the same share of it."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """Largest penalty on length. With gdpo the penalty is one more reward part, and this its
+    """Maximum length penalty. With gdpo the penalty is an additional reward part with this
     weight."""
 
     @property
     def old_log_probs_from(self) -> str:
-        """``old_log_probs`` with auto resolved."""
+        """Value of ``old_log_probs`` with auto resolved."""
         if self.old_log_probs != "auto":
             return self.old_log_probs
         on_policy = self.mini_batches == 1 and self.max_staleness == 0
@@ -185,14 +188,14 @@ class AlgorithmConfig(StrictModel):
 
     @property
     def whitens_over(self) -> str | None:
-        """``whiten_advantages``, or the default of the advantage; None without whitening."""
+        """Value of ``whiten_advantages`` with the advantage's default. None without whitening."""
         if self.whiten_advantages is None and self.advantage.type == "gdpo":
             return "samples"
         return self.whiten_advantages
 
     @property
     def advantage_arguments(self) -> dict[str, Any]:
-        """Keyword arguments with which the advantage estimator is called."""
+        """Keyword arguments of the advantage estimator."""
         if isinstance(self.advantage, GrpoAdvantage | GdpoAdvantage):
             return {"standard_deviation": self.standard_deviation}
         if isinstance(self.advantage, CustomAdvantage):
@@ -201,7 +204,7 @@ class AlgorithmConfig(StrictModel):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the reward parts that the advantage looks at; empty if it takes totals."""
+        """Weights of the reward parts that the advantage uses. Empty if it uses total rewards."""
         if isinstance(self.advantage, GdpoAdvantage | CustomAdvantage):
             return self.advantage.reward_weights
         return {}
@@ -254,7 +257,7 @@ class AlgorithmConfig(StrictModel):
         if source == "detach":
             self._check_ratio_of_one()
 
-        # Only a ratio or a correction knows how old a token is.
+        # Only a ratio or a correction takes the age of a token into account.
         if source == "forward" and self.max_staleness > 0 and not self.correction.active:
             raise ValueError(
                 "max_staleness above 0 with old_log_probs forward ignores how far the policy "
@@ -272,33 +275,34 @@ class AlgorithmConfig(StrictModel):
             )
 
     def _check_ratio_of_one(self) -> None:
-        """Refuse what ``old_log_probs: detach`` would silently get wrong.
+        """Refuse settings that ``old_log_probs: detach`` would make silently wrong.
 
-        The old log-probs are then the trainer's own, taken from the pass that is trained on: right
-        as long as that pass has the weights that the tokens were sampled with."""
-        # From the second mini-batch on the weights have moved, and the clipping that should notice
-        # sees a ratio of 1.
+        The old log-probs are then the trainer's log-probs of the update's forward pass. They are
+        correct only while the trainer has the weights that sampled the tokens.
+        """
+        # From the second mini-batch on the weights have changed, but clipping would see a ratio of
+        # 1.
         if self.mini_batches > 1:
             raise ValueError(
                 f"old_log_probs detach makes the ratio 1 in all {self.mini_batches} "
                 "mini-batches, though only the first is on-policy: use forward, or mini_batches 1"
             )
 
-        # The same for tokens of earlier weights.
+        # Tokens of earlier weights have the same problem.
         if self.max_staleness > 0:
             raise ValueError(
                 "max_staleness above 0 with old_log_probs detach calls stale tokens on-policy: "
                 "use rollout, or forward with a correction"
             )
 
-        # A limit that nothing can exceed would look like a guard and be none.
+        # Refuse a limit that no sequence can exceed, because it would have no effect.
         if self.correction.off_policy_limit:
             raise ValueError(
                 "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs detach"
             )
 
-        # Rejections compare the trainer's log-probs with the engine's. With detach they are known
-        # in the policy's update only, and the critic's comes before it.
+        # Rejections compare the trainer's log-probs with the engine's. With detach, the trainer's
+        # are known only in the policy's update, which follows the critic's update.
         if self.critic and self.correction.rejects:
             raise ValueError(
                 "a correction that rejects must reject for the critic too, which learns before "

@@ -1,8 +1,9 @@
-"""How far the policy that sampled and the policy that is trained are apart, and its correction.
+"""Mismatch between the policy of the engine and the policy of the trainer, and its correction.
 
-rho_t = pi_trainer(token t) / pi_rollout(token t), in this module and everywhere else. Exponentials
-are taken of logarithms clamped to +-20; sums, means and comparisons see the logarithms as they
-are. Everything here is constant to autograd."""
+rho_t = pi_trainer(token t) / pi_rollout(token t), here and in all other modules. Logarithms are
+clamped to +-20 before they are exponentiated. Sums, means and comparisons use the unclamped
+logarithms. All results are constant to autograd.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ from rl_loop.algorithms.sequences import Sequences
 
 @dataclass
 class Correction:
-    """What ``rollout_correction`` does to each token."""
+    """Result of ``rollout_correction`` for each token."""
 
     weights: torch.Tensor
-    """[tokens]: factor of the policy loss, 0 where something was dropped."""
+    """[tokens]: factor of the policy loss, 0 for dropped tokens."""
     dropped: dict[str, torch.Tensor]
     """Reason -> bool [tokens]."""
 
     @property
     def keeps(self) -> torch.Tensor:
-        """bool [tokens]: nothing dropped the token."""
+        """bool [tokens]: True for tokens that are not dropped."""
         keeps = torch.ones_like(self.weights, dtype=torch.bool)
         for tokens in self.dropped.values():
             keeps = keeps & ~tokens
@@ -33,7 +34,7 @@ class Correction:
 
 
 def within(ratio: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
-    """Say where a ratio lies within bounds; nowhere if it is NaN."""
+    """Return True where a ratio is within bounds, both included. False for NaN."""
     return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
@@ -46,15 +47,7 @@ def rollout_correction(
     log_old_over_new: torch.Tensor | None = None,
     moved_mask: torch.Tensor | None = None,
 ) -> Correction:
-    """Weigh tokens by rho, or drop them.
-
-    ``log_rho``, ``advantages`` and ``log_old_over_new`` (log pi_old - log pi) are [tokens].
-
-    ``mask``, bool [tokens]: where log_rho means something, that is where the engine sampled the
-    token in the context that it is trained in. Grafted and stale tokens are not in it: they get
-    what their sequence gets, and add nothing to its sums and means, neither a value nor a count. A
-    sequence with no token in the mask is kept, with weight 1. ``moved_mask``: the same for
-    ``log_old_over_new``, by default ``mask``; grafted tokens are in it.
+    """Weight tokens by rho, or drop them.
 
     - ``token_tis``: min(rho_t, C) (truncated importance sampling).
     - ``sequence_tis``: min(prod_t rho_t, C).
@@ -64,13 +57,27 @@ def rollout_correction(
     - geometric rejection: keeps a sequence if lo <= exp(mean_t log rho_t) <= hi.
     - k3 rejection: keeps a sequence if mean_t(rho_t - 1 - log rho_t) <= c.
     - veto: drops a sequence with any rho_t < threshold.
-    - OPSM: drops a sequence if A < 0 and mean_t log(pi_old / pi) > d."""
-    # rho = 1 where it means nothing: such a token neither weighs nor condemns its sequence.
+    - OPSM: drops a sequence if A < 0 and mean_t log(pi_old / pi) > d.
+
+    Tokens outside ``mask`` get the result of their sequence, but do not enter its sums and means. A
+    sequence without a token in the mask is kept, with weight 1.
+
+    Args:
+        config: corrections to apply.
+        log_rho: [tokens].
+        mask: bool [tokens], True where log_rho is meaningful: the engine sampled the token in the
+            context in which it is trained. False for grafted and stale tokens.
+        sequences: sequence of each token.
+        advantages: [tokens].
+        log_old_over_new: [tokens], log pi_old - log pi.
+        moved_mask: mask for ``log_old_over_new``, which includes grafted tokens. Default: ``mask``.
+    """
+    # rho is 1 where it is meaningless, so the token does not affect its sequence.
     log_rho = torch.where(mask, log_rho.detach(), 0.0)
     correction = _weigh(config, log_rho, mask, sequences)
     dropped = correction.dropped
 
-    # Below it is always "not (x <= limit)": a NaN in a sequence drops the sequence.
+    # The tests below are "not (x <= limit)", so that a NaN drops its sequence.
     if config.geometric_bounds:
         geometric_mean = bounded_exp(sequences.mean(log_rho, mask))
         dropped["geometric"] = sequences.spread(~within(geometric_mean, config.geometric_bounds))
@@ -88,7 +95,7 @@ def rollout_correction(
         drifted = sequences.spread(~(drift <= config.off_policy_limit))
         dropped["off_policy"] = (advantages < 0) & drifted
 
-    # Weights of what is dropped are 0 and not merely unused: metrics average them.
+    # Set the weights of dropped tokens to 0, because metrics average the weights.
     for tokens in dropped.values():
         correction.weights = torch.where(tokens, 0.0, correction.weights)
     return correction
@@ -97,7 +104,7 @@ def rollout_correction(
 def _weigh(
     config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences
 ) -> Correction:
-    """Apply ``config.weight``: the weights, and which tokens it drops by its bounds."""
+    """Return the weights of ``config.weight``, and the tokens that its bounds drop."""
     rho = bounded_exp(log_rho)
     if config.weight == "none":
         return Correction(weights=torch.ones_like(rho), dropped={})
@@ -107,7 +114,7 @@ def _weigh(
         outside = ~within(rho, config.bounds or (0.5, 5.0))
         return Correction(weights=rho, dropped={"icepop": outside})
 
-    # The sum of logarithms is clamped, not its terms: a product of thousands of ratios overflows.
+    # Clamp the sum of logarithms, because a product of thousands of ratios overflows.
     product = sequences.spread(bounded_exp(sequences.sum(log_rho, mask))).to(rho.dtype)
     correction = Correction(weights=product.clamp(max=config.cap), dropped={})
     if config.weight == "sequence_mis":
@@ -121,26 +128,31 @@ def mismatch_sums(
     mask: torch.Tensor,
     sequences: Sequences,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Measure the mismatch: sums over masked tokens (divide by their number) and maxima, by
-    metric.
+    """Return sums over masked tokens, to be divided by their number, and maxima, by metric.
 
-    Inputs are [tokens], natural logs, the mask bool. With d = log pi_train - log pi_rollout and
-    tokens drawn from pi_rollout (Schulman, "Approximating KL divergence"), k1 = -d, k2 = d^2 / 2
-    and k3 = exp(d) - 1 - d each average to an estimate of KL(pi_rollout || pi_train).
+    With d = log pi_train - log pi_rollout and tokens drawn from pi_rollout (Schulman,
+    "Approximating KL divergence"), the averages of k1 = -d, k2 = d^2 / 2 and k3 = exp(d) - 1 - d
+    estimate KL(pi_rollout || pi_train).
 
-    - ``prob_ratio`` averages exp(|d|) (others call it token_mult_prob_error); 1 is no mismatch.
+    - ``prob_ratio`` averages exp(|d|), also known as token_mult_prob_error. 1 is no mismatch.
     - ``chi_square`` averages (exp(d) - 1)^2, the variance of the importance weight.
     - ``log_perplexity`` sums give both perplexities: exp of their averages.
     - ``log_ppl_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
-      log-perplexities; ``log_ppl_gap`` averages it over sequences when divided by
-      ``sequences``."""
+      log-perplexities. ``log_ppl_gap``, divided by ``sequences``, is the average over sequences.
+
+    Args:
+        log_probs: [tokens], the trainer's natural logs.
+        rollout_log_probs: [tokens], the engine's natural logs.
+        mask: bool [tokens], tokens to compare.
+        sequences: sequence of each token.
+    """
     d = torch.where(mask, log_probs.detach() - rollout_log_probs, 0.0)
     ratio_minus_one = bounded_expm1(d)
 
-    # Sequences first, then tokens: one long sequence that drifted shows up in the largest gap.
+    # Average within sequences first, so that one long sequence that drifted shows in the maximum.
     length = sequences.sum(mask, mask).clamp(min=1)
     gap = (sequences.sum(d, mask) / length).abs()
-    # A sequence may be spread over ranks: every token brings its share of it.
+    # A sequence may be distributed over ranks, so every token contributes its share.
     share = torch.where(mask, 1 / sequences.spread(length), 0.0)
 
     sums = {

@@ -1,12 +1,13 @@
-"""Losses over packed micro-batches, with the metrics that belong to them.
+"""Losses over packed micro-batches, with their metrics.
 
-They are weighted sums over tokens, whose weights follow from counts of the *global* mini-batch, so
-how it is cut into micro-batches and ranks changes nothing.
+Losses are weighted sums over tokens. The weights follow from counts of the *global* mini-batch, so
+its division into micro-batches and ranks changes nothing.
 
 A token that is left out (outside the loss mask, stale, or dropped by rollout correction) has no
-gradient from any term and no influence on the gradient of another, whatever its log-prob says. It
-still counts in the denominators, which are known before anything is computed, unless it is outside
-the loss mask."""
+gradient from any term. It does not affect the gradient of another token, even if its log-prob is
+NaN. The denominators are known before the computation, so they include such tokens, except for
+tokens outside the loss mask.
+"""
 
 from dataclasses import dataclass
 
@@ -29,18 +30,18 @@ from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 AGES = ("fresh", "stale")
-"""Tokens of the weights that are trained, and of earlier ones: metrics have either apart."""
+"""Tokens of the current weights and of earlier weights, which have separate metrics."""
 
 LOSS_METRICS = "policy_loss/"
 """Prefix of the metrics that a policy loss returns in ``PolicyLoss.sums``."""
 
 RETURNED_VALUES = ("trainer_log_probs", "entropy")
-"""What ``policy_objective`` returns of tokens if asked, in nats: the log-probs that mismatch with
-the engine is measured by, and the entropy of the distribution when it was trained on."""
+"""Per-token results of ``policy_objective``, in nats: the log-probs of the mismatch metrics, and
+the entropy of the distribution in the update."""
 
 
 def sft_objective(loss_tokens: int) -> LossFunction:
-    """Make the cross-entropy in nats per loss token. ``loss_tokens``: of the global batch."""
+    """Return the mean cross-entropy in nats. ``loss_tokens`` counts those of the global batch."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         in_loss = batch.loss_mask
@@ -60,7 +61,7 @@ def policy_objective(
     group: dist.ProcessGroup | None = None,
     episodes: torch.Tensor | None = None,
 ) -> LossFunction:
-    """Make the policy loss with correction, KL penalty and entropy bonus.
+    """Return the policy loss with correction, KL penalty and entropy bonus.
 
     The loss also returns RETURNED_VALUES of every token. Without old log-probs in the batch the
     importance ratio is exactly 1.
@@ -69,9 +70,10 @@ def policy_objective(
         config: the algorithm.
         loss_tokens: int64 [samples], labels in the loss of every sample of the optimizer step, on
             all ranks.
-        max_tokens: the longest possible sample.
+        max_tokens: length of the longest possible sample.
         group: context-parallel ranks.
-        episodes: int64 [samples], number of the episode of each sample; None: each is one.
+        episodes: int64 [samples], index of the episode of each sample. None if each sample is an
+            episode.
     """
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
@@ -84,18 +86,18 @@ def policy_objective(
         correction = _correct(config, log_probs, trainer_log_probs, batch, roles, sequences)
         learns = roles.fresh & correction.keeps
 
-        # Every term gets zeros where a token does not learn, so that its NaN reaches no gradient.
+        # Left-out tokens enter every term as zeros, so that their NaN does not reach a gradient.
         policy = _policy_loss(config, log_probs, batch, learns, sequences)
         terms = correction.weights * policy.loss - config.entropy_bonus * _only(learns, entropy)
         if config.kl and config.kl.place == "loss" and batch.reference_log_probs is not None:
             reference = _only(learns, batch.reference_log_probs)
             kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
             terms = terms + config.kl.coefficient * kl
-        # Weights are not those of ``learns``: the denominators were fixed before anything was
-        # dropped.
+        # The weights do not depend on ``learns``, because the denominators are fixed before
+        # correction drops tokens.
         total = _only(learns, terms * weight).sum()
 
-        # Metrics are of all sampled tokens, also of those that are left out.
+        # Metrics cover all sampled tokens, including those that are left out.
         rollout_log_probs = batch.column("rollout_log_probs")
         sums, maxima = mismatch_sums(
             trainer_log_probs, rollout_log_probs, roles.comparable, sequences
@@ -114,20 +116,20 @@ def policy_objective(
 
 @dataclass(frozen=True)
 class TokenRoles:
-    """What each token of a micro-batch may do, bool [tokens] each."""
+    """Roles of the tokens of a micro-batch, bool [tokens] each."""
 
     sampled: torch.Tensor
-    """In the loss mask: what the policy sampled, of episodes that are not excluded."""
+    """In the loss mask: sampled by the policy, in an episode that is not excluded."""
     stale: torch.Tensor
-    """Sampled more weight versions ago than the algorithm takes."""
+    """Sampled, and older than ``max_staleness`` weight versions."""
     fresh: torch.Tensor
     """Sampled and not stale."""
     comparable: torch.Tensor
-    """Fresh, and sampled by the engine where it stands now: not grafted."""
+    """Fresh, and sampled by the engine in this context, that is, not grafted."""
 
 
 def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
-    """Read the roles of tokens from the masks and the staleness of a micro-batch."""
+    """Return the roles of tokens from the masks and the staleness of a micro-batch."""
     sampled = batch.loss_mask
     stale = torch.zeros_like(sampled)
     if batch.staleness is not None:
@@ -143,10 +145,11 @@ def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
 def _trainer_log_probs(
     config: AlgorithmConfig, log_probs: torch.Tensor, batch: PackedBatch
 ) -> torch.Tensor:
-    """Return what the trainer said of the tokens [tokens] when they were sampled, as far as known.
+    """Return the trainer's log-probs of the tokens with the weights that sampled them, if known.
 
-    With the engine's log-probs as old ones nobody has asked the trainer: the new ones come
-    closest."""
+    With the engine's log-probs as old log-probs they are unknown. The new log-probs are the closest
+    values.
+    """
     if batch.old_log_probs is None or config.old_log_probs_from == "rollout":
         return log_probs.detach()
     return batch.old_log_probs
@@ -185,11 +188,12 @@ def _policy_loss(
 ) -> PolicyLoss:
     """Call the configured loss.
 
-    Tokens that do not learn go in as zeros. Masking the result is not enough, because 0 x NaN is NaN
-    in a backward pass.
+    Left-out tokens enter as zeros. Masking the result is not enough, because 0 x NaN is NaN in a
+    backward pass.
 
     Raises:
-        ValueError: the loss does not return a loss per token, or a metric is not a scalar."""
+        ValueError: the loss does not return a loss per token, or a metric is not a scalar.
+    """
     old_log_probs = None
     if batch.old_log_probs is not None:
         old_log_probs = _only(learns, batch.old_log_probs)
@@ -202,11 +206,11 @@ def _policy_loss(
         sequences=sequences,
         columns=batch.columns,
     )
-    # Resolved by name in this process: functions of the user are not sent from the driver.
+    # Resolved in this process, because users' functions are not sent from the driver.
     policy_loss = POLICY_LOSSES.resolve(config.policy_loss.type)
     result = policy_loss(inputs, **config.policy_loss.arguments)
 
-    # A mean instead of a loss per token would be broadcast, and silently weigh every token alike.
+    # A scalar mean would be broadcast, and would silently give all tokens the same weight.
     name = f"algorithm.policy_loss {config.policy_loss.type}"
     if not isinstance(result, PolicyLoss):
         raise ValueError(f"{name} returned {type(result).__name__}, expected PolicyLoss")
@@ -239,7 +243,7 @@ def _policy_sums(
     policy: PolicyLoss,
     learns: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Add up what there is to know about the policy, by metric."""
+    """Return the sums of the policy's metrics."""
     sampled = roles.sampled
     sums = {
         "tokens": sampled.sum(),
@@ -262,7 +266,7 @@ def _correction_sums(
     batch: PackedBatch,
     roles: TokenRoles,
 ) -> dict[str, torch.Tensor]:
-    """Add up what was weighed and what was left out, by metric."""
+    """Return the sums of the correction's metrics: weights and dropped tokens."""
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
         "correction/weight": _only(roles.fresh, correction.weights).sum(),
@@ -277,8 +281,10 @@ def _correction_sums(
 def _sums_by_age(
     trainer_log_probs: torch.Tensor, ratio: torch.Tensor, batch: PackedBatch, roles: TokenRoles
 ) -> dict[str, torch.Tensor]:
-    """Add up mismatch (k3), rho and importance ratio of comparable tokens, by metric, for either
-    of AGES: what is old shows in the stale tokens, what else is wrong in the fresh ones."""
+    """Return the sums of mismatch (k3), rho and importance ratio of comparable tokens, by age.
+
+    Effects of staleness show only in stale tokens. Other faults show in fresh tokens, too.
+    """
     is_stale = torch.zeros_like(roles.comparable)
     if batch.staleness is not None:
         is_stale = batch.staleness > 0
@@ -310,11 +316,11 @@ def value_objective(
     group: dist.ProcessGroup | None = None,
     episodes: torch.Tensor | None = None,
 ) -> LossFunction:
-    """Make the critic's clipped squared error; arguments as for ``policy_objective``.
+    """Return the critic's clipped squared error. Arguments are those of ``policy_objective``.
 
-    What the policy leaves out as stale, or rollout correction drops before the update, the critic
-    leaves out too. OPSM is no part of that: it looks at how far the update of the policy has
-    gone."""
+    Tokens that are stale, or dropped by rollout correction before the update, are left out, as in
+    the policy loss. OPSM is not applied, because it depends on the update of the policy.
+    """
     value_clip = config.critic.value_clip if config.critic else 0.5
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
@@ -324,8 +330,7 @@ def value_objective(
         sequences = _sequences(batch, len(loss_tokens), group)
         weight = sequences.spread(sample_weight.to(values.device))
 
-        # Without old log-probs nothing is known of the trainer yet: the configuration refuses
-        # that.
+        # Without old log-probs the trainer's log-probs are unknown. The configuration refuses this.
         learns = roles.fresh
         if config.correction.rejects and batch.old_log_probs is not None:
             learns = learns & _correction_before_update(config, batch, roles, sequences).keeps
@@ -354,7 +359,7 @@ def value_objective(
 def _correction_before_update(
     config: AlgorithmConfig, batch: PackedBatch, roles: TokenRoles, sequences: Sequences
 ) -> Correction:
-    """Apply rollout correction to the trainer's log-probs from before the update."""
+    """Return the correction by the trainer's log-probs from before the update."""
     assert batch.old_log_probs is not None
     return rollout_correction(
         config.correction,
@@ -369,12 +374,11 @@ def _correction_before_update(
 
 
 def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` [tokens] where ``mask`` is true, and 0 elsewhere, without a gradient
-    there."""
+    """Return ``values`` [tokens], with 0 and no gradient outside ``mask``."""
     return torch.where(mask, values, 0.0)
 
 
 def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> Sequences:
-    """Read which sequence the tokens of a micro-batch belong to."""
-    # Padding has sample id -1, which would index from the end; no mask holds it.
+    """Return the sequence of each token of a micro-batch."""
+    # Padding has sample id -1, which would index from the end. No mask includes padding.
     return Sequences(batch.sample_ids.clamp(min=0), count, group)

@@ -28,7 +28,7 @@ class LossInputs:
     log_probs: Tensor
     """[tokens]: log pi of the sampled tokens, with gradient."""
     old_log_probs: Tensor | None
-    """[tokens]: what the ratio compares with, constant. None on-policy: the ratio is exactly 1."""
+    """[tokens]: denominator of the ratio, constant. None on-policy: the ratio is exactly 1."""
     advantages: Tensor
     """[tokens]: constant."""
     mask: Tensor
@@ -36,8 +36,8 @@ class LossInputs:
     sequences: Sequences
     """Sequence of every token, for sums and means over whole sequences."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """All columns of the micro-batch by name (``TokenColumns``), [tokens] each, constant. Not masked:
-    a loss reads them with ``column``."""
+    """All columns of the micro-batch by name (``TokenColumns``), [tokens] each, constant. Not
+    masked: a loss reads them with ``column``."""
 
     def column(self, name: str) -> Tensor:
         """Return a per-token column, with 0 where ``mask`` is False.
@@ -52,7 +52,8 @@ class LossInputs:
         """Compute log(pi / pi_old) [tokens] with a gradient to ``log_probs``.
 
         On-policy the old log-probs are the detached new ones. A second forward pass would not give
-        a ratio of 1: a mixture of experts may route a token differently in it."""
+        a ratio of 1: a mixture of experts may route a token differently in it.
+        """
         if self.old_log_probs is None:
             return self.log_probs - self.log_probs.detach()
         return self.log_probs - self.old_log_probs
@@ -73,9 +74,9 @@ class PolicyLoss:
     clipped: Tensor
     """bool: True where clipping decided the loss of the token, for metrics."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Metrics of the loss: name -> scalar, a sum over the tokens of the micro-batch in ``mask``. The
-    run logs ``policy_loss/NAME``, the sum of all micro-batches and ranks per sampled token. A loss
-    has the same names in every micro-batch."""
+    """Metrics of the loss: name -> scalar, a sum over the tokens of the micro-batch in ``mask``.
+    The run logs ``policy_loss/NAME``, the sum of all micro-batches and ranks per sampled token. A
+    loss has the same names in every micro-batch."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ def ppo_loss(
     """Clip the ratio of every token: L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
 
     PPO, arXiv 1707.06347, eq. 7; separate bounds as in DAPO, arXiv 2503.14476, eq. 10. With
-    ``dual_clip`` = c > 1 the loss is at most -c A where A < 0 (arXiv 1912.09729, eq. 5)."""
+    ``dual_clip`` = c > 1 the loss is at most -c A where A < 0 (arXiv 1912.09729, eq. 5).
+    """
     ratio = inputs.ratio()
     advantages = inputs.advantages
     plain = -ratio * advantages
@@ -126,7 +128,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
 
     The mean is over the tokens of the sequence that learn, and is clamped itself, not its terms.
     Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the
-    advantage is that of the sequence, and no gradient has to cross context-parallel ranks."""
+    advantage is that of the sequence, and no gradient has to cross context-parallel ranks.
+    """
     if inputs.old_log_probs is not None:
         sequences = inputs.sequences
         mean = sequences.mean(inputs.log_ratio(), inputs.mask)
@@ -140,7 +143,8 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Take the clipped ratio as a constant weight: no token loses its gradient.
 
-    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4)."""
+    L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4).
+    """
     ratio = inputs.ratio().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     # The gradient comes from log pi alone, so a clipped token still learns.
@@ -160,7 +164,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute the critic's loss [tokens], and where the clipped branch was the active one.
 
-    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO."""
+    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO.
+    """
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     # The larger error counts: a value gains nothing by leaving the range around its old estimate.
     plain_error = (values - returns).square()
@@ -173,7 +178,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
 
     With d = log pi - log pi_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman,
     "Approximating KL divergence"). Only k3 can overflow: below -20, d counts as -20 there (as in
-    verl), and has no gradient. Raises ValueError for another name."""
+    verl), and has no gradient. Raises ValueError for another name.
+    """
     d = log_probs - reference_log_probs
     if estimator == "k1":
         return d

@@ -1,7 +1,8 @@
-"""Advantage estimators and policy losses by name, or as MODULE:FUNCTION of the user's own.
+"""Registries of advantage estimators and policy losses, by NAME or MODULE:FUNCTION.
 
-Entries are imported on demand: a configuration is read and checked without torch. What such a
-function gets and returns is described in docs/algorithms.md."""
+Entries are imported on demand, because a configuration is read and checked without torch.
+docs/algorithms.md describes arguments and results of such a function.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from rl_loop.registry import Registry
 
 
 def is_function(candidate: object) -> bool:
-    """Say whether something can be called, and is no class."""
+    """Return True if the object is callable and not a class."""
     return callable(candidate) and not isinstance(candidate, type)
 
 
@@ -25,7 +26,8 @@ ADVANTAGES: Registry[Callable[..., Any]] = Registry(
         "leave_one_out": "rl_loop.algorithms.advantages:leave_one_out",
         "gdpo": "rl_loop.algorithms.advantages:gdpo",
         "reinforce": "rl_loop.algorithms.advantages:reinforce",
-        # The only one that looks at tokens and values: whoever assigns advantages calls it apart.
+        # Needs tokens and values, not BatchRewards. The assignment of advantages calls it
+        # separately.
         "gae": "rl_loop.algorithms.advantages:generalized_advantages",
     },
 )

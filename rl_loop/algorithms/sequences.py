@@ -1,5 +1,4 @@
-"""Sums over the sequences of a packed row, on whichever ranks their tokens lie, and their
-weights."""
+"""Sums over the sequences of a packed row, whose tokens may lie on several ranks, and weights."""
 
 from dataclasses import dataclass
 
@@ -9,17 +8,17 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which sequence every token belongs to. Everything is constant to autograd."""
+    """Sequence of every token. All results are constant to autograd."""
 
     index: torch.Tensor
-    """int64 [tokens], below ``count``. Padding may say anything, as it is in no mask."""
+    """int64 [tokens], below ``count``. Padding may have any index, because no mask includes it."""
     count: int
     """Number of sequences of the mini-batch."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other tokens of the same sequences (context parallelism)."""
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Add up values [tokens] where mask, bool [tokens], is true -> [count], fp64."""
+        """Sum values [tokens] where mask, bool [tokens], is true -> [count], fp64."""
         total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         total.index_add_(0, self.index, torch.where(mask, values.detach(), 0).double())
 
@@ -28,12 +27,11 @@ class Sequences:
         return total
 
     def mean(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Average values [tokens] over masked tokens -> [count], fp64; 0 for a sequence without
-        any."""
+        """Average values [tokens] over masked tokens -> [count], fp64. 0 without masked tokens."""
         return self.sum(values, mask) / self.sum(mask, mask).clamp(min=1)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """Give every token the value of its sequence: [count] -> [tokens]."""
+        """Return for every token the value of its sequence: [count] -> [tokens]."""
         return per_sequence[self.index]
 
 
@@ -43,25 +41,24 @@ def sample_weights(
     constant: float,
     episodes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the weight of a token loss of each sample in the sum that is the loss: [samples],
-    fp64.
+    """Return the weight of the token losses of each sample in the total loss: [samples], fp64.
 
-    - ``token-mean``: every token counts the same (DAPO, arXiv 2503.14476, eq. 12).
-    - ``seq-mean-token-mean``: every episode counts the same (GRPO, arXiv 2402.03300, eq. 3; GSPO).
-    - ``seq-mean-token-sum``: the mean over episodes of their sums; long episodes count more.
-    - ``seq-mean-token-sum-norm``: that divided by ``constant``, the longest sample (Dr. GRPO,
-      arXiv 2503.20783).
+    - ``token-mean``: every token has the same weight (DAPO, arXiv 2503.14476, eq. 12). -
+      ``seq-mean-token-mean``: every episode has the same weight (GRPO, arXiv 2402.03300, eq. 3;
+      GSPO).
+    - ``seq-mean-token-sum``: the mean over episodes of their sums, so long episodes weigh more.
+    - ``seq-mean-token-sum-norm``: the same, divided by ``constant`` (Dr. GRPO, arXiv 2503.20783).
 
-    Episodes without loss tokens do not count. Tokens that are left out later, as stale or dropped
-    by rollout correction, still count in the denominators, which keeps the gradient an average over
-    all sampled tokens.
+    Episodes without loss tokens do not count. Tokens that are left out later, because they are
+    stale or dropped by rollout correction, count in the denominators. Therefore the gradient
+    remains an average over all sampled tokens.
 
     Args:
         tokens: [samples], loss tokens of every sample of the *global* mini-batch.
-        aggregation: see above.
-        constant: the longest sample.
-        episodes: int64 [samples], number of the episode of each sample. An agent that branches has
-            several samples per episode, which count as one. None: every sample is an episode.
+        aggregation: one of the above.
+        constant: length of the longest possible sample.
+        episodes: int64 [samples], index of the episode of each sample. An agent that branches has
+            several samples per episode, which count as one. None if every sample is an episode.
     """
     tokens = tokens.double()
     of_episode = tokens
