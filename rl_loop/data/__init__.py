@@ -1,1 +1,1 @@
-"""What flows through a step: trajectories and training samples."""
+"""Data of a training step: trajectories and training samples."""

@@ -1,18 +1,18 @@
-"""Columns of data that have other names than the reader knows."""
+"""Renaming of data columns to the names that the reader expects."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def with_known_names(record: Any, columns: Mapping[str, str]) -> Any:
-    """Return a row under the names that its reader knows; other columns are left out.
+    """Return a row with the expected column names. Other columns are left out.
 
     Args:
-        record: a row; what is no mapping is returned as it is, for its reader to refuse.
-        columns: the row's name for each known one; empty if the names are known already.
+        record: a row. Values other than a dict are returned unchanged, and the reader refuses them.
+        columns: {expected name: name in the row}. If empty, the row is returned unchanged.
 
     Raises:
-        ValueError: the row has no such column. One that is null counts as being there.
+        ValueError: the row lacks a column. A null value counts as present.
     """
     if not columns or not isinstance(record, dict):
         return record

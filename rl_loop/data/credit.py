@@ -1,5 +1,4 @@
-"""Credit assignment: from the rewards of episodes to an advantage for every sampled
-token. Pure functions."""
+"""Credit assignment: rewards of episodes to advantages of sampled tokens. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -23,21 +22,22 @@ def assign_advantages(
     max_response_tokens: int,
     max_context_tokens: int | None = None,
 ) -> TrainingSamples:
-    """Return the samples with advantages, and with returns where they have values.
+    """Return the samples with advantages, and with returns if they have values.
 
-    Episodes are compared: an episode of several sequences counts once, and all of them have its
-    advantage. A KL penalty in the reward is taken token by token with a critic, in sum otherwise.
+    Episodes are compared: an episode with several sequences counts once, and all its sequences have
+    its advantage. A KL penalty in the reward applies per token with a critic, and as a sum
+    otherwise.
 
     Args:
         samples: the sequences of all episodes.
         groups: the episodes of ``samples``, in order.
         config: the algorithm.
-        max_response_tokens: most tokens that an episode can sample.
-        max_context_tokens: most tokens of a sequence, prompt and tool outputs included; None if
-            nothing limits them.
+        max_response_tokens: maximum sampled tokens of an episode.
+        max_context_tokens: maximum tokens of a sequence, including prompt and tool outputs. None
+            for no limit.
 
     Raises:
-        ValueError: names a task whose reward is not finite.
+        ValueError: a reward is not finite. The message names the task.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -45,7 +45,7 @@ def assign_advantages(
     for trajectory in trajectories:
         _check_reward(trajectory)
 
-    # In fp64 throughout: whitening divides differences of nearly equal numbers.
+    # Compute in fp64, because whitening divides differences of nearly equal numbers.
     length_penalties = _length_penalties(
         trajectories, config, max_response_tokens, max_context_tokens
     )
@@ -78,15 +78,17 @@ def assign_advantages(
 
 
 def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
-    """Say whether the episodes of a task differ in what a group-relative ``config.advantage``
-    compares, and any of them is trained on: what dynamic sampling keeps.
+    """Return True if the episodes of a task give a gradient. Dynamic sampling keeps such groups.
 
-    That is the reward, and with gdpo every weighted part of it, without penalties on length and
-    KL: as in DAPO, these shape the advantages of a task but are no reason to train on it."""
+    Their values that a group-relative ``config.advantage`` compares must differ, and at least one
+    episode must be trained on. The values are the reward, or with gdpo every weighted reward part.
+    Penalties on length and KL do not count. As in DAPO, they shape the advantages of a task but are
+    no reason to train on it.
+    """
     if all(sequence.excluded or not sequence.sampled_tokens for sequence in group.sequences):
         return False
 
-    # What is compared, one column after the other: any difference in any of them is a signal.
+    # One column for each compared value. A difference in any column is a signal.
     columns = [[trajectory.reward for trajectory in group.trajectories]]
     if config.advantage.type == "gdpo":
         compared = [name for name, weight in config.reward_weights.items() if weight != 0]
@@ -114,8 +116,10 @@ def _length_penalties(
     max_response_tokens: int,
     max_context_tokens: int | None,
 ) -> torch.Tensor:
-    """Compute DAPO's penalty on long responses, fp64 [episodes], between -1 and 0; 0 without
-    ``overlong_buffer``."""
+    """Return DAPO's penalty on long responses: fp64 [episodes], between -1 and 0.
+
+    0 without ``overlong_buffer``.
+    """
     penalties = torch.zeros(len(trajectories), dtype=torch.float64)
     if config.overlong_buffer is None:
         return penalties
@@ -138,10 +142,12 @@ def _context_penalty(
     max_response_tokens: int,
     max_context_tokens: int | None,
 ) -> float:
-    """Compute the same penalty for the room that prompt and tool outputs left in the context.
+    """Return the length penalty for the tokens that prompt and tool outputs leave in the context.
 
-    Behind a long prompt an episode is cut off long before ``max_response_tokens``. The buffer is the
-    same share of that room, or nearly full contexts would punish every answer."""
+    With a long prompt an episode is cut off long before ``max_response_tokens``. The buffer is the
+    same share of the remaining tokens. Otherwise every answer in a nearly full context would have a
+    penalty.
+    """
     assert config.overlong_buffer is not None
     if max_context_tokens is None or sequence.sampled_tokens == 0:
         return 0.0
@@ -155,9 +161,11 @@ def _context_penalty(
 def _reward_parts(
     trajectories: Sequence[Trajectory], length_penalties: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return what gdpo weighs, fp64 [episodes, parts], and the weight of each part. A penalty on
-    length is one more."""
-    # A part that an episode does not have counts as 0, which is what doing nothing scores.
+    """Return the reward parts of gdpo, fp64 [episodes, parts], and the weight of each part.
+
+    A length penalty is an additional part.
+    """
+    # A missing part counts as 0, the score of doing nothing.
     names = list(config.reward_weights)
     rows = [
         [trajectory.reward_parts.get(name, 0.0) for name in names] for trajectory in trajectories
@@ -175,16 +183,17 @@ def _reward_parts(
 
 
 def _penalizes_kl(config: AlgorithmConfig) -> bool:
-    """Whether the reward loses something to a KL penalty."""
+    """Return True if the reward contains a KL penalty."""
     return config.kl is not None and config.kl.place == "reward"
 
 
 def _summed_kl_penalties(
     samples: TrainingSamples, sequences: torch.Tensor, config: AlgorithmConfig
 ) -> torch.Tensor:
-    """Add up what a KL penalty in the reward takes from every episode: fp64 [episodes].
+    """Return the sum of the KL penalties in the reward of every episode: fp64 [episodes].
 
-    ``sequences``: how many of the samples belong to each episode, int64 [episodes]."""
+    ``sequences`` has the number of samples of each episode, int64 [episodes].
+    """
     totals = torch.zeros(len(sequences), dtype=torch.float64)
     if _penalizes_kl(config):
         episodes = torch.arange(len(sequences)).repeat_interleave(sequences).tolist()
@@ -197,10 +206,10 @@ def _summed_kl_penalties(
 def _kl_penalties(
     samples: TrainingSamples, start: int, end: int, config: AlgorithmConfig
 ) -> torch.Tensor:
-    """Compute what the reward of every sampled token among the tokens [start, end) loses to a KL
-    penalty in the reward: fp64 [sampled tokens].
+    """Return the KL penalty in the reward of every sampled token in [start, end).
 
-    Tokens that are left out as stale lose nothing: they were sampled by another policy."""
+    The result is fp64 [sampled tokens], 0 for stale tokens, because another policy sampled them.
+    """
     assert config.kl is not None
     assert samples.rollout_log_probs is not None
     if samples.reference_log_probs is None:
@@ -222,8 +231,15 @@ def _kl_penalties(
 def _assign_generalized_advantages(
     samples: TrainingSamples, rewards: torch.Tensor, config: AlgorithmConfig, gae: GaeAdvantage
 ) -> TrainingSamples:
-    """Estimate advantages and returns of sampled tokens. ``rewards``: fp64 [samples], which come
-    with the last sampled token of a sample; a KL penalty comes with every one."""
+    """Return the samples with advantages and returns of sampled tokens by GAE.
+
+    Args:
+        samples: samples with values.
+        rewards: fp64 [samples], assigned to the last sampled token. KL penalties are assigned to
+            every token.
+        config: the algorithm.
+        gae: settings of the estimator.
+    """
     if samples.values is None:
         raise ValueError("gae needs the critic's values")
 
@@ -234,8 +250,9 @@ def _assign_generalized_advantages(
             -_kl_penalties(samples, start, end, config).numpy() for start, end in bounds
         ]
 
-    # Columns of this size are slow to get from the system: everything is computed in the two that
-    # are returned. The numbers of a sample's sampled tokens first lie at the head of its place.
+    # Allocating columns of this size is slow, so everything is computed in the two returned
+    # columns. The numbers of a sample's sampled tokens first lie at the start of the sample's
+    # entries.
     counts = _sampled_tokens(samples)
     returns = np.empty(samples.tokens, dtype=np.float32)
     sampled_values = _heads(returns, samples, counts)
@@ -244,7 +261,7 @@ def _assign_generalized_advantages(
     ):
         head[:] = row[is_sampled]
 
-    # Whitening needs those of all tokens together, and in fp64.
+    # Whitening needs the estimates of all tokens together, in fp64.
     whitens = config.whitens_over == "tokens"
     if whitens:
         estimates = np.empty(int(counts.sum()), dtype=np.float64)
@@ -273,8 +290,8 @@ def _assign_generalized_advantages(
 
 
 def _sampled_tokens(samples: TrainingSamples) -> np.ndarray:
-    """Count the tokens that are trained on: int64 [samples]."""
-    # reduceat would convert the mask first and take as long as everything else here.
+    """Return the number of tokens in the loss of each sample: int64 [samples]."""
+    # reduceat would convert the mask first and take as long as the rest of this module.
     counts = [np.count_nonzero(row) for row in samples.rows("loss_mask")]
     return np.array(counts, dtype=np.int64)
 
@@ -285,21 +302,23 @@ def _whiten_over_tokens(estimates: np.ndarray, config: AlgorithmConfig) -> np.nd
 
 
 def _spread(estimates: np.ndarray, samples: TrainingSamples) -> np.ndarray:
-    """Put the numbers of the loss tokens at their places, 0 at the others: float32 [tokens]."""
+    """Scatter the numbers of the loss tokens to their positions: float32 [tokens], else 0."""
     column = np.zeros(samples.tokens, dtype=np.float32)
     column[samples.loss_mask] = estimates
     return column
 
 
 def _heads(column: np.ndarray, samples: TrainingSamples, counts: np.ndarray) -> list[np.ndarray]:
-    """Cut ``counts`` entries from the beginning of every sample's place: views."""
+    """Return views of the first ``counts`` entries of every sample."""
     starts = samples.offsets[:-1].tolist()
     return [column[start : start + n] for start, n in zip(starts, counts.tolist(), strict=True)]
 
 
 def _spread_heads(column: np.ndarray, samples: TrainingSamples, counts: np.ndarray) -> None:
-    """Bring the numbers that ``_heads`` cuts to the loss tokens' places, with 0 at the others; in
-    place."""
+    """Move the numbers of ``_heads`` to the positions of the loss tokens, in place.
+
+    Other positions get 0.
+    """
     bounds = pairwise(samples.offsets.tolist())
     for (start, end), count in zip(bounds, counts.tolist(), strict=True):
         row = column[start:end]
@@ -309,7 +328,7 @@ def _spread_heads(column: np.ndarray, samples: TrainingSamples, counts: np.ndarr
 
 
 def _spread_evenly(per_sample: np.ndarray, samples: TrainingSamples) -> np.ndarray:
-    """Give all loss tokens of a sample its number, 0 to the others: float32 [tokens]."""
+    """Assign the number of a sample to all its loss tokens: float32 [tokens], else 0."""
     column = np.zeros(samples.tokens, dtype=np.float32)
     for number, (start, end) in zip(per_sample, pairwise(samples.offsets.tolist()), strict=True):
         np.copyto(

@@ -1,9 +1,9 @@
 """Finds training prompts that give away a held-out prompt.
 
-Two prompts with SHARED_WORDS words in a row in common count as copies (GPT-3, arXiv 2005.14165,
-appendix C). A shorter prompt is a copy if all of it stands in the other one as a sentence. Words
-that many prompts have in common, because a data set wraps its problems into a form, do not
-count."""
+Two prompts with SHARED_WORDS consecutive words in common count as copies (GPT-3, arXiv 2005.14165,
+appendix C). A shorter prompt is a copy if the other prompt contains all of it as a sentence. Words
+that many prompts have in common do not count, because a data set may wrap its problems into a form.
+"""
 
 import re
 import unicodedata
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 SHARED_WORDS = 13
-"""Words in a row in common that make a copy."""
+"""Number of consecutive common words that make a copy."""
 FREE_WORDS = 8
-"""A short prompt of at least this many words may stand in the middle of a sentence."""
+"""A short prompt of at least this many words also counts in the middle of a sentence."""
 
 FEW_PROMPTS = 10
 FEW_SHARE = 0.01
@@ -38,13 +38,13 @@ IDEOGRAPHS = (
 LETTERS = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u1950-\u19df\u1a20-\u1aaf"
 """Thai, Lao, Tibetan, Burmese, Khmer, Tai."""
 MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0900-\u0963\u0966-\u0dff"
-"""Signs within words that are no letters for ``re``."""
+"""Signs within words that ``re`` does not classify as letters."""
 TOKEN = re.compile(
     rf"(?P<ideograph>[{IDEOGRAPHS}])|(?P<letter>[{LETTERS}])"
     rf"|(?:(?![{IDEOGRAPHS}{LETTERS}])[\w{MARKS}])+|[^\w\s]"
 )
 
-# Text on either side of a sentence. After "2 *", or before "* 5", "3 + 4" is part of something else.
+# Text on either side of a sentence. After "2 *", or before "* 5", "3 + 4" is part of another term.
 BEFORE_SENTENCE = re.compile(
     r"(?:^|\n|[;?!\"`#$。、「『《]|(?<=[a-z])>|\*\*|(?<![0-9])[.:]|[.:](?=\s))\s*$"
 )
@@ -52,25 +52,25 @@ AFTER_SENTENCE = re.compile(
     r"\s*(?:$|\n|[;?!\"`#$。、」』》]|</|\*\*|[.,](?![0-9])|:(?!\s*[0-9])|(?<=\s)\()"
 )
 CONTEXT = 16
-"""Characters before a sentence that are looked at."""
+"""Number of characters before a sentence that are checked."""
 FINAL_MARKS = frozenset(".?!。")
 
 WordRun = tuple[str, ...]
-"""Words in a row of a prompt."""
+"""Consecutive words of a prompt."""
 
 
 def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool]:
-    """Return for each training prompt whether it gives away a held-out one.
+    """Return for each training prompt whether it gives away a held-out prompt.
 
     It does if any of these holds:
 
     - The prompts are equal.
-    - They have SHARED_WORDS words in a row in common that are not the words of a form.
-    - One of them has fewer words, and all of it is in the other one: as a sentence, or, from
-      FREE_WORDS words on, as the end of one.
+    - They have SHARED_WORDS consecutive words in common that do not belong to a form.
+    - One of them has fewer words, and the other one contains all of it: as a sentence, or, from
+      FREE_WORDS words on, as the end of a sentence.
 
-    The result is exact for any number of copies. Only the words of the held-out prompts and of short
-    training prompts are kept. The time grows with the number of words in all prompts.
+    The result is exact for any number of copies. Only the words of the held-out prompts and of
+    short training prompts are kept. The time grows with the number of words in all prompts.
     """
     held_out_words = [_Words(prompt) for prompt in held_out]
     held_out_counts: Counter[WordRun] = Counter()
@@ -80,7 +80,7 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
             short_held_out.add(words)
         held_out_counts.update({run for _, run in words.runs()})
 
-    # Looking up a run's first and last word is cheaper than making the run, and usually enough.
+    # Looking up a run's first and last word is cheaper than building the run, and usually enough.
     ends = {(run[0], run[-1]) for run in held_out_counts}
     held_out_prompts = set(held_out)
 
@@ -102,7 +102,7 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
         contained.append(short)
         is_equal.append(prompt in held_out_prompts)
 
-    # The other way round: a short training prompt inside a held-out one.
+    # The opposite direction: a short training prompt inside a held-out prompt.
     for words in held_out_words:
         inside = short_training.in_text(words)
         for run in inside:
@@ -112,7 +112,7 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
     for run, numbers in prompts_of.items():
         training_counts[run] = max(training_counts[run], len(numbers))
 
-    # Forms can be told from copies now that the number of prompts with each run is known.
+    # The numbers of prompts with each run distinguish forms from copies.
     forms: set[WordRun] = set()
     for run, count in training_counts.items():
         if _is_form(
@@ -153,7 +153,8 @@ class _Words:
     def runs(self, ends: set[tuple[str, str]] | None = None) -> list[tuple[int, WordRun]]:
         """Return all runs of SHARED_WORDS words and their starts, or only those with ``ends``.
 
-        A shorter text is one run."""
+        A shorter text is one run.
+        """
         tokens = self.tokens
         if not tokens:
             return []
@@ -181,7 +182,7 @@ class _Words:
             return False
         if may_begin_anywhere:
             return True
-        # The letter in front: "^" is the beginning of the text, not of what is looked at.
+        # "x" marks that more text precedes, because "^" would match at the start of the excerpt.
         before = self.text[max(0, begin - CONTEXT) : begin]
         return bool(BEFORE_SENTENCE.search(f"x{before}" if begin > CONTEXT else before))
 
@@ -235,8 +236,9 @@ def _without_final_marks(tokens: list[str]) -> WordRun:
 def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
     """Return True if a shared run is not a form's, and does not begin or end in a form.
 
-    "in a box: What is" is in many prompts of the form, "in a box: Suppose that" in few, and
-    neither is a copy."""
+    Many prompts of a form have "in a box: What is", few have "in a box: Suppose that". Neither is a
+    copy.
+    """
     words_of_forms = {start + i for start, run in shared if run in forms for i in range(len(run))}
     for start, run in shared:
         other_words = sum(start + i not in words_of_forms for i in range(len(run)))
@@ -248,7 +250,7 @@ def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
 def _is_form(
     *, in_training: int, training_prompts: int, in_held_out: int, held_out_prompts: int
 ) -> bool:
-    """Return True if a run of words is a form's, by the numbers of prompts that have it."""
+    """Return True if a run belongs to a form, by the numbers of prompts that contain it."""
     if in_training <= max(FEW_PROMPTS, FEW_SHARE * training_prompts):
         return False
     if in_held_out >= max(2, HELD_OUT_SHARE * held_out_prompts):

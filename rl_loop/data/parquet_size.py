@@ -1,16 +1,20 @@
-"""Counts what a Parquet file becomes: ``python -m rl_loop.data.parquet_size FILE LIMIT MEMORY``.
+"""Measures the decoded size of a Parquet file.
 
-A process of its own with a limit on its memory: a value that is stored once may be meant a million
-times, and nothing in the file says so before it is written out. Ends with status 0 if it is LIMIT
-bytes at most. MEMORY: bytes of address space, of which libraries and threads take one GiB."""
+Usage: ``python -m rl_loop.data.parquet_size FILE LIMIT MEMORY``
+
+It runs as a separate process with a memory limit, because a value that is stored once may decode to
+a million copies. The file does not show this before it is decoded. The exit status is 0 if the
+decoded size is at most LIMIT bytes. MEMORY is the process's address space in bytes. Libraries and
+threads take 1 GiB of it.
+"""
 
 import resource
 import sys
 
 BATCH_ROWS = 256
-"""Rows that are decoded at a time."""
+"""Number of rows that are decoded at a time."""
 TOO_MUCH = 3
-"""Exit status."""
+"""Exit status if the decoded size exceeds the limit."""
 
 
 def main() -> None:

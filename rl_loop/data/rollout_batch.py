@@ -9,7 +9,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True)
 class RunAhead:
-    """Groups of later steps when a step took its own."""
+    """Progress of later steps at the time when a step's groups were collected."""
 
     groups: int
     """Number of groups that have begun."""
@@ -24,30 +24,29 @@ class RolloutBatch:
     train: list[TrajectoryGroup]
     """``rollout.tasks_per_step`` groups to train on."""
     held_out: list[TrajectoryGroup]
-    """Groups of the evaluation, where one was asked for."""
+    """Groups of the evaluation. Empty without an evaluation in this step."""
     replaced: list[TrajectoryGroup] | None
-    """Groups without signal that dynamic sampling left out, without their routes; None without
+    """Groups without signal that dynamic sampling replaced, without their routes. None without
     dynamic sampling."""
     next_task: int
-    """Position of the first training task that is still to be used."""
+    """Position of the next training task."""
     ahead: RunAhead | None = None
-    """None if rollouts do not run ahead of training."""
+    """Groups of later steps. None if rollouts do not run ahead of training."""
 
     @property
     def episodes(self) -> list[Trajectory]:
-        """All episodes to train on, group by group."""
+        """Episodes to train on, ordered by group."""
         return [trajectory for group in self.train for trajectory in group.trajectories]
 
     @property
     def sequences(self) -> list[Trajectory]:
-        """All token sequences to train on: an episode has one or more."""
+        """Token sequences to train on. An episode has one or more."""
         return [sequence for group in self.train for sequence in group.sequences]
 
 
 @dataclass
 class RlUpdates:
-    """Optimizer steps of one training step. There are none of the policy while the critic warms
-    up."""
+    """Optimizer steps of one training step. While the critic warms up, the policy has none."""
 
     policy: list[StepStatistics] = field(default_factory=list)
     """Statistics of the policy for every mini-batch with a token in the loss."""

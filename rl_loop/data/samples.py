@@ -82,8 +82,10 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
 
 
 def _staleness(trajectory: Trajectory, version: int) -> np.ndarray | None:
-    """Return the policy lag of each token: int32 [tokens], 0 for tokens that were not sampled at
-    their place. None if all are current."""
+    """Return the policy lag of each token: int32 [tokens]. None if all are current.
+
+    Tokens that were not sampled at their place have 0.
+    """
     if all(span.version == version for span in trajectory.weight_versions):
         return None
 

@@ -1,9 +1,10 @@
-"""Tensors on their way through Ray's store.
+"""Transport of tensors through Ray's store.
 
-Ray pickles an array beside its bytes, which are written to shared memory once and read there. A
-tensor it pickles as torch does, with a file in memory for each, and every array costs a fraction of
-a millisecond. So all tensors of a model are one array: a hundred small ones would otherwise take
-longer than the forward pass that they are for."""
+Ray pickles arrays out of band: their bytes are written to shared memory once and read there.
+Tensors are pickled by torch, each with an in-memory file, and every array costs a fraction of 1 ms.
+Therefore all tensors of a model are stored as one array. A hundred small ones would take longer
+than the forward pass that needs them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,33 +16,32 @@ import ray
 import torch
 
 ALIGNMENT = 16
-"""Bytes. Where a tensor begins, one of any dtype may."""
+"""Alignment of tensors in bytes, sufficient for any dtype."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of a tensor are, and what they are."""
+    """Position, dtype and shape of a tensor in ``TensorBytes.content``."""
 
     first: int
-    """Index of the first one."""
+    """Index of the first byte."""
     dtype: torch.dtype
     shape: torch.Size
 
     @property
     def end(self) -> int:
-        """The index behind the last one."""
+        """Index after the last byte."""
         return self.first + self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """What tensors are made of."""
+    """Bytes of tensors in one array."""
 
     content: np.ndarray
-    """uint8 [bytes], one tensor behind the other in C order; of no dtype, for numpy has no
-    bfloat16."""
+    """uint8 [bytes], the tensors in sequence in C order. uint8 because numpy has no bfloat16."""
     places: dict[str, Place]
-    """By name."""
+    """Name -> position of the tensor."""
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> "TensorBytes":
@@ -52,7 +52,7 @@ class TensorBytes:
             places[name] = Place(size, tensor.dtype, tensor.shape)
             size = -(-places[name].end // ALIGNMENT) * ALIGNMENT
 
-        # At least one byte: torch views no array of none as another dtype.
+        # At least one byte, because torch cannot view an empty array as another dtype.
         content = np.zeros(max(size, 1), np.uint8)
         parts = _parts(torch.from_numpy(content), places)
         for name, tensor in named.items():
@@ -60,12 +60,12 @@ class TensorBytes:
         return cls(content, places)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Make tensors on the CPU of a copy of the bytes: those in the store may not be written."""
+        """Return CPU tensors over a copy of the bytes, because bytes in the store are read-only."""
         return _parts(torch.from_numpy(self.content.copy()), self.places)
 
 
 def _parts(content: torch.Tensor, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
-    """Return the tensors that lie in uint8 [bytes]; they share its memory."""
+    """Return the tensors in uint8 [bytes]. They share its memory."""
     parts = {}
     for name, place in places.items():
         part = content[place.first : place.end]
@@ -74,17 +74,23 @@ def _parts(content: torch.Tensor, places: Mapping[str, Place]) -> dict[str, torc
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name that stay where other processes read them. They come into this one when it
-    looks at the first."""
+    """Tensors by name in a place that other processes read.
+
+    This process loads them on the first access.
+    """
 
     def __init__(self, store: Callable[[], Any]) -> None:
-        """``store`` returns TensorBytes, or the ``ray.ObjectRef`` of such, as soon as they are
-        there. It is called once, and raises what has kept them from it."""
+        """Store a function that returns the tensors.
+
+        Args:
+            store: waits for the tensors and returns TensorBytes or their ``ray.ObjectRef``. It is
+                called once, and raises an exception if the tensors are not available.
+        """
         self._store = store
 
     @cached_property
     def stored(self) -> Any:
-        """What stands for the tensors where other processes read them."""
+        """Reference to the tensors for other processes."""
         return self._store()
 
     @cached_property

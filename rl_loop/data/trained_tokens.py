@@ -1,4 +1,4 @@
-"""What an update says of the tokens that it trained on. Plain data, for who records or reads it."""
+"""Per-token results of an update, and their comparison with the engine's log-probs. Plain data."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.user_error import UserError
 
 FEWEST_TOKENS = 8
-"""Sampled tokens that an episode needs before its mean says anything."""
+"""Minimum sampled tokens of an episode for a meaningful mean."""
 
 BLOCK_TOKENS = 2**14
-"""Compared at a time: temporaries stay in the cache. Those of a whole step are new pages of the
-system each time, which takes longer than the arithmetic."""
+"""Number of tokens that are compared at a time, so that temporaries stay in the cache. Temporaries
+of a whole step would need new pages every time, which takes longer than the arithmetic."""
 
 
 class ForeignAnswer(UserError, RuntimeError):
@@ -21,31 +21,35 @@ class ForeignAnswer(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What the updates of the policy computed of the tokens that they trained on: float32
-    [tokens] of all samples end to end, in nats. 0 for the first token of each sample, NaN for all
-    others of a sample that no update took."""
+    """Per-token results of the policy's updates: float32 [tokens], in nats.
+
+    The samples are in sequence. The first token of each sample has 0. Other tokens have NaN if no
+    update took their sample.
+    """
 
     log_probs: np.ndarray
-    """The trainer's, with the weights that sampled the step as far as they are known
+    """Log-probs of the trainer, with the weights that sampled the step as far as they are known
     (``algorithm.old_log_probs``)."""
     entropy: np.ndarray
-    """Of the distribution that a token was drawn from."""
+    """Entropy of the distribution from which a token was sampled."""
 
 
 def check_sampled_by_policy(
     samples: TrainingSamples, trained: TrainedTokens | None, limit: float, step: int
 ) -> None:
-    """Compare engine and trainer episode by episode: an answer to another request, or one of other
-    weights, has valid tokens and log-probs, and only their values are out of place.
+    """Check that engine and trainer agree on every episode.
+
+    An answer to another request, or of other weights, has valid tokens and log-probs. Only the
+    values differ.
 
     Args:
-        samples: what the step was trained on.
-        trained: values that the update computed; None if no update of the policy took place.
-        limit: mean |log-prob difference| of an episode's sampled tokens, nats.
-        step: for the message.
+        samples: samples of the step.
+        trained: results of the update. None without an update of the policy.
+        limit: maximum mean |log-prob difference| of an episode's sampled tokens, in nats.
+        step: index of the step, for the message.
 
     Raises:
-        ForeignAnswer: naming the episode that differs most, if it differs by more.
+        ForeignAnswer: an episode exceeds ``limit``. The message names the worst episode.
     """
     if trained is None or samples.rollout_log_probs is None:
         return
@@ -66,8 +70,12 @@ def check_sampled_by_policy(
 
 
 def _differences(samples: TrainingSamples, trained: TrainedTokens) -> tuple[np.ndarray, np.ndarray]:
-    """Compare engine and trainer. Returns of each sequence the sum of |log-prob differences| of its
-    compared tokens, nats, and the number of those: float64 and int64 [sequences]."""
+    """Compare engine and trainer.
+
+    Returns:
+        For each sequence, the sum of |log-prob differences| over compared tokens, in nats, and the
+        number of compared tokens: float64 and int64 [sequences].
+    """
     assert samples.rollout_log_probs is not None
     sums = np.zeros(len(samples))
     counts = np.zeros(len(samples), np.int64)

@@ -46,8 +46,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class InvalidReason:
-    """Infrastructure failure that ended an episode, which therefore says nothing about the
-    policy."""
+    """Infrastructure failure that ended an episode.
+
+    The episode says nothing about the policy.
+    """
 
     component: str
     """One of ``rl_loop.infrastructure.COMPONENTS``."""

@@ -1,4 +1,4 @@
-"""Limits on data that strangers have written: what a small file must not become in memory."""
+"""Limits on untrusted data files, because a small file may expand to a large size in memory."""
 
 import subprocess
 import sys
@@ -9,27 +9,29 @@ from typing import Any
 from rl_loop.data import parquet_size
 
 MAX_LINE_BYTES = 1 << 26
-"""Of a line of JSONL: 64 MiB, ten million tokens of text."""
+"""Maximum bytes of a line of JSONL: 64 MiB, about 10 million tokens of text."""
 ALWAYS_ALLOWED_BYTES = 1 << 30
-"""That a Parquet file may become, however small it is."""
+"""Decoded size in bytes that is allowed for every Parquet file, however small."""
 MAX_EXPANSION = 200
-"""Times its own size that a Parquet file may become beyond that; text becomes 2 to 10 times."""
+"""Maximum decoded size of larger Parquet files, as a multiple of the file size. Text expands 2 to
+10 times."""
 ALWAYS_ALLOWED_ROWS = 1_000_000
-"""Beyond them a row needs a byte of the file."""
+"""Number of rows that is allowed for every Parquet file. Files with more bytes may have one row per
+byte."""
 MOST_MEMORY = 6 << 30
-"""Bytes of address space of the process that counts."""
+"""Address space of the process that measures the decoded size, in bytes."""
 LEAST_SECONDS = 60.0
-"""That counting may take, however small the file is."""
+"""Base of the time limit of the measurement, in seconds."""
 BYTES_PER_SECOND = 50e6
-"""Of what it may become, beyond that; a core decodes ten times as many."""
+"""Decoded bytes that extend the time limit by 1 s. A core decodes 10 times faster."""
 
 
 def check_parquet(path: Path) -> None:
-    """Refuse a Parquet file that becomes far more than it is. Decodes it once, in another process.
+    """Refuse a Parquet file with an excessive decoded size. Decodes it once, in another process.
 
     Raises:
-        ValueError: saying what is wrong with it.
-        OSError, pyarrow.ArrowException: when it cannot be read.
+        ValueError: the file is refused. The message has the reason.
+        OSError, pyarrow.ArrowException: the file cannot be read.
     """
     import pyarrow.parquet as parquet
 
@@ -37,7 +39,7 @@ def check_parquet(path: Path) -> None:
     limit = max(ALWAYS_ALLOWED_BYTES, MAX_EXPANSION * size)
     metadata = parquet.read_metadata(path)
 
-    # Neither number needs decoding, and both bound the work below.
+    # Both numbers are known without decoding, and bound the work below.
     groups = range(metadata.num_row_groups)
     declared = sum(metadata.row_group(group).total_byte_size for group in groups)
     if declared > limit:
@@ -71,9 +73,11 @@ def _too_much(size: int, limit: int, what: str) -> ValueError:
 
 
 def read_line(file: Any, number: int) -> bytes:
-    """Read the next line of a binary file, the empty string at its end.
+    """Return the next line of a binary file, or an empty string at its end.
 
-    Raises ValueError naming line ``number`` if it is longer than MAX_LINE_BYTES."""
+    Raises:
+        ValueError: the line is longer than MAX_LINE_BYTES. The message has its ``number``.
+    """
     line: bytes = file.readline(MAX_LINE_BYTES + 1)
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB")
@@ -81,11 +85,11 @@ def read_line(file: Any, number: int) -> bytes:
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a ZIP archive (or .npz) whose members become more than the archive is.
+    """Refuse a ZIP archive (or .npz) with a member that decompresses to more than the archive.
 
     Raises:
-        ValueError: naming the member.
-        zipfile.BadZipFile, OSError: when it cannot be read.
+        ValueError: the message names the member.
+        zipfile.BadZipFile, OSError: the archive cannot be read.
     """
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
