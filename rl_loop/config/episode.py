@@ -1,5 +1,4 @@
-"""Where an episode ends, and what is tried again: the part of ``rollout``
-that the agent loop knows."""
+"""Limits of an episode and retries of tool calls: the part of ``rollout`` for the agent loop."""
 
 from typing import Literal
 
@@ -7,37 +6,38 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class EpisodeLimits(BaseModel):
-    """Where an episode ends without the agent's doing."""
+    """Limits at which an episode ends, independent of the agent."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     max_turns: int = Field(4, gt=0)
-    """Assistant turns per episode; the last may not call a tool usefully any more."""
+    """Maximum assistant turns of an episode. Tool calls in the last turn have no use."""
     max_tokens: int = Field(8192, gt=0)
-    """Tokens of a whole episode, prompt and tool outputs included. Tasks whose prompt alone is as
-    long are left out."""
+    """Maximum tokens of an episode, including prompt and tool outputs. Tasks with a prompt of this
+    length or more are left out."""
     max_tool_calls: int | None = Field(None, gt=0)
-    """Tool calls of a whole episode; null for no limit. The call that reaches it is the last that
-    is run: calls behind it in the same turn are not, and the episode ends with that turn."""
+    """Maximum tool calls of an episode. null for no limit. When a turn reaches it, further calls of
+    the turn are not run, and the episode ends with the turn."""
     max_sampled_tokens: int | None = Field(None, gt=0)
-    """Sampled tokens of a whole episode; null for no limit but max_tokens."""
+    """Maximum sampled tokens of an episode. null for no limit except max_tokens."""
     episode_seconds: float = Field(600.0, gt=0)
-    """Wall-clock limit of one episode: of sampling, tools and the judging of its answer. Waiting
-    in the engine's queue, or for infrastructure that failed, does not count."""
+    """Time limit of an episode in seconds (wall clock), for sampling, tools and the check of its
+    answer. Time in the engine's queue, or for retries after infrastructure failures, does not
+    count."""
     max_observation_bytes: int = Field(65536, ge=256)
-    """UTF-8 bytes of what tools answer, or the user says, between two turns. What is
-    longer is cut in its middle."""
+    """Maximum UTF-8 bytes of tool outputs, or of the user's message, between two turns. Longer
+    texts are cut in the middle."""
     truncated_episodes: Literal["penalise", "mask"] = "penalise"
-    """What a limit ends counts as a failure, or is left out of training (but
-    not of the group's mean)."""
+    """Treatment of an episode that a limit ends. penalise: it counts as a failure. mask: it is not
+    trained on, but counts in the mean of its group."""
 
 
 class PurificationConfig(BaseModel):
-    """How often failed tool calls are retried."""
+    """Retries of failed tool calls."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     probability: float = Field(1.0, gt=0, le=1)
-    """Share of failed turns that are retried; below 1 the policy goes on meeting errors."""
+    """Share of failed turns that are retried. Below 1 the policy still sees errors."""
     retries: int = Field(3, gt=0)
-    """Most retries of one turn; after that the error stays."""
+    """Maximum retries of a turn. After them the error stays."""

@@ -1,12 +1,11 @@
-"""Errors of a configuration, and of a machine that lacks what a configuration asks for."""
+"""Errors of a configuration, and of a machine that does not meet a configuration's requirements."""
 
 from megatron_gptoss.user_error import UserError
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration file or an override is wrong; the message names the file and every key."""
+    """A configuration file or an override is wrong. The message names the file and every key."""
 
 
 class CannotStart(ConfigError):
-    """Something that the run needs is not there; the message says what, under
-    which key, and what to do."""
+    """A requirement of the run is missing. The message names it, its key and a remedy."""

@@ -1,5 +1,4 @@
-"""Reads configurations: YAML files, overrides from the command line, and errors
-that name file and key."""
+"""Reads configurations: YAML files with overrides from the command line."""
 
 import re
 from pathlib import Path
@@ -22,7 +21,7 @@ from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
 
 RELEASED_VOCABULARY = 201_088
-"""Token ids of GPT-OSS-20B and 120B."""
+"""Number of token ids of GPT-OSS-20B and 120B."""
 
 
 def load_config[Config: RunConfig](
@@ -32,14 +31,22 @@ def load_config[Config: RunConfig](
 ) -> Config:
     """Read a YAML file, apply ``key.sub=value`` overrides and validate.
 
-    ``model: NAME`` and ``algorithm: NAME`` stand for NAME.yaml in a folder of that name beside the
-    file's own, or among the shipped ones. ``model: PATH`` stands for the architecture in a Hugging
-    Face directory or ``config.json``. A name of a shipped configuration stands for its file.
-    ``policy_loss: NAME`` and ``advantage: NAME`` stand for ``{type: NAME}``; an override of the type
-    drops the keys of the other type.
+    Names are short forms:
+
+    - ``model: NAME`` and ``algorithm: NAME`` refer to NAME.yaml in a folder of that name next to
+      the file's folder, or among the shipped ones.
+    - ``model: PATH`` refers to the architecture in a Hugging Face directory or ``config.json``.
+    - ``policy_loss: NAME`` and ``advantage: NAME`` mean ``{type: NAME}``. An override of the type
+      drops the keys of the other type.
+
+    Args:
+        path: a file, or the name of a shipped configuration.
+        kind: type of the configuration.
+        overrides: ``key.sub=value`` each.
 
     Raises:
-        ConfigError: names file and keys."""
+        ConfigError: the message names file and keys.
+    """
     path = find_config(path, kind.command)
     if not path.exists():
         raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
@@ -48,7 +55,7 @@ def load_config[Config: RunConfig](
     for change in changes:
         if not re.match("[^=]+=", change):
             raise ConfigError(f"override {change!r}: expected key=value, such as optimizer.lr=1e-6")
-    # Before the other overrides, which may change something inside the named file.
+    # Insert before the other overrides, which may change values of the named file.
     for key in ("model", "algorithm"):
         changes = _insert_named_section(path, tree, key, changes)
     changes = _name_only_sources(tree, changes)
@@ -62,7 +69,7 @@ def load_config[Config: RunConfig](
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
     except TypeError:
-        # OmegaConf does not say which of them it was.
+        # OmegaConf does not report which override it was.
         raise ConfigError(
             f"{path}: one of {' '.join(changes)} is a list where the file has keys, or the other way round"
         ) from None
@@ -70,15 +77,15 @@ def load_config[Config: RunConfig](
 
 
 HELD_OUT_OF = {"path": "validation_path", "train_path": "held_out_path"}
-"""Keys of training data, and of the held-out data beside it."""
+"""Keys of training data, and of the corresponding held-out data."""
 DATA_KEYS = ("data", "vocabulary_data")
-"""Sections in which a single source may stand without its name (``DataConfig``)."""
+"""Sections that accept a single source without a name (``DataConfig``)."""
 
 
 def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
-    """Give single sources of data their name, in the YAML tree and in the overrides.
+    """Name single sources of data, in the YAML tree and in the overrides.
 
-    ``data.path`` and ``data.sources.data.path`` are the same key, and the override has to win.
+    ``data.path`` and ``data.sources.data.path`` are the same key, and the override must win.
     """
     renamed = list(changes)
     for section in DATA_KEYS:
@@ -100,7 +107,7 @@ def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
 
 
 def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
-    """Raise ConfigError if overrides replace training data and keep the file's held-out data."""
+    """Raise ConfigError if overrides replace training data but not the file's held-out data."""
     keys = {key for change in changes for key in _keys_of_change(change)}
     for key in sorted(keys):
         section, _, name = key.rpartition(".")
@@ -117,12 +124,12 @@ def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
 
 
 def _keys_of_change(change: str) -> list[str]:
-    """Return the keys of all values that an override has, also of those in a mapping."""
+    """Return the keys of all values of an override, including values in a mapping."""
     return _leaf_keys(_values_of_change(change))
 
 
 def _mappings_of_change(change: str) -> list[str]:
-    """Return the keys of all mappings of an override, the outer ones first."""
+    """Return the keys of all mappings of an override, outer ones first."""
 
     def keys_of(values: Any, prefix: str) -> list[str]:
         if not isinstance(values, dict):
@@ -137,23 +144,25 @@ def _values_of_change(change: str) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([change]))
     except OmegaConfBaseException:
-        return {}  # ``load_config`` reports it
+        return {}  # ``load_config`` reports the error.
 
 
 DATA_SECTION = re.compile(r"(.*\.)?(data|vocabulary_data|sources|sources\.[^.]+)")
-"""Keys whose mapping names all of the data, or all of one source."""
+"""Keys whose mapping describes all data, or all of one source."""
 
 
 def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
-    """Delete the data that an override ``key={...}`` replaces: merged with it, files of other data
-    would stay."""
+    """Delete the data that an override ``key={...}`` replaces.
+
+    A merge would keep files of the other data.
+    """
     for change in changes:
         key, _, value = change.partition("=")
         if not value.lstrip().startswith("{"):
             continue
         for replaced in filter(DATA_SECTION.fullmatch, _mappings_of_change(change)):
             if not f"{replaced}.".startswith(f"{key}."):
-                continue  # only leads to the key
+                continue  # Only a parent of the key.
             parent, _, name = replaced.rpartition(".")
             section = OmegaConf.select(tree, parent) if parent else tree
             if OmegaConf.is_dict(section) and name in section:
@@ -165,11 +174,16 @@ def value_origins(
     kind: type[RunConfig],
     overrides: list[str] | None = None,
 ) -> dict[str, str]:
-    """Say where the values of ``load_config`` with the same arguments are from.
+    """Return the origin of each value of ``load_config`` with the same arguments.
+
+    Args:
+        path: a file, or the name of a shipped configuration.
+        kind: type of the configuration.
+        overrides: ``key.sub=value`` each.
 
     Returns:
-        By dotted key: the file that has it, or "command line". What is not in it is a default.
-        A key stands for all below it.
+        By dotted key: the file with the value, or "command line". Other keys have defaults. A key
+        includes all keys below it.
     """
     path = find_config(path, kind.command)
     tree = OmegaConf.to_container(read_yaml(path))
@@ -185,7 +199,7 @@ def value_origins(
             del origins[known]
         origins[key] = "command line"
 
-    # A section that is a name has its values from the file of that name.
+    # A section that is a name has the values of the file of that name.
     chosen = {key: origins.pop(key) for key in CHOICES if key in origins}
     for key in ("model", "algorithm"):
         if isinstance(tree.get(key), str):
@@ -198,7 +212,7 @@ def value_origins(
                     origins.setdefault(full, str(file))
                 elif choice not in chosen:
                     origins.setdefault(f"{choice}.type" if full == choice else full, str(file))
-    # A plain name says the type of a choice; the rest are the defaults of that type.
+    # A plain name sets the type of a choice. The other values are the defaults of that type.
     return origins | {f"{key}.type": origin for key, origin in chosen.items()}
 
 
@@ -210,17 +224,17 @@ def _leaf_keys(tree: Any, prefix: str = "") -> list[str]:
 
 
 def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:
-    """Read a configuration of ``gptoss rl``, as ``load_config`` does."""
+    """Read a configuration of ``gptoss rl`` with ``load_config``."""
     return load_config(path, RlConfig, overrides)
 
 
 def load_run_config(path: Path, command: str, overrides: list[str] | None = None) -> RunConfig:
-    """Read a configuration of ``gptoss COMMAND``, which is rl or sft, as ``load_config`` does."""
+    """Read a configuration of ``gptoss COMMAND`` with ``load_config``. COMMAND is rl or sft."""
     return load_config(path, _kind_of(command), overrides)
 
 
 def keys_of_command(command: str) -> list[str]:
-    """Return the dotted keys of a configuration of ``gptoss COMMAND``, which is rl or sft."""
+    """Return the dotted keys of a configuration of ``gptoss COMMAND``. COMMAND is rl or sft."""
     return list(known_keys(_kind_of(command)))
 
 
@@ -230,12 +244,19 @@ def _kind_of(command: str) -> type[RunConfig]:
 
 
 def load_served_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read what ``gptoss serve`` is given, as ``load_config`` does: a configuration of ``gptoss rl``
-    or ``sft``, the directory of a run, or a Hugging Face directory, whose model is served with the
-    default settings of its family.
+    """Read the argument of ``gptoss serve`` with ``load_config``.
 
-    ``initial_weights`` of a directory is where its weights are, of a run those that
-    ``served_weights`` chooses. Raises ConfigError."""
+    ``initial_weights`` of the result is the directory of the weights to serve. For a run,
+    ``served_weights`` chooses it.
+
+    Args:
+        path: a configuration of ``gptoss rl`` or ``sft``, the directory of a run, or a Hugging Face
+            directory, whose model is served with the default settings of its family.
+        overrides: ``key.sub=value`` each.
+
+    Raises:
+        ConfigError: the message names file and keys.
+    """
     if path.is_file() or not path.exists():
         return _load_either(_find_either(path), overrides)
 
@@ -253,7 +274,7 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
 
 
 def _find_either(path: Path) -> Path:
-    """Return the file of a configuration of either command; of two shipped ones of a name, rl's."""
+    """Return the file of a configuration of either command. Among shipped names, rl comes first."""
     for command in (RlConfig.command, SftConfig.command):
         file = find_config(path, command)
         if file.exists():
@@ -262,13 +283,13 @@ def _find_either(path: Path) -> Path:
 
 
 def _load_either(path: Path, overrides: list[str] | None) -> RunConfig:
-    """Read a configuration of ``gptoss rl`` or ``gptoss sft``, whichever it is."""
+    """Read a configuration of ``gptoss rl`` or of ``gptoss sft``."""
     is_sft = bool({"demonstrations", "sequences_per_step"} & set(read_yaml(path)))
     return load_run_config(path, "sft" if is_sft else "rl", overrides)
 
 
 def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
-    """Make the configuration of a Hugging Face directory."""
+    """Return the configuration for a Hugging Face directory."""
     try:
         model = read_hf_config(path)
     except (ValueError, OSError) as error:
@@ -295,11 +316,11 @@ def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -> list[str]:
-    """Put the file that ``key`` names, in the YAML tree or in the last override of it, into
-    ``tree``.
+    """Insert the file that ``key`` names, in the YAML tree or in its last override, into ``tree``.
 
-    Returns the overrides without those of ``key`` itself; what they change below it is still
-    there."""
+    Returns:
+        The overrides without those of ``key`` itself. Overrides below ``key`` are kept.
+    """
     prefix = f"{key}="
     names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
     name = names[-1] if names else tree.get(key)
@@ -309,10 +330,13 @@ def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -
 
 
 def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
-    """Put the type of each of CHOICES, from the YAML tree or the last override of it, into ``tree``.
+    """Insert the type of each of CHOICES, from the YAML tree or its last override, into ``tree``.
 
-    Another type than the tree's replaces the section, because bounds of one loss are no bounds of
-    another. Returns the overrides without those of a type; overrides below a section are kept."""
+    A type other than the tree's replaces the section, because losses have different bounds.
+
+    Returns:
+        The overrides without those of a type. Overrides below a section are kept.
+    """
     for key in CHOICES:
         section = as_section(_plain(OmegaConf.select(tree, key)))
         is_chosen = section is not None
@@ -334,7 +358,7 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of OmegaConf as plain Python."""
+    """Return a value of OmegaConf as a plain Python value."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
@@ -343,10 +367,11 @@ def _type_of(section: Any) -> Any:
 
 
 def _named_section(path: Path, key: str, name: str) -> tuple[Path, Any]:
-    """Return the file that ``key: NAME`` of the configuration ``path`` stands for, and its values.
+    """Return the file that ``key: NAME`` in the configuration ``path`` refers to, and its values.
 
     Raises:
-        ConfigError: naming the file and the key that is wrong, or the names that are known.
+        ConfigError: the file has a wrong key, or the name is unknown. The message names file and
+            key, or the known names.
     """
     file = find_section(path, key, name)
     if file is not None:
@@ -373,7 +398,7 @@ def _hf_section(path: Path, source: Path) -> tuple[Path, Any]:
 
 
 def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Model:
-    """Return ``raw``, read from ``path``, as ``kind``. Raises ConfigError naming file and keys."""
+    """Return ``raw`` from ``path`` as ``kind``. Raise ConfigError that names file and keys."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -386,8 +411,8 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
 
 
 def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
-    """Raise ConfigError if the keys that ``kind`` does not know are those of the other command."""
-    # Only keys at the top level tell the two kinds apart; a typo further down says nothing.
+    """Raise ConfigError if keys that ``kind`` does not have belong to the other command."""
+    # Only top-level keys differ between the two kinds. A typo in a section is not evidence.
     unknown = []
     for mistake in error.errors():
         if mistake["type"] == "extra_forbidden" and len(mistake["loc"]) == 1:
@@ -410,7 +435,7 @@ def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationErr
 
 
 def dump_config(config: StrictModel) -> str:
-    """Return YAML of a configuration, defaults included; ``load_config`` reads it back."""
+    """Return YAML of a configuration, including defaults. ``load_config`` reads it."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
@@ -432,14 +457,13 @@ def read_yaml(path: Path) -> Any:
 
 
 def _key_of(error: Any) -> str:
-    """Name the key that an error is about, without the tags of a union,
-    which only pydantic knows."""
+    """Return the key of an error, without pydantic's tags of unions."""
     parts = [str(part) for part in error["loc"]]
     return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
 
 
 def _explain(error: Any, kind: type[StrictModel]) -> str:
-    """Say what is wrong with a value, and show it unless it is a whole section."""
+    """Return the fault of a value, with the value unless it is a section."""
     if error["type"] == "extra_forbidden":
         return f"unknown key{similar_keys(_key_of(error), kind)}"
     message = error["msg"].removeprefix("Value error, ")

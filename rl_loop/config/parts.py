@@ -1,7 +1,7 @@
-"""Parts of a run's configuration: what trainer ranks and rollout workers know of it.
+"""Parts of a run's configuration for trainer ranks and rollout workers.
 
-A part is a base class of ``RunConfig``. The ranks and workers get the whole object, and their code
-knows only the type of the part.
+A part is a base class of ``RunConfig``. The ranks and workers get the whole object, but their code
+uses only the type of the part.
 """
 
 from pathlib import Path
@@ -30,43 +30,44 @@ from rl_loop.sandbox.config import SandboxConfig
 
 
 class PolicyConfig(StrictModel):
-    """The policy, and where its run writes."""
+    """Policy and output directory of a run."""
 
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
-    """Name of the run; its directory is ``output_dir/name``."""
+    """Name of the run. Its directory is ``output_dir/name``."""
     output_dir: Path = Path("runs")
-    """Where run directories are made."""
+    """Parent directory of run directories."""
     seed: int = 0
-    """Seed of everything random: initial weights, data order, sampling."""
+    """Seed of initial weights, data order and sampling."""
     model: AnyModelConfig
-    """The architecture. A string is a name in ``configs/model``, or the path of a Hugging Face
+    """Model architecture. A string is a name in ``configs/model``, or the path of a Hugging Face
     directory or its ``config.json``."""
     initial_weights: Path | None = None
-    """A Hugging Face directory, a Megatron checkpoint or a run directory to start from;
-    null for random weights. With an adapter they are its base, and stay as they are."""
+    """Weights to start from: a Hugging Face directory, a Megatron checkpoint or a run directory.
+    null for random weights. With an adapter they are its frozen base."""
 
     @property
     def directory(self) -> Path:
-        """The directory of the run."""
+        """Directory of the run."""
         return self.output_dir / self.name
 
 
 class TrainerConfig(PolicyConfig):
-    """How the policy is spread over ranks, and how it learns."""
+    """Settings of the trainer: distribution over ranks, format of weights, and optimizer."""
 
     adapter: AdapterConfig | None = None
-    """Low-rank adapters to train on frozen weights; null to train all weights."""
+    """Low-rank adapters to train on frozen weights. null to train all weights."""
     initial_adapter: Path | None = None
-    """Adapters to start from, on the base that they were trained on: the directory of a run, one of
-    its checkpoints, or an adapter in PEFT's format; null for fresh ones, which change nothing."""
+    """Adapters to start from, for the base with which they were trained: the directory of a run,
+    one of its checkpoints, or an adapter in PEFT's format. null for new adapters, which do not
+    change the output."""
     quantization: Quantization | None = None
-    """Format of the policy's experts. ``mxfp4``: four bits, which are trained, sampled and exported
-    (docs/quantization.md). With ``adapter`` the frozen base is held in MXFP4, in a quarter of the
+    """Format of the policy's experts. ``mxfp4``: experts are trained, sampled and exported in 4
+    bits (docs/quantization.md). With ``adapter``, the frozen base is kept in MXFP4, with 1/4 of the
     memory, and its weights must have MXFP4 values. null: ``dtype``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the trainer is spread over ranks."""
+    """Distribution of the trainer over ranks."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Settings of AdamW."""
     training: TrainingConfig = TrainingConfig()
@@ -76,28 +77,30 @@ class TrainerConfig(PolicyConfig):
 
     @property
     def trained_quantization(self) -> Quantization | None:
-        """Format that experts are trained through. None with adapters: the sum of a base and its
-        adapters has no MXFP4 values."""
+        """Format through which experts are trained.
+
+        None with adapters, because the sum of a base and its adapters has no MXFP4 values.
+        """
         return self.quantization if self.adapter is None else None
 
     @property
     def objective(self) -> AlgorithmConfig:
-        """Objective of updates. Supervised runs have the default, which needs no other model."""
+        """Objective of updates. Supervised runs have the default, without additional models."""
         return AlgorithmConfig()
 
     @property
     def training_temperature(self) -> float:
-        """Temperature at which log-probs are computed; 1 for supervised runs, which sample nothing."""
+        """Temperature of log-probs. 1 for supervised runs, which do not sample."""
         return 1.0
 
     @property
     def longest_episode(self) -> int:
-        """Tokens of the longest episode; Dr. GRPO divides sums by it."""
+        """Length of the longest episode in tokens. Dr. GRPO divides sums by it."""
         return self.memory_inputs.longest_sequence
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """Input of ``megatron_gptoss.planning.memory``."""
+        """Inputs of ``megatron_gptoss.planning.memory``."""
         return MemoryInputs(
             self.model,
             self.parallel,
@@ -111,35 +114,35 @@ class TrainerConfig(PolicyConfig):
 
 
 class EpisodesConfig(PolicyConfig):
-    """How episodes are rendered, played and rewarded."""
+    """Rendering, sampling and rewards of episodes."""
 
     vocabulary: Literal["gptoss", "tokenizer", "tiny"] = "gptoss"
-    """``gptoss``: the 201,088 token ids of the released models. ``tokenizer``: those of the
-    tokenizer that a dense model comes with, for which it is the default. ``tiny``: the tokens of the
-    released models that generated tasks and their demonstrations need, and the special tokens of the
-    chat format; for models of a laptop."""
+    """Set of token ids. ``gptoss``: the 201,088 ids of the released models. ``tokenizer``: the ids
+    of a dense model's tokenizer, the default for dense models. ``tiny``: the released models'
+    tokens that generated tasks and their demonstrations need, and the special tokens of the chat
+    format, for small models."""
     tokenizer: Path | None = None
-    """Where vocabulary ``tokenizer`` is: a directory with tokenizer.json, or a run with an export.
-    null: in ``initial_weights``."""
+    """Source of vocabulary ``tokenizer``: a directory with tokenizer.json, or a run with an export.
+    null: ``initial_weights``."""
     prompt: PromptConfig = PromptConfig()
-    """The Harmony system message. Vocabulary ``tiny`` has an empty one by default."""
+    """Harmony system message. Empty by default with vocabulary ``tiny``."""
     chatml: ChatMlConfig = ChatMlConfig()
-    """The ChatML system message, of dense models. Vocabulary ``tiny`` has none by default."""
+    """ChatML system message of dense models. None by default with vocabulary ``tiny``."""
     tasks: TaskConfig = TaskConfig()
     """Training and held-out tasks."""
     rollout: RolloutConfig = RolloutConfig()
-    """Episodes. Without effect on a supervised run, which samples none."""
+    """Sampling of episodes. It has no effect on supervised runs."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Limits of model-written code."""
+    """Limits for model-written code."""
     reward: RewardConfig = RewardConfig()
     """Rewards of an episode."""
 
     @property
     def tokenizer_source(self) -> Path | None:
-        """Where vocabulary ``tokenizer`` is looked for."""
+        """Source of vocabulary ``tokenizer``."""
         return self.tokenizer or self.initial_weights
 
     @property
     def vocabulary_conversations(self) -> CorpusConfig | None:
-        """Conversations that a tiny vocabulary is made for; None to make it for ``tasks``."""
+        """Conversations from which a tiny vocabulary is built. None to build it from ``tasks``."""
         return None

@@ -1,5 +1,4 @@
-"""The whole configuration of a run: what YAML files in ``configs/`` say and
-``gptoss`` commands override."""
+"""Complete configuration of a run, which YAML files in ``configs/`` and overrides define."""
 
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -25,7 +24,7 @@ SHORTEST_PROMPT = {
 }
 SHORTEST_CHATML = {"system": None, "describe_tools": False}
 """Values that leave out the system message. They are the defaults of a tiny vocabulary, because its
-policies have learned nothing about system messages."""
+policies are not trained on system messages."""
 
 
 def _shorten[Section: BaseModel](section: Section, shortest: dict[str, Any]) -> Section:
@@ -35,19 +34,19 @@ def _shorten[Section: BaseModel](section: Section, shortest: dict[str, Any]) -> 
 
 
 class RunConfig(EpisodesConfig, TrainerConfig):
-    """What every run has."""
+    """Sections of every run."""
 
     command: ClassVar[str]
     """The ``gptoss`` command that runs it."""
 
     tracking: TrackingConfig = TrackingConfig()
-    """What is recorded."""
+    """Records of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How ``gptoss eval`` measures."""
+    """Settings of ``gptoss eval``."""
 
     @property
     def exports(self) -> bool:
-        """Whether the run ends with a Hugging Face checkpoint."""
+        """True if the run ends with a Hugging Face checkpoint."""
         return True
 
     @model_validator(mode="after")
@@ -69,7 +68,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> Self:
-        # Found out here rather than by an engine or a rank, hours into a run.
+        # Check here, because an engine or a rank would find such a mistake late in a run.
         self.parallel.check_layout(self.model, self.adapter, self.ablation.freeze)
         check_quantization("quantization", self.quantization, self.model)
         self._check_adapter()
@@ -94,7 +93,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         self.adapter.check_ranks(self.model)
 
     def _check_dense(self) -> None:
-        """Refuse what a model without experts and sinks has nothing for."""
+        """Refuse settings that have no effect on a model without experts and sinks."""
         if self.model.num_experts > 0:
             return
 
@@ -125,7 +124,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             )
 
     def _check_engine_quantization(self) -> None:
-        """Refuse a format that the engine cannot hold, and noise on packed experts."""
+        """Refuse a format that the engine does not support, and noise on packed experts."""
         engine = self.rollout.engine
         check_quantization("rollout.engine.quantization", engine.experts_format, self.model)
         if engine.packs_experts and self.trained_quantization is None:
@@ -152,20 +151,20 @@ class RlConfig(RunConfig):
     command: ClassVar[str] = "rl"
 
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantages and the policy loss."""
+    """Advantages, policy loss and corrections."""
     vocabulary_data: CorpusConfig | None = None
-    """Conversations that a tiny vocabulary is made for: the sources of ``data`` of the ``gptoss sft``
-    that the policy comes from. null: it is made for ``tasks``."""
+    """Conversations from which a tiny vocabulary is built: the sources of ``data`` in the ``gptoss
+    sft`` run of the initial policy. null: the vocabulary is built from ``tasks``."""
     evaluate_every: int = Field(10, gt=0)
-    """Steps between measurements of held-out accuracy; also before the first
-    step and after the last."""
+    """Number of steps between measurements of held-out accuracy. It is also measured before the
+    first step and after the last."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean |log-prob difference| between engine and trainer on a canary prompt after a
-    sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Engines in the rollout workers measure
-    how far rounding moves their log-probs: with null they may differ by up to 3 times as much. Stay
-    above what ``gptoss doctor --engine`` shows of a good engine. An episode that differs by 100
-    times the tolerance, on average over its tokens, ends an on-policy run: the policy has not
-    sampled it."""
+    """Maximum mean |log-prob difference| between engine and trainer on a canary prompt after a
+    weight sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Engines in the rollout workers
+    measure the effect of rounding on their log-probs, and with null they may differ by up to 3
+    times this effect. Set it above the value that ``gptoss doctor --engine`` reports for a correct
+    engine. An episode with a mean difference above 100 times the tolerance ends an on-policy run,
+    because the policy has not sampled it."""
 
     @property
     def objective(self) -> AlgorithmConfig:
@@ -174,25 +173,24 @@ class RlConfig(RunConfig):
 
     @property
     def training_temperature(self) -> float:
-        """The sampling temperature."""
+        """Sampling temperature."""
         return self.rollout.temperature
 
     @property
     def vocabulary_conversations(self) -> CorpusConfig | None:
-        """See ``vocabulary_data``."""
+        """Value of ``vocabulary_data``."""
         return self.vocabulary_data
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """The same with what reinforcement learning keeps besides the policy: critic, reference
-        policy and engine."""
-        # One entry per model on the GPU besides the policy: its optimizer, None if it is frozen. With
-        # adapters the reference policy is the policy's own base.
+        """Memory inputs with critic, reference policy and engine of reinforcement learning."""
+        # One entry per additional model on the GPU: its optimizer, or None if it is frozen. With
+        # adapters the base of the policy is the reference policy.
         auxiliary_models: list[OptimizerConfig | None] = []
         if self.algorithm.critic:
             auxiliary_models.append(self.algorithm.critic.optimizer(self.optimizer))
         if self.algorithm.kl and self.adapter is None:
-            auxiliary_models.append(None)  # the reference policy, which does not learn
+            auxiliary_models.append(None)  # The reference policy is frozen.
 
         inputs = replace(
             super().memory_inputs,
@@ -249,7 +247,7 @@ class RlConfig(RunConfig):
             )
 
     def _check_staleness(self) -> None:
-        """Stale tokens are those that engines sample while the trainer learns."""
+        """Refuse settings in which engines could not sample while the trainer updates."""
         staleness = self.algorithm.max_staleness
         if staleness > 0 and self.rollout.engine.shares_trainer_gpus:
             raise ValueError(
@@ -259,7 +257,7 @@ class RlConfig(RunConfig):
             )
 
     def _check_programs(self) -> None:
-        """Check what is not possible where programs play the episodes."""
+        """Refuse settings that environments with an external agent do not support."""
         for name, source in self.tasks.sources.items():
             if not environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
                 continue
@@ -309,27 +307,30 @@ class SftConfig(RunConfig):
     command: ClassVar[str] = "sft"
 
     data: DataConfig | None = None
-    """Conversations to learn; null for demonstrations on ``tasks``."""
+    """Conversations to train on. null for demonstrations on ``tasks``."""
     demonstrations: DemonstrationConfig = DemonstrationConfig()
-    """What the demonstrations are made of."""
+    """Mixture of demonstrations."""
     sequences_per_step: int = Field(64, gt=0)
-    """Demonstrations (episodes), or samples of ``data``, of one optimizer step."""
+    """Number of demonstrations (episodes), or of samples of ``data``, in one optimizer step."""
 
     @property
     def exports(self) -> bool:
-        """Whether the run ends with a Hugging Face checkpoint: what has learned conversations, and
-        always adapters, whose checkpoints have no base to begin another run with."""
+        """True if the run ends with a Hugging Face checkpoint.
+
+        Runs on conversations do. Runs with adapters do, too, because another run cannot start from
+        their checkpoints, which have no base.
+        """
         return self.adapter is not None or self.data is not None
 
     @property
     def vocabulary_conversations(self) -> CorpusConfig | None:
-        """The conversations that are learned."""
+        """Conversations to train on."""
         return self.data
 
     @property
     def longest_sample(self) -> int:
-        """The most tokens that a sample of ``data`` may have."""
-        # The last token of a sequence is no input, so a row has room for one token more.
+        """Maximum tokens of a sample of ``data``."""
+        # The last token of a sequence is not an input, so a row can hold one token more.
         limit = min(self.training.max_tokens_per_micro_batch + 1, self.model.max_length)
         if self.data is None or self.data.max_tokens is None:
             return limit
@@ -337,11 +338,11 @@ class SftConfig(RunConfig):
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """The same, for sequences as long as ``data`` may have."""
+        """Memory inputs for sequences of the maximum length of ``data``."""
         inputs = super().memory_inputs
         if self.data is None:
             return inputs
-        # In a row the last token of a sequence takes no place.
+        # The last token of a sequence takes no position in a row.
         return replace(inputs, longest_sequence=min(self.longest_sample, inputs.tokens))
 
     @model_validator(mode="after")
@@ -358,8 +359,12 @@ class SftConfig(RunConfig):
 
 
 def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
-    """Raise ConfigError if gdpo is to weigh reward parts that no environment has. ``parts``: of
-    all environments."""
+    """Raise ConfigError if gdpo has weights for reward parts that no environment has.
+
+    Args:
+        config: configuration of the run.
+        parts: reward parts of all environments.
+    """
     unknown = sorted(set(config.algorithm.reward_weights) - parts)
     if unknown:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which weights of a run are served: those of its export, or of a checkpoint of more steps."""
+"""Choice of a run's weights to serve: its export, or a checkpoint of more steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,35 +14,35 @@ from megatron_gptoss.untrusted_files import read_json
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """What of a run's directory is served."""
+    """Weights in a run's directory to serve."""
 
     run: Path
-    """The directory of the run."""
+    """Directory of the run."""
     is_export: bool
-    """Whether it is the export."""
+    """True for the export, False for the newest checkpoint."""
     step: int | None
-    """Steps that they were trained for; None if nothing says so."""
+    """Number of training steps of the weights. None if unknown."""
     newer_adapters: Path | None = None
-    """A checkpoint that is newer than the export and cannot take its place: it holds adapters
-    without their base."""
+    """Checkpoint that is newer than the export but cannot be served, because it has adapters
+    without their base. None without one."""
 
     @property
     def source(self) -> Path:
-        """The export, or the run itself, whose newest checkpoint is meant."""
+        """Directory of the export, or of the run, which refers to its newest checkpoint."""
         return self.run / "export" if self.is_export else self.run
 
     @property
     def description(self) -> str:
-        """Say in one line what is served, and of which step."""
+        """Description of the weights and their step, in one line."""
         kind = "its export" if self.is_export else "its newest checkpoint"
         after = "of an unknown step" if self.step is None else f"after step {self.step}"
         return f"{self.run}: what is served is {kind}, {after}"
 
     def warning(self, base: str) -> str | None:
-        """Say how to have the newer weights if older ones are served; None if they are not.
+        """Return how to serve newer weights, or None if the newest weights are served.
 
         Args:
-            base: what the run began with, as a directory.
+            base: directory of the run's initial weights.
         """
         if self.newer_adapters is None:
             return None
@@ -53,17 +53,17 @@ class ServedWeights:
 
 
 def served_weights(run: Path) -> ServedWeights:
-    """Choose what of the directory of a run is served.
+    """Choose the weights of a run to serve.
 
-    The last step of a run is always saved, so that the newest checkpoint has at least the steps of
-    the export. The export is preferred where it has as many: it holds the bits that were compared,
-    and adapters merged into their base.
+    The last step of a run is always saved, so the newest checkpoint has at least the steps of the
+    export. With equal steps the export is preferred: it has the weights that were compared, and
+    adapters are merged into their base.
     """
     has_export = (run / "export" / "config.json").exists()
     try:
         checkpoint = latest_checkpoint(run / "checkpoints")
     except CheckpointError:
-        # Whoever needs the checkpoint says what is wrong with it.
+        # Code that reads the checkpoint reports its fault.
         checkpoint = None
 
     saved = None if checkpoint is None else step_of(checkpoint)
@@ -79,7 +79,7 @@ def served_weights(run: Path) -> ServedWeights:
 
 
 def _exported_step(run: Path) -> int | None:
-    """Return the steps of the export as the summary has them, which is written after it."""
+    """Return the steps of the export from the summary, which is written after the export."""
     try:
         steps = read_json(run / "summary.json")["steps"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Finds the configurations that the project ships, from any working directory and without a checkout."""
+"""Finds the project's configurations, from any working directory and without a checkout."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -6,13 +6,14 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "configs"
 INSTALLED = Path("share/gptoss/configs")
-"""Folder below the environment's prefix for a wheel's configurations (``data-files`` in pyproject.toml)."""
+"""Folder of a wheel's configurations, relative to the environment's prefix (``data-files`` in
+pyproject.toml)."""
 UNTESTED = "untested"
-"""Folder of configurations that have never run, with folders rl and sft of its own."""
+"""Folder of configurations that have never run. It has folders rl and sft."""
 
 
 def find_config(path: Path, folder: str) -> Path:
-    """Return a configuration's file: ``path``, or else what the project ships under that name.
+    """Return the file of a configuration: ``path``, or else the shipped file of that name.
 
     Args:
         path: a file, ``configs/rl/NAME.yaml`` from any working directory, or NAME.
@@ -20,7 +21,7 @@ def find_config(path: Path, folder: str) -> Path:
             configurations of this folder come last.
 
     Returns:
-        ``path`` itself if there is neither; reading it says so.
+        ``path`` itself if neither exists. Reading it then fails.
     """
     if path.exists():
         return path
@@ -36,14 +37,15 @@ def find_config(path: Path, folder: str) -> Path:
 
 
 def find_section(file: Path, folder: str, name: str) -> Path | None:
-    """Return the file of a section that a configuration names, or None if there is none.
+    """Return the file of a section in a configuration, or None if there is none.
 
-    One beside the configuration comes first: ``../FOLDER/NAME.yaml``, seen from ``file``. So a copy
-    of a shipped configuration finds what it names, wherever it lies.
+    The file next to the configuration comes first: ``../FOLDER/NAME.yaml``, relative to ``file``.
+    Therefore a copy of a shipped configuration finds its sections anywhere.
 
     Args:
-        file: of the configuration.
+        file: file of the configuration.
         folder: model or algorithm.
+        name: value of the section's key.
     """
     for directory in (file.parent.parent, *shipped_directories()):
         section = directory / folder / f"{name}.yaml"
@@ -61,14 +63,14 @@ def section_names(file: Path, folder: str) -> list[str]:
 
 
 def shipped_directories() -> Iterator[Path]:
-    """Yield the folders of shipped configurations that are there: a checkout's, an installation's."""
+    """Yield the existing folders of shipped configurations: of a checkout, of an installation."""
     for directory in (CHECKOUT, Path(sysconfig.get_path("data")) / INSTALLED):
         if directory.is_dir():
             yield directory
 
 
 def shipped_files(folder: str) -> list[Path]:
-    """List the shipped configurations of a folder, the untested ones last."""
+    """List the shipped configurations of a folder. Untested ones come last."""
     for directory in shipped_directories():
         parents = (directory / folder, directory / UNTESTED / folder)
         return [file for parent in parents for file in sorted(parent.glob("*.yaml"))]
@@ -76,5 +78,5 @@ def shipped_files(folder: str) -> list[Path]:
 
 
 def shipped_names(folder: str) -> list[str]:
-    """List the names of the shipped configurations of a folder, the untested ones included."""
+    """List the names of the shipped configurations of a folder, including untested ones."""
     return sorted(file.stem for file in shipped_files(folder))

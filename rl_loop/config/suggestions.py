@@ -1,4 +1,4 @@
-"""What somebody may have meant: the nearest known keys and names to one that there is not."""
+"""Suggestions for unknown keys and names: the most similar known ones."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -8,27 +8,28 @@ from megatron_gptoss.config import StrictModel
 from rl_loop.config.shipped import shipped_names
 
 MOST_SUGGESTED = 3
-"""More than a few are no help."""
+"""Maximum number of suggestions in a message."""
 
 
 def similar_names(name: str, folder: str) -> str:
-    """Return "; did you mean ...?" with shipped configurations that are called nearly ``name``, or
-    nothing.
+    """Return "; did you mean ...?" with similar shipped names, or an empty string.
 
     Args:
+        name: the unknown name.
         folder: rl, sft or cluster.
     """
     return _question(get_close_matches(name, shipped_names(folder), MOST_SUGGESTED))
 
 
 def similar_keys(key: str, kind: type[StrictModel]) -> str:
-    """Return "; did you mean ...?" with keys of ``kind`` that are nearly ``key``, or nothing.
+    """Return "; did you mean ...?" with similar keys of ``kind``, or an empty string.
 
     Keys of that name in other sections come first, then misspelled keys of the same section. A key
-    that only another type of a union has is reported as such.
+    of another type of a union is reported as such.
 
     Args:
-        key: dotted, such as ``optimizer.learning_rate``.
+        key: the unknown key, dotted, such as ``optimizer.learning_rate``.
+        kind: type of the configuration.
     """
     section, _, name = key.rpartition(".")
     # Members of a union share keys.
@@ -48,7 +49,7 @@ def _question(names: list[str]) -> str:
 
 
 def known_keys(kind: type[StrictModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a configuration, sections included."""
+    """Yield the dotted keys of a configuration, including sections."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}"
         for section in _models_in(field.annotation):
@@ -56,8 +57,10 @@ def known_keys(kind: type[StrictModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models_in(annotation: Any) -> Iterator[type[StrictModel]]:
-    """Yield the configurations that a value of this type may be; not those in lists and mappings,
-    which have keys of the user's own."""
+    """Yield the configuration types that a value of this type may have.
+
+    Types within lists and mappings are left out, because users choose the keys there.
+    """
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         yield annotation
         return

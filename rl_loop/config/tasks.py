@@ -1,4 +1,4 @@
-"""What is trained on and measured: ``tasks`` of a configuration."""
+"""Section ``tasks`` of a configuration: tasks for training and evaluation."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -11,39 +11,40 @@ from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
 class PassRateConfig(StrictModel):
-    """Training tasks by how often a policy solved them: those that it always or
-    never solves teach nothing."""
+    """Filter of training tasks by the share of correct episodes.
+
+    Tasks that are always or never solved give no gradient with group-relative advantages.
+    """
 
     episodes: Path
-    """What ``gptoss eval`` wrote on the same tasks; tasks that are not in it are kept."""
+    """Episodes of ``gptoss eval`` on the same tasks. Tasks without episodes are kept."""
     minimum: float = Field(0.05, ge=0, le=1)
-    """Smallest share of correct episodes."""
+    """Minimum share of correct episodes."""
     maximum: float = Field(0.95, ge=0, le=1)
-    """Largest share of correct episodes."""
+    """Maximum share of correct episodes."""
 
 
 class SourceConfig(StrictModel):
-    """Tasks of one environment: from data, or generated where it can generate."""
+    """Tasks of one environment, from data or generated."""
 
     environment: str
-    """A name that ``rl_loop.environments`` knows, or MODULE:CLASS."""
+    """Name in ``rl_loop.environments``, or MODULE:CLASS."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the environment: the fields of its ``Options``."""
+    """Options of the environment: the fields of its ``Options``."""
     train_path: str | None = None
-    """A .jsonl or .parquet file, or hub:NAME:SPLIT or
-    hub:NAME:CONFIGURATION:SPLIT of the Hugging Face hub; null for generated tasks.
-    Shuffled anew in each epoch."""
+    """Training tasks: a .jsonl or .parquet file, or hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT
+    of the Hugging Face hub. null for generated tasks. Shuffled in each epoch."""
     held_out_path: str | None = None
-    """The tasks on which accuracy is measured. Training tasks that share 13 words in a row, or a
-    shorter question, with one of them are dropped."""
+    """Held-out tasks for measuring accuracy, in the same formats. Training tasks that share 13
+    consecutive words, or a shorter question, with a held-out task are dropped. null for generated
+    tasks."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """How rows of the data call what the environment or a task calls otherwise, such as
-    ``{question: problem, answer: solution}``. Only these columns are read then. Empty: the names
-    are known already."""
+    """Column mapping {expected name: name in the data}, such as ``{question: problem, answer:
+    solution}``. If set, other columns are ignored. If empty, the data has the expected names."""
     weight: float = Field(1.0, ge=0)
-    """Share of the training tasks, relative to the other sources; 0 only evaluates."""
+    """Share of the training tasks, relative to the other sources. 0 for evaluation only."""
     pass_rate: PassRateConfig | None = None
-    """Leave out training tasks that are too easy or too hard; needs train_path."""
+    """Drop training tasks that are too easy or too hard. Needs train_path. null to keep all."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -68,16 +69,16 @@ class SourceConfig(StrictModel):
 
 
 class TaskConfig(StrictModel):
-    """What is trained on and measured: a mixture of sources."""
+    """Tasks for training and evaluation: a mixture of sources."""
 
     sources: dict[str, SourceConfig] = Field(
         {DEFAULT_ENVIRONMENT: SourceConfig(environment=DEFAULT_ENVIRONMENT)}, min_length=1
     )
-    """By a name of your choice."""
+    """Sources of tasks, by a name of your choice."""
     seed: int = 0
-    """Of generators, and of the order of data."""
+    """Seed for task generators and for shuffling data."""
     held_out_tasks: int = Field(128, gt=0)
-    """How many held-out tasks of each source an evaluation uses."""
+    """Number of held-out tasks of each source in an evaluation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Training, evaluation and demonstrations: the smaller sections of a configuration."""
+"""Sections for training, tracking, evaluation, demonstrations and ablations."""
 
 from typing import Annotated, Literal
 
@@ -8,60 +8,59 @@ from megatron_gptoss.config import StrictModel
 
 
 class TrainingConfig(StrictModel):
-    """The length of a run and what happens along the way."""
+    """Length of a run, micro-batches and checkpoints."""
 
     steps: int = Field(100, gt=0)
-    """Training steps."""
+    """Number of training steps."""
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
-    """Packed tokens that one forward and backward pass takes at a time;
-    bounds activation memory."""
+    """Maximum packed tokens in one forward and backward pass. It bounds activation memory."""
     checkpoint_every: int = Field(20, gt=0)
-    """Steps between checkpoints; the last step is always saved."""
+    """Number of steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = Field(2, gt=0)
-    """Older checkpoints are deleted."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     keep_adapters: bool = False
-    """Whether ``runs/NAME/adapters`` gets the adapters of every checkpoint, in PEFT's format, and
-    keeps them when the checkpoint is deleted. Only with ``adapter``; two bytes a trained parameter
-    in bf16, a seventh of a checkpoint."""
+    """Keep the adapters of every checkpoint in ``runs/NAME/adapters``, in PEFT's format, after the
+    checkpoint is deleted. Only with ``adapter``. 2 bytes per trained parameter in bf16, 1/7 of a
+    checkpoint."""
 
 
 class TrackingConfig(StrictModel):
-    """What a run records besides its metrics."""
+    """Records of a run in addition to its metrics."""
 
     episodes: Literal["all"] | Annotated[int, Field(ge=0)] = "all"
-    """Whole episodes recorded per step and split, in ``runs/NAME/episodes``: all, or so many,
-    evenly spread over the tasks. 5 to 12 bytes per token; fewer only where the disk is too
+    """Number of whole episodes to record per step and split in ``runs/NAME/episodes``, evenly
+    spread over the tasks, or all. 5 to 12 bytes per token. Lower it only if the disk is too
     small."""
 
 
 class EvaluationConfig(StrictModel):
-    """How ``gptoss eval`` measures."""
+    """Settings of ``gptoss eval``."""
 
     samples_per_task: int = Field(1, gt=0)
-    """Episodes of each held-out task: what avg@k, pass@k and maj@k are computed from, for k = 2,
-    4, ... up to it."""
+    """Episodes of each held-out task. avg@k, pass@k and maj@k are computed for k = 2, 4, ... up to
+    this number."""
     endpoint: str | None = None
-    """An OpenAI-compatible server whose completions return token ids, such as http://host:8000/v1;
-    null for our own."""
+    """URL of an OpenAI-compatible server whose completions return token ids, such as
+    http://host:8000/v1. null for the run's engine."""
     endpoint_model: str = "default"
-    """The model's name there."""
+    """Name of the model at the endpoint."""
     concurrency: int = Field(64, gt=0)
-    """Episodes at a time with an endpoint."""
+    """Maximum concurrent episodes with an endpoint."""
 
 
 class DemonstrationConfig(BaseModel):
-    """The mixture of demonstrations."""
+    """Mixture of demonstrations."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     expert: float = Field(0.5, ge=0, le=1)
-    """Share that solves its task; the others are faulty and mostly fail, which leaves RL something
-    to do."""
+    """Share of demonstrations that solve their task. The others contain errors and mostly fail,
+    which leaves a margin for RL."""
     history: Literal["append", "harmony"] = "append"
-    """Of conversations with several turns of the user. ``append``: one sample per episode, whose
-    later turns see what a rollout's see: everything exactly as it was sampled. ``harmony``: one
-    sample per turn of the user, which sees the turns before as the released models do, without
-    their analysis and with <|end|> in place of <|return|>."""
+    """Rendering of conversations with several user turns. ``append``: one sample per episode, in
+    which later turns see all earlier tokens as sampled, as in a rollout. ``harmony``: one sample
+    per user turn, which sees earlier turns as the released models do, without their analysis and
+    with <|end|> in place of <|return|>."""
 
 
 SinkPart = Literal["engine_sinks", "trainer_sinks", "sink_backward", "sink_gradient"]
@@ -69,12 +68,14 @@ SinkPart = Literal["engine_sinks", "trainer_sinks", "sink_backward", "sink_gradi
 
 
 class AblationConfig(StrictModel):
-    """Injected faults, for experiments that measure their effect. To train a model, leave all keys at
-    their defaults."""
+    """Injected faults, for experiments that measure their effect.
+
+    To train a model, leave all keys at their defaults.
+    """
 
     freeze: tuple[Literal["attention", "experts"], ...] = ()
-    """Parts that do not learn: attention with its sinks and norm, or the experts with
-    their router and norm."""
+    """Parts that are not trained. attention: with its sinks and norm. experts: with their router
+    and norm."""
     without: tuple[SinkPart, ...] = ()
     """Parts of attention's sinks to leave out. engine_sinks, trainer_sinks: the sinks of this side.
     sink_backward: the sinks in the trainer's backward pass, as in kernels for attention without
