@@ -317,7 +317,7 @@ def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFix
     with pytest.raises(SystemExit):
         app(["plan", str(CONFIGS / "untested/sft/gpt-oss-120b_2x8.yaml"), "--sft", "--gpu", "h200"])
     said = capfd.readouterr().out
-    assert "128 sequences of 16384 tokens" in said
+    assert "with 128 sequences of the maximum 16384 tokens" in said
     assert "in 32 micro-batches per data-parallel rank" in said
 
 

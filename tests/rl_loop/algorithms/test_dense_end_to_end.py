@@ -126,7 +126,11 @@ def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
     codec = build_tasks(settings).codec
     (tmp_path / "run/export").mkdir(parents=True)
     codec.vocabulary.save(tmp_path / "run/export")
-    overrides = ["vocabulary=tokenizer", f"tokenizer={tmp_path / 'run'}", "chatml.system=null"]
+    overrides = [
+        "vocabulary=tokenizer",
+        f"tokenizer={tmp_path / 'run'}",
+        "chatml={system: null, describe_tools: false}",
+    ]
     config = rl_config(tmp_path, *overrides)
     check_chat_format(config)
     text = [{"role": "user", "content": "Compute 1*2."}]
