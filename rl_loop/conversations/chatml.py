@@ -120,8 +120,8 @@ class ChatMlRenderer:
         read = self._codec.parse(turn)
         if isinstance(read, FormatError):
             raise ConversationError(
-                f"message {statement.number}: the policy would be punished for its calls: "
-                f"a format error ({read.kind})"
+                f"message {statement.number}: its calls would be a format error of the "
+                f"policy ({read.kind})"
             )
         recipients = [message.recipient for message in read if message.recipient is not None]
         meant = [call_recipient(call) for call in statement.message.calls]
@@ -144,9 +144,9 @@ def _read(record: Any, form: Format) -> tuple[list[Numbered], list[Tool]]:
     """Return the messages of a record and the tools that it describes."""
     form = format_of(record, form)
     if form == "harmony":
-        raise ConversationError("it is written in Harmony, whose channels ChatML cannot say")
+        raise ConversationError("it is in Harmony's format, and ChatML has no channels")
     if record.get("reasoning_effort"):
-        raise ConversationError("'reasoning_effort' is GPT-OSS's: ChatML cannot say it")
+        raise ConversationError("'reasoning_effort' is not supported by ChatML")
     return plain_sharegpt(record) if form == "sharegpt" else plain_messages(record)
 
 
@@ -204,9 +204,9 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
 def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
     """Check that inference could sample every turn. Raises ConversationError."""
     if not any(statement.is_assistants for statement in statements):
-        raise ConversationError("the assistant says nothing in it")
+        raise ConversationError("it has no message of the assistant")
     if statements[0].is_assistants:
-        raise ConversationError("it begins with the assistant, whom nobody has asked anything")
+        raise ConversationError("it begins with a message of the assistant")
     last = statements[-1]
     if not last.is_assistants:
         raise ConversationError(
@@ -216,19 +216,17 @@ def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool
 
     for before, statement in pairwise(statements):
         if before.is_cut:
-            raise ConversationError(
-                "a message with finish_reason 'length' is not the last one: nothing can follow it"
-            )
+            raise ConversationError("a message with finish_reason 'length' must be the last one")
         if before.is_assistants and statement.is_assistants:
             raise ConversationError(
                 f"message {before.number}: a turn of the assistant is followed by the assistant, "
-                "though nobody has replied"
+                "without a reply in between"
             )
     _check_calls(statements, tools)
     for statement in statements:
         _check_text(statement)
     if not any(statement.learned for statement in statements):
-        raise ConversationError("nothing is learned of it: every message has weight 0")
+        raise ConversationError("no token is in the loss: every message has weight 0")
 
 
 def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
@@ -252,6 +250,6 @@ def _check_text(statement: ChatStatement) -> None:
             spelled = SPELLED_CALL.search(text)
         if spelled is not None:
             raise ConversationError(
-                f"message {statement.number}: its text spells {spelled.group()}; texts are given as "
-                "they are, calls in 'tool_calls', and rendered here"
+                f"message {statement.number}: its text spells {spelled.group()}; give texts "
+                "without markup, and calls in 'tool_calls'"
             )

@@ -110,7 +110,7 @@ class DataConfig(CorpusConfig):
         for name, source in self.sources.items():
             if source.validation_path is not None and self.validation_share > 0:
                 raise ValueError(
-                    f"sources.{name}.validation_path and validation_share both say what measures "
-                    "the loss; give one of them"
+                    f"sources.{name}.validation_path and validation_share both select data for "
+                    "validation. Give one of them"
                 )
         return self

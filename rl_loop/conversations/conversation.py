@@ -133,7 +133,7 @@ def make_conversation(
         _check_calls(conversation, callable_functions)
     _check_texts(conversation)
     if not any(statement.learned for statement in conversation.statements):
-        raise ConversationError("nothing is learned of it: every message has weight 0")
+        raise ConversationError("no token is in the loss: every message has weight 0")
     return conversation
 
 
@@ -150,9 +150,7 @@ def _translate(
 
     for number, message in messages:
         if truncated:
-            raise ConversationError(
-                "a message with finish_reason 'length' is not the last one: nothing can follow it"
-            )
+            raise ConversationError("a message with finish_reason 'length' must be the last one")
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ("assistant", "tool") and translator.open_calls:
             recipient = translator.open_calls[0].recipient
@@ -186,12 +184,12 @@ def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
     name = describe_message(number, message)
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
-        raise ConversationError(f"{name}: weight is {weight!r}; it is 0 or 1")
+        raise ConversationError(f"{name}: weight is {weight!r}; it must be 0 or 1")
 
     finish_reason = message.get("finish_reason")
     if finish_reason not in (None, "stop", "tool_calls", "length"):
         raise ConversationError(
-            f"{name}: finish_reason is {finish_reason!r}; it is stop, tool_calls or length"
+            f"{name}: finish_reason is {finish_reason!r}; it must be stop, tool_calls or length"
         )
     return weight != 0, finish_reason == "length"
 
@@ -211,11 +209,11 @@ def _check_ends(conversation: Conversation) -> None:
     """Check that the assistant has a message to reply to and speaks last."""
     statements = conversation.statements
     if not any(statement.is_assistants for statement in statements):
-        raise ConversationError("the assistant says nothing in it")
+        raise ConversationError("it has no message of the assistant")
 
     first = statements[0]
     if first.is_assistants and not conversation.opening:
-        raise ConversationError("it begins with the assistant, whom nobody has asked anything")
+        raise ConversationError("it begins with a message of the assistant")
 
     last = statements[-1]
     if not last.is_assistants:
@@ -237,7 +235,7 @@ def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
         if statement.is_answer:
             raise ConversationError(
                 f"message {statement.number}: an answer of the assistant is followed by the "
-                "assistant, though nobody has replied"
+                "assistant, without a reply in between"
             )
 
     last = turn[-1]
@@ -295,6 +293,6 @@ def _check_text(name: str, text: str) -> None:
     token = SPECIAL_TOKEN.search(text)
     if token is not None:
         raise ConversationError(
-            f"{name}: its text spells the special token {token.group()}; texts are given as they "
-            "are, and rendered here"
+            f"{name}: its text spells the special token {token.group()}; give texts without "
+            "special tokens"
         )

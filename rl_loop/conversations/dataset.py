@@ -162,8 +162,8 @@ class ConversationData:
                 share = self.config.validation_share
                 raise DataError(
                     f"{rows.place}: no conversation of data.sources.{name} is left to measure the "
-                    f"loss on (data.validation_share is {share}); give a larger share, or a file of "
-                    "its own as validation_path"
+                    f"loss on (data.validation_share is {share}); increase it, or set "
+                    "validation_path"
                 )
             measured[name] = join_samples(samples)
         return measured
@@ -308,6 +308,6 @@ def _mixture(config: DataConfig) -> Mixture:
         if number not in taken:
             raise DataError(
                 f"data.sources.{name}.weight ({weights[number]}) is less than 1/{2 * BLOCK} of all "
-                "weights, and it would never be trained on"
+                "weights, and it would never be used. Increase it"
             )
     return mixture

@@ -108,9 +108,7 @@ def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
     """Return a record's messages, with the keys that codecs know, and its tools."""
     for key in EARLIER_CALLS:
         if record.get(key):
-            raise ConversationError(
-                f"{key!r} is OpenAI's key of 2023: describe functions in 'tools'"
-            )
+            raise ConversationError(f"{key!r} is a deprecated key. Describe functions in 'tools'")
 
     messages = [
         (number, _plain_message(number, message))
@@ -133,7 +131,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
     thoughts = [message[key] for key in THOUGHTS if message.get(key)]
     if len(thoughts) > 1:
         given = ", ".join(key for key in THOUGHTS if message.get(key))
-        raise ConversationError(f"{name}: {given} are names of the same thing; give one of them")
+        raise ConversationError(f"{name}: {given} have the same meaning. Give one of them")
     if thoughts:
         plain["thinking"] = thoughts[0]
     if plain.get("tool_calls"):
@@ -363,8 +361,8 @@ def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | Devel
         reader, expected = DeveloperContent, "developer"
     elif message.get("role") == "system":
         raise ConversationError(
-            f"{name}: Harmony's system message has a part of type 'system_content'; what a chat "
-            "calls system is its 'developer'"
+            f"{name}: Harmony's system message has a part of type 'system_content'; the role "
+            "of a chat's system message is 'developer'"
         )
     else:
         return None

@@ -68,7 +68,7 @@ def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
     del sample.token_ids[limit:]
     del sample.loss_mask[limit:]
     if not any(sample.loss_mask):
-        return f"its first {limit} tokens (data.max_tokens) have nothing to learn"
+        return f"its first {limit} tokens (data.max_tokens) have no token in the loss"
     return None
 
 
@@ -195,7 +195,7 @@ class ConversationRenderer:
         """Return an error if the headers of a turn are parsed as others, else ""."""
         read = self._harmony.parse(self._harmony.render_assistant(messages))
         if isinstance(read, FormatError):
-            return f"the policy would be punished for its turn: a format error ({read.kind})"
+            return f"its turn would be a format error of the policy ({read.kind})"
         for meant, understood in zip(messages, read, strict=True):
             if meant != understood:
                 return f"the header of {meant} would be read as {understood}"

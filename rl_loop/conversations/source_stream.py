@@ -179,8 +179,8 @@ class SourceStream:
     def _restore(self, saved: dict[str, Any]) -> None:
         if saved["file"] != self._file():
             raise DataError(
-                f"{self._rows.place} has another length than when the checkpoint was saved: the run "
-                "cannot go on behind the last sample; give it the file that it began with"
+                f"{self._rows.place} has changed since the checkpoint was saved, so the run cannot "
+                "continue behind its last sample. Restore the original file"
             )
         fields = {key: value for key, value in saved.items() if key != "file"}
         last = fields["last"]
@@ -313,5 +313,5 @@ class SourceStream:
 
     def _nothing_to_learn(self) -> str:
         if self._kinds:
-            return f"no conversation can be learned from: {describe_kinds(self._kinds)}"
+            return f"no conversation can be used: {describe_kinds(self._kinds)}"
         return "it has no conversation to train on"

@@ -146,11 +146,11 @@ REFUSED = {
     "calls 0 functions, and 1 answers follow": [USER, FIRST, ANSWER],
     "it calls find, which its tools do not describe": [USER, CALLS],
     "ends with message 2 .role 'user'.": [USER, ANSWER, AGAIN],
-    "begins with the assistant": [ANSWER, USER, ANSWER],
+    "begins with a message of the assistant": [ANSWER, USER, ANSWER],
     "followed by the assistant": [USER, ANSWER, ANSWER],
-    "nothing can follow it": [USER, ANSWER | {"finish_reason": "length"}, AGAIN, ANSWER],
+    "must be the last one": [USER, ANSWER | {"finish_reason": "length"}, AGAIN, ANSWER],
     "every message has weight 0": [USER, ANSWER | {"weight": 0}],
-    "the assistant says nothing": [USER],
+    "no message of the assistant": [USER],
 }
 
 
@@ -165,10 +165,10 @@ def test_what_no_policy_samples_is_refused(message: str) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"messages": [USER | {"channel": "x"}, ANSWER]}, "it is written in Harmony"),
+        ({"messages": [USER | {"channel": "x"}, ANSWER]}, "it is in Harmony's format"),
         (
             {"messages": [USER, ANSWER], "reasoning_effort": "low"},
-            "'reasoning_effort' is GPT-OSS's",
+            "'reasoning_effort' is not supported",
         ),
         ({"messages": [USER, ANSWER], "tools": [{"name": "python"}]}, "another name"),
     ],

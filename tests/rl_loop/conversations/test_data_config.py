@@ -38,7 +38,7 @@ def test_a_path_alone_is_a_source_and_survives_being_written(tmp_path: Path) -> 
         ("data={history: append}", "data.sources"),
         ("data={path: x, histroy: append}", "data.histroy: unknown key"),
         ("data={path: x, format: alpaca}", "data.sources.data.format"),
-        ("data={path: x, validation_path: y, validation_share: 0.1}", "give one of them"),
+        ("data={path: x, validation_path: y, validation_share: 0.1}", "Give one of them"),
         ("data={path: x, max_tokens: 5000}", "data.max_tokens (5000) exceeds training.max_tokens_per_micro_batch"),
         ("data={path: 'hub:name'}", "data.sources.data: hub:name: give hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT"),
         ("data={path: x, validation_path: 'hub:a::b'}", "hub:a::b: give hub:NAME:SPLIT"),

@@ -209,7 +209,7 @@ def test_a_sample_that_is_too_long_is_refused_or_loses_its_end(full: Harmony) ->
     kept, refused = ConversationRenderer(harmony, RenderOptions("harmony", few, "truncate")).render(
         conversation
     )
-    assert f"its first {few} tokens (data.max_tokens) have nothing to learn" in refused[-1]
+    assert f"its first {few} tokens (data.max_tokens) have no token in the loss" in refused[-1]
 
 
 def test_the_openings_of_conversations_are_not_mixed_up(full: Harmony) -> None:

@@ -233,7 +233,7 @@ def test_a_file_that_has_changed_ends_a_resume(tmp_path: Path, harmony: Harmony)
     write(path, questions(21))
     with (
         data_of(harmony, path=str(path)) as data,
-        pytest.raises(DataError, match="another length than when the checkpoint was saved"),
+        pytest.raises(DataError, match="has changed since the checkpoint was saved"),
     ):
         data.stream(Report(), saved)
 
@@ -368,7 +368,7 @@ def test_what_is_refused_is_reported_once_with_line_and_reason(
     assert len(drained) == 2 * (54 - 1 - 1 - 2)  # line 31 has two turns
     assert sorted((record["line"], record["reason"]) for record in report.written) == [
         (11, "not JSON: Expecting value at character 15"),
-        (31, "the assistant says nothing in it"),
+        (31, "it has no message of the assistant"),
     ]
     assert {record["source"] for record in report.written} == {"data"}
     assert len(report.shown) == 2
@@ -391,7 +391,7 @@ def test_a_file_of_which_too_much_is_refused_ends_the_run(tmp_path: Path, harmon
     for i in range(3):
         records[5 * i] = chat(user("a"))
     path = write(tmp_path / "chats.jsonl", records)
-    explained = r"3 of 20 conversations are refused, more than data.max_refused_share \(0.1\) allows: 3 x the assistant"
+    explained = r"3 of 20 conversations are refused, more than data.max_refused_share \(0.1\) allows: 3 x it has"
     with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
         data.check()
     with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
@@ -407,9 +407,7 @@ def test_a_file_without_anything_to_learn_is_an_error_and_no_endless_loop(
     path = write(tmp_path / "chats.jsonl", [chat(user("a"))] * 3)
     with (
         data_of(harmony, path=str(path), max_refused_share=1) as data,
-        pytest.raises(
-            DataError, match="no conversation can be learned from: 3 x the assistant says"
-        ),
+        pytest.raises(DataError, match="no conversation can be used: 3 x it has no message"),
     ):
         data.stream(Report())
 
@@ -426,7 +424,7 @@ def test_a_file_without_anything_to_learn_is_an_error_and_no_endless_loop(
 )  # fmt: skip
 def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind(one: str, other: str) -> None:
     assert kind_of(one) == kind_of(other)
-    assert kind_of(one) != kind_of("the assistant says nothing in it")
+    assert kind_of(one) != kind_of("it has no message of the assistant")
 
 
 # ---- validation

@@ -105,7 +105,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         line(chat(user("a"), said("b"), user("c"))),
         "it ends with message 2 (role 'user'), which the assistant does not answer",
     ),
-    ("nobody answers", "messages", line(chat(user("a"))), "the assistant says nothing in it"),
+    ("nobody answers", "messages", line(chat(user("a"))), "it has no message of the assistant"),
     (
         "two answers",
         "messages",
@@ -140,13 +140,13 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "nothing to learn",
         "messages",
         line(chat(user("a"), said("b", weight=0))),
-        "nothing is learned of it: every message has weight 0",
+        "no token is in the loss: every message has weight 0",
     ),
     (
         "half a weight",
         "messages",
         line(chat(user("a"), said("b", weight=0.5))),
-        "message 1 (role 'assistant'): weight is 0.5; it is 0 or 1",
+        "message 1 (role 'assistant'): weight is 0.5; it must be 0 or 1",
     ),
     (
         "half a surrogate pair",
@@ -158,7 +158,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "functions of 2023",
         "messages",
         line(chat(user("a"), said("b"), functions=[{"name": "f"}])),
-        "'functions' is OpenAI's key of 2023",
+        "'functions' is a deprecated key",
     ),
     (
         "tools that are no JSON",
@@ -188,7 +188,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "the assistant begins",
         "sharegpt",
         line(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))),
-        "it begins with the assistant, whom nobody has asked anything",
+        "it begins with a message of the assistant",
     ),
     (
         "Harmony's system message as text",
