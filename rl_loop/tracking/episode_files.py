@@ -222,7 +222,7 @@ def _read(path: Path, columns: Sequence[str]) -> pa.Table:
 
 def _damaged(path: Path, error: Exception) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{path} is damaged ({' '.join(str(error).split())}); move it away to go on without it"
+        f"{path} is damaged ({' '.join(str(error).split())}); move it away to continue without it"
     )
 
 

@@ -250,7 +250,8 @@ def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
         missing = sorted(set(SCHEMA.names) - set(parquet.schema_arrow.names))
     if missing:
         raise RunDirectoryError(
-            f"{file.path}: columns are missing ({', '.join(missing)}). Move it away to go on without it"
+            f"{file.path}: columns are missing ({', '.join(missing)}). "
+            "Move it away to continue without it"
         )
     tables = list(read_row_groups(file.path, FIGURES.names))
     rows = np.cumsum([table.num_rows for table in tables], dtype=np.int64)

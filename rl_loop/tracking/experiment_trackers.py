@@ -110,7 +110,7 @@ class MlflowTracker:
             # No step is lost at this point, so report a wrong address immediately.
             uri = os.environ.get("MLFLOW_TRACKING_URI")
             raise ConfigError(
-                f"MLFLOW_TRACKING_URI is {uri}, and no run can be begun there: {error}"
+                f"MLFLOW_TRACKING_URI is {uri}, but a run cannot be started there: {error}"
             ) from None
 
         if is_resumed:
@@ -166,7 +166,7 @@ class MlflowTracker:
             self._failures += 1
             logger.warning("MLflow did not take %s: %s", what, error)
             if self._failures == MOST_FAILURES:
-                logger.warning("MLflow is given up; metrics.jsonl goes on")
+                logger.warning("MLflow is disabled. metrics.jsonl is still written")
             return
         self._failures = 0
 

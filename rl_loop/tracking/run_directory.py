@@ -231,7 +231,7 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
     if how is Start.RESUME and not run.existing():
         raise RunDirectoryError(
             f"{run.path}: there is no run to resume{_runs_beside(run.path)}. Without --resume the "
-            "command begins it"
+            "command starts it"
         )
     return run
 
@@ -395,6 +395,6 @@ def _write_error(path: Path, error: OSError) -> RunWriteError:
     hint = "Fix that"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free_mib = shutil.disk_usage(path.parent).free / 2**20
-        hint = f"Only {free_mib:.0f} MiB are free there; make room"
+        hint = f"Only {free_mib:.0f} MiB are free there. Delete some files"
     message = f"could not write {path}: {error.strerror}; its previous content is kept. {hint}, then add --resume"
     return RunWriteError(error.errno, message)

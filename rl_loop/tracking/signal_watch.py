@@ -66,7 +66,7 @@ def explain_no_signal(values: Mapping[str, float]) -> str:
     """Return why no group has a signal, and a remedy, from the metrics of a step."""
     reward = values.get(Name.REWARD, 0.0)
     finding = (
-        "no task has episodes that earn differently, so every advantage is 0 "
+        "all episodes of each task have the same reward, so every advantage is 0 "
         f"(mean reward {reward:.3f}, {_endings(values)})"
     )
     if values.get(Name.ACCURACY, 0.0) >= 1:

@@ -127,7 +127,7 @@ def test_a_store_that_fails_is_named_at_the_start_and_ends_no_run_later(
             tracker.log_step(step, {"reward": 0.0})
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings[0] == "MLflow did not take metrics of step 1: the server is away"
-    assert len(warnings) == 4 and warnings[-1].startswith("MLflow is given up")
+    assert len(warnings) == 4 and warnings[-1].startswith("MLflow is disabled")
 
     # A job that is queued again goes on without it; a new one is better told.
     monkeypatch.setattr(type(tracker._client), "update_run", fail)
