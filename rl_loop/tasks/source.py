@@ -241,7 +241,7 @@ class Source:
         self.held_out = [task for task in self.held_out if is_usable(task)]
         mask = [True] if self._data is None else [is_usable(task) for task in self._data]
         if not self.held_out or not any(mask):
-            reason = "no prompt leaves room to answer; raise rollout.max_tokens"
+            reason = "no prompt leaves tokens for an answer. Increase rollout.max_tokens"
             raise TaskFileError(f"tasks.sources.{self.name}: {reason}")
 
         if self._data is not None:

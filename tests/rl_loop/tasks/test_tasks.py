@@ -334,7 +334,7 @@ def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
 
     for path, other in ((train, held_out), (held_out, train)):
         write(path, ["1 " * 3000])
-        with pytest.raises(TaskFileError, match=r"tasks\.sources\.retool: no prompt leaves room"):
+        with pytest.raises(TaskFileError, match=r"tasks\.sources\.retool: no prompt leaves tokens"):
             rl_source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}")
         write(other, ["x?"])
 
