@@ -139,7 +139,7 @@ def check_subject_name(subject: str, has_weights: bool) -> None:
     if _is_url(subject):
         if not has_weights:
             raise CertifyError(
-                f"{subject}: say with --weights what the server was started with; "
+                f"{subject}: --weights must name the weights of the server; "
                 "`gptoss certify prepare DIR` makes it"
             )
         return
@@ -227,7 +227,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
     if not difference < REFERENCE_TOLERANCE:
         raise CertifyError(
             f"the reference and transformers in fp64 differ by {difference:.1e} nats: "
-            "one of them is wrong, and nothing can be judged"
+            "one of them is wrong, so no check is possible"
         )
 
 

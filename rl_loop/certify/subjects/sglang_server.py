@@ -46,7 +46,7 @@ class SglangServer(Subject):
         except (ServerFailed, RequestRejected) as error:
             raise SubjectFailed(str(error)) from error
         except (LookupError, TypeError, ValueError) as error:
-            raise SubjectFailed(f"{self._url} answers otherwise than SGLang: {error!r}") from error
+            raise SubjectFailed(f"{self._url} does not answer like SGLang: {error!r}") from error
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         """Score prompts without the prefix cache. Include routes if the server returns them."""
