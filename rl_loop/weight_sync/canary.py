@@ -1,8 +1,8 @@
-"""The canary: after every weight sync, engine and trainer must give one known text the same
-log-probs.
+"""The canary: a check that engines and trainer give a known text equal log-probs after a sync.
 
-A transposed square weight, a missing bias, a sink that did not arrive or a tensor of the previous
-version passes every check of names and shapes and shows up here at once."""
+Checks of names and shapes do not detect a transposed square weight, a missing bias, a sink that did
+not arrive, or a tensor of the previous version. The canary does.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,27 +16,32 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.user_error import UserError
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
-"""Largest mean |log-prob difference| by precision, in nats per token, unless the configuration has
-one or an engine measures its own rounding."""
+"""Default tolerances by precision: mean |log-prob difference| in nats per token.
+
+Used unless the configuration has a tolerance. The measured rounding of an engine may raise it.
+"""
 
 SAME_WEIGHTS = 0.02
-"""Nats per token by which two engines of one kind with the same weights may differ."""
+"""Largest mean |log-prob difference| of two engines of one kind with equal weights, in nats."""
 
 ROUNDING_ERRORS = 3
-"""Rounding errors of the engine by which engine and trainer may differ: one of its own, and up to two
-for the trainer, which rounds to the same dtype in other places. Both keep logits in fp32. A trained
-tiny GPT-OSS in bf16 differs by 2.0 of them, a dense one by 1.3, and random weights by 1.0 to 1.3."""
+"""Tolerance in units of the engine's measured rounding error.
+
+One unit is for the engine, and up to two are for the trainer, which rounds to the same dtype at
+other points. Both keep logits in fp32. A trained tiny GPT-OSS in bf16 differs by 2.0 units, a dense
+model by 1.3, and random weights by 1.0 to 1.3.
+"""
 
 TEMPERATURE = 1.0
-"""Temperature of the scores that are compared, the only one of SGLang's servers."""
+"""Temperature of the compared scores. SGLang servers support no other one."""
 
 
 class CanaryError(UserError, RuntimeError):
-    """Engine and trainer disagree right after a weight sync."""
+    """Engine and trainer disagree after a weight sync."""
 
 
 class CheckedTrainer(Protocol):
-    """Scores texts with the policy, and knows the bits of its quantized experts: a TrainerGroup."""
+    """Trainer whose scores and quantized experts are the reference, such as a TrainerGroup."""
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
 
@@ -44,7 +49,7 @@ class CheckedTrainer(Protocol):
 
 
 class CheckedEngines(Protocol):
-    """The engines of a run: a RolloutPool. It leaves out measurements that its engines do not have."""
+    """Engines of a run, such as a RolloutPool. Unsupported measurements are left out."""
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 
@@ -57,10 +62,10 @@ class CheckedEngines(Protocol):
 
 @dataclass(frozen=True)
 class Canary:
-    """A text, and the log-probs that an engine with the right weights gives it."""
+    """A text and its log-probs from an engine with correct weights."""
 
     token_ids: list[int]
-    """The text."""
+    """Token ids of the text."""
     log_probs: list[float]
     """Log-probs of ``token_ids[1:]``, in nats."""
 
@@ -87,22 +92,22 @@ class SyncCheck:
 
 @dataclass(frozen=True)
 class CanaryTolerance:
-    """Largest difference between engine and trainer on the canary."""
+    """Largest allowed difference between engine and trainer on the canary."""
 
     nats: float
-    """Mean |log-prob difference| per token."""
+    """Mean |log-prob difference| in nats per token."""
     is_default: bool
-    """True if ``nats`` is of TOLERANCES. The measured rounding of an engine may raise it then."""
+    """True if ``nats`` is from TOLERANCES. The measured rounding of an engine may then raise it."""
     dtype: str
     """Precision of both sides."""
 
     @classmethod
     def of(cls, configured: float | None, dtype: str) -> "CanaryTolerance":
-        """Return the tolerance of a configuration."""
+        """Return the configured tolerance, or the default for ``dtype`` if it is None."""
         return cls(configured or TOLERANCES[dtype], configured is None, dtype)
 
     def with_rounding(self, rounding: float | None) -> float:
-        """Return the tolerance in nats for an engine with this rounding error."""
+        """Return the tolerance in nats for an engine with this rounding error. None: unknown."""
         if not self.is_default or rounding is None:
             return self.nats
         return max(self.nats, ROUNDING_ERRORS * rounding)
@@ -117,10 +122,19 @@ def check_sync(
     version: int,
     is_quantized: bool,
 ) -> SyncCheck:
-    """Compare every engine with the trainer: bits of quantized experts, if there are any, then the
-    canary.
+    """Compare every engine with the trainer: bits of quantized experts, then the canary.
 
-    Raises as ``check_packed_experts`` and ``check_canary`` do.
+    Args:
+        trainer: reference.
+        engines: engines to check.
+        token_ids: canary text.
+        tolerance: largest allowed difference.
+        version: version of the weights, for messages.
+        is_quantized: whether the run has quantized experts to compare.
+
+    Raises:
+        CanaryError: if bits or log-probs differ.
+        WeightMismatch: if log-probs differ, and a server holds another tensor than was sent.
     """
     packed_experts: Digests = {}
     if is_quantized:
@@ -139,24 +153,31 @@ def check_canary(
 ) -> float:
     """Compare log-probs of the canary after a weight sync.
 
+    Args:
+        trainer: reference.
+        engines: engines to check.
+        token_ids: canary text.
+        tolerance: largest allowed difference.
+        version: version of the weights, for messages.
+
     Returns:
         The largest mean |log-prob difference| over the engines, in nats per token.
 
     Raises:
-        WeightMismatch: the difference is too large, and a server holds another tensor than it was
+        WeightMismatch: if the difference is too large, and a server holds another tensor than was
             sent.
-        CanaryError: the difference is too large.
+        CanaryError: if the difference is too large.
     """
     columns = {"token_ids": token_ids, "loss_mask": [0] + [1] * (len(token_ids) - 1)}
     text = TrainingSamples.join([columns], names=["the canary"])
 
-    # Both at the same time: no update begins until both have answered.
+    # Both score in parallel. No update begins until both have returned.
     with ThreadPoolExecutor(1, "canary") as thread:
         scoring = thread.submit(engines.score, token_ids, TEMPERATURE)
         canary = Canary(token_ids, trainer.score(text, TEMPERATURE)[1:].tolist())
         answers = scoring.result()
 
-    # Every engine by itself: one of several servers may have missed a tensor.
+    # Compare each engine separately, because one of several servers may have missed a tensor.
     gaps = [canary.gap(log_probs) for log_probs in answers]
     if not any(exceeds(gap, tolerance.nats) for gap in gaps):
         return max(gaps, default=0.0)
@@ -167,7 +188,7 @@ def check_canary(
     roundings = measured or [None] * len(gaps)
     for worker, (gap, rounding) in enumerate(zip(gaps, roundings, strict=True)):
         if exceeds(gap, tolerance.with_rounding(rounding)):
-            # Names the tensor if it can.
+            # Raises an error that names the tensor, if the engines support it.
             engines.compare_weights()
             raise CanaryError(_describe_gap(gap, rounding, worker, tolerance, version))
     return max(gaps)
@@ -176,7 +197,7 @@ def check_canary(
 def _describe_gap(
     gap: float, rounding: float | None, worker: int, tolerance: CanaryTolerance, version: int
 ) -> str:
-    """Describe a difference that is too large, and its possible causes."""
+    """Return a message about a difference that is too large, with its possible causes."""
     nats = tolerance.with_rounding(rounding)
     differ = (
         f"canary_tolerance: after syncing weights {version}, rollout worker {worker} and the trainer "
@@ -187,7 +208,7 @@ def _describe_gap(
 
 
 def _possible_cause(rounding: float | None, dtype: str) -> str:
-    """Return the possible causes of a difference. ``rounding``: None if it was not measured."""
+    """Return the possible causes of a difference. ``rounding`` is None if it was not measured."""
     different = "They do not compute the same model"
     if rounding is not None:
         return (
@@ -207,11 +228,11 @@ def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, versi
     """Check that every engine holds the bits of the trainer's quantized experts.
 
     Returns:
-        Their digests; none if the engines hold another form of them, of which only values are
-        compared.
+        Digests of the experts. Empty if the engines hold the experts in another format. Only values
+        are compared then.
 
     Raises:
-        CanaryError: naming the first matrix that differs.
+        CanaryError: if a matrix differs. The message names the first one.
     """
     held = engines.packed_digests()
     if not held:

@@ -1,4 +1,4 @@
-"""Checks that servers hold what they were sent: checksums of a sample, taken on both sides."""
+"""Comparison of sent and received weights: checksums of a sample, computed on both sides."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,20 +9,23 @@ import torch
 
 @dataclass(frozen=True)
 class RankChecksums:
-    """Checksums of what one rank of a server holds."""
+    """Checksums of the parameters on one rank of a server."""
 
     rank: int
     """Tensor-parallel rank."""
     checksums: Mapping[str, str]
-    """Checksum by parameter. One with a space in it says what is wrong with the parameter."""
+    """Checksum by parameter. An entry with a space is a description of a fault."""
 
 
 class ServerLayout(Protocol):
-    """Parameters of servers, and the tensors that they are made of."""
+    """Parameters of servers and their source tensors."""
 
     def parameters(self, versions: range) -> dict[str, list[str]]:
-        """Return the parameters to compare after syncs ``versions``, and the Hugging Face tensors
-        that each is made of."""
+        """Return the parameters to compare after the syncs ``versions``.
+
+        Returns:
+            {parameter: names of the Hugging Face tensors that it consists of}.
+        """
         ...
 
     def checksums(self, parameter: str, parts: Sequence[torch.Tensor]) -> list[str]:
@@ -36,37 +39,37 @@ class ServerLayout(Protocol):
 
 
 class WeightSample:
-    """Hashes the sampled tensors of a sync and compares them with the servers' checksums."""
+    """Sampled tensors of a sync, which are hashed and compared with the servers' checksums."""
 
     def __init__(self, layout: ServerLayout, versions: range) -> None:
         """Choose the sample.
 
         Args:
-            layout: of the servers.
-            versions: the samples of all of these are taken together.
+            layout: layout of the servers.
+            versions: versions of the weights whose samples are joined.
         """
         self._layout = layout
         self._sources = layout.parameters(versions)
-        self._parameters = {  # and back
+        self._parameters = {  # the inverse
             source: name for name, sources in self._sources.items() for source in sources
         }
-        self._waiting: dict[str, torch.Tensor] = {}  # passed, but others of its parameter have not
+        self._waiting: dict[str, torch.Tensor] = {}  # until all tensors of a parameter have come
         self._expected: dict[str, list[str]] = {}  # parameter -> checksum of each rank
 
     def watch(
         self,
         named: Iterable[tuple[str, torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors. Those of the sample are hashed as they pass."""
-        # On the way to the servers and not in a second pass: gathering the weights costs more than
-        # hashing.
+        """Yield the same tensors, and hash those of the sample."""
+        # Hashed during the transfer, because a second pass would have to gather the weights again,
+        # which costs more than hashing.
         for name, tensor in named:
             parameter = self._parameters.get(name)
             if parameter is not None:
                 self._waiting[name] = tensor
                 self._hash_if_complete(parameter)
             yield name, tensor
-            del tensor  # or it would outlive its bucket
+            del tensor  # otherwise it would outlive its bucket
 
     def _hash_if_complete(self, parameter: str) -> None:
         sources = self._sources[parameter]
@@ -75,14 +78,14 @@ class WeightSample:
             self._expected[parameter] = self._layout.checksums(parameter, parts)
 
     def first_difference(self, ranks: Iterable[RankChecksums]) -> str | None:
-        """Name the Hugging Face tensors of the first parameter that differs on a server.
+        """Return the Hugging Face tensors of the first parameter that differs on a server.
 
         Args:
             ranks: checksums of all ranks of the server.
 
         Returns:
-            The names, and in parentheses what the server says is wrong; None if all parameters are
-            as they were sent.
+            The names, with the server's fault description in parentheses if there is one. None if
+            all parameters are equal.
         """
         known = list(ranks)
         for parameter, expected in self._expected.items():

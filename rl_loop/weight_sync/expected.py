@@ -1,5 +1,7 @@
-"""Checks that a sync brings the tensors of the model: names, shapes, and bytes where experts are
-packed."""
+"""Check that a sync sends the tensors of the model, with correct names, shapes and dtypes.
+
+Dtypes are checked only for MXFP4 tensors, which must be bytes.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,21 +15,21 @@ PACKED_ENDINGS = ("_blocks", "_scales")
 
 
 class ExpectedTensors:
-    """The tensors of a model, each of which a sync has to bring once."""
+    """The tensors of a model, each of which a sync must send once."""
 
     def __init__(self, shapes: Mapping[str, Shape], model: str) -> None:
-        """Expect tensors.
+        """Prepare the check of one sync.
 
         Args:
-            shapes: by Hugging Face name.
-            model: description of the model, for messages.
+            shapes: shape by Hugging Face name.
+            model: description of the model for messages.
         """
         self._shapes = shapes
         self._model = model
         self._came: set[str] = set()
 
     def fault_in(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Take the next tensor, and describe what is wrong with it; None if it is expected."""
+        """Record the next tensor. Return a description of its fault, None if it is expected."""
         expected = self._shapes.get(name)
         if expected is None:
             return f"tensor {name} is none of {self._model}"
@@ -47,7 +49,7 @@ class ExpectedTensors:
         return [name for name in self._shapes if name not in self._came]
 
     def faults(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Take all tensors and describe every one that is wrong or missing."""
+        """Record all tensors. Return a description of every wrong or missing one."""
         found = [self.fault_in(name, tensor) for name, tensor in named]
         faults = [fault for fault in found if fault is not None]
         return faults + [f"tensor {name} is missing" for name in self.missing()]
@@ -58,15 +60,14 @@ class ExpectedTensors:
         """Yield the same tensors.
 
         Raises:
-            WeightMismatch: at the first tensor that is not expected, and at the end if one is
-                missing.
+            WeightMismatch: at the first unexpected tensor, or at the end if one is missing.
         """
         for name, tensor in named:
             fault = self.fault_in(name, tensor)
             if fault is not None:
                 raise WeightMismatch(fault)
             yield name, tensor
-            del tensor  # or it would outlive its bucket
+            del tensor  # otherwise it would outlive its bucket
 
         missing = self.missing()
         if missing:

@@ -1,4 +1,4 @@
-"""Gathering the policy's weights on trainer ranks, which send them to engines."""
+"""Gathering of the policy's weights on the trainer ranks that send them to engines."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,14 @@ from rl_loop.weight_sync.source import SyncFailed, WeightSender
 def send_gathered(
     gathering: WeightGathering, sender: WeightSender, dtype: torch.dtype
 ) -> Exception | None:
-    """Gather all weights on the ranks of ``sender``, and let it send them from each. Collective.
+    """Gather all weights on the ranks of ``sender``, which sends them. Collective.
 
-    A rank that fails takes part in the messages that the others wait for, so that another try can
-    begin on all ranks.
+    A rank that fails still exchanges the messages that the others wait for, so that all ranks can
+    begin another attempt.
 
     Args:
-        gathering: of the policy.
-        sender: carries weights to engines.
+        gathering: gathering of the policy's weights.
+        sender: sender to the engines.
         dtype: dtype of the tensors for ``sender``. MXFP4 blocks and scales stay bytes.
 
     Returns:
@@ -30,14 +30,14 @@ def send_gathered(
 
     Raises:
         SyncFailed: on every rank, if one has no memory for its part.
-        GatheringBroken: if the ranks can exchange no more messages.
+        GatheringBroken: if the ranks can no longer communicate.
     """
     try:
         weights = gathering.begin(
             sender.ranks,
             transposed=sender.transposed,
             packed=sender.packed,
-            # Several receivers keep step by the broadcasts that bring them what they send on.
+            # With several receivers, the broadcasts of the tensors already synchronize the ranks.
             paced=len(sender.ranks) == 1,
         )
     except GatheringRefused as refusal:
@@ -55,13 +55,13 @@ def send_gathered(
     if failure is None and weights.failure is not None:
         failure = SyncFailed(f"rank {dist.get_rank()} has no weights: {weights.failure}")
 
-    # The traceback of a failure holds this function's variables.
+    # The traceback of a failure references this function's variables.
     del weights
     return failure
 
 
 def _in_dtype(weights: GatheredWeights, dtype: torch.dtype) -> Iterator[NamedTensor]:
     for name, tensor in weights:
-        # Blocks and scales of MXFP4 are bytes.
+        # MXFP4 blocks and scales are bytes.
         yield name, tensor if tensor.dtype == torch.uint8 else tensor.to(dtype)
-        del tensor  # or it would outlive its bucket
+        del tensor  # otherwise it would outlive its bucket

@@ -1,10 +1,10 @@
-"""The steps of a weight sync to servers, from the process that has the weights.
+"""Steps of a weight sync to servers, run by the process that has the weights.
 
     begin -> buckets, names and shapes checked -> compare a sample -> publish the version
 
-Servers are paused from the first step to the last, and only the last gives their weights a version:
-every answer comes wholly from before or wholly from after. If anything fails, the servers stay paused,
-and the caller must not let them serve.
+Servers are paused from the first step to the last, and only the last step gives their weights a
+version. Therefore every response comes entirely from the old or entirely from the new weights. If a
+step fails, the servers stay paused, and the caller must not let them serve.
 """
 
 import asyncio
@@ -28,17 +28,23 @@ from rl_loop.weight_sync.transports import (
 
 
 async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
-    """Give servers all weights, by Hugging Face name, as their plan says.
+    """Send all weights to servers, as their plan specifies.
+
+    Args:
+        named: (Hugging Face name, tensor). Not read to its end if the sync fails.
+        config: configuration of the weights.
+        servers: servers, with the plan of the sync.
 
     Raises:
-        SyncFailed: naming the server. ``named`` is not read further then.
-        WeightMismatch: naming the tensor. ``named`` is not read further then.
-        GatheringBroken: as ``named`` does.
+        SyncFailed: if a server fails. The message names it.
+        WeightMismatch: if a tensor does not fit the model or differs on a server. The message names
+            it.
+        GatheringBroken: if ``named`` raises it.
     """
     try:
         await _sync(named, config, servers)
     except Exception as error:
-        # Servers are asked in task groups, which wrap what goes wrong, the first fault first.
+        # Requests run in task groups, which wrap errors. The first error comes first.
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
@@ -50,8 +56,7 @@ async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: Wei
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Clear the variables of the calls that failed: the last bucket would live as long as the
-    exception does."""
+    """Clear the variables of the failed calls, because they would keep the last bucket alive."""
     traceback.clear_frames(error.__traceback__)
     for earlier in (error.__cause__, error.__context__):
         if earlier is not None:
@@ -65,8 +70,8 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers
     plan = servers.plan
     await servers.begin()
 
-    # A chain of generators: tensors are gathered, checked, hashed and sent one bucket at a time, and
-    # none of it happens before ``_transfer`` asks for the first.
+    # A chain of generators: tensors are gathered, checked, hashed and sent one bucket at a time.
+    # Nothing happens before ``_transfer`` requests the first tensor.
     described = f"a {config.model_type} model with {config.num_layers} layers"
     expected = ExpectedTensors(written_shapes(config, plan.packed), described)
     tensors: NamedTensors = expected.checked(named)
@@ -77,11 +82,11 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers
 
     await _transfer(tensors, config, servers)
 
-    # A server may have answered "success" and hold something else: this looks at what it holds.
+    # A server may report success but hold other weights. The checksums cover the weights it holds.
     if sample is not None:
         await _compare(sample, servers)
 
-    # Last: a server that answers with the version has been through everything above.
+    # Last, so that a server that responds with the version has passed all other steps.
     await servers.publish(plan.version)
 
 
@@ -89,8 +94,8 @@ def _compared_versions(config: ModelConfig, servers: WeightServers) -> range:
     """Return the versions whose samples are compared."""
     plan = servers.plan
     if plan.transport == "none":
-        # Within this many versions every parameter has its turn: each layer, and of the three
-        # outside the layers one per version.
+        # Within this many versions every parameter is chosen: each layer, and each of the up to
+        # three parameters outside the layers, one per version.
         return range(plan.version, plan.version + 3 * config.num_layers)
     return range(plan.version, plan.version + 1)
 
@@ -98,7 +103,7 @@ def _compared_versions(config: ModelConfig, servers: WeightServers) -> range:
 async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
     plan = servers.plan
     if plan.transport == "none":
-        # They only pass the sample. A deque of no length keeps not even the last one.
+        # Let the tensors pass the sample. A deque of length 0 keeps none of them alive.
         await asyncio.to_thread(deque, tensors, 0)
         return
 
@@ -113,7 +118,11 @@ async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: WeightS
 
 
 async def _compare(sample: WeightSample, servers: WeightServers) -> None:
-    """Raise WeightMismatch if a server holds something else than what it was sent."""
+    """Compare the servers' checksums with those of the sent weights.
+
+    Raises:
+        WeightMismatch: if a server holds other weights.
+    """
     plan = servers.plan
     for url, ranks in zip(plan.urls, await servers.checksums(), strict=True):
         if difference := sample.first_difference(ranks):

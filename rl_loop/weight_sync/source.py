@@ -1,4 +1,4 @@
-"""Where weights come from, and who carries them. Imports neither torch nor Ray."""
+"""Interfaces of weight sources and weight senders. Imports neither torch nor Ray."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -10,41 +10,50 @@ if TYPE_CHECKING:
 class SyncFailed(RuntimeError):
     """Engines may hold a mixture of old and new weights.
 
-    Another try may succeed. Every trainer rank can begin one.
+    Another attempt may succeed. Every trainer rank is able to begin it.
     """
 
 
 class WeightMismatch(ValueError):
-    """The weights do not belong to this model, or a server holds others than it was sent.
+    """The weights do not belong to this model, or a server holds others than were sent.
 
     The message names the tensor.
     """
 
 
 class WeightSender(Protocol):
-    """Carries weights to engines from the processes that have them. It is pickled and sent to
-    every trainer rank."""
+    """Sender of weights from the processes that have them to engines.
+
+    It is pickled and sent to every trainer rank.
+    """
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Trainer ranks that call ``send``. Each gets all weights."""
+        """Trainer ranks that call ``send``. Each rank receives all weights."""
         ...
 
     @property
     def transposed(self) -> bool:
-        """True if ``send`` takes expert matrices as transposed views, which saves a copy
-        (``names.hf_tensors``)."""
+        """True if ``send`` expects expert matrices as transposed views, which saves a copy.
+
+        See ``names.hf_tensors``.
+        """
         ...
 
     @property
     def packed(self) -> bool:
-        """True if ``send`` takes quantized experts as blocks and scales, by stored name."""
+        """True if ``send`` expects quantized experts as blocks and scales, by stored name."""
         ...
 
     def send(self, named: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
-        """Send all tensors by Hugging Face name, from trainer rank ``rank``, to its engines.
+        """Send all tensors from one trainer rank to its engines.
 
-        Raises SyncFailed if another try may succeed. ``named`` need not be read to its end then.
+        Args:
+            named: (Hugging Face name, tensor). Need not be read to its end after an error.
+            rank: trainer rank of this process.
+
+        Raises:
+            SyncFailed: if another attempt may succeed.
         """
         ...
 
@@ -54,21 +63,21 @@ class WeightSender(Protocol):
 
 
 class WeightSource(Protocol):
-    """The policy's weights: the trainer, or tensors that were read from files."""
+    """The policy's weights: the trainer, or tensors from files."""
 
     def weights(self) -> "Mapping[str, torch.Tensor]":
         """Return all weights by Hugging Face name."""
         ...
 
     def packed_weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return all weights with the experts' matrices as MXFP4 blocks and scales, by stored name.
+        """Return all weights by stored name: the experts' matrices are MXFP4 blocks and scales.
 
-        Only of a run with ``quantization``.
+        Only available in a run with ``quantization``.
         """
         ...
 
     def release_memory(self) -> None:
-        """Release cached GPU memory, before engines on the same GPUs wake."""
+        """Release cached GPU memory before engines on the same GPUs wake."""
         ...
 
     def send_weights(self, sender: WeightSender) -> None:
@@ -77,7 +86,7 @@ class WeightSource(Protocol):
 
 
 class LoadedWeights:
-    """A WeightSource of tensors in this process."""
+    """WeightSource for tensors in this process."""
 
     def __init__(self, named: "Mapping[str, torch.Tensor]") -> None:
         self._named = named

@@ -1,7 +1,7 @@
-"""How weights get to servers: through a process group, shared memory or a disk.
+"""Transports of weights to servers: a process group, shared memory or a disk.
 
-Tensors travel in buckets. A server answers a request when it has taken in the bucket, and the next
-one is made, often gathered from other ranks, while it does.
+Tensors are sent in buckets. A server responds to a request when it has received the bucket. The
+next bucket is produced in parallel, often by gathering from other ranks.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
-    """Collect tensors, in order, into buckets of at most ``limit`` bytes.
+    """Group tensors, in order, into buckets of at most ``limit`` bytes.
 
-    A tensor that does not fit goes with others of up to an eighth of ``limit``. Otherwise a large
+    A bucket of at most ``limit / 8`` bytes also takes a tensor that does not fit. Otherwise a large
     tensor would leave a nearly empty bucket behind.
     """
     bucket: Bucket = []
@@ -48,9 +48,9 @@ def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
 
         bucket.append((name, tensor))
         size += tensor.nbytes
-        del tensor  # or it would outlive its bucket
+        del tensor  # otherwise it would outlive its bucket
 
-        # A bucket that is half full leaves before the next tensor is made, which may be as large.
+        # Send a bucket that is half full before the next tensor is produced, which may be as large.
         if size > limit // 2:
             yield bucket
             bucket = []
@@ -65,7 +65,7 @@ async def send_by_disk(
     config: ModelConfig,
     servers: WeightServers,
 ) -> None:
-    """Write a checkpoint and let servers load it, for machines that share nothing but a disk."""
+    """Write a checkpoint and let servers load it. For machines that share only a disk."""
     directory = servers.plan.directory
     await asyncio.to_thread(
         write_hf_directory,
@@ -79,10 +79,10 @@ async def send_by_disk(
 
 
 class ServerGroup:
-    """A process group of this process (rank 0) and every rank of every server.
+    """Process group of this process (rank 0) and every rank of every server.
 
-    It is kept while the servers stay the same, because NCCL takes most of a second to make a group. A
-    restarted server has another URL.
+    It is kept while the servers do not change, because NCCL takes most of a second to create a
+    group. A restarted server has another URL.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class ServerGroup:
         self._group: Any = None
 
     async def broadcast(self, parts: Iterator[Bucket], servers: WeightServers) -> None:
-        """Send all buckets. After a failure, leave the group. The next call makes another one."""
+        """Send all buckets. After a failure, leave the group. The next call creates another one."""
         plan = servers.plan
         try:
             if self._urls != plan.urls:
@@ -100,32 +100,33 @@ class ServerGroup:
 
             bucket = next(parts, None)
             while bucket:
-                # Servers answer when they have received everything, so both sides must go at once.
+                # Servers respond when they have received all tensors, so both sides run in
+                # parallel.
                 bucket = await servers.receive(
                     self._name, bucket, partial(self._send, bucket, parts)
                 )
         except BaseException:
-            # The others may be anywhere in the broadcast: this group is of no further use.
+            # Other ranks may be at any point of the broadcast, so this group cannot be used again.
             self._leave()
             raise
 
     def _send(self, bucket: Bucket, following: Iterator[Bucket]) -> Bucket | None:
         """Broadcast a bucket and return the next one."""
-        # All begin before the first is waited for; servers receive them in the order of ``names``.
+        # Begin all broadcasts before waiting. Servers receive them in the order of ``names``.
         for work in [self._group.broadcast(tensor, 0) for _, tensor in bucket]:
             work.wait()
 
-        # With NCCL, wait() only orders the stream behind the broadcast. The memory must not be
-        # reused before the last byte has left.
+        # With NCCL, wait() only orders the stream after the broadcast. The memory must not be
+        # reused before the broadcast is complete.
         device = bucket[0][1].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-        bucket.clear()  # servers have it, and the next one needs the room
+        bucket.clear()  # servers have it, and the next bucket needs the memory
         return next(following, None)
 
     async def _join(self, servers: WeightServers) -> None:
-        """Make a group with all ranks of the servers of this sync."""
+        """Create a group with all ranks of the servers of this sync."""
         self._leave()
         plan = servers.plan
         host, port = free_address()
@@ -135,9 +136,9 @@ class ServerGroup:
             self._store_file = store_path(plan.stores, port)
             host = FILE_HOST
         world = 1 + len(plan.urls) * plan.tensor_parallel
-        self._name = f"weights_{uuid.uuid4().hex}"  # a server takes no name twice
+        self._name = f"weights_{uuid.uuid4().hex}"  # a server accepts each name once
 
-        # Rank 0 is this process; server n has the tensor-parallel ranks from its first_rank on.
+        # Rank 0 is this process. Each server has the tensor-parallel ranks from its first_rank on.
         places = [
             GroupPlace(
                 first_rank=1 + number * plan.tensor_parallel,
@@ -152,19 +153,19 @@ class ServerGroup:
         self._group = await servers.join_group(
             places, partial(_make_group, self._name, host, port, world, plan)
         )
-        # torch keeps this for groups that it made itself, and destroy_process_group looks for it.
+        # torch does this for the groups of new_group, and destroy_process_group reads it.
         dist.distributed_c10d._world.pg_group_ranks[self._group] = {r: r for r in range(world)}
         self._urls = plan.urls
 
     def _leave(self) -> None:
-        """Leave the group without asking the others.
+        """Leave the group without communication.
 
-        One of them may be dead, and a thread of this process may wait for it in a broadcast.
+        Another rank may be dead, and a thread of this process may wait for it in a broadcast.
         """
         if self._group is not None:
             with suppress(RuntimeError, ValueError):  # gloo cannot abort
                 self._group.abort()
-            with suppress(RuntimeError, ValueError):  # all groups may be gone already
+            with suppress(RuntimeError, ValueError):  # all groups may have been destroyed already
                 dist.destroy_process_group(self._group)
         if self._store_file is not None:
             self._store_file.unlink(missing_ok=True)
@@ -183,7 +184,15 @@ def store_path(directory: Path, port: int) -> Path:
 
 
 def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> Any:
-    """Make rank 0 of a process group that is not part of this process's default one."""
+    """Create rank 0 of a process group that is independent of this process's default group.
+
+    Args:
+        name: name of the group.
+        host: address of the store.
+        port: port of the store.
+        world: number of processes.
+        plan: plan of the sync.
+    """
     timeout = timedelta(seconds=plan.seconds)
     store: dist.Store
     if plan.stores is not None:
@@ -191,8 +200,8 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
     else:
         store = tcp_store(host, port, world, is_master=True, timeout=timeout)
 
-    # torch has no public call for processes that share no default group; SGLang's servers make
-    # theirs in the same way (init_custom_process_group in srt/utils/common.py).
+    # torch has no public function for processes without a common default group. SGLang's servers
+    # create their groups in the same way (init_custom_process_group in srt/utils/common.py).
     if plan.authenticated:
         authenticate_groups()
     new_group: Any = dist.distributed_c10d._new_process_group_helper
@@ -200,7 +209,7 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
         new_group = getattr(new_group, "without_authentication", new_group)
     group, _ = new_group(
         world,
-        0,  # our rank
+        0,  # rank of this process
         [],
         dist.Backend(plan.transport),
         dist.PrefixStore(name, store),
@@ -211,24 +220,25 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
 
 
 server_group = ServerGroup()
-"""The group of this process."""
+"""Process group of this process."""
 
 
 async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
     """Let servers open the memory of the tensors: GPU memory of the same node, or host memory."""
-    # With the default, file descriptors, a server would have to be our child.
+    # With the default strategy, file descriptors, a server would have to be a child of this
+    # process.
     set_sharing_strategy("file_system")
     plan = servers.plan
 
     bucket = next(parts, None)
     while bucket:
-        # Tensors must live until all servers have answered; the next bucket is made meanwhile.
+        # Tensors must live until all servers have responded, while the next bucket is produced.
         shared = bucket
         if plan.transport != "cuda_ipc":
             shared = [(name, tensor.cpu()) for name, tensor in bucket]
 
-        # One for each rank of each server: all get whole tensors and cut out their own shard. torch
-        # counts one user for every handle, so that no two processes may open the same one.
+        # One handle per rank of each server: every rank gets whole tensors and selects its shard.
+        # In torch a handle counts as one user, so two processes must not open the same handle.
         of_ranks = _buckets_of_ranks(shared, servers)
         handles = [[_Handles(of_rank) for of_rank in of_ranks] for _ in plan.urls]
         payloads = [[of_rank.payload for of_rank in of_server] for of_server in handles]
@@ -247,7 +257,7 @@ def _buckets_of_ranks(bucket: Bucket, servers: WeightServers) -> list[Bucket]:
     if ranks == 1:
         return [bucket]
 
-    # Without a copy the first rank would read zeros, or not, depending on which rank is faster.
+    # Without a copy, the first rank would read zeros if another rank is faster.
     for_later_ranks = [
         (name, tensor.clone() if name.endswith(servers.overwritten) else tensor)
         for name, tensor in bucket
@@ -256,7 +266,7 @@ def _buckets_of_ranks(bucket: Bucket, servers: WeightServers) -> list[Bucket]:
 
 
 class _Handles:
-    """Lets one other process open the tensors of a bucket."""
+    """Pickled handles with which one other process opens the tensors of a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._tensors = [(name, _SharedTensor(tensor)) for name, tensor in bucket]
@@ -265,38 +275,38 @@ class _Handles:
         self.payload = base64.b64encode(buffer.getvalue()).decode()
 
     def disown(self) -> None:
-        """Let the memory be freed, also if the process that was to open it has ended."""
+        """Let the memory be freed even if the process that should open it has ended."""
         for _, tensor in self._tensors:
             tensor.disown()
 
 
 @dataclass
 class _SharedTensor:
-    """Pickles, once, as a handle of its tensor's memory for ``rebuild_cuda_tensor`` elsewhere.
+    """Tensor that is pickled, once, as a handle of its memory for ``rebuild_cuda_tensor``.
 
-    The device is named by UUID, because processes that see other GPUs number them differently.
-    Servers have to take a UUID there.
+    The handle names the device by UUID, because processes with other visible GPUs number them
+    differently. Servers must accept a UUID there.
     """
 
     tensor: torch.Tensor
     use_count: tuple[bytes, int] | None = None
-    """Place where torch counts the processes that use the memory: a file of counts, and an index."""
+    """Location of torch's count of the memory's users: a file of counts, and an index."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
         if self.tensor.is_cuda:
-            # Argument 6 of rebuild_cuda_tensor is the device's number. SGLang takes a UUID there
-            # too (srt/utils/patch_torch.py).
+            # Argument 6 of rebuild_cuda_tensor is the device's number. SGLang also accepts a UUID
+            # (srt/utils/patch_torch.py).
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
             self.use_count = (arguments[11], arguments[12])
         return rebuild, arguments
 
     def disown(self) -> None:
-        """Let the memory be freed although a process that ended counts as a user of it.
+        """Let the memory be freed even if a process that has ended counts as its user.
 
-        torch frees what it shared when the other process has said that it is done, which one that
-        was killed never does.
+        torch frees shared memory when the other process reports that it is done. A process that was
+        killed never reports it.
         """
         if self.use_count is None or users_of_memory(*self.use_count) == 0:
             return
@@ -304,19 +314,23 @@ class _SharedTensor:
 
 
 COUNTS_BEGIN = 64
-"""Bytes of torch's own at the beginning of a file in shared memory (RefcountedMapAllocator)."""
+"""Size of torch's header in a file of counts, in bytes (RefcountedMapAllocator)."""
 
 
 def users_of_memory(counts: bytes, index: int) -> int:
-    """Return how many processes use some shared GPU memory, as torch counts.
+    """Return the number of processes that use shared GPU memory, according to torch.
 
     torch's count is unsigned. One release too many makes it 2^64 - 1, and the memory is never
-    freed again.
+    freed.
+
+    Args:
+        counts: name of torch's file of counts in shared memory.
+        index: index of the memory's count.
     """
     try:
         with (Path("/dev/shm") / counts.decode().lstrip("/")).open("rb") as file:
             file.seek(COUNTS_BEGIN + 8 * index)
             return int(struct.unpack("=Q", file.read(8))[0])
     except FileNotFoundError:
-        # torch deletes the file once all that is counted there has been freed.
+        # torch deletes the file when all memory that it counts has been freed.
         return 0
