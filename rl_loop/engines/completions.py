@@ -32,7 +32,7 @@ class CompletionsEngine:
     def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
         self._url = f"{url.rstrip('/')}/completions"
         self._model = model
-        self._limits: dict[str, asyncio.Timeout] = {}  # of running requests; an abort sets the time
+        self._limits: dict[str, asyncio.Timeout] = {}  # by request id; an abort sets the time
         self._slots = asyncio.Semaphore(concurrency)
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 

@@ -61,15 +61,18 @@ class GenerateResult:
     output_ids: list[int]
     """Sampled tokens, including the stop token if one was sampled."""
     output_log_probs: list[float]
-    """Log-probs of the sampled tokens in nats, at the sampling temperature and before top-p
-    truncation.
+    """Log-probs of the sampled tokens, in nats.
+
+    They belong to the distribution at the sampling temperature, before top-p truncation.
     """
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     """Weight versions as spans over ``output_ids``. Empty from engines without versions."""
     routed_experts: np.ndarray | None = None
-    """Experts of each token: uint8 or int16 (``megatron_gptoss.routes.route_dtype``) of shape
-    [len(input_ids) + len(output_ids) - 1, layers, top_k].
+    """Experts of each token: [len(input_ids) + len(output_ids) - 1, layers, top_k].
+
+    uint8 or int16, as ``megatron_gptoss.routes.route_dtype`` returns for the model. None if they were
+    not requested.
     """
     cached_tokens: int = 0
     """Number of prompt tokens that were in the engine's prefix cache."""

@@ -40,7 +40,6 @@ def sample(
         int64 [rows]: token ids.
     """
     # In fp64, because an fp32 cumulative sum over 200,000 tokens would lose the unlikely ones.
-    # In fp64, or the cumulative sum over 200,000 tokens would lose the unlikely ones.
     probs = log_probs.double().exp()
     tokens = _invert_cumulative(probs, uniforms)
 

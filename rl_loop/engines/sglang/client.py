@@ -51,7 +51,7 @@ class SglangClient:
         # Created by the first call, because a session belongs to the running event loop.
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),  # no limit of connections
+                connector=aiohttp.TCPConnector(limit=0),  # any number of connections
                 timeout=self._timeout,
                 headers=self._headers,
             )

@@ -86,7 +86,9 @@ class SglangConfig(EngineConfig):
     python: str = sys.executable
     """Python interpreter with SGLang installed. Its packages may differ from the trainer's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the servers, added to those of this process except PYTHONPATH."""
+    """Environment variables of the servers, added to those of this process. Its PYTHONPATH and
+    VIRTUAL_ENV are left out.
+    """
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of ``sglang.launch_server``. The last value of a repeated option counts.
     Options that would open a server to others, such as ``--api-key``, are rejected.
@@ -120,8 +122,8 @@ class SglangConfig(EngineConfig):
     bucket_bytes: int | None = Field(None, gt=0)
     """Maximum bytes of weights in flight, unless one tensor is larger. Gate and up projections of a
     layer are one tensor (bf16, 20B: 1.06 GB, 120B: 4.2 GB). A bucket is sent when it is more than
-    half full. A server needs this much memory in addition to its model, the trainer twice as much.
-    null: 1 GiB, or 2 GiB if ``quantization`` is set.
+    half full. A server needs up to this much memory in addition to its model, the trainer twice as
+    much. null: 1 GiB, or 2 GiB if ``quantization`` is set.
     """
     quantization: Quantization | None = None
     """Format of the servers' experts. null: bf16, which represents MXFP4 values exactly. mxfp4:
@@ -322,7 +324,7 @@ class SglangConfig(EngineConfig):
         """Check that ``python`` exists and can import SGLang, and the plugin if servers load it.
 
         Raises:
-            EngineUnavailable: if it does not. The message says how to install SGLang.
+            EngineUnavailable: if a check fails. The message contains the remedy.
         """
         python = shutil.which(self.python)
         if python is None:

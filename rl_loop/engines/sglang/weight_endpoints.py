@@ -111,7 +111,7 @@ class SglangServers:
         await self.call("/pause_generation", {"mode": "abort"})
 
     async def begin_transfer(self) -> None:
-        # The plugin counts the tensors of MXFP4 experts: SGLang would not notice a missing bucket.
+        # Servers with MXFP4 experts count all tensors: SGLang would not notice a missing bucket.
         if self.plan.packed:
             await self.call("/weights_checker", {"action": BEGIN_SYNC})
 

@@ -260,7 +260,6 @@ def samples_plainly(sampler: Any, sampling_info: Any) -> bool:
         sampling_info: SGLang's SamplingBatchInfo.
     """
     # A greedy request in a mixed batch has top_k 1.
-    # Greedy requests among others are those with top_k 1.
     return not (
         sampling_info.is_all_greedy
         or sampling_info.need_top_k_sampling
