@@ -71,8 +71,8 @@ class GenerateResult:
     routed_experts: np.ndarray | None = None
     """Experts of each token: [len(input_ids) + len(output_ids) - 1, layers, top_k].
 
-    uint8 or int16, as ``megatron_gptoss.routes.route_dtype`` returns for the model. None if they were
-    not requested.
+    uint8 or int16, as ``megatron_gptoss.routes.route_dtype`` returns for the model. None if not
+    requested, or if there are no tokens.
     """
     cached_tokens: int = 0
     """Number of prompt tokens that were in the engine's prefix cache."""

@@ -2,9 +2,9 @@
 
 triton_kernels 3.6 divides the tokens of each expert into blocks of one size, about twice their
 mean. Thereby it does not read and decode a matrix twice. With 256 tokens, 4 experts per token and
-32 experts, a block has 64 rows for 32 tokens, so half of the tensor cores' work is wasted. It also
-compiles its kernel 2 or 4 times for each block size, when numbers of tokens with other divisors
-occur in the middle of a rollout.
+32 experts, a block has 64 rows for 32 tokens, so half of the tensor cores' work is wasted. The
+library also compiles its kernel 2 or 4 times for each block size, when numbers of tokens with other
+divisors occur in the middle of a rollout.
 
 In this kernel a program reads the number of tokens in its block and multiplies 16, 32, 48 or 64
 rows. Sums keep their order, 16 inputs at a time, so that the output is identical in every bit. The
@@ -21,7 +21,7 @@ with little register spilling. This was the fastest variant for both GEMMs of a 
 triton_kernels computes larger prefills and all other GEMMs.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ Scales are laid out for 4 warps (``gptoss_hopper_layout``). Large prefills are f
 warps. ``scales_of_program`` removes this assumption, so that 8 warps read the layout, too.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable

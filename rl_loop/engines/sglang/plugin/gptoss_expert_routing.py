@@ -17,7 +17,7 @@ long with 256 tokens as with 64.
 SGLang routes more tokens than a program can hold, as in a prefill.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
@@ -222,9 +222,10 @@ def _route_kernel(
     value = value.to(tl.float32)
     own_value = tl.load(rows + own, mask=is_token & (own < EXPERTS), other=0.0).to(tl.float32)
 
-    # Integers in the order of the logits. Ties rise with lower expert numbers. The key is the bits
-    # of the float: all inverted if it is negative, otherwise only the sign. A bf16 occupies the
-    # upper half of 32 bits, so the lower half can hold the expert.
+    # Integers in the order of the logits. If logits are equal, the lower expert number gives the
+    # larger integer. The upper bits are those of the float: all inverted if it is negative,
+    # otherwise only the sign. A bf16 occupies the upper half of 32 bits, so the lower half can hold
+    # the expert.
     bits = value.to(tl.int32, bitcast=True)
     rising = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     first_is_larger = (COLUMNS - column).to(tl.uint32)

@@ -15,7 +15,7 @@ anything is computed with them (``gptoss_synced_model``). For scale byte 0 trito
 zeros. This module returns the represented values, at most 6 * 2^-127.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from importlib import import_module

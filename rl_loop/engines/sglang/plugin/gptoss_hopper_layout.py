@@ -1,9 +1,10 @@
 """Memory layouts of MXFP4 matrices for Hopper's tensor cores, written and read in place.
 
-They are close to ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1,
-num_warps=4)`` of triton_kernels 3.6, with two differences: the order of bits in a word of values,
-which needs fewer instructions to decode, and scales, which are stored as exponents of bf16 numbers
-(``gptoss_expert_values``).
+They are ``HopperMXValueLayout(mx_axis=1)`` and ``HopperMXScaleLayout(mx_axis=1, num_warps=4)`` of
+triton_kernels 3.6 with two differences (``gptoss_expert_values``):
+
+- The order of bits in a word of values needs fewer instructions to decode.
+- Scales are stored as exponents of bf16 numbers.
 
 SGLang creates triton_kernels' layouts, with 8 warps, of whole layers, in about 12 passes over
 memory that need several times the size of the layer. The functions below write a matrix into
@@ -20,14 +21,20 @@ each four times as long, in 32-bit words of 4 x 2 codes, whose bits are permuted
     m = 16 (R / 4) + 2 (R % 4) + (C / 16) % 2
     k = 32 (C / 32) + 8 (C % 4) + (C / 4) % 4
 
-Scales: rows are padded with zeros to multiples of 256, columns to even numbers. With m = 128 a + 64
-b + 16 w + 8 c + d and k = 2 e + f, scale (m, k) is byte ((((2 e + b) 8 + d) 2 + f) 2 + c) of row 4
-a + w. triton_kernels pads to multiples of 128. With 256, a program that multiplies 256 rows at a
-time does not read outside the storage. The stored byte is the scale byte plus ``SCALE_BIAS``,
-modulo 256.
+Scales: rows are padded with zeros to multiples of 256, columns to even numbers. Scale (m, k) is
+byte C of storage row R:
+
+    m = 128 a + 64 b + 16 w + 8 c + d
+    k = 2 e + f
+    R = 4 a + w
+    C = (((2 e + b) 8 + d) 2 + f) 2 + c
+
+The stored byte is the scale byte plus ``SCALE_BIAS``, modulo 256. The padding of triton_kernels is
+to multiples of 128. With 256, a program that multiplies 256 rows at a time does not read outside
+the storage.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch

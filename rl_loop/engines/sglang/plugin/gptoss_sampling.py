@@ -19,7 +19,7 @@ about 1/1000. ``torch.multinomial`` divides by exponential noise. On a GPU this 
 SGLang samples requests that need more than temperature and log-probs.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable

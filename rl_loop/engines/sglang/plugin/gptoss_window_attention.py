@@ -16,7 +16,7 @@ to the dtype of the values before the second product, as in FlashAttention.
 All other calls go to FlashAttention.
 """
 
-# Triton evaluates parameter annotations, so its kernels have none.
+# Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from collections.abc import Callable
