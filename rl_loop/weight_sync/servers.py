@@ -45,7 +45,7 @@ class SyncPlan:
     compare: bool = True
     """Whether to compare checksums of a sample afterwards."""
     packed: bool = False
-    """Whether to send experts as MXFP4 blocks and scales, to servers that hold this format."""
+    """True if experts are sent as MXFP4 blocks and scales, to servers that hold this format."""
     api_key: str | None = field(default=None, repr=False)
     """Key of the servers. None if they have none."""
 

@@ -124,7 +124,7 @@ class SglangClient:
     async def healthy(self, seconds: float) -> bool:
         """Return True if the server generates a token within ``seconds``.
 
-        The request is ``/health_generate``. SGLang generates at least one token for it.
+        The check takes at least 1 s, because ``health_generate`` of SGLang 0.5.17 sleeps first.
         """
         try:
             await self.call("/health_generate", seconds=seconds)

@@ -62,8 +62,8 @@ TENSOR_PARALLEL_ASLEEP_BYTES = 1_300_000_000
 
 Measured on H200 with the 120B and the 20B. Compared with one rank per server, a GPU with a trainer
 and a sleeping server had 2.8 to 2.9 GB more with 2 ranks, and 4.3 to 5.1 GB more with 4 ranks. The
-trainer's allocated memory is not counted. According to SGLang's log, process groups are 1.1 and 1.4
-GB of it. The origin of the rest is not measured.
+memory that torch's allocator held in the trainer is not counted. According to SGLang's log, process
+groups are 1.1 and 1.4 GB of it. The origin of the rest is not measured.
 """
 RECEIVING_BYTES = 1_500_000_000
 """Memory of a server in a weight sync, without weights and cache.

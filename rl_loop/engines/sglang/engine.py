@@ -21,7 +21,7 @@ from rl_loop.engines.sglang.turn import AnswerReader, Turn, check_routes_came, e
 from rl_loop.infrastructure import EngineFault
 
 MAX_FAULTS = 20
-"""Number of faults after which a request fails. Bad luck with servers is no longer likely then."""
+"""Number of faults after which a request fails: the servers are unlikely to cause more."""
 MAX_PAUSE = 1.0
 """Longest pause in seconds after a fault of a request. The pause doubles with each fault."""
 REMEMBERED_EPISODES = 100_000
