@@ -1,4 +1,4 @@
-"""SGLang: weight sync, decoding, memory, certificates."""
+"""Benchmarks of SGLang: weight sync, decoding, memory, certification."""
 
 from benchmarks.harness import run_program
 

@@ -1,4 +1,4 @@
-"""Measures SGLang as the rollout engine on GPUs against the trainer.
+"""SGLang as the rollout engine, measured against the trainer.
 
     python -m benchmarks.sglang --layers 4 gap turns deterministic --attention fa3 triton
     python -m benchmarks.sglang --layers 24 sync --server-gpu 1 --transport nccl
@@ -10,14 +10,16 @@
     python -m benchmarks.sglang --layers 24 interruptions --running 64 256 --tokens 512 --rounds 3
     python -m benchmarks.sglang --layers 24 rollouts --running 64 --tokens 190 --rounds 3
 
-``--quantization mxfp4``: trainer and server have MXFP4 experts. ``decode`` is described in
-``decoding.py``, ``rollouts`` in ``rollout_load.py``, ``interruptions`` in ``interruptions.py``. The
-other cases run one after the other on one server.
-Without ``--server-gpu`` trainer and server share one GPU, or with ``--server-tensor-parallel`` and
-``--expert-parallel`` several. The model has GPT-OSS-20B's widths and
-random weights (normal with std 0.02, small enough that routing margins decide). SGLang runs in its
-own environment: ``--python`` and ``--pythonpath``. No Ray. Prints one JSON object per case.
-``--device cpu --tiny`` is for an SGLang that serves on CPUs.
+Needs one GPU, which trainer and server share. ``--server-gpu``, ``--server-tensor-parallel`` and
+``--expert-parallel`` use several. ``--device cpu --tiny`` needs an SGLang that runs on CPUs.
+
+The model has the widths of GPT-OSS-20B and random weights (normal with std 0.02, small enough that
+routing margins matter). With ``--quantization mxfp4``, trainer and server have MXFP4 experts.
+SGLang runs in its own environment (``--python`` and ``--pythonpath``), without Ray.
+
+Prints one JSON object per measurement. See ``decoding.py`` for ``decode``, ``rollout_load.py`` for
+``rollouts``, and ``interruptions.py`` for ``interruptions``. The other cases run in sequence on one
+server.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Bench:
             self.emit("start", seconds=await wait_until_healthy(server))
 
             engine = make_engine(server, self.model_config)
-            # The first sync makes the process group, and its figures stand apart.
+            # The first sync creates the process group, so it is reported separately.
             await self.sync_in_buckets(server, self.arguments.bucket_mib[0], rounds=1)
             await self.compare_everything(server)
             for case in self.arguments.cases:
@@ -113,7 +115,7 @@ class Bench:
             await server.stop()
 
     def emit(self, case: str, **figures: Any) -> None:
-        """Print one JSON object; numbers have four significant digits."""
+        """Print one JSON object. Floats have 4 significant digits."""
         line = {
             "case": case,
             "attention": self.attention,
@@ -128,7 +130,7 @@ class Bench:
     # ---- weight sync
 
     async def sync(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Time whole syncs and the export alone, and measure the memory that each side needs."""
+        """Time whole syncs and the export alone, and measure the memory of each side."""
         for mebibytes in self.arguments.bucket_mib:
             await self.sync_in_buckets(server, mebibytes, rounds=5)
 
@@ -162,7 +164,7 @@ class Bench:
         )
 
     async def memory_of_sync(self, server: SglangServer, mebibytes: int) -> SyncMemory:
-        """Measure a sync that is not timed, because looking at memory takes time."""
+        """Measure the memory of a sync that is not timed, because sampling memory takes time."""
         server_before = self.server_memory()
         server_peak = server_before
         sender_before = 0
@@ -182,7 +184,7 @@ class Bench:
         return SyncMemory(server=server_peak - server_before, sender=sender)
 
     async def sync_once(self, server: SglangServer, mebibytes: int, compare: bool = True) -> float:
-        """Send the trainer's weights; returns seconds."""
+        """Send the trainer's weights and return the seconds."""
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
@@ -227,14 +229,17 @@ class Bench:
         )
 
     def server_memory(self) -> int:
-        """Return bytes in use on the server's GPUs, the trainer's too if they share them."""
+        """Return the bytes in use on the server's GPUs, including the trainer if it shares them."""
         if not self.on_gpu:
             return 0
         return used_gpu_memory(self.arguments)
 
     def link(self) -> float:
-        """Measure GB/s of a copy from the sender's GPU to the server's last one, or within the
-        one: no transport beats it."""
+        """Measure GB/s of a copy from the sender's GPU to the server's last GPU.
+
+        If they share one GPU, the copy is within it. The speed is an upper bound for all
+        transports.
+        """
         if not self.on_gpu:
             return 0.0
 
@@ -256,7 +261,7 @@ class Bench:
     # ---- faults
 
     async def faults(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Lose a bucket on the way, then swap two scales, and tell which errors that is."""
+        """Lose a bucket in transit, then swap two scales, and print the resulting errors."""
         for fault in (lose_a_bucket, swap_two_scales):
             status = await server.status()
             self.version += 1
@@ -269,14 +274,14 @@ class Bench:
                     message = f"{type(error).__name__}: {error}"
             self.emit("fault", fault=fault.__name__, error=message[:400])
 
-        # What the server holds now is nonsense, and it is paused.
+        # The server has invalid weights and is paused, so sync again.
         await self.sync_once(server, self.arguments.bucket_mib[0])
         await self.compare_everything(server)
 
     # ---- sleep
 
     async def sleep(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Let the server give its memory back, wake it, sync it, and compare what it says."""
+        """Let the server release its memory, wake and sync it, and compare its log-probs."""
         client = SglangClient((await server.status()).url)
         text = self.prompt(300)
         before = await score_on(client, text)
@@ -299,7 +304,7 @@ class Bench:
             )
         await client.close()
 
-    # ---- a server that loads what the trainer exports
+    # ---- a server that loads an export
 
     async def from_disk(self, server: SglangServer, engine: SglangEngine) -> None:
         """Start another server from an export and compare its checksums with the trainer's."""
@@ -330,8 +335,7 @@ class Bench:
         return [self.random.randrange(10, limit) for _ in range(length)]
 
     async def gap(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Measure |d log p| of sampled tokens, the trainer routing freely and as the engine
-        did."""
+        """Measure |d log p| of sampled tokens, with the trainer's and with the engine's routes."""
         requests = [
             GenerateRequest(
                 request_id=f"gap/{i}/0/0",
@@ -374,7 +378,7 @@ class Bench:
     # ---- turns
 
     async def turns(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Run episodes of six turns, each with 100 tokens of tool output in between.
+        """Run episodes of 6 turns with 100 tokens of tool output after each turn.
 
         Measures cache hits and tokens per second.
         """
@@ -409,7 +413,7 @@ class Bench:
     # ---- interruptions
 
     async def interruptions(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Time what a pause costs the requests that run, by the way it is made."""
+        """Measure the cost of a pause for running requests, by pause mode."""
         client = SglangClient((await server.status()).url)
         arguments = self.arguments
         for requests in arguments.running:
@@ -422,11 +426,11 @@ class Bench:
     # ---- determinism
 
     async def deterministic(self, server: SglangServer, engine: SglangEngine) -> None:
-        """Compare the same seed and text alone and among others: tokens, and log-probs to a bit.
+        """Compare tokens and log-probs of the same text and seed, alone and among other requests.
 
-        If the tokens differ, the lines after the first two say where to look: ``prefill`` is
-        without decoding, cache and sampling (``to_100``: at most 128 tokens when alone),
-        ``decode_against_prefill`` without other requests.
+        If the tokens differ, the lines after the first two narrow down the cause. ``prefill``
+        excludes decoding, cache and sampling (``to_100``: at most 128 tokens when alone).
+        ``decode_against_prefill`` excludes other requests.
         """
         episodes = self.arguments.episodes
         prompts = [self.prompt(100 + 17 * i) for i in range(episodes)]
@@ -483,7 +487,7 @@ class Bench:
         texts: list[list[int]],
         few: range,
     ) -> None:
-        """Score texts all at once, and a few of them one by one."""
+        """Score all texts concurrently, and a few of them in sequence."""
         together = await asyncio.gather(*(score_on(client, text) for text in texts))
         alone = [await score_on(client, texts[i]) for i in few]
         same = 0
@@ -508,7 +512,7 @@ class Bench:
             gaps += [abs(x - y) for x, y in zip(scores, result.output_log_probs, strict=True)]
             positions += range(first, first + len(scores))
 
-        # From position 128 on a window of 128 keys leaves keys out.
+        # From position 128 on, a window of 128 keys excludes keys.
         leaves_keys_out = np.array(positions) >= 128
         for name, chosen in {"to_127": ~leaves_keys_out, "from_128": leaves_keys_out}.items():
             some = np.array(gaps)[chosen]
@@ -524,7 +528,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class SyncMemory:
-    """Bytes that a sync needs besides the model."""
+    """Bytes that a sync needs in addition to the model."""
 
     server: int
     sender: int
@@ -532,7 +536,7 @@ class SyncMemory:
 
 @contextmanager
 def lose_a_bucket(layer: str) -> Iterator[None]:
-    """Let the first bucket that begins with a tensor of ``layer`` not be sent."""
+    """Drop the first bucket that contains a tensor of ``layer``."""
     original = send.buckets
 
     def some(named: NamedTensors, limit: int) -> Iterator[Bucket]:
@@ -552,7 +556,7 @@ def lose_a_bucket(layer: str) -> Iterator[None]:
 
 @contextmanager
 def swap_two_scales(layer: str) -> Iterator[None]:
-    """Swap the first scale of an expert with one that differs, on the way to the server."""
+    """Swap the first scale of an expert with a different one, in transit to the server."""
     original = send.buckets
 
     def changed(named: NamedTensors, limit: int) -> Iterator[Bucket]:
@@ -577,7 +581,7 @@ def with_two_scales_swapped(named: NamedTensors, layer: str) -> Iterator[tuple[s
 
 
 def as_sample(request: GenerateRequest, result: GenerateResult) -> dict[str, Any]:
-    """Return the columns of a request and its answer."""
+    """Return the sample columns of a request and its answer."""
     prompt_length = len(request.input_ids)
     return {
         "token_ids": request.input_ids + result.output_ids,
@@ -588,7 +592,7 @@ def as_sample(request: GenerateRequest, result: GenerateResult) -> dict[str, Any
 
 
 def first_difference(x: Sequence[float], y: Sequence[float]) -> tuple[int, float]:
-    """Return where two sequences first differ and by how much; their length and 0 if nowhere."""
+    """Return the position and size of the first difference; the length and 0 if there is none."""
     for i, (left, right) in enumerate(zip(x, y, strict=True)):
         if left != right:
             return i, abs(left - right)
@@ -600,7 +604,7 @@ def compare_layouts(arguments: argparse.Namespace) -> None:
     program = Path(__file__).parent / "mxfp4_layouts.py"
     path = os.pathsep.join([str(PLUGIN), arguments.pythonpath])
     environment = inherited_environment() | {"PYTHONPATH": path}
-    # -P: beside the program lies a module sglang, which is this file.
+    # -P: modules next to the program must not shadow those of the environment.
     command = [arguments.python, "-P", str(program)]
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:

@@ -1,12 +1,11 @@
-"""Certifies a server of SGLang: makes the weights, starts the server with them, runs the checks.
+"""Certification of an SGLang server with random weights.
 
-    python -m benchmarks.sglang certify --attention fa3 --python /opt/sglang/bin/python
-    python -m benchmarks.sglang certify --attention triton --python /opt/sglang/bin/python
-    python -m benchmarks.sglang certify --attention triton --without-plugin ...   # has to fail
-
-SGLang may live in an environment of its own: ``--python`` and ``--pythonpath``. One server start
-each. ``triton`` gets the plugin of ``docs/sglang.md``, which gives decoding the window's last key,
-unless ``--without-plugin`` is given. Exit code as of ``gptoss certify``.
+``python -m benchmarks.sglang certify --attention fa3 --python /opt/sglang/bin/python`` writes
+weights, starts a server with them and runs the checks. It needs one GPU. ``--python`` and
+``--pythonpath`` select SGLang's environment. With ``--attention triton``, the plugin of
+docs/sglang.md adds the last key of the window to decoding. With ``--without-plugin``, the
+certification must fail. Prints the certificate and its path. The exit code is that of ``gptoss
+certify``.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def server_command(options: argparse.Namespace, model: Path, port: int) -> list[
     words = [options.python, "-m", "sglang.launch_server", "--model-path", str(model)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
     words += ["--attention-backend", options.attention]
-    # triton_kernel, SGLang's default for GPT-OSS, records no routes.
+    # triton_kernel, SGLang's default for GPT-OSS, does not record routes.
     words += ["--moe-runner-backend", "triton", "--enable-return-routed-experts"]
     words += ["--mem-fraction-static", "0.3"]
-    # as in a run (rl_loop/engines/sglang/config.py)
+    # Same as in a run (rl_loop/engines/sglang/config.py).
     words += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
     if options.deterministic:
         words += ["--enable-deterministic-inference", "--disable-radix-cache"]
@@ -68,7 +67,7 @@ def server_environment(options: argparse.Namespace) -> dict[str, str]:
         env={"PYTHONPATH": options.pythonpath},
     )
     environment = inherited_environment() | settings.environment
-    # The tuned kernels are of the released sizes.
+    # The tuned settings are for the released sizes only.
     environment.pop("SGLANG_MOE_CONFIG_DIR", None)
     if options.without_plugin:
         environment.pop("GPTOSS_SGLANG_MENDS", None)
@@ -88,7 +87,7 @@ async def wait_for(url: str, server: subprocess.Popen[bytes], seconds: float) ->
 
 
 def end_with_an_error(number: int, frame: object) -> None:
-    """Unwind, so that the server is ended, too."""
+    """Raise SystemExit, so that the server is stopped, too."""
     raise SystemExit(128 + number)
 
 

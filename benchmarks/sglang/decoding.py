@@ -1,41 +1,49 @@
-"""Decoding and prefill with and without our settings of SGLang's mixture-of-experts kernel, and
-against what the GPU's memory allows: ``python -m benchmarks.sglang decode``.
+"""Decoding and prefill speed of servers with different settings, and a memory bound.
 
-Two servers with the same random weights share one GPU, and rounds go to them in turn, so that a
-change of the clocks meets both: ``as_it_comes`` does not find our settings, ``tuned`` does. A round
-is three calls with the same prompts: one new token each (prefill), the same again, now from the
-prefix cache (what a call costs besides), and ``--tokens`` more (decoding). Requests go through the
-rollouts' own client.
+    python -m benchmarks.sglang --layers 24 decode
+    python -m benchmarks.sglang --layers 12 decode --quantization mxfp4 --profile
 
-A decoding step is what the server says in its log, once for 40 steps: the median of all rounds. What the
-client sees is told beside it: what the third call takes longer than the median of all rounds' second
-calls, over the tokens. That has the client's own work in it, which with 256 requests scatters by
-milliseconds a step, and stands in for servers that write no such lines.
+Needs one GPU. Two servers with the same random weights share it, and rounds alternate between them,
+so that changes of the GPU's clocks affect both. ``as_it_comes`` lacks this project's settings of
+SGLang's mixture-of-experts kernel, and ``tuned`` has them. A round has three calls with the same
+prompts through the rollouts' client:
 
-With ``--quantization mxfp4`` the servers are ``bf16``, with our settings, and ``mxfp4``. ``--ways`` adds
+1. one new token each (prefill),
+2. the same again from the prefix cache (overhead of a call),
+3. ``--tokens`` more tokens (decoding).
 
-* ``mxfp4_slow_routing``, which routes and sums with triton_kernels' own kernels, ``mxfp4_slow_products``,
-  whose expert products of many tokens run in triton_kernels' own shapes, and ``mxfp4_slow_few_tokens``,
-  which multiplies few tokens in triton_kernels' kernel, too;
-* ``bf16_slow_sampling`` and ``mxfp4_slow_sampling``, which sample as SGLang does, not in one reading of
-  the logits (patch ``quick_sampling``), ``bf16_slow_window`` and ``mxfp4_slow_window``, which
-  attend to windows with FlashAttention, not in the plugin's own kernel (patch ``quick_window``),
-  and ``bf16_slow`` and ``mxfp4_slow``, which do both;
-* ``bf16_rounded_logits`` and ``mxfp4_rounded_logits``, whose logits are rounded to bf16
-  (``rollout.engine.fp32_logits``), and ``mxfp4_sglang_fp32_logits``, which computes them with SGLang's
-  ``--enable-fp32-lm-head``.
+The time of a decoding step comes from the server's log, which has a line per 40 steps. The table
+has the median of all rounds. The client's time is printed, too: the third call minus the median of
+all second calls, divided by the tokens. It includes the client's work, which varies by milliseconds
+per step with 256 requests. It is used if a server does not log steps.
 
-All get the same weights, the values of MXFP4, and are compared first: the log-probs of one text, and the
-experts that each chose for its tokens. With ``--apart`` each server has a GPU of its own, for models of
-which one GPU does not hold two.
+With ``--quantization mxfp4`` the servers are ``bf16`` (with this project's settings) and ``mxfp4``.
+``--ways`` selects others:
 
-The limit is the bytes that a decoding step has to read, once, over the bandwidth that reading 4 GB
-reaches on this GPU: attention, router, the experts that the running requests are routed to
-(counted from the routes that the server returns), the head, and the keys and values in sight.
+* ``mxfp4_slow_routing`` routes and sums with the kernels of triton_kernels.
+* ``mxfp4_slow_products`` uses the tile shapes of triton_kernels for large-batch expert GEMMs.
+* ``mxfp4_slow_few_tokens`` uses the kernel of triton_kernels for small batches, too.
+* ``bf16_slow_sampling`` and ``mxfp4_slow_sampling`` sample like SGLang, not in one pass over the
+  logits (without the patch ``quick_sampling``).
+* ``bf16_slow_window`` and ``mxfp4_slow_window`` use FlashAttention for windows instead of the
+  plugin's kernel (without the patch ``quick_window``).
+* ``bf16_slow`` and ``mxfp4_slow`` do both.
+* ``bf16_rounded_logits`` and ``mxfp4_rounded_logits`` round logits to bf16 (without
+  ``rollout.engine.fp32_logits``).
+* ``mxfp4_sglang_fp32_logits`` computes logits with SGLang's ``--enable-fp32-lm-head``.
 
-With ``--profile`` a trace of some decoding steps is taken of both servers, for every number of
-requests, when all rounds have been timed (a process that was profiled may stay slower), and
-``decoding_profile.py`` tells where the GPU's time goes.
+All servers get the same weights with MXFP4 values. They are compared first: log-probs of one text,
+and the experts of its tokens. With ``--apart``, each server has its own GPU, for models of which
+one GPU cannot hold two.
+
+The limit is the time to read the bytes of a decoding step once, at the bandwidth of reading 4 GB on
+this GPU. The bytes are those of attention, router, experts, head, and the keys and values in the
+attention windows. The experts of the running requests are counted from the routes that the server
+returns.
+
+``--profile`` takes a trace of some decoding steps of both servers for every number of requests. It
+runs after all rounds, because a profiled process may stay slower. ``decoding_profile.py`` then
+shows the GPU time by group of kernels.
 """
 
 from __future__ import annotations
@@ -73,9 +81,9 @@ from rl_loop.engines.sglang.client import SglangClient
 
 BF16_BYTES = 2
 PACKED_BYTES = 17 / 32
-"""Of a weight in MXFP4."""
+"""Bytes of an MXFP4 weight."""
 ROUTED_TOKENS = 16
-"""Decoding steps in which the experts are counted."""
+"""Number of decoding steps in which the experts are counted."""
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
 SLOW_SAMPLING = Variation(without_mends=("quick_sampling",))
 SLOW_WINDOW = Variation(without_mends=("quick_window",))
@@ -84,7 +92,7 @@ SGLANG_FP32_LOGITS = Variation(without_mends=("fp32_logits",), arguments=("--ena
 SLOW = Variation(without_mends=("quick_sampling", "quick_window"))
 AS_IT_COMES = Variation(without_variables=(MOE_VARIABLE,), without_mends=SLOW.without_mends)
 WAYS = {"as_it_comes": AS_IT_COMES, "tuned": Variation()}
-"""By name: how a server differs from ours."""
+"""Servers by name, as differences from the default server."""
 BF16_WAYS = (
     "bf16",
     "bf16_slow_sampling",
@@ -92,7 +100,7 @@ BF16_WAYS = (
     "bf16_slow",
     "bf16_rounded_logits",
 )
-"""The ways that keep the values of MXFP4 in bf16; all others of ``QUANTIZED_WAYS`` pack them."""
+"""Servers with MXFP4 values in bf16. All others of ``QUANTIZED_WAYS`` have packed values."""
 QUANTIZED_WAYS = {
     "bf16": Variation(),
     "mxfp4": Variation(),
@@ -109,13 +117,13 @@ QUANTIZED_WAYS = {
     "mxfp4_rounded_logits": BF16_LOGITS,
     "mxfp4_sglang_fp32_logits": SGLANG_FP32_LOGITS,
 }
-"""The same with ``--quantization mxfp4``."""
+"""Servers with ``--quantization mxfp4``: differences from the default server."""
 COMPARED_TOKENS = 512
-"""Of the text on which quantized servers are compared."""
+"""Number of tokens of the text on which quantized servers are compared."""
 PROFILED_STEPS = 20
-"""Decoding steps of a trace, about."""
+"""Approximate number of decoding steps of a trace."""
 PROFILED_TOKENS = 10 * PROFILED_STEPS
-"""That the requests sample which are profiled: all have to run until the trace ends."""
+"""Tokens sampled by profiled requests. All requests must run until the trace ends."""
 
 
 @dataclass
@@ -123,27 +131,27 @@ class Times:
     """Seconds of every round of one server with one number of requests."""
 
     prefill: list[float] = field(default_factory=list)
-    """Of all prompts."""
+    """Seconds of the prefill of all prompts."""
     one_token: list[float] = field(default_factory=list)
-    """Of a call for one token, with the prompts from the prefix cache."""
+    """Seconds of a call for one token, with the prompts from the prefix cache."""
     all_tokens: list[float] = field(default_factory=list)
-    """Of such a call for one token and those that are counted."""
+    """Seconds of a call for one token and the counted ones, with cached prompts."""
     cached: list[float] = field(default_factory=list)
-    """Not seconds, but the share of the prompts that came from the prefix cache."""
+    """Fraction of the prompts that came from the prefix cache."""
 
     def steps(self, tokens: int) -> list[float]:
-        """Return the seconds of a decoding step in every round of ``tokens`` steps."""
+        """Return the seconds of a decoding step for every round of ``tokens`` steps."""
         besides = median(self.one_token)
         return [(seconds - besides) / tokens for seconds in self.all_tokens]
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Variation]:
-    """Return the servers to compare, by name."""
+    """Return the servers to compare with their names."""
     return chosen_ways(QUANTIZED_WAYS if options.quantization else WAYS, options.ways)
 
 
 async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
-    """Start both servers, measure, and print the table; ends both whatever happens."""
+    """Start the servers, measure, print the table, and stop the servers."""
     config = model_config(options)
     bandwidth = 0.0
     if options.device != "cpu":
@@ -152,7 +160,7 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
         emit("bandwidth", terabytes_per_second=bandwidth / 1e12)
 
     async with servers_until_the_end() as ways:
-        # One after the other: a server takes its share of what is free when it starts.
+        # In sequence, because a server takes a fraction of the memory that is free at its start.
         for name, variation in ways_of(options).items():
             gpu = len(ways) if options.apart else options.server_gpu
             packed = options.quantization is not None and name not in BF16_WAYS
@@ -180,8 +188,7 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
 async def compare_ways(
     ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig
 ) -> None:
-    """Tell how far log-probs and chosen experts of servers are apart from the first one's, on one
-    text."""
+    """Print differences of log-probs and routed experts from the first server, on one text."""
     (text,) = random_prompts(random.Random(0), 1, COMPARED_TOKENS, config)
     scores = []
     routes = []
@@ -212,11 +219,19 @@ async def measure_row(
     config: GptOssModelConfig,
     bandwidth: float,
 ) -> dict[str, Any]:
-    """Measure one number of running requests on all servers; return the row's figures."""
+    """Measure one number of running requests on all servers and return the row's values.
+
+    Args:
+        ways: servers.
+        running: number of running requests.
+        options: command line.
+        config: configuration of the model.
+        bandwidth: read bandwidth of the GPU in bytes per second; 0 for no limit.
+    """
     generator = random.Random(running)
     times = {way.name: Times() for way in ways}
 
-    # The first round warms up: kernels are compiled, and the allocator learns what is needed.
+    # The first round is a warm-up of kernels and of the allocator.
     written = {way.name: 0 for way in ways}
     for number in range(options.rounds + 1):
         if number == 1:
@@ -260,7 +275,7 @@ async def measure_row(
 async def time_round(
     way: Way, name: str, prompts: list[list[int]], tokens: int, times: Times
 ) -> None:
-    """Add the seconds of a round's three calls to ``times``."""
+    """Run a round's three calls and add their seconds to ``times``."""
     began = time.perf_counter()
     await generate(way, f"{name}/prefill", prompts, 1)
     prefilled = time.perf_counter()
@@ -286,9 +301,16 @@ async def profile_row(
     config: GptOssModelConfig,
     directory: Path,
 ) -> str:
-    """Profile all servers with the row's number of requests; print and return the tables.
+    """Profile all servers with the row's number of requests. Print and return the tables.
 
-    The traces go into ``directory``. One without whole steps is reported and left out.
+    A trace without whole steps is reported and left out.
+
+    Args:
+        ways: servers.
+        row: values of ``measure_row``.
+        options: command line.
+        config: configuration of the model.
+        directory: directory for the traces.
     """
     running = row["running"]
     generator = random.Random(f"profile/{running}")
@@ -316,7 +338,17 @@ async def take_trace(
 ) -> Path:
     """Let a server trace some decoding steps while all prompts are continued.
 
-    Returns the trace's path. Raises RuntimeError if a request ended before the trace did.
+    Args:
+        way: server.
+        prompts: token ids.
+        step_seconds: duration of a decoding step.
+        directory: directory for the trace.
+
+    Returns:
+        Path of the trace.
+
+    Raises:
+        RuntimeError: if a request ended before the trace.
     """
     running = len(prompts)
     begun: set[int] = set()
@@ -330,14 +362,14 @@ async def take_trace(
         )
         tasks.append(asyncio.create_task(way.engine.generate(request)))
 
-    # With its first token a request has left prefill behind.
+    # A request that has its first token has finished its prefill.
     while len(begun) < running and not any(task.done() for task in tasks):
         await asyncio.sleep(0.005)
 
     name = f"{way.name}_{running}"
     client = SglangClient((await way.server.status()).url)
     try:
-        # Without the processor's side, which would slow the server down.
+        # Without CPU activities, because tracing them would slow the server down.
         request_body = {
             "output_dir": str(directory),
             "profile_id": name,
@@ -347,7 +379,7 @@ async def take_trace(
         }
         await client.call("/start_profile", request_body)
         await asyncio.sleep(PROFILED_STEPS * step_seconds)
-        # The answer comes when the trace is written; until then the server does nothing else.
+        # The server answers after it has written the trace. It is blocked until then.
         await client.call("/stop_profile", {})
         ended = sum(task.done() for task in tasks)
     finally:
@@ -369,14 +401,14 @@ async def count_experts(
     options: argparse.Namespace,
     config: GptOssModelConfig,
 ) -> float:
-    """Return how many experts of a layer a decoding step needs, mean over steps and layers."""
+    """Return the number of experts per layer in a decoding step, averaged over steps and layers."""
     if options.device == "cpu":  # servers on CPUs return no routes
         return expected_experts(config, running)
     prompts = random_prompts(generator, running, options.prompt, config)
     name = f"{running}/routes"
     results = await generate(way, name, prompts, ROUTED_TOKENS, with_routes=True)
 
-    # Of the sampled tokens that were read again; a request that ended early is left out.
+    # Use only the sampled tokens that were read again. Skip requests that ended early.
     routes = []
     for result in results:
         assert result.routed_experts is not None
@@ -386,7 +418,11 @@ async def count_experts(
 
 
 def mean_experts_used(routes: np.ndarray) -> float:
-    """Count different experts per step and layer: ``routes`` [requests, steps, layers, top_k]."""
+    """Return the mean number of different experts per step and layer.
+
+    Args:
+        routes: experts, [requests, steps, layers, top_k].
+    """
     counts = []
     for step in range(routes.shape[1]):
         for layer in range(routes.shape[2]):
@@ -395,7 +431,7 @@ def mean_experts_used(routes: np.ndarray) -> float:
 
 
 def expected_experts(config: GptOssModelConfig, running: int) -> float:
-    """Return how many experts of a layer are used if all are equally likely."""
+    """Return the expected number of used experts per layer if all are equally likely."""
     unused = (1 - config.experts_per_token / config.num_experts) ** running
     return config.num_experts * (1 - unused)
 
@@ -410,11 +446,11 @@ def bytes_of_step(
     """Return the bytes that one decoding step must read.
 
     Args:
-        config: of the model, in bf16 but for the experts.
-        running: requests.
-        context: tokens before the new one, of every request.
-        experts: of a layer that the requests are routed to.
-        expert_bytes: of one weight of an expert.
+        config: configuration of the model. Weights except experts are bf16.
+        running: number of running requests.
+        context: tokens before the new one in every request.
+        experts: number of experts per layer to which the requests are routed.
+        expert_bytes: bytes of an expert's weight.
     """
     width = config.hidden_size
     attention = width * (config.query_size + 2 * config.key_size) + config.query_size * width
@@ -438,7 +474,7 @@ def bytes_of_step(
 def table(
     rows: list[dict[str, Any]], options: argparse.Namespace, config: GptOssModelConfig
 ) -> str:
-    """Return Markdown tables of what was measured: the first server beside each of the others."""
+    """Return Markdown tables that compare the first server with each of the others."""
     first, *others = ways_of(options)
     parts = [
         f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "
@@ -449,7 +485,13 @@ def table(
 
 
 def table_of_two(rows: list[dict[str, Any]], first: str, second: str) -> str:
-    """Return the Markdown table of two servers, by their names."""
+    """Return the Markdown table of two servers.
+
+    Args:
+        rows: values of ``measure_row``.
+        first: name of the first server.
+        second: name of the second server.
+    """
     one, other = first.replace("_", " "), second.replace("_", " ")
     lines = [
         f"| running | prefill tokens/s, {one} | {other} | times | decoding step ms, {one} | {other} "

@@ -1,18 +1,23 @@
-"""Where the GPU's time of one decoding step goes, from a trace of torch's profiler.
+"""GPU time of a decoding step by group of kernels, from a trace of torch's profiler.
 
-``python -m benchmarks.sglang decode --profile`` takes the traces. To group those that it kept again:
+``python -m benchmarks.sglang decode --profile`` takes the traces. This program groups them again:
 
     python -m benchmarks.sglang profile bf16=TRACE.json.gz mxfp4=TRACE.json.gz
 
-A step lasts from the start of one CUDA graph to the start of the next. In it every microsecond is
-counted once: for the kernel that runs, if several do for the one that began first (the others wait
-for it, or share the GPU with it), for a copy only where no kernel runs, and otherwise as idle. So the
-rows of a table add up to the step under the profiler, which makes kernels of a graph a little slower.
-Where the client times much more than that, streaming the tokens takes it: the GPU does not wait for it.
+Needs no GPU. Prints Markdown tables. A step lasts from the start of a CUDA graph to the start of
+the next one. Every microsecond is counted once:
 
-A kernel belongs to a group by its name, as SGLang 0.5.17, its triton_kernels and torch 2.11 call it.
-Torch's elementwise kernels have names that say nothing of their purpose, and the output layer is a
-matrix product like others: these belong where they stand in the graph.
+- If a kernel runs, for this kernel. If several kernels run, for the first started kernel.
+- Otherwise for a copy, if one runs.
+- Otherwise as idle.
+
+Therefore, the sum of the rows is the step under the profiler, which makes kernels in graphs
+slightly slower. If the client's time is much longer, the difference is streaming of tokens, which
+the GPU does not wait for.
+
+The group of a kernel follows from its name in SGLang 0.5.17, its triton_kernels, and torch 2.11.
+Names of torch's elementwise kernels do not show their purpose, and the output layer is an ordinary
+matrix product. The groups of these kernels follow from their position in the graph.
 """
 
 from __future__ import annotations
@@ -57,84 +62,84 @@ GROUPS = (
 
 PATTERNS = (
     # triton_kernels: matmul_ogs.py; SGLang: fused_moe_triton_kernels.py, marlin. A fused activation
-    # is a part of the name, so these come first. Ours: gptoss_expert_matmul.
+    # is a part of the name, so this group comes first. The plugin: gptoss_expert_matmul.
     (EXPERTS, r"_matmul_ogs|^_multiply_kernel|\bfused_moe_kernel|Marlin<"),
-    # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size. Ours:
-    # gptoss_expert_routing.
+    # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size. The
+    # plugin: gptoss_expert_routing.
     (
         ROUTING,
         r"^_route_kernel|_topk_forward|_sum_bitmatrix_rows|_bitmatrix_metadata_compute|_ragged_tensor_metadata"
         r"|topkGating|moeTopK|moeSoftmax|topk_softmax|moe_fused_gate|fused_moe_router"
         r"|moe_align|count_and_sort_expert",
     ),
-    # triton_kernels: reduce.py. SGLang: moe_sum_reduce, activations that are not compiled. Ours:
-    # gptoss_expert_routing.
+    # triton_kernels: reduce.py. SGLang: moe_sum_reduce, activations that are not compiled. The
+    # plugin: gptoss_expert_routing.
     (COMBINE, r"^_reduce|^_sum_kernel|moe_sum|act_and_mul|swiglu"),
-    # FlashAttention 3 and its plan of the work; SGLang's triton attention. Ours:
+    # FlashAttention 3 and its scheduler; SGLang's triton attention. The plugin:
     # gptoss_window_attention.
     (ATTENTION, r"^_attend_to_window_kernel|flash::|FlashAttn|_fwd_(grouped_)?kernel|merge_state"),
     (NORMS, r"(?i)rms_?norm|layer_?norm|rotary|\brope|store_kv|store_cache|set_kv_buffer"),
     # cuBLAS (nvjet, xmma, gemv), FlashInfer's tinygemm for the router.
     (PROJECTIONS, r"(?i)nvjet|gemm|gemv|splitKreduce|\bmatmul"),
 )
-"""Group and what is searched for in a kernel's name; the first that is found counts."""
+"""Group and regular expression for a kernel's name. The first match counts."""
 
 PLAIN = re.compile(r"at::native|at_cuda_detail|\bcub::|^triton_(poi|red|per)_|^Mem(cpy|set) ")
-"""Torch's own kernels and those that torch.compile makes."""
+"""Torch's own kernels and those of torch.compile."""
 COPY = re.compile(r"direct_copy_kernel|CatArray|^Memcpy ")
-"""Those of ``PLAIN`` that copy."""
+"""Kernels of ``PLAIN`` that copy."""
 BATCH = re.compile(
     r"alloc_decode|req_to_token|_kv_indices|_metadata_kernel|murmur_hash"
     r"|^_weigh_slices_kernel|^_choose_token_kernel"
 )
-"""Kernels between two graphs that are not torch's: SGLang's, and ours that sample (gptoss_sampling)."""
+"""Kernels between two graphs of SGLang, and of the plugin's sampling (gptoss_sampling)."""
 
 LONGEST = 10
-"""Kernels that are listed."""
+"""Number of listed kernels."""
 SHOWN_CHARACTERS = 110
-"""Of a kernel's name."""
+"""Maximum number of shown characters of a kernel's name."""
 
 
 @dataclass(frozen=True)
 class Activity:
-    """One kernel, copy or fill on the GPU; times in microseconds."""
+    """One kernel, copy or fill on the GPU. Times are in microseconds."""
 
     name: str
     start: float
     end: float
     launch: int | None
-    """The launch of a CUDA graph that it belongs to; None outside of graphs."""
+    """Launch of the CUDA graph that contains the activity; None outside of graphs."""
     is_copy: bool
-    """Whether it is a copy or a fill outside of graphs."""
+    """True for a copy or a fill outside of graphs."""
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All runs of the kernels of one name and group."""
+    """All runs of the kernels with the same name and group."""
 
     name: str
     group: str
     microseconds: float
-    """Per step."""
+    """Microseconds per step."""
     count: float
-    """Per step."""
+    """Runs per step."""
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A decoding step, the mean over ``steps``."""
+    """A decoding step, averaged over ``steps``."""
 
     steps: int
     microseconds: dict[str, float]
-    """Per step, by group; their sum is the step."""
+    """Microseconds per step by group. Their sum is the step."""
     counts: dict[str, float]
     """Kernels, copies and fills per step, by group."""
     kernels: list[KernelTime]
-    """Those with the most time first."""
+    """Kernels, sorted by decreasing time."""
 
     @property
     def total(self) -> float:
-        """Return the microseconds of a step under the profiler."""
+        """Microseconds of a step under the profiler."""
         return sum(self.microseconds.values())
 
 
@@ -142,11 +147,12 @@ class StepProfile:
 
 
 def read_trace(path: Path) -> list[Activity]:
-    """Read what ran on the GPU from a Chrome trace, plain or gzipped; sorted by start.
+    """Return the GPU's activities in a Chrome trace, plain or gzipped, sorted by start.
 
     All activities of one launch of a CUDA graph have the launch's correlation id.
 
-    Raises ValueError if the file holds no trace, with its name.
+    Raises:
+        ValueError: if the file is not a trace of a GPU.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -185,9 +191,11 @@ def _activities(events: list[dict[str, Any]]) -> list[Activity]:
 
 
 def profile_steps(activities: list[Activity]) -> StepProfile:
-    """Average the whole steps of a trace.
+    """Return the mean of the whole steps of a trace.
 
-    Raises ValueError if it has no whole step, or if its graphs differ: then a graph is no step.
+    Raises:
+        ValueError: if the trace has no whole step, or if its graphs differ, because a graph is not
+            a step then.
     """
     graphs = _graphs(activities)
     if len(graphs) < 2:
@@ -237,7 +245,7 @@ def profile_steps(activities: list[Activity]) -> StepProfile:
 
 
 def _graphs(activities: list[Activity]) -> list[list[int]]:
-    """Return the numbers of the activities of every launch of a graph, in order."""
+    """Return the indices of the activities of every launch of a graph, in order."""
     graphs: dict[int, list[int]] = defaultdict(list)
     for number, activity in enumerate(activities):
         if activity.launch is not None:
@@ -248,14 +256,19 @@ def _graphs(activities: list[Activity]) -> list[list[int]]:
 def _share_out(
     activities: list[Activity], began: float, ended: float
 ) -> tuple[list[float], list[tuple[float, float]]]:
-    """Count every microsecond from ``began`` to ``ended`` once.
+    """Assign every microsecond from ``began`` to ``ended`` once.
 
-    Returns the microseconds of each of ``activities`` (sorted by start), and the gaps in which none
-    runs.
+    Args:
+        activities: activities, sorted by start.
+        began: start of the first step.
+        ended: end of the last step.
+
+    Returns:
+        Microseconds of each activity, and the gaps in which none runs.
     """
     exclusive = [0.0] * len(activities)
     gaps = [(began, ended)]
-    # Copies run beside kernels, on an engine and a stream of their own: they get what is left.
+    # Copies run concurrently with kernels, on a separate engine. They get the remaining time.
     for are_copies in (False, True):
         left = []
         pending = [
@@ -265,7 +278,7 @@ def _share_out(
         ]
         for start, end in gaps:
             free_from = start
-            # One that began before the gap may reach into it.
+            # An activity that started before the gap may reach into it.
             for number, activity in pending:
                 if activity.start >= end:
                     break
@@ -283,7 +296,7 @@ def _share_out(
 
 
 def _overlap(intervals: list[tuple[float, float]], spans: list[tuple[float, float]]) -> float:
-    """Return how much of ``intervals`` lies in ``spans``; neither overlaps itself."""
+    """Return the length of ``intervals`` within ``spans``. Neither list overlaps itself."""
     total = 0.0
     for start, end in intervals:
         for first, last in spans:
@@ -295,7 +308,7 @@ def _overlap(intervals: list[tuple[float, float]], spans: list[tuple[float, floa
 
 
 def _named_group(name: str) -> str | None:
-    """Return the group that a kernel's name tells, None for plain and unknown kernels."""
+    """Return the group of a kernel's name; None for plain and unknown kernels."""
     if PLAIN.search(name):
         return None
     for group, pattern in PATTERNS:
@@ -305,7 +318,12 @@ def _named_group(name: str) -> str | None:
 
 
 def _groups(activities: list[Activity], graphs: list[list[int]]) -> list[str]:
-    """Return the group of every activity; ``graphs`` are the numbers of those in graphs."""
+    """Return the group of every activity.
+
+    Args:
+        activities: activities, sorted by start.
+        graphs: indices of the activities in each graph.
+    """
     groups = [_group_outside(activity) for activity in activities]
     for graph in graphs:
         names = [activities[number].name for number in graph]
@@ -315,10 +333,10 @@ def _groups(activities: list[Activity], graphs: list[list[int]]) -> list[str]:
 
 
 def _groups_inside(names: list[str]) -> list[str]:
-    """Return the groups of the activities of one graph, whose names are in the order of their start.
+    """Return the groups of the activities of one graph, whose names are sorted by start.
 
-    A layer is attention, routing, experts, in this order; a plain kernel belongs to what comes
-    before it. After the experts of the last layer comes the output layer.
+    A layer has attention, routing and experts, in this order. A plain kernel belongs to the part
+    before it. The output layer follows the experts of the last layer.
     """
     named = [_named_group(name) for name in names]
     last_experts = max((i for i, group in enumerate(named) if group == EXPERTS), default=len(names))
@@ -344,7 +362,7 @@ def _groups_inside(names: list[str]) -> list[str]:
 
 
 def _group_outside(activity: Activity) -> str:
-    """Return the group of an activity that belongs to no graph."""
+    """Return the group of an activity outside of graphs."""
     if activity.is_copy:
         return COPIES
     if PLAIN.search(activity.name) or BATCH.search(activity.name):
@@ -356,11 +374,11 @@ def _group_outside(activity: Activity) -> str:
 
 
 def profile_table(title: str, profiles: dict[str, StepProfile], timed_ms: dict[str, float]) -> str:
-    """Return Markdown tables of the groups side by side, and of each server's longest kernels.
+    """Return Markdown tables of the groups and of each server's longest kernels.
 
     Args:
-        title: stands above.
-        profiles: by server.
+        title: title of the first table.
+        profiles: profile by server.
         timed_ms: milliseconds of a step without the profiler, by server; may be empty.
     """
     heads = [f"{name} us | kernels" for name in profiles]
@@ -394,7 +412,7 @@ def profile_table(title: str, profiles: dict[str, StepProfile], timed_ms: dict[s
 
 def _kernel_row(kernel: KernelTime) -> str:
     name = kernel.name.replace("|", "\\|")
-    for scope in ("(anonymous namespace)::", "at::native::"):  # in every second name, and long
+    for scope in ("(anonymous namespace)::", "at::native::"):  # frequent and long
         name = name.replace(scope, "")
     if len(name) > SHOWN_CHARACTERS:
         name = name[:SHOWN_CHARACTERS] + "..."

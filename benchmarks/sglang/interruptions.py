@@ -1,18 +1,19 @@
-"""What an interruption of running requests costs, by each of SGLang's three ways to pause.
+"""Cost of interrupting running requests, with each of SGLang's three pause modes.
 
     python -m benchmarks.sglang --layers 24 interruptions --running 64 256 --tokens 512
 
-Requests with prompts of ``--prompt`` tokens sample ``--tokens`` each. Halfway the server is paused and
-goes on at once, so that nothing but the interruption is timed:
+Needs one GPU. Requests with prompts of ``--prompt`` tokens sample ``--tokens`` tokens each.
+Halfway, the server is paused and continues immediately, so that only the interruption is measured:
 
-- ``none``: no pause; what the others are compared with,
-- ``abort``: as a weight sync does it: the requests end, the prefix cache is dropped, and every
-  request is sent again with the tokens that it has,
-- ``retract``: the server keeps the requests, frees their keys and computes them again,
+- ``none``: no pause (baseline).
+- ``abort``: the mode of a weight sync. The requests end, the prefix cache is dropped, and every
+  request is sent again with its tokens so far.
+- ``retract``: the server keeps the requests, frees their keys and computes them again.
 - ``in_place``: the server keeps requests and keys.
 
-``retract`` and ``in_place`` are measured to know what ``abort`` gives away; a weight sync does not
-use them (docs/sglang.md says why). The ways take turns within a round, each with prompts of its own.
+``retract`` and ``in_place`` show the cost of ``abort``. A weight sync does not use them
+(docs/sglang.md has the reason). The modes alternate within a round, each with different prompts.
+Prints one JSON object per number of requests and mode.
 """
 
 from __future__ import annotations
@@ -32,39 +33,47 @@ WAYS = ("none", "abort", "retract", "in_place")
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of one measurement."""
+    """Requests of one measurement."""
 
     requests: int
     prompt: int
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
     tokens: int
-    """That each request samples."""
+    """Number of sampled tokens per request."""
     vocab_size: int
 
 
 @dataclass
 class Interrupted:
-    """What one way came to in every round."""
+    """Measurements of one mode, with one entry per round."""
 
     total: list[float] = field(default_factory=list)
     """Seconds from the first request to the last answer."""
     pause: list[float] = field(default_factory=list)
-    """Seconds until the server said that it is paused (and, for ``abort``, has no cache)."""
+    """Seconds until the server is paused (and, for ``abort``, has dropped its cache)."""
     tokens_before: list[int] = field(default_factory=list)
-    """That had come back when an abort ended the requests; 0 for the others."""
+    """Tokens that had been returned when an abort ended the requests; 0 for other modes."""
 
 
 async def measure_interruptions(
     engine: SglangEngine, client: SglangClient, load: Load, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Interrupt ``load`` in every way, ``rounds`` times.
+    """Interrupt ``load`` in every mode, ``rounds`` times.
 
-    Returns, by way, the medians of ``total``, ``pause`` and ``tokens_before``, and ``extra``: the
-    seconds that the total is longer than without a pause, by the median of the rounds' differences.
+    Args:
+        engine: client of the server.
+        client: client for the server's control endpoints.
+        load: requests of a measurement.
+        rounds: number of rounds.
 
-    Raises RuntimeError if a request did not get all its tokens.
+    Returns:
+        By mode: the medians of ``total``, ``pause`` and ``tokens_before``, and ``extra``, the
+        median over rounds of the additional seconds compared with no pause.
+
+    Raises:
+        RuntimeError: if a request did not get all its tokens.
     """
-    # Kernels are compiled and graphs are met before anything is timed.
+    # Two warm-up runs compile kernels and capture graphs.
     await _run(engine, client, load, "none", halfway=0.0, seed=-1)
     seconds = (await _run(engine, client, load, "none", halfway=0.0, seed=-2)).total[0]
 
@@ -98,9 +107,15 @@ async def _run(
     halfway: float,
     seed: int,
 ) -> Interrupted:
-    """Let all requests run once, interrupted after ``halfway`` seconds.
+    """Run all requests once and interrupt them after ``halfway`` seconds.
 
-    ``seed`` makes the prompts, so that no run finds those of another in the cache.
+    Args:
+        engine: client of the server.
+        client: client for the server's control endpoints.
+        load: requests of the measurement.
+        way: pause mode.
+        halfway: seconds until the pause.
+        seed: seed of the prompts. It differs between runs, so that no prompt is cached.
     """
     generator = random.Random(seed)
     going_on = asyncio.Event()
@@ -123,7 +138,7 @@ async def _run(
 
 
 async def _pause(client: SglangClient, way: str) -> float:
-    """Pause the server and return how many seconds it took."""
+    """Pause the server and return the seconds until it is paused."""
     began = time.perf_counter()
     await client.call("/pause_generation", {"mode": way})
     if way == "abort":
@@ -138,9 +153,17 @@ async def _sample(
     tokens: int,
     going_on: asyncio.Event,
 ) -> int:
-    """Sample ``tokens`` tokens, in a second request if the first is aborted.
+    """Sample ``tokens`` tokens, with a second request if the first is aborted.
 
-    Returns how many there were when it was aborted, 0 if it was not.
+    Args:
+        engine: client of the server.
+        name: name of the request.
+        prompt: token ids of the prompt.
+        tokens: number of tokens to sample.
+        going_on: event after which the second request may be sent.
+
+    Returns:
+        Number of tokens at the abort; 0 without an abort.
     """
     first = await engine.generate(_request(name, prompt, [], tokens))
     if first.finish_reason is not FinishReason.ABORT:
@@ -159,7 +182,7 @@ def _request(name: str, prompt: list[int], so_far: list[int], tokens: int) -> Ge
 
 
 def _check_complete(name: str, result: GenerateResult, tokens: int) -> None:
-    """Raise RuntimeError if fewer than ``tokens`` tokens came back, unless the text ended."""
+    """Raise RuntimeError if fewer than ``tokens`` tokens were returned, unless the text ended."""
     if result.finish_reason is FinishReason.LENGTH and len(result.output_ids) < tokens:
         raise RuntimeError(f"{name} got {len(result.output_ids)} of {tokens} tokens")
     if result.finish_reason is FinishReason.ABORT:

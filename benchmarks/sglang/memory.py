@@ -1,16 +1,22 @@
-"""Measures what an SGLang server holds of a GPU that it shares, awake and asleep.
+"""GPU memory of an SGLang server that shares its GPU, awake and asleep.
 
     python -m benchmarks.sglang memory --memory-fraction 0.5 --max-running-requests 256 128
     python -m benchmarks.sglang memory --memory-fraction 0.5 --as-it-comes
 
-One server of GPT-OSS-20B's size per value of ``--max-running-requests``, with random weights that
-this process sends it by CUDA IPC, as a trainer rank on the same GPU does. Prints one JSON object
-per server: bytes on the GPU after its start, under load, asleep and awake again, in GB (1e9);
-seconds to sleep, to wake and to sync; whether log-probs and a greedy continuation are the same
-after sleeps; what a server that is killed in a sync leaves; and what SGLang's own log says of its
-memory. ``--as-it-comes`` leaves out what colocated servers get to sleep with less. No Ray, no
-Megatron. SGLang may live in an environment of its own: ``--python`` and ``--pythonpath``.
-``--device cpu --tiny`` only tries the program, with an SGLang that serves on CPUs.
+Needs one GPU. For every value of ``--max-running-requests``, starts one server of GPT-OSS-20B's
+size and sends it random weights by CUDA IPC, like a trainer rank on the same GPU. Uses neither Ray
+nor Megatron. ``--python`` and ``--pythonpath`` select SGLang's environment.
+
+Prints one JSON object per server:
+
+- GB (1e9 bytes) on the GPU after the start, under load, asleep and awake again
+- seconds to sleep, to wake and to sync
+- equality of log-probs and of a greedy continuation after sleeps
+- GB left by a server that is killed during a sync
+- lines of SGLang's log about memory
+
+``--as-it-comes`` disables the settings that let colocated servers sleep with less memory.
+``--device cpu --tiny`` is a test of the command, with an SGLang that runs on CPUs.
 """
 
 from __future__ import annotations
@@ -46,16 +52,16 @@ from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncFailed
 
 ROUNDS = 3
-"""Sleeps and wakes of each server."""
+"""Number of sleeps and wakes of each server."""
 LOGGED = re.compile(
     r"(Init torch distributed ends|Load weight (?:begin|end)|Memory pool end|KV Cache is allocated|"
     r"SWAKVPool|Capture .* end|max_total_num_tokens|Using default MoE kernel config).*"
 )
-"""What SGLang's log says of memory, and whether it found its kernels' settings."""
+"""Lines of SGLang's log about memory and about the settings of kernels."""
 
 
 class Bench:
-    """A server, and this process in place of a trainer rank."""
+    """A server, and this process in the role of a trainer rank."""
 
     def __init__(self, options: argparse.Namespace, running: int, scratch: Path) -> None:
         self.options = options
@@ -85,7 +91,7 @@ class Bench:
             memory_fraction=options.memory_fraction,
             max_running_requests=self.running,
             weight_sync="cuda_ipc" if self.on_gpu else "shared_memory",
-            # On a CPU there is no memory that a server could give back.
+            # On a CPU, a server cannot release memory.
             colocated=self.on_gpu,
             arguments=arguments,
             env={"PYTHONPATH": options.pythonpath},
@@ -122,13 +128,13 @@ class Bench:
         )
 
     async def run(self) -> None:
-        """Measure and print; a server that fails is part of the result."""
+        """Measure and print. A failure of the server is part of the result."""
         if self.on_gpu:
-            # This process's context and tensors, as a trainer has them.
+            # This process's context and tensors represent those of a trainer.
             self.held = torch.zeros(
                 int(self.options.hold_gb * 1e9) + 1, dtype=torch.uint8, device="cuda"
             )
-            # The server before may not have given back everything yet.
+            # The previous server may not have released all of its memory yet.
             settled_gpus(os.environ)
         before = self.used()
         server = self.make_server()
@@ -148,7 +154,7 @@ class Bench:
                 raise RuntimeError(status.fault)
             await asyncio.sleep(0.5)
         self.note(start_seconds=time.monotonic() - began)
-        await server.begin_sync(status.incarnation)  # no health checks: it will sleep
+        await server.begin_sync(status.incarnation)  # stops health checks, because it will sleep
         self.note(total_gb=self.total(), before_gb=before, started_gb=self.used() - before)
 
         async with self.watching_memory():
@@ -178,7 +184,7 @@ class Bench:
         await self.kill_half_way(server, status.url)
 
     async def sleep_and_wake(self, url: str, before: int) -> dict[str, float]:
-        """Put the server to sleep and wake it as the fleet does."""
+        """Put the server to sleep and wake it in the same way as the fleet."""
         client = SglangClient(url)
         seconds: dict[str, float] = {}
 
@@ -201,7 +207,7 @@ class Bench:
         return seconds | {"asleep_gb": asleep, "awake_again_gb": awake, "resync_seconds": synced}
 
     async def kill_half_way(self, server: SglangServer, url: str) -> None:
-        """Kill the server in the middle of a sync; see how long that takes and what it leaves."""
+        """Kill the server during a sync, and measure the time of the sync and the memory left."""
         held = torch.cuda.memory_reserved() if self.on_gpu else 0
         began = time.perf_counter()
         syncing = asyncio.create_task(self.sync(url))
@@ -219,7 +225,7 @@ class Bench:
     # ---- weights
 
     async def sync(self, url: str, compare: bool = False) -> float:
-        """Send all weights; returns seconds."""
+        """Send all weights and return the seconds."""
         self.version += 1
         plan = SyncPlan(
             urls=(url,),
@@ -233,7 +239,7 @@ class Bench:
         return time.perf_counter() - began
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield random weights, the same ones each time; experts' matrices as Megatron has them."""
+        """Yield random weights, equal in each call. Experts' matrices have Megatron's layout."""
         device = "cuda" if self.on_gpu else "cpu"
         for name, shape in hf_shapes(self.config).items():
             if "norm" in name:
@@ -246,10 +252,10 @@ class Bench:
             tensor = torch.empty(made_as, dtype=torch.bfloat16, device=device)
             tensor.normal_(0, 0.02, generator=generator)
             yield name, tensor.mT if is_transposed else tensor
-            del tensor  # or it would outlive its bucket
+            del tensor  # otherwise it would outlive its bucket
 
     def release(self) -> None:
-        """Give back what the sync needed, as a trainer rank does."""
+        """Release the memory of a sync, as a trainer rank does."""
         if self.on_gpu:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
@@ -265,7 +271,7 @@ class Bench:
         return SglangEngine(statuses, self.config)
 
     async def load(self, engine: SglangEngine, url: str) -> None:
-        """Run as many requests as the server takes at a time, long prefills, and a score."""
+        """Run the maximum number of concurrent requests, long prefills, and a score."""
         requests = []
         for number in range(self.running):
             sampling = SamplingParams(self.options.tokens, seed=number)
@@ -284,7 +290,7 @@ class Bench:
     async def score_and_sample(
         self, engine: SglangEngine, url: str, when: str
     ) -> tuple[list[float], list[int]]:
-        """Return log-probs of a text and a greedy continuation, neither from the prefix cache."""
+        """Return log-probs of a text and a greedy continuation, without the prefix cache."""
         prompt = self.prompt(1_000_000, length=300)
         client = SglangClient(url)
         await client.call("/flush_cache", {})
@@ -304,20 +310,20 @@ class Bench:
     # ---- memory
 
     def used(self) -> int:
-        """Return bytes in use on the GPU, by all processes."""
+        """Return the bytes in use on the GPU, by all processes."""
         if not self.on_gpu:
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def total(self) -> int:
-        """Return what a share is of."""
+        """Return the size of the GPU's memory in bytes, to which fractions refer."""
         gpus = visible_gpus(os.environ)
         return gpus[0].total if self.on_gpu else 0
 
     @asynccontextmanager
     async def watching_memory(self) -> AsyncIterator[None]:
-        """Keep the highest use of the GPU, by all processes, in ``peak``."""
+        """Record the peak of used GPU memory, by all processes, in ``peak``."""
         self.peak = self.used()
         watcher = asyncio.create_task(self.watch())
         try:
@@ -335,7 +341,7 @@ class Bench:
         return [found[0][:300] for found in LOGGED.finditer(text)]
 
     def note(self, **figures: float) -> None:
-        """Keep figures with four significant digits; names that end in _gb are given in bytes."""
+        """Record values with 4 significant digits. Values with names in ``_gb`` are in bytes."""
         for name, value in figures.items():
             if name.endswith("_gb"):
                 value /= 1e9

@@ -1,6 +1,7 @@
-"""Compares SGLang's layouts of MXFP4 experts with our plugin's on a GPU, and times both.
+"""Comparison of SGLang's layouts of MXFP4 experts with the plugin's, and times of both.
 
-Runs in the server's environment: ``python -m benchmarks.sglang layouts --quantization mxfp4``.
+``python -m benchmarks.sglang layouts --quantization mxfp4`` runs this file in the server's
+environment. It needs one GPU and prints one JSON object per matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gptoss_expert_layers import compare_layouts
 from sglang.srt.layers.quantization.mxfp4 import _swizzle_mxfp4
 
 SHAPES = {"gate_up_proj": (32, 5760, 1440), "down_proj": (32, 2880, 1440)}
-"""Experts, rows and bytes of a row of the 20B."""
+"""Number of experts, rows, and bytes per row of the 20B, by matrix."""
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
             milliseconds[work.__name__] = round(median_milliseconds(work), 3)
         theirs, _, theirs_scales = _swizzle_mxfp4(packed, scales, layout.SCALE_WARPS)
         their_values = layout.in_our_words(theirs.storage.data.mT)
-        # Ours are padded to more rows.
+        # The plugin's scales are padded to more rows.
         their_scales = theirs_scales.storage.data.mT + layout.SCALE_BIAS
         our_scales = scale_storage[:, : their_scales.shape[1]]
         print(

@@ -1,22 +1,28 @@
-"""Sampled tokens per second under a load like a rollout's: ``python -m benchmarks.sglang rollouts``.
+"""Sampled tokens per second under a load similar to a rollout.
 
     python -m benchmarks.sglang --layers 24 rollouts --running 64 --rounds 3
-    python -m benchmarks.sglang --layers 24 rollouts --quantization mxfp4 --ways tuned prefill_graphs gathered_8
+    python -m benchmarks.sglang --layers 24 rollouts --quantization mxfp4 \\
+        --ways tuned prefill_graphs gathered_8
 
-``--running`` episodes go on at a time. A turn samples ``--tokens`` tokens on average (geometric), a
-tool takes a while (exponential) and answers with a few, and after eight turns a new episode with a new
-prompt takes its place. So turns end one by one, and every continuation is a prefill of a few tokens,
-for which a server interrupts the decoding of all others.
+Needs one GPU. ``--running`` episodes run concurrently. A turn samples ``--tokens`` tokens on
+average (geometric distribution). A tool takes some time (exponential distribution) and answers with
+a few tokens. After 8 turns, a new episode with a new prompt starts. Therefore, turns end one by
+one. Every continuation is a prefill of a few tokens, which interrupts the decoding of all others.
 
-``tuned`` is what colocated servers have by themselves: a prefill is no CUDA graph, and takes longer than a
-decoding step. In ``prefill_graphs`` small ones are (``rollout.engine.prefill_graph_tokens``), in
-``broken_graphs`` the graphs are broken off at each attention, as SGLang has them where servers keep their
-memory. SGLang can also wait until several continuations have come. ``gathered_N`` waits for N decoding steps
-at most, and no longer than until a quarter as many requests wait as run; ``mixed`` decodes in the same pass
-that prefills, without a CUDA graph.
+``--ways`` selects variants of servers:
 
-Servers with the same random weights share one GPU, and rounds go to them in turn. A round's rate is of
-the turns that ended in ``--seconds``, behind some that only fill the server.
+- ``tuned``: the default of colocated servers. A prefill does not use a CUDA graph, and takes longer
+  than a decoding step.
+- ``prefill_graphs``: small prefills use CUDA graphs (``rollout.engine.prefill_graph_tokens``).
+- ``broken_graphs``: the graphs are split at each attention, as in SGLang's servers that keep their
+  memory.
+- ``gathered_N``: the server gathers several continuations. It waits for at most N decoding steps,
+  and at most until the waiting requests are 25% of the running ones.
+- ``mixed``: one pass decodes and prefills, without a CUDA graph.
+
+Servers with the same random weights share one GPU, and rounds alternate between them. The rate of a
+round counts the turns that ended in ``--seconds``, after a warm-up that fills the server. Prints a
+table.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ from rl_loop.engines.sglang.config import prefill_graph_options
 
 
 def gathered(passes: int) -> Variation:
-    """Return a server that waits up to ``passes`` decoding steps for further continuations."""
+    """Return a server that waits up to ``passes`` decoding steps for more continuations."""
     return Variation(
         arguments=(
             "--enable-prefill-delayer",
@@ -58,7 +64,7 @@ def gathered(passes: int) -> Variation:
 
 
 GRAPH_TOKENS = 512
-"""Prefills of up to so many tokens are CUDA graphs in the ways that have them."""
+"""Maximum number of tokens of a prefill that uses a CUDA graph, in variants with graphs."""
 PREFILL_GRAPHS = Variation(arguments=tuple(prefill_graph_options(GRAPH_TOKENS)))
 BROKEN_GRAPHS = Variation(
     arguments=(
@@ -74,43 +80,43 @@ WAYS = {
     "gathered_16": gathered(16),
     "mixed": Variation(arguments=("--enable-mixed-chunk",)),
 }
-"""By name: how a server differs from ours."""
+"""Servers by name, as differences from the default server."""
 TURNS = 8
-"""Of an episode."""
+"""Number of turns of an episode."""
 TOOL_TOKENS = 13
-"""Of a tool's answer, with what Harmony puts around it."""
+"""Number of tokens of a tool's answer, including Harmony's format."""
 TOOL_SECONDS = 0.05
-"""That a tool takes on average."""
+"""Mean time of a tool call in seconds."""
 LONGEST = 4
-"""Of a turn, in mean lengths."""
+"""Maximum length of a turn, as a multiple of the mean length."""
 PREFILL_LINE = re.compile(r"Prefill batch, #new-seq: (\d+)")
 
 
 @dataclass
 class Round:
-    """What one round came to."""
+    """Measurements of one round."""
 
     tokens_per_second: float
     turn_seconds: float
-    """Of a turn, on average, without its tool."""
+    """Mean seconds of a turn, without its tool."""
     sequences: float | None
-    """Of a prefill, on average; None if the server does not tell."""
+    """Mean number of sequences per prefill; None if the server does not log it."""
 
 
 @dataclass
 class Load:
-    """The episodes of a round."""
+    """Episodes of a round."""
 
     way: Way
     name: str
     options: argparse.Namespace
     config: GptOssModelConfig
     turns: list[tuple[float, int, float]] = field(default_factory=list)
-    """When each turn ended, its tokens, and its seconds."""
+    """End time, number of tokens, and seconds of each turn."""
     stops: bool = False
 
     async def run(self, running: int) -> None:
-        """Keep so many episodes going until ``stops``; their last turns end by themselves."""
+        """Keep ``running`` episodes running until ``stops``. Their last turns run to their end."""
         await asyncio.gather(*(self._episodes(number) for number in range(running)))
 
     async def _episodes(self, number: int) -> None:
@@ -140,10 +146,10 @@ class Load:
 
 
 async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
-    """Start the servers, measure, and print a table; ends all whatever happens."""
+    """Start the servers, measure, print a table, and stop the servers."""
     config = model_config(options)
     async with servers_until_the_end() as ways:
-        # One after the other: a server takes its share of what is free when it starts.
+        # In sequence, because a server takes a fraction of the memory that is free at its start.
         for name, variation in chosen_ways(WAYS, options.ways).items():
             packed = options.quantization is not None
             ways.append(
@@ -166,10 +172,17 @@ async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
 async def measure_row(
     ways: list[Way], running: int, options: argparse.Namespace, config: GptOssModelConfig
 ) -> dict[str, Any]:
-    """Measure one number of running episodes on all servers; return the row's figures."""
+    """Measure one number of running episodes on all servers and return the row's values.
+
+    Args:
+        ways: servers.
+        running: number of running episodes.
+        options: command line.
+        config: configuration of the model.
+    """
     rounds: dict[str, list[Round]] = {way.name: [] for way in ways}
 
-    # The first round warms up: kernels are compiled for all the sizes of batches.
+    # The first round is a warm-up: kernels are compiled for all batch sizes.
     for number in range(options.rounds + 1):
         in_turn = ways if number % 2 else ways[::-1]
         for way in in_turn:
@@ -191,9 +204,15 @@ async def measure_row(
 
 
 async def run_round(load: Load, running: int, seconds: float) -> Round:
-    """Run episodes, and count the turns that end within ``seconds``.
+    """Run episodes and count the turns that end within ``seconds``.
 
-    Counting begins when as many turns have ended as run: turns that began together end together.
+    Counting starts after ``running`` turns have ended, because turns that start together end
+    together.
+
+    Args:
+        load: episodes of the round.
+        running: number of running episodes.
+        seconds: duration of the measurement.
     """
     log = load.way.log
     printed = log.stat().st_size if log.exists() else 0
@@ -202,7 +221,7 @@ async def run_round(load: Load, running: int, seconds: float) -> Round:
         while len(load.turns) < running and not task.done():
             await asyncio.sleep(0.01)
         began = time.perf_counter()
-        # Not a second longer if an episode failed.
+        # Returns early if an episode failed.
         await asyncio.wait([task], timeout=seconds)
         ended = time.perf_counter()
     finally:
@@ -218,7 +237,7 @@ async def run_round(load: Load, running: int, seconds: float) -> Round:
 
 
 def sequences_of_a_prefill(log: Path, printed: int) -> float | None:
-    """Return how many requests a prefill had on average, by what a server has printed since."""
+    """Return the mean number of requests per prefill, from the log after byte ``printed``."""
     if not log.exists():
         return None
     with log.open("rb") as file:
@@ -229,7 +248,7 @@ def sequences_of_a_prefill(log: Path, printed: int) -> float | None:
 
 
 def table(rows: list[dict[str, Any]], ways: list[Way]) -> str:
-    """Return the Markdown table of what was measured, the first server beside the others."""
+    """Return a Markdown table of all rows, with the speed relative to the first server."""
     lines = [
         "| running | server | sampled tokens/s | times the first | of the rounds | a turn, s | requests of a prefill |",
         "|---" * 7 + "|",

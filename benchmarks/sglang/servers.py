@@ -1,4 +1,4 @@
-"""Servers of SGLang without Ray, as ``benchmarks.sglang`` starts them."""
+"""SGLang servers without Ray, for ``benchmarks.sglang``."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 
 MENDS = "GPTOSS_SGLANG_MENDS"
-"""What the plugin mends in a server, with commas in between."""
+"""Environment variable with the plugin's patches of a server, separated by commas."""
 
 
 @dataclass(frozen=True)
 class Variation:
-    """How a server differs from ours, to see what that is good for."""
+    """Differences of a server from the default one, to measure their effect."""
 
     without_variables: tuple[str, ...] = ()
-    """Of its environment."""
+    """Environment variables to remove."""
     without_mends: tuple[str, ...] = ()
-    """Of SGLang, by the plugin."""
+    """Patches of the plugin to disable."""
     arguments: tuple[str, ...] = ()
-    """Further ones of its command."""
+    """Additional arguments of the server's command."""
 
 
 NONE = Variation()
 
 
 def model_config(options: argparse.Namespace, max_length: int = 32_768) -> GptOssModelConfig:
-    """Return GPT-OSS-20B with ``--layers`` layers, or a tiny model.
+    """Return the configuration of GPT-OSS-20B with ``--layers`` layers, or of a tiny model.
 
-    ``max_length``: tokens of the longest text."""
+    Args:
+        options: command line.
+        max_length: maximum number of tokens of a text.
+    """
     if not options.tiny:
         return GptOssModelConfig(num_layers=options.layers, num_experts=32, max_length=max_length)
     return GptOssModelConfig(
@@ -62,9 +65,13 @@ def server_settings(
     further_arguments: list[str] | None = None,
     quantization: Quantization | None = None,
 ) -> SglangConfig:
-    """Return the settings of a server, from the command line's options.
+    """Return the settings of a server.
 
-    ``quantization``: how it holds experts.
+    Args:
+        options: command line.
+        attention: SGLang's attention backend.
+        further_arguments: additional arguments of the server's command.
+        quantization: format of the experts.
     """
     server_arguments = ["--disable-piecewise-cuda-graph"]
     if options.device == "cpu":
@@ -99,15 +106,20 @@ def make_server(
     log: Path,
     variation: Variation = NONE,
 ) -> SglangServer:
-    """Prepare a server of ``config`` with dummy weights; the first question starts it.
+    """Prepare a server with dummy weights. It starts when its status is requested.
 
-    ``variation``: what of the settings' environment it does not get. Its arguments are among those of
-    ``settings``.
+    Args:
+        options: command line.
+        settings: settings of the server. They include the arguments of ``variation``.
+        config: configuration of the model.
+        directory: directory for the model's configuration.
+        log: log file of the server.
+        variation: environment variables and patches to remove.
     """
     on_gpu = options.device != "cpu"
     if on_gpu:
-        # Of the settings and not of the process alone: its share of memory is of what is free where it
-        # runs, and this process may see other GPUs first.
+        # Set in the settings, not only in the process. The server's fraction of memory refers to
+        # the free memory of its GPUs, and this process may see other GPUs first.
         own_gpus = {"CUDA_VISIBLE_DEVICES": ",".join(server_gpus(options))}
         settings = settings.model_copy(update={"env": own_gpus | settings.env})
 
@@ -147,7 +159,7 @@ def make_engine(server: SglangServer, config: GptOssModelConfig) -> SglangEngine
 
 
 async def wait_until_healthy(server: SglangServer) -> float:
-    """Start a server and return the seconds that it took. Ends the program if it fails once."""
+    """Start a server and return the seconds until it is ready. Exits if the start fails."""
     began = time.monotonic()
     while (status := await server.status()).state is not ServerState.STALE:
         if status.fault:
@@ -157,7 +169,7 @@ async def wait_until_healthy(server: SglangServer) -> float:
 
 
 def server_gpus(options: argparse.Namespace) -> list[str]:
-    """Return a server's GPUs as the whole machine numbers them."""
+    """Return the machine-wide indices of a server's GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
     first = options.server_gpu
     gpus = visible[first : first + options.server_tensor_parallel]
@@ -167,17 +179,17 @@ def server_gpus(options: argparse.Namespace) -> list[str]:
 
 
 def used_gpu_memory(options: argparse.Namespace) -> int:
-    """Return bytes in use on a server's GPUs together, by all processes."""
+    """Return the total bytes in use on a server's GPUs, by all processes."""
     return sum(_gpu_memory(gpu, "memory.used") for gpu in server_gpus(options))
 
 
 def free_gpu_memory(options: argparse.Namespace) -> int:
-    """Return bytes that are free on each of the servers' GPUs."""
+    """Return the smallest number of free bytes on a server's GPUs."""
     return min(_gpu_memory(gpu, "memory.free") for gpu in server_gpus(options))
 
 
 def whole_gpu_memory(options: argparse.Namespace) -> int:
-    """Return bytes that each of the servers' GPUs has."""
+    """Return the smallest memory size of a server's GPUs in bytes."""
     return min(_gpu_memory(gpu, "memory.total") for gpu in server_gpus(options))
 
 

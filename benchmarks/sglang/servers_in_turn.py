@@ -1,5 +1,4 @@
-"""Servers with the same random weights that are measured in turn: how they start, get their weights and
-are asked."""
+"""Alternating measurements of several servers with the same random weights."""
 
 from __future__ import annotations
 
@@ -45,16 +44,16 @@ class Way:
     server: SglangServer
     engine: SglangEngine
     packed: bool
-    """Whether its experts are MXFP4."""
+    """True if the server's experts are MXFP4."""
     gpu: int
-    """Of the visible ones."""
+    """Index of the GPU among the visible ones."""
     log: Path
-    """What the server prints."""
+    """Log file of the server."""
 
 
 @asynccontextmanager
 async def servers_until_the_end() -> AsyncIterator[list[Way]]:
-    """Yield a list for the servers of the block, and end them all whatever happens."""
+    """Yield a list for the servers of the block, and stop all of them at the end."""
     ways: list[Way] = []
     try:
         yield ways
@@ -65,9 +64,14 @@ async def servers_until_the_end() -> AsyncIterator[list[Way]]:
 
 
 def chosen_ways(known: dict[str, Variation], names: list[str] | None) -> dict[str, Variation]:
-    """Return the servers of these names, or the first two.
+    """Return the servers with these names, or the first two.
 
-    Raises SystemExit if ``--ways`` names one that there is not.
+    Args:
+        known: all servers with their names.
+        names: names of ``--ways``; None for the default.
+
+    Raises:
+        SystemExit: if a name is unknown.
     """
     names = names or list(known)[:2]
     for name in names:
@@ -86,8 +90,18 @@ def prepare(
     *,
     packed: bool,
 ) -> Way:
-    """Prepare one of the servers, on the visible GPU with the number ``gpu``."""
-    # Each server has its own GPU and share of it.
+    """Prepare one of the servers. It starts when its status is requested.
+
+    Args:
+        name: name of the server.
+        variation: differences from the default server.
+        gpu: index of its GPU among the visible ones.
+        options: command line.
+        config: configuration of the model.
+        scratch: directory for its files.
+        packed: whether its experts are MXFP4.
+    """
+    # Each server has its own GPU and fraction of memory.
     options = argparse.Namespace(**vars(options))
     options.server_gpu = gpu
 
@@ -100,8 +114,8 @@ def prepare(
         fraction = wanted_bytes / free_gpu_memory(options)
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
 
-        # What a server is checked for before it starts. nvidia-smi counts a little more memory than a
-        # process can have: a per cent more.
+        # The memory that is checked before the start. nvidia-smi reports slightly more memory than
+        # a process can use, so add 1%.
         needed = 100 * needs.all / whole_gpu_memory(options)
         options.memory_fraction = (math.ceil(needed) + 1) / 100
 
@@ -121,9 +135,9 @@ def prepare(
 
 
 def random_weights(config: GptOssModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Draw bf16 weights by Hugging Face name: normal with std 0.02, sinks with std 1, norms 1.
+    """Yield bf16 weights by Hugging Face name: normal with std 0.02, sinks with std 1, norms 1.
 
-    Tokens then differ enough to be routed to all experts.
+    With these values, tokens differ enough to be routed to all experts.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, shape in hf_shapes(config).items():
@@ -140,10 +154,17 @@ def random_weights(config: GptOssModelConfig, device: str) -> Iterator[tuple[str
 async def send_random_weights(
     ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> float:
-    """Give all servers the same weights; returns seconds."""
+    """Send the same weights to all servers and return the seconds.
+
+    Args:
+        ways: servers.
+        options: command line.
+        config: configuration of the model.
+        scratch: directory for weights on disk.
+    """
     began = time.perf_counter()
     for way in ways:
-        # On the server's own GPU, which hands them over by CUDA IPC.
+        # On the server's GPU, because CUDA IPC passes pointers to its memory.
         device = "cpu" if options.device == "cpu" else f"cuda:{way.gpu}"
         status = await way.server.status()
         await way.server.begin_sync(status.incarnation)
@@ -170,7 +191,12 @@ async def send_random_weights(
 def quantized_weights(
     named: Iterator[tuple[str, torch.Tensor]], *, packed: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Round the experts' matrices to MXFP4: blocks and scales, or values in bf16."""
+    """Round the experts' matrices to MXFP4.
+
+    Args:
+        named: names and weights.
+        packed: whether to return blocks and scales instead of values in bf16.
+    """
     for name, tensor in named:
         if packed:
             yield from pack_experts({name: tensor}).items()
@@ -181,7 +207,15 @@ def quantized_weights(
 async def generate(
     way: Way, name: str, prompts: list[list[int]], tokens: int, with_routes: bool = False
 ) -> list[GenerateResult]:
-    """Continue all prompts at once."""
+    """Continue all prompts concurrently.
+
+    Args:
+        way: server.
+        name: prefix of the names of the requests.
+        prompts: token ids.
+        tokens: number of tokens to sample.
+        with_routes: whether to return the routed experts.
+    """
     requests = [
         GenerateRequest(f"{name}/{i}/0/0", prompt, SamplingParams(tokens), with_routes)
         for i, prompt in enumerate(prompts)
@@ -192,7 +226,7 @@ async def generate(
 def random_prompts(
     generator: random.Random, count: int, length: int, config: GptOssModelConfig
 ) -> list[list[int]]:
-    """Draw prompts of uniform tokens, none of them special."""
+    """Return prompts of uniform tokens without special tokens."""
     limit = config.vocab_size - 1100
     if limit < 1000:
         limit = config.vocab_size - 100
@@ -200,7 +234,7 @@ def random_prompts(
 
 
 def emit(case: str, **figures: Any) -> None:
-    """Print one JSON object; numbers have four significant digits."""
+    """Print one JSON object. Floats have 4 significant digits."""
     line: dict[str, Any] = {"case": case}
     for name, value in figures.items():
         if isinstance(value, float):

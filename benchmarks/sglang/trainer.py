@@ -1,4 +1,4 @@
-"""The trainer of ``benchmarks.sglang``: random weights on one rank or several, without Ray."""
+"""Trainer of ``benchmarks.sglang``: random weights on one or several ranks, without Ray."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rl_loop.weight_sync.servers import SyncPlan
 
 
 class RandomTrainer:
-    """A model with random weights, whose experts ``--expert-parallel`` ranks share out.
+    """A model with random weights. Its experts are sharded over ``--expert-parallel`` ranks.
 
-    Rank 0 is this process, on the first GPU, and sends. The others are processes on the GPUs behind
-    it, which take part in every gathering until ``close``.
+    Rank 0 is this process on the first GPU. It sends the weights. The other ranks are processes on
+    the following GPUs. They take part in every gathering until ``close``.
     """
 
     def __init__(self, options: argparse.Namespace, config: GptOssModelConfig) -> None:
@@ -42,38 +42,42 @@ class RandomTrainer:
 
     @property
     def model(self) -> torch.nn.Module:
-        """What rank 0 holds of the model."""
+        """Rank 0's part of the model."""
         return self._rank.model
 
     async def send(self, plan: SyncPlan) -> None:
-        """Send all weights as the product's ranks do. Raises as ``send_weights`` does; the next
-        call may follow."""
+        """Send all weights as the product's ranks do.
+
+        The next call may follow after an error. Raises the errors of ``send_weights``.
+        """
         weights = self._rank.begin_gathering()
         try:
             await send_weights(_in_bf16(weights), self.config, plan)
         finally:
-            # The other ranks wait for the messages that a failure has left.
+            # The other ranks still wait to send the rest after a failure.
             weights.finish()
 
     def weights(self) -> Iterator[NamedTensor]:
-        """Yield all weights by Hugging Face name, in bf16 or as bytes of MXFP4. To be read to its
-        end."""
+        """Yield all weights by Hugging Face name, in bf16 or as MXFP4 bytes.
+
+        The caller must read the iterator to its end.
+        """
         return _in_bf16(self._rank.begin_gathering())
 
     def close(self) -> None:
-        """End the other ranks, which wait for the next gathering."""
+        """Stop the other ranks, which wait for the next gathering."""
         for process in self._others:
             process.kill()
             process.join()
 
 
 class _TrainerRank:
-    """One rank of the trainer, in its own process."""
+    """One rank of the trainer, in a separate process except for rank 0."""
 
     def __init__(
         self, options: argparse.Namespace, config: GptOssModelConfig, rank: int, port: int
     ) -> None:
-        """Join the others. Collective."""
+        """Join the other ranks and build this rank's part of the model. Collective."""
         ranks = options.expert_parallel
         parallel = ParallelConfig(world_size=ranks, expert=ranks)
         distributed.initialize(parallel, rank, port=port)
@@ -83,14 +87,14 @@ class _TrainerRank:
         self._packed = options.quantization is not None
 
     def begin_gathering(self) -> GatheredWeights:
-        """Begin to bring all weights to rank 0. Collective."""
+        """Start to gather all weights on rank 0. Collective."""
         return self._gathering.begin(transposed=self._transposed, packed=self._packed, paced=True)
 
 
 def _take_part(
     options: argparse.Namespace, config: GptOssModelConfig, rank: int, port: int
 ) -> None:
-    """Be one of the ranks that send nothing to servers; ends when it is killed, or rank 0 is."""
+    """Run a rank that does not send to servers, until it or rank 0 is killed."""
     os.environ["LOCAL_RANK"] = str(rank)  # the number of its GPU
     trainer = _TrainerRank(options, config, rank, port)
     while True:
@@ -102,10 +106,10 @@ def random_model(
     parallel: ParallelConfig,
     quantization: Quantization | None,
 ) -> torch.nn.Module:
-    """Make this rank's part of a bf16 model with normal weights; norms are 1."""
+    """Return this rank's part of a bf16 model with normally distributed weights. Norms are 1."""
     model = build_model(config, parallel, torch.bfloat16, quantization=quantization)
 
-    # What several ranks hold is drawn alike on all of them, and every rank's experts are others.
+    # Replicated parameters are equal on all ranks. Experts differ.
     torch.manual_seed(0)
     device = next(model.parameters()).device
     of_experts = torch.Generator(device).manual_seed(1 + dist.get_rank())
