@@ -1,4 +1,4 @@
-"""Training steps of all weights and of adapters."""
+"""Benchmarks of training steps, of all weights and of adapters."""
 
 from benchmarks.harness import run_program
 

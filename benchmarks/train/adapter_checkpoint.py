@@ -1,20 +1,22 @@
-"""Saving a checkpoint of adapters, measured on a CPU with the tensors of the whole 20B.
+"""Time to save a checkpoint of adapters, on a CPU with the tensors of the full 20B.
 
     python -m benchmarks.train adapter-checkpoint
-    python -m benchmarks.train adapter-checkpoint --tiny --layers 2 --experts 4   # to see that it runs
+    python -m benchmarks.train adapter-checkpoint --tiny --layers 2 --experts 4   # a short test
 
-The trainer is a real one: adapters, Megatron's optimizer after a step (bf16 weights, fp32 master
-weights and moments), and ``CheckpointWriter``. Only the frozen base is left as it was allocated,
-which takes no memory before it is written to, and gradients are random numbers.
+Needs no GPU. The trainer is real: adapters, Megatron's optimizer after a step (bf16 weights, fp32
+master weights and moments), and ``CheckpointWriter``. The frozen base is allocated but not written,
+so it takes no memory. Gradients are random numbers.
 
-``start`` is what training waits for: planning and the copy to host memory, on a CPU from host memory.
-``finish`` is waiting for the thread that writes, and publishing. ``adapters`` is how long the thread
-of ``training.keep_adapters`` takes then, from the checkpoint to what is read back in PEFT's format;
-``held up`` is how long the main thread, which multiplies matrices meanwhile, waited for Python's lock
-(neither on a core nor waiting for one, as Linux counts).
+Prints a table with one row per save. The first save includes one-time work. ``--out FILE`` appends
+a JSON object per save. The columns:
 
-Prints one row for every save; the first one includes what is made only once. ``--out FILE`` appends a
-JSON object per save.
+- ``start`` is the time that training waits: planning and the copy to host memory (here from host
+  memory).
+- ``finish`` is the time to wait for the writing thread and to publish the checkpoint.
+- ``adapters`` is the time of the thread of ``training.keep_adapters``, from the checkpoint to the
+  adapters in PEFT's format.
+- ``held up`` is the time that the main thread, which multiplies matrices, waits for Python's global
+  lock during ``adapters``. Linux counts this time neither as running nor as ready to run.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from rl_loop.trainer.adapter_keeper import AdapterKeeper
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,7 +63,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the benchmark with the options of the command line."""
     args = argument_parser().parse_args()
     distributed.initialize(ParallelConfig(), port=29_791)
     try:
@@ -79,7 +81,7 @@ def main() -> None:
 
 
 def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
-    """Build a trainer of adapters whose optimizer has taken a step."""
+    """Return a trainer of adapters whose optimizer has made a step."""
     sizes = TINY if args.tiny else {}
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
@@ -95,7 +97,7 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     trainer.optimizer.step()
     trainer.updated = True
 
-    # Runs compute the digest of their base when they load it, and not again for a checkpoint.
+    # Runs compute the digest of their base when they load it, not for every checkpoint.
     state.base_digest = lambda model: "0" * 16
     return trainer
 
@@ -103,7 +105,7 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
 def time_saves(
     args: argparse.Namespace, trainer: PolicyTrainer, directory: Path
 ) -> list[dict[str, Any]]:
-    """Save a few times and return the figures of each."""
+    """Save ``args.saves`` times and return the measurements of each save."""
     trained = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
     run = RunDirectory(directory)
     keeper = AdapterKeeper(run, base=None)
@@ -138,8 +140,12 @@ def time_saves(
 
 
 def time_held_up(keeper: AdapterKeeper) -> float:
-    """Multiply matrices until the adapters are written. Returns how long this thread neither had a
-    core nor waited for one meanwhile, in seconds: it waited for Python's lock."""
+    """Multiply matrices until the adapters are written.
+
+    Returns:
+        Seconds in which this thread waited for Python's global lock: it was neither on a core nor
+        ready to run.
+    """
     matrix = torch.rand(256, 256)
     started = time.perf_counter()
     before = scheduled_seconds()
@@ -149,13 +155,13 @@ def time_held_up(keeper: AdapterKeeper) -> float:
 
 
 def scheduled_seconds() -> float:
-    """Return how long this thread has been on a core, or could have been if one had been free."""
+    """Return the seconds in which this thread was on a core or ready to run."""
     running, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
     return (int(running) + int(ready)) / 1e9
 
 
 def gigabytes(directory: Path) -> float:
-    """Return the size of all files of a directory."""
+    """Return the size of all files of a directory in GB (1e9)."""
     return sum(file.stat().st_size for file in directory.iterdir()) / 1e9
 
 

@@ -1,21 +1,24 @@
-"""Training steps of adapters on a frozen base: speed, memory, and the share of the step in which
-weights are dequantised and merged. On one GPU, or on several with the experts shared out (--expert).
+"""Training steps of adapters on a frozen base: speed, memory and the time of merging.
 
     python -m benchmarks.train adapters
     python -m benchmarks.train adapters --cases mxfp4 bf16 --recompute moe layernorm
     python -m benchmarks.train adapters --layers 4 --cases mxfp4 bf16 full
-    torchrun --nproc_per_node 2 -m benchmarks.train adapters --expert 2 --layers 36 --experts 128 --cases mxfp4
+    torchrun --nproc_per_node 2 -m benchmarks.train adapters --expert 2 --layers 36 --experts 128 \\
+        --cases mxfp4
     python -m benchmarks.train adapters products
-    python -m benchmarks.train adapters --tiny            # on a CPU, to see that it runs
+    python -m benchmarks.train adapters --tiny            # on a CPU, a test of the command
 
-Cases: ``mxfp4`` and ``bf16`` are adapters on such a base; ``full`` trains all parameters, for
-comparison on few layers. Weights are random, tokens uniform, routing what follows from them. Every
-case is built, warmed up by two steps and timed in the same process; one further step is profiled,
-which tells the share of merging. Prints one table; ``--out FILE`` appends a JSON object per case.
-Every rank trains on micro-batches of its own; speeds are per GPU, and memory is the fullest GPU's.
+Needs one GPU, or several with expert parallelism (``--expert``). The cases ``mxfp4`` and ``bf16``
+train adapters on a base in this format. The case ``full`` trains all parameters, for a comparison
+on few layers. Weights are random, tokens are uniform, and routing follows from them. Every case is
+built, warmed up by 2 steps and timed in the same process. One more step is profiled for the share
+of merging (dequantizing the base and adding the adapters).
 
-``products`` times single kernels at the shapes of one layer: merging, and the grouped products of
-Transformer Engine beside torch's.
+Prints a table. ``--out FILE`` appends a JSON object per case. Every rank has its own micro-batches.
+Speeds are per GPU, and memory is the maximum over the GPUs.
+
+``products`` times single kernels with the shapes of one layer: merging, and grouped GEMMs of
+Transformer Engine and of torch.
 """
 
 from __future__ import annotations
@@ -70,11 +73,10 @@ TINY = {
     "sliding_window": 8,
 }
 """Sizes of ``--tiny``."""
-"""How the frozen weights of the experts are kept."""
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -98,7 +100,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the mode and the cases of the command line."""
     args = argument_parser().parse_args()
     if args.mode == "products":
         print(products_table(time_products(args)))
@@ -123,7 +125,7 @@ def main() -> None:
 
 
 def parallel_config(args: argparse.Namespace) -> ParallelConfig:
-    """Return the layout: every rank has rows of its own, and its share of the experts."""
+    """Return the layout: every rank has its own rows and a part of the experts."""
     return ParallelConfig(
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
         expert=args.expert,
@@ -132,7 +134,7 @@ def parallel_config(args: argparse.Namespace) -> ParallelConfig:
 
 
 def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
-    """Build a trainer, time its steps and return the figures of one row."""
+    """Build a trainer, time its steps and return the values of one table row."""
     synchronize()
     reset_peak()
     started = time.perf_counter()
@@ -187,13 +189,13 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
 
 
 def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
-    """Build the trainer of a case with random weights."""
+    """Return the trainer of a case with random weights."""
     sizes = TINY if args.tiny else {}
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
     on_gpu = torch.cuda.is_available()
     adapter, quantization = adapter_and_base(args, case)
     parallel = parallel_config(args)
-    # GPUs group products by themselves; on a CPU the same code is asked for.
+    # The grouped GEMM is the default on GPUs. On a CPU, request it to run the same code.
     overrides = {} if on_gpu or adapter is None else {"moe_grouped_gemm": True}
     model = build_model(
         model_config,
@@ -210,7 +212,7 @@ def build_trainer(args: argparse.Namespace, case: str) -> PolicyTrainer:
 def adapter_and_base(
     args: argparse.Namespace, case: str
 ) -> tuple[AdapterConfig | None, Quantization | None]:
-    """Return the adapters of a case, None to train all weights, and the format of the base."""
+    """Return the adapters (None to train all weights) and the format of the base of a case."""
     if case == "full":
         return None, None
     adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
@@ -223,7 +225,7 @@ def predicted_peak(
     case: str,
     batches: list[PackedBatch],
 ) -> float:
-    """Return what `gptoss plan` counts of the trainer's tensors in an update, in GB."""
+    """Return the trainer's memory in an update, as predicted by ``gptoss plan``, in GB."""
     adapter, quantization = adapter_and_base(args, case)
     inputs = MemoryInputs(
         trainer.chunks[0].config.architecture,
@@ -239,7 +241,7 @@ def predicted_peak(
 
 
 def random_batches(args: argparse.Namespace, vocab_size: int) -> list[PackedBatch]:
-    """Build micro-batches of ``--sequences`` sequences of ``--length`` tokens for this rank."""
+    """Return micro-batches of ``--sequences`` sequences of ``--length`` tokens for this rank."""
     count = args.micro_batches * args.sequences
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     token_ids = torch.randint(0, vocab_size, (count, args.length + 1), generator=generator)
@@ -253,7 +255,7 @@ def random_batches(args: argparse.Namespace, vocab_size: int) -> list[PackedBatc
 
 
 def mean_loss(tokens: int) -> Callable[..., LossOutput]:
-    """Return the mean cross-entropy over ``tokens`` tokens."""
+    """Return a loss function: the cross-entropy divided by ``tokens``."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         total = -(log_probs * batch.loss_mask).sum() / tokens
@@ -267,7 +269,7 @@ def timed(call: Callable[[], None], count: int) -> list[float]:
     times = []
     for i in range(count):
         if i == 2:
-            # As the trainer's worker does.
+            # Equal to the trainer's worker.
             gc.collect()
             gc.freeze()
         synchronize()
@@ -283,9 +285,13 @@ def profiled_merge_seconds(
 ) -> float | None:
     """Return the device seconds of merging in one step; None without a GPU.
 
-    With a directory all kernels are written to DIRECTORY/CASE.txt, longest first.
+    Args:
+        step: runs one step.
+        directory: directory for CASE.txt with the times of all kernels, longest first; or None.
+        case: name of the case.
 
-    Raises RuntimeError if adapters were merged by another kernel than is looked for.
+    Raises:
+        RuntimeError: if the step has no merge kernel of the expected name.
     """
     if not torch.cuda.is_available():
         return None
@@ -310,7 +316,7 @@ def profiled_merge_seconds(
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of all cases; the last column is the speed beside the first case's."""
+    """Return a Markdown table of all cases. The last column is the speed relative to the first."""
     rows = [
         "| case | GPUs | layers | tokens | trained, million | step, s | tokens/s/GPU | merging, s "
         "| share | peak, GB | predicted | after building, GB | while building, GB | building, s "
@@ -348,7 +354,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def time_products(args: argparse.Namespace) -> dict[str, float]:
-    """Return milliseconds of merging and of grouped products, at the shapes of one layer."""
+    """Return milliseconds of merging and of grouped GEMMs with the shapes of one layer."""
     sizes = GptOssModelConfig(num_layers=1, num_experts=args.experts)
     rows = args.sequences * args.length * sizes.experts_per_token
     result: dict[str, float] = {}
@@ -362,7 +368,14 @@ def time_products(args: argparse.Namespace) -> dict[str, float]:
 
 
 def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, Callable[[], Any]]:
-    """Return what ``time_products`` times for one matrix [out, columns] of every expert."""
+    """Return the calls that ``time_products`` measures.
+
+    Args:
+        experts: number of experts.
+        rows: token rows of all experts together.
+        out: output features of an expert's matrix.
+        columns: input features of an expert's matrix.
+    """
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     blocks = torch.randint(
         0, 256, (experts, out, columns // 32, 16), dtype=torch.uint8, device="cuda"
@@ -373,7 +386,7 @@ def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, 
     x = torch.randn(rows, columns, **bf16)
     grad = torch.randn(rows, out, **bf16)
 
-    # Uneven, as routing is.
+    # Experts get different numbers of rows, as in routing.
     shares = torch.linspace(0.2, 1.8, experts, dtype=torch.float64)
     counts = (shares / shares.sum() * rows).long().tolist()
     counts[-1] += rows - sum(counts)
@@ -411,7 +424,7 @@ def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, 
 
 
 def products_table(milliseconds: dict[str, float]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table of the milliseconds."""
     rows = ["| | ms |", "|---|---|"]
     rows += [f"| {name} | {value:.3f} |" for name, value in milliseconds.items()]
     return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""Training GPT-OSS on GPUs, measured. One case per call; under torchrun for several GPUs.
+"""Speed and memory of training GPT-OSS on GPUs, one case per call.
 
     python -m benchmarks.train log-probs
     python -m benchmarks.train step --layers 4 --length 4096 --sequences 4
@@ -7,22 +7,24 @@
     python -m benchmarks.train stock --packed --layers 4 --sequences 2
     torchrun --nproc_per_node 2 -m benchmarks.train check-overlap --layers 2 --experts 8
     python -m benchmarks.train table --out FILE
-    python -m benchmarks.train memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \
+    python -m benchmarks.train memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \\
         --recompute moe_act layernorm --sequences 4 --micro-batches 4
-    torchrun --nproc_per_node 8 -m benchmarks.train step --tiny --layers 2 --experts 8 --expert 8   # on CPUs
+    torchrun --nproc_per_node 8 -m benchmarks.train step --tiny --layers 2 --experts 8 --expert 8
 
-Weights are random (normal with std 0.02, biases and sinks 0, norms 1), tokens uniform, routing
-what follows from them. ``--also "step ARGUMENTS"`` runs a further case in the same processes.
-Prints a JSON object per case; ``--out FILE`` appends them as lines, and ``table`` makes a Markdown
-table of these. MFU is taken against a matrix product measured beforehand.
+Needs one GPU, or several with torchrun. ``step --tiny`` has small sizes and also runs on CPUs, as a
+test of the command, without MFU and memory.
 
-A ``step`` says besides what share of it the computing stream waits for the experts' all-to-all, slower
-ranks included, and what ``gptoss plan`` predicts: seconds, that share, tensors of the update. ``--tiny``
-runs it with small sizes on CPUs, to see that a command works; there is no MFU and no memory then.
+Weights are random (normal with std 0.02, biases and sinks 0, norms 1). Tokens are uniform, and
+routing follows from them. ``--also "step ARGUMENTS"`` runs another case in the same processes.
+Prints a JSON object per case. ``--out FILE`` appends the objects as lines, and ``table`` converts
+FILE to a Markdown table. MFU is relative to a matrix product that is measured first.
 
-``stock`` is Megatron with its own layers and Transformer Engine's attention; ``--packed`` gives it
-``--sequences`` sequences in one row instead of one. A baseline on one GPU that cannot run, for
-want of memory or of a kernel, is a line that says so.
+- ``step`` also reports the fraction of time that the computing stream waits for the experts'
+  all-to-all, including slower ranks. It adds the predictions of ``gptoss plan``: seconds, this
+  fraction, and tensors of the update.
+- ``stock`` is Megatron with its own layers and Transformer Engine's attention. With ``--packed``,
+  a row has ``--sequences`` sequences instead of one. If the case cannot run on one GPU, its result
+  has the reason, such as missing memory.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ TINY = {
 
 
 class AllToAllClock(StepClock):
-    """Times the experts' all-to-all apart from all other communication."""
+    """Clock that times the experts' all-to-all separately from other communication."""
 
     parts = (*PARTS, ALL_TO_ALL)
 
@@ -95,16 +97,23 @@ class AllToAllClock(StepClock):
 
 
 def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, float]:
-    """Time scoring and training through log_probs_and_entropy against the bare matrix products.
+    """Time scoring and training with log_probs_and_entropy, and the matrix products alone.
 
     The products take 2,048 tokens at a time.
+
+    Args:
+        tokens: number of tokens.
+        hidden_size: size of the hidden states.
+
+    Returns:
+        Milliseconds and additional GB of each call.
     """
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     hidden = torch.randn(tokens, hidden_size, **bf16).requires_grad_()
     weight = torch.nn.Parameter(0.02 * torch.randn(VOCAB, hidden_size, **bf16))
     labels = torch.randint(0, VOCAB, (tokens,), device="cuda")
 
-    # As under Megatron's data parallelism: gradients are added to a buffer.
+    # As in Megatron's data parallelism, gradients are accumulated in a buffer.
     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     weight.grad_added_to_main_grad = False
 
@@ -142,7 +151,7 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
     times: dict[str, list[float]] = {name: [] for name in calls}
     result: dict[str, float] = {}
 
-    # In turn, so that clocks and temperature meet all of them.
+    # Interleaved, so that clocks and temperature affect all calls.
     for _ in range(5):
         for name, call in calls.items():
             torch.cuda.reset_peak_memory_stats()
@@ -157,12 +166,12 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
 
 
 def random_weights(model: torch.nn.Module) -> None:
-    """Fill a model with the same weights on all replicas.
+    """Fill a model with random weights that are equal on all replicas.
 
-    The shards of a tensor are the same on all tensor-parallel ranks, too.
+    All shards of a tensor are equal on the tensor-parallel ranks, too.
     """
-    # Replicas of a parameter share a seed: stages for dense ones, stages and expert-parallel ranks
-    # for experts.
+    # Replicas of a parameter share a seed. Dense parameters depend on the stage, experts on the
+    # stage and on the expert-parallel rank.
     stage = parallel_state.get_pipeline_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     device = next(model.parameters()).device.type
@@ -184,7 +193,15 @@ def random_weights(model: torch.nn.Module) -> None:
 def random_batches(
     count: int, sequences: int, length: int, seed: int, vocabulary: int = VOCAB
 ) -> list[PackedBatch]:
-    """Build ``count`` micro-batches of ``sequences`` sequences of ``length`` tokens."""
+    """Return ``count`` micro-batches of ``sequences`` sequences of ``length`` tokens.
+
+    Args:
+        count: number of micro-batches.
+        sequences: sequences per micro-batch.
+        length: tokens of a sequence.
+        seed: seed of the tokens.
+        vocabulary: number of different tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (count, sequences, length + 1)
     token_ids = torch.randint(0, vocabulary, shape, generator=generator)
@@ -199,7 +216,7 @@ def random_batches(
 
 
 def sft_loss(tokens: int) -> Callable[..., LossOutput]:
-    """Return the mean cross-entropy over ``tokens`` tokens."""
+    """Return a loss function: the cross-entropy divided by ``tokens``."""
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         total = -(log_probs * batch.loss_mask).sum() / tokens
@@ -209,7 +226,7 @@ def sft_loss(tokens: int) -> Callable[..., LossOutput]:
 
 
 class ExpertLoad:
-    """Counts the tokens of every expert by hooks on the routers."""
+    """Counts the tokens of every expert with hooks on the routers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.counts: list[torch.Tensor] = []
@@ -224,7 +241,7 @@ class ExpertLoad:
         self.counts.append(is_chosen.sum(0).detach())
 
     def result(self, expert_parallel: int) -> dict[str, float]:
-        """Stop counting and return how uneven the load is. Collective."""
+        """Stop counting and return the imbalance of the load. Collective."""
         for handle in self.handles:
             handle.remove()
 
@@ -239,7 +256,7 @@ class ExpertLoad:
 
 
 def max_over_mean(counts: torch.Tensor) -> float:
-    """Return the mean over rows of how much the largest entry is above the average one."""
+    """Return the largest entry relative to the mean entry, averaged over rows."""
     return float((counts.amax(-1) / counts.mean(-1)).mean())
 
 
@@ -250,22 +267,22 @@ def measure_steps(
     flops: float,
     ceiling: float,
 ) -> dict[str, Any]:
-    """Time ``count`` calls of ``step``; the first two warm up.
+    """Time ``count`` calls of ``step``. The first two warm up.
 
     Args:
-        step: what is timed.
-        count: how often.
-        tokens_per_gpu: of one step.
-        flops: of one step on one GPU.
-        ceiling: TFLOP/s of which MFU is a share.
+        step: runs one step.
+        count: number of calls.
+        tokens_per_gpu: tokens of one step per GPU.
+        flops: FLOPs of one step per GPU.
+        ceiling: TFLOP/s of a matrix product, for MFU.
     """
     times = []
     for i in range(count):
         if i == 2:
-            # As rl_loop.trainer.worker does.
+            # Equal to rl_loop.trainer.worker.
             gc.collect()
             gc.freeze()
-        # All ranks begin together, so that none counts another's lateness.
+        # All ranks start together, so that no rank counts the delay of another.
         synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -292,7 +309,7 @@ def measure_steps(
 
 
 def profile_step(step: Callable[[], Any], path: Path) -> None:
-    """Write device time and count of every kernel of one step, longest first."""
+    """Write the device time and count of every kernel of one step, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
@@ -312,7 +329,7 @@ def profile_step(step: Callable[[], Any], path: Path) -> None:
 
 
 def attention_overrides(name: str) -> dict[str, Any]:
-    """Return what makes ``build_model`` use the named attention."""
+    """Return the overrides that make ``build_model`` use the named attention."""
     if name != "transformer_engine":
         return {"attention_backend_name": name}
     from tests.support.megatron_gptoss.transformer_engine_attention import (
@@ -323,7 +340,7 @@ def attention_overrides(name: str) -> dict[str, Any]:
 
 
 def gather_before_forward(trainer: PolicyTrainer) -> None:
-    """Gather parameters before the next forward pass begins, instead of under it."""
+    """Gather parameters before the next forward pass instead of during it."""
     for chunk in trainer.model:
         chunk.disable_forward_pre_hook(param_sync=False)
         chunk.ddp_config.overlap_param_gather = False
@@ -331,7 +348,7 @@ def gather_before_forward(trainer: PolicyTrainer) -> None:
 
 @contextmanager
 def stage_messages(kind: str) -> Iterator[None]:
-    """Send messages between pipeline stages as ours or as Megatron's in the block."""
+    """Send messages between pipeline stages with our or with Megatron's code in this context."""
     ours = StaticShapeP2P._communicate_shapes
     if kind == "megatron":
         theirs = P2PCommunicator._communicate_shapes
@@ -341,7 +358,7 @@ def stage_messages(kind: str) -> Iterator[None]:
 
 
 def parallel_config(args: argparse.Namespace) -> ParallelConfig:
-    """Return the layout that the arguments describe."""
+    """Return the layout of the arguments."""
     return ParallelConfig(
         world_size=dist.get_world_size(),
         expert=args.expert,
@@ -357,11 +374,11 @@ def parallel_config(args: argparse.Namespace) -> ParallelConfig:
 
 
 def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
-    """Build the trainer of ``step_case`` with random weights."""
+    """Return the trainer of ``step_case`` with random weights."""
     sizes = TINY if args.tiny else {}
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
 
-    # Megatron waits for the GPU after every message, which only its own messages need.
+    # Megatron synchronizes with the GPU after every message. Only its own messages need this.
     model = build_model(
         model_config,
         parallel_config(args),
@@ -386,7 +403,12 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
 
 
 def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
-    """Time training steps and scoring of the layout that the arguments describe."""
+    """Time training steps and scoring with the layout of the arguments.
+
+    Args:
+        args: command line.
+        ceiling: TFLOP/s of a matrix product, for MFU.
+    """
     trainer = build_trainer(args)
     model_config = trainer.chunks[0].config.architecture
     use_clock(trainer, AllToAllClock())
@@ -403,7 +425,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     tokens = data_size * sum(batch.tokens for batch in batches)
     tokens_per_gpu = tokens // dist.get_world_size()
 
-    # Of one data-parallel rank, shared out among the GPUs that work on its rows.
+    # FLOPs of one data-parallel rank, divided by the GPUs that share its rows.
     lengths = [args.length] * args.sequences * args.micro_batches
     sharers = args.context * args.tensor * args.pipeline
     flops = 3 * forward_flops(model_config, lengths) / sharers
@@ -421,7 +443,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     if args.profile:
         profile_step(step, args.profile)
 
-    # Counting costs time, so it has a pass of its own.
+    # In a separate pass, because counting takes time.
     load = ExpertLoad(trainer.module)
     trainer.score(batches)
     reset_peak()
@@ -430,7 +452,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
     release(trainer)
 
-    # The steps that were timed: not those that warmed up, nor the profiled one.
+    # Use only the timed steps, without the warm-up and the profiled step.
     timed_parts = step_parts[2 : args.steps]
     seconds_of = {name: median(parts[name] for parts in timed_parts) for name in timed_parts[0]}
     return {
@@ -447,7 +469,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
 
 
 def use_clock(trainer: PolicyTrainer, clock: StepClock) -> None:
-    """Let ``clock`` take the place of the trainer's in everything that was given it."""
+    """Replace the trainer's clock in all objects that use it."""
     for chunk in trainer.chunks:
         chunk.config.timers = clock
         for module in chunk.modules():
@@ -459,8 +481,11 @@ def use_clock(trainer: PolicyTrainer, clock: StepClock) -> None:
 def predicted_step(
     args: argparse.Namespace, trainer: PolicyTrainer, batches: list[PackedBatch]
 ) -> dict[str, float]:
-    """Return what ``gptoss plan`` predicts of the step: time on H200s, the experts' share, and the
-    tensors of the fullest pipeline stage in GB."""
+    """Return the predictions of ``gptoss plan`` for the step.
+
+    They are the time on H200 GPUs, the fraction of the experts' all-to-all, and the tensors of the
+    fullest pipeline stage in GB.
+    """
     time_of = predict_step(
         trainer.chunks[0].config.architecture,
         parallel_config(args),
@@ -480,10 +505,10 @@ def predicted_step(
 
 
 def memory_case(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the phases of a run without engines beside what the account predicts.
+    """Measure the memory of a run's phases without engines, and predict it.
 
-    The trainer is built, all weights are exported as a sync does, then come scoring and an
-    update, twice: the first step makes the optimizer's state.
+    The trainer is built. Then all weights are exported as in a sync, followed by scoring and an
+    update. This is done twice, because the first step creates the optimizer's state.
     """
     if args.segments:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
@@ -532,14 +557,14 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kept_segments(snapshot: list[dict[str, Any]]) -> str:
-    """List the memory that torch cannot give back, because something small in it is in use.
+    """List the memory that torch cannot release, because a small part of it is in use.
 
     Args:
-        snapshot: of ``torch.cuda.memory_snapshot``, with the history of allocations.
+        snapshot: result of ``torch.cuda.memory_snapshot``, with the history of allocations.
 
     Returns:
-        Lines of unused and used MB of a segment, and where what is used was allocated; most unused
-        first.
+        A line per segment with unused MB, used MB and the lines that allocated the used memory,
+        sorted by unused MB.
     """
     lines = []
     for segment in snapshot:
@@ -568,7 +593,7 @@ def allocating_line(block: dict[str, Any]) -> str:
 
 
 def state_bytes_on_gpu(trainer: PolicyTrainer) -> int:
-    """Return the bytes of optimizer state that lie on the GPU."""
+    """Return the bytes of optimizer state on the GPU."""
     size = 0
     for chained in trainer.optimizer.chained_optimizers:
         for state in chained.optimizer.state.values():
@@ -582,7 +607,7 @@ def memory_account(
     trainer: PolicyTrainer,
     batches: list[PackedBatch],
 ) -> Account:
-    """Predict what the trainer of the arguments holds on this GPU."""
+    """Return the predicted memory of the trainer on this GPU."""
     _, total = torch.cuda.mem_get_info()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return account(memory_inputs(args, trainer, batches), total / 1e9, stage)
@@ -593,7 +618,7 @@ def memory_inputs(
     trainer: PolicyTrainer,
     batches: list[PackedBatch],
 ) -> MemoryInputs:
-    """Return what a prediction of memory needs to know of the arguments' trainer."""
+    """Return the inputs of the memory prediction for the trainer."""
     return MemoryInputs(
         trainer.chunks[0].config.architecture,
         parallel_config(args),
@@ -605,7 +630,7 @@ def memory_inputs(
 
 
 def phase_row(step: int, name: str, peak: PhasePeak, predicted: Phase | None) -> dict[str, Any]:
-    """Return one phase in GB, measured and predicted."""
+    """Return the measured and predicted memory of one phase in GB."""
     row: dict[str, Any] = {
         "step": step,
         "phase": name,
@@ -629,10 +654,10 @@ def print_phases(rows: list[dict[str, Any]]) -> None:
 
 
 def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
-    """Compare ways of gathering weights: three steps and a score right after them.
+    """Compare ways of gathering weights, by three steps and a score directly after them.
 
-    Weights are gathered before the next forward pass (twice, for the noise of the run), under it,
-    and, as the control that must stand out, never.
+    Weights are gathered before the next forward pass (twice, to show the noise), during it, and
+    never. The last one is a control that must differ.
     """
     data_rank = parallel_state.get_data_parallel_rank()
     batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
@@ -646,7 +671,7 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
         if reference is None:
             reference = scores
 
-        # The last step's weights, or replicas would differ by what was not gathered yet.
+        # Gather the weights of the last step first, because replicas would differ otherwise.
         if mode != "never":
             gather_parameters(trainer.model)
 
@@ -664,7 +689,7 @@ def check_overlap_case(args: argparse.Namespace, ceiling: float) -> dict[str, An
 
 
 def overlap_trainer(args: argparse.Namespace, mode: str) -> PolicyTrainer:
-    """Build a trainer that gathers weights as ``check_overlap_case`` names it."""
+    """Return a trainer that gathers weights in a mode of ``check_overlap_case``."""
     parallel = ParallelConfig(world_size=dist.get_world_size(), expert=args.expert)
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
     model = build_model(model_config, parallel, torch.bfloat16)
@@ -674,7 +699,7 @@ def overlap_trainer(args: argparse.Namespace, mode: str) -> PolicyTrainer:
 
     if mode != "under":
         gather_before_forward(trainer)
-        # Without the hook, "overlapping" means that nobody gathers.
+        # Without the hook, overlapping means that the weights are not gathered.
         trainer.model[0].ddp_config.overlap_param_gather = mode == "never"
     return trainer
 
@@ -683,7 +708,7 @@ def timed_steps(
     trainer: PolicyTrainer,
     batches: list[PackedBatch],
 ) -> tuple[list[float], list[float]]:
-    """Take three steps and return their losses and seconds."""
+    """Run three steps and return their losses and seconds."""
     data_size = parallel_state.get_data_parallel_world_size()
     tokens = data_size * sum(batch.tokens for batch in batches)
 
@@ -701,7 +726,7 @@ def timed_steps(
 
 
 def replicas_equal(model: torch.nn.Module) -> bool:
-    """Return whether all replicas of every parameter have the same sum of squares. Collective."""
+    """Return True if all replicas of every parameter have equal sums of squares. Collective."""
     all_equal = True
     for parameter in model.parameters():
         is_expert = not getattr(parameter, "allreduce", True)
@@ -720,8 +745,13 @@ def replicas_equal(model: torch.nn.Module) -> bool:
 def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """Time Megatron as its examples run GPT-OSS.
 
-    Transformer Engine's attention, logits held; unpacked one sequence at a time. The router's bias
-    is bf16 there, which is numerically wrong but costs no time."""
+    It uses Transformer Engine's attention and keeps the logits. Unpacked rows have one sequence.
+    The router's bias is bf16, which is numerically wrong but does not change the time.
+
+    Args:
+        args: command line.
+        ceiling: TFLOP/s of a matrix product, for MFU.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
@@ -753,7 +783,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
 
 
 def stock_packing(args: argparse.Namespace) -> Any:
-    """Return what tells Megatron where the sequences of a packed row end; None if unpacked."""
+    """Return Megatron's description of the sequences of a packed row; None if unpacked."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if not args.packed:
@@ -773,9 +803,15 @@ def measure_or_explain(
     args: argparse.Namespace,
     ceiling: float,
 ) -> dict[str, Any]:
-    """Return what ``measure`` returns, or in one line why it cannot be measured.
+    """Return the result of ``measure``, or the reason why it cannot run.
 
-    With several ranks errors are raised: the others may wait for the one that failed."""
+    With several ranks, errors are raised, because other ranks may wait for the failed one.
+
+    Args:
+        measure: function of a case.
+        args: command line.
+        ceiling: TFLOP/s of a matrix product, for MFU.
+    """
     try:
         return measure(args, ceiling)
     except torch.cuda.OutOfMemoryError as error:
@@ -799,7 +835,7 @@ def first_line(error: BaseException) -> str:
 
 
 def stock_model(args: argparse.Namespace, model_config: GptOssModelConfig) -> Any:
-    """Build Megatron's model with its own layers, in its data-parallel wrapper."""
+    """Return Megatron's model with its own layers in its data-parallel wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -830,7 +866,7 @@ def stock_model(args: argparse.Namespace, model_config: GptOssModelConfig) -> An
         "yarn_mscale_all_dim": None,
         "yarn_correction_range_round_to_int": False,
     }
-    # GPTModel reads them from the configuration, which has no such fields.
+    # GPTModel reads these values from the configuration, which does not declare them.
     for name, value in yarn.items():
         setattr(config, name, value)
 
@@ -857,7 +893,7 @@ def stock_model(args: argparse.Namespace, model_config: GptOssModelConfig) -> An
 
 
 def stock_optimizer(model: Any) -> Any:
-    """Build Megatron's optimizer with its defaults."""
+    """Return Megatron's optimizer with its defaults."""
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -872,7 +908,7 @@ def stock_optimizer(model: Any) -> Any:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -880,7 +916,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("case", choices=["log-probs", "step", "stock", "memory", "check-overlap", "table"])
 
-    # The model and its batch.
+    # Model and batch
     add("--layers", type=int, default=24)
     add("--experts", type=int, default=32)
     add("--length", type=int, default=4096, help="tokens of every sequence")
@@ -889,7 +925,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--packed", action="store_true", help="stock: all sequences of a micro-batch in one row")
     add("--balanced", action="store_true", help="route at random and evenly, for comparison only")
 
-    # The layout.
+    # Layout
     add("--expert", type=int, default=1, help="expert parallel size")
     add("--context", type=int, default=1, help="context parallel size")
     add("--tensor", type=int, default=1, help="tensor parallel size")
@@ -898,7 +934,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--last-stage-layers", type=int, help="pipeline: fewer than the other stages have")
     add("--dispatcher", default="alltoall", help="or deepep")
 
-    # What is computed, kept and sent.
+    # Computation, memory and communication
     add("--attention", default="auto", help="a backend of ours, or transformer_engine")
     add("--recompute", nargs="*", default=[])
     add("--recompute-layers", type=int, help="of a chunk; the others keep what they computed")
@@ -921,7 +957,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="step: small sizes, for a run without a GPU")
     add("--config", default="{}", help="JSON of further TransformerConfig fields")
 
-    # The measurement.
+    # Measurement
     add("--steps", type=int, default=6)
     add("--profile", type=Path, help="file for the device times of one step by kernel")
     add("--segments", type=Path, help="memory: file for what keeps torch from giving memory back")
@@ -931,7 +967,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the case that the arguments name. Collective."""
+    """Run the case of the arguments. Collective."""
     if args.case == "memory":
         return memory_case(args)
     ceiling = 0.0 if args.tiny and not torch.cuda.is_available() else matmul_ceiling()
@@ -982,7 +1018,7 @@ def run(args: argparse.Namespace, port: int) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of what ``--out`` collected."""
+    """Return a Markdown table of the lines of ``--out``."""
     rows = [
         "| case | GPUs | layers | tokens of a step and GPU | attention | seconds | predicted | tokens/s/GPU | MFU "
         "| all-to-all | predicted | peak GB | predicted |",
@@ -1020,12 +1056,12 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def figure(line: dict[str, Any], name: str, form: str) -> str:
-    """Format a figure of a case; a dash if the case has none of this name."""
+    """Format a value of a case; "-" if the case does not have it."""
     return format(line[name], form) if name in line else "-"
 
 
 def main() -> None:
-    """Run the case of the command line and those of ``--also``, each with groups of its own."""
+    """Run the case of the command line and those of ``--also``, each with new process groups."""
     args = argument_parser().parse_args()
     if args.case == "table":
         print(table([json.loads(line) for line in args.out.read_text().splitlines()]))

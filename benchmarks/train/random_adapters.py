@@ -1,4 +1,4 @@
-"""Random weights of a model with adapters, drawn where it lies: its base never is in bf16."""
+"""Random weights of a model with adapters. The base is never completely in bf16."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from megatron_gptoss.layers.packed_weight import PackedWeight
 
 @torch.no_grad()
 def draw_adapted_model(model: torch.nn.Module, seed: int = 0, std: float = 0.02) -> None:
-    """Fill ``model`` with normally distributed weights; norms are 1, biases and sinks 0.
+    """Fill ``model`` with normally distributed weights. Norms are 1, biases and sinks 0.
 
-    A packed base gets the nearest MXFP4 values, one layer's matrices at a time. B is drawn, too: with
-    B = 0 a merged weight would be its base. Ranks draw the same replicas and different experts.
+    A packed base gets the nearest MXFP4 values, one layer's matrices at a time. B is random, too,
+    because a merged weight would equal its base with B = 0. Ranks draw equal replicas and different
+    experts.
+
+    Args:
+        model: model with adapters.
+        seed: seed of the random numbers.
+        std: standard deviation of the weights.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

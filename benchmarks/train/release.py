@@ -18,7 +18,7 @@ def release(trainer: PolicyTrainer) -> None:
     for chunk in trainer.model:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             tensors += [buffer.grad_data, buffer.param_data]
-    # Without distributed optimizer, on CPUs, Megatron has one that is not chained.
+    # On CPUs without the distributed optimizer, Megatron's optimizer is not chained.
     for part in getattr(trainer.optimizer, "chained_optimizers", []):
         for state in part.optimizer.state.values():
             tensors += state.values()
@@ -26,7 +26,7 @@ def release(trainer: PolicyTrainer) -> None:
     release_shared_memory()
     if not torch.cuda.is_available():
         return
-    # Megatron and Transformer Engine keep references; storages of size 0 hold no memory.
+    # Megatron and Transformer Engine keep references, but storages of size 0 hold no memory.
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.untyped_storage().resize_(0)
