@@ -1,13 +1,15 @@
-"""A chat file with tools of your own: write one, learn it, and see whether new conversations are answered.
+"""A chat file with your own tools: write it, train on it, and evaluate new conversations.
 
     python examples/chat_with_tools.py runs/shop
     gptoss data preview configs/sft/tiny_shop.yaml
     gptoss sft configs/sft/tiny_shop.yaml
     python examples/chat_with_tools.py runs/shop --evaluate runs/tiny_shop
 
-The clerk of a shop is asked for prices and stocks, which its tools know and it does not. The file has OpenAI's
-``messages`` and ``tools``. Held-out conversations ask for other prices and stocks of the same goods; the tools really
-answer what the model calls, and an answer counts if every call and the last word are right."""
+Customers ask the clerk of a shop for prices and stocks, which only the clerk's tools know. The file
+has OpenAI's ``messages`` and ``tools``. Held-out conversations ask for other prices and stocks of
+the same goods. The tools answer the model's calls. A conversation counts if every call and every
+final answer is right.
+"""
 
 import argparse
 import asyncio
@@ -21,9 +23,9 @@ from typing import Any
 NAMES = "lamp table chair clock vase plate candle mirror basket blanket pillow kettle bottle hammer ladder brush"
 GOODS = NAMES.split()
 LARGEST = 60
-"""Prices and stocks are numbers up to here."""
+"""Largest price and stock."""
 TRAINING, HELD_OUT = 4000, 100
-"""Conversations."""
+"""Number of conversations."""
 
 INSTRUCTIONS = "You are the clerk. Look up what you are asked."
 TOOLS = [
@@ -45,7 +47,7 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and what its tool knows."""
+    """A question of the customer, with the tool's answer."""
 
     tool: str
     item: str
@@ -72,7 +74,7 @@ def every_question() -> Iterator[Question]:
 
 
 def conversation(questions: Sequence[Question]) -> dict[str, Any]:
-    """Write a conversation as OpenAI's format has it."""
+    """Return a conversation in OpenAI's format."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": INSTRUCTIONS}]
     for number, question in enumerate(questions):
         function = {"name": question.tool, "arguments": json.dumps({"item": question.item})}
@@ -87,7 +89,7 @@ def conversation(questions: Sequence[Question]) -> dict[str, Any]:
 
 
 def write_files(folder: Path, seed: int) -> None:
-    """Write train.jsonl and held_out.jsonl, which have no question with the same answer in common."""
+    """Write train.jsonl and held_out.jsonl, which share no question with the same answer."""
     rng = random.Random(seed)
     questions = list(every_question())
     rng.shuffle(questions)
@@ -103,12 +105,15 @@ def write_files(folder: Path, seed: int) -> None:
             file.write(json.dumps(conversation(held_out[2 * i : 2 * i + 2])) + "\n")
 
 
-# ---- does it answer?
+# ---- evaluation
 
 
 async def converse(engine: Any, harmony: Any, record: dict[str, Any]) -> bool:
-    """Ask the model what a held-out conversation asks, and answer its calls. Returns whether all that it says is
-    right."""
+    """Ask the model the questions of a held-out conversation, and answer its calls.
+
+    Returns:
+        True if all calls and answers of the model are right.
+    """
     from rl_loop.conversations.formats import read_tools
     from rl_loop.engines.protocol import GenerateRequest, SamplingParams
     from rl_loop.harmony.codec import FormatError, ToolOutput
@@ -120,7 +125,7 @@ async def converse(engine: Any, harmony: Any, record: dict[str, Any]) -> bool:
     for asked, message in enumerate(messages):
         if message["role"] != "user":
             continue
-        # What was said before is shown as it should have been said.
+        # The history has the expected answers, not those of the model.
         ids = harmony.render_prompt(messages[: asked + 1], tools)
         name = f"{message['content']}/{id(record)}"
 
@@ -145,7 +150,7 @@ async def converse(engine: Any, harmony: Any, record: dict[str, Any]) -> bool:
 
 
 def evaluate(folder: Path, run: Path) -> float:
-    """Return the share of held-out conversations that a run's export answers without a mistake."""
+    """Return the fraction of held-out conversations that a run's export answers correctly."""
     import torch
     from transformers import GptOssForCausalLM
 

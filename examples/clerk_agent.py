@@ -1,12 +1,13 @@
-"""An agent that was written for OpenAI's API, and learns by reinforcement learning as it is.
+"""An agent for OpenAI's API that is trained by RL without changes.
 
-    python examples/clerk_agent.py runs/clerk        # writes the chats that the policy begins with
+    python examples/clerk_agent.py runs/clerk        # writes the chats of the warm start
     gptoss sft configs/sft/tiny_clerk.yaml
     PYTHONPATH=. gptoss rl configs/rl/tiny_clerk.yaml
 
-``run`` is the agent: a clerk with one tool, in plain calls of OpenAI's client. Nothing in it knows who trains it, or
-that it is trained. The clerk is asked what something costs in one of many towns, which only its price list knows. The
-chats that it begins with are those of two clerks: one looks every price up, the other mostly makes one up."""
+``run`` is the agent: a clerk with one tool, written with OpenAI's client. It does not contain code
+for training. Customers ask for the price of an item in one of many towns, which only the price list
+has. The chats are those of two clerks: one looks every price up, and the other mostly invents it.
+"""
 
 import argparse
 import functools
@@ -21,11 +22,11 @@ GOODS = "lamp table chair clock vase plate candle mirror basket blanket pillow k
 TOWNS = "Paris London Berlin Madrid Rome Vienna Dublin Lisbon Oslo Prague Athens Boston Chicago Denver Dallas Houston"
 LARGEST_PRICE = 60
 HELD_OUT_SHARE = 4
-"""One of so many questions is held out."""
+"""One of this many questions is held out."""
 MAX_TURNS = 4
 CHATS = 3000
 CAREFUL_SHARE = 0.5
-"""Of the chats: the clerk looks the price up."""
+"""Fraction of the chats in which the clerk looks the price up."""
 
 INSTRUCTIONS = "You are the clerk. Look up what you are asked."
 PRICE_LIST: Any = {
@@ -48,13 +49,13 @@ PRICE_LIST: Any = {
 @functools.cache
 def client() -> openai.AsyncOpenAI:
     """Return the connections that all episodes of this process share."""
-    # OpenAI's other transport is made for many requests at a time: a third less processor time.
+    # This transport needs 33% less processor time than OpenAI's default one with many requests.
     http_client = openai.DefaultAioHttpClient()
     return openai.AsyncOpenAI(base_url="http://unused", api_key="unused", http_client=http_client)
 
 
 async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Serve one customer. Returns 1 for the right price, 0 for any other answer."""
+    """Serve one customer. Return 1 for the right price, 0 for any other answer."""
     policy = client().with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [
         {"role": "system", "content": INSTRUCTIONS},
@@ -92,12 +93,12 @@ def told_price(item: str, price: int) -> str:
     return f"A {item} costs {price}."
 
 
-# ---- its tasks
+# ---- tasks
 
 
 @functools.cache
 def questions(split: str) -> list[tuple[str, str]]:
-    """Return all (item, town) of a split, in an order that never changes."""
+    """Return all (item, town) of a split in a fixed order."""
     everything = [(item, town) for item in GOODS.split() for town in TOWNS.split()]
     random.Random(0).shuffle(everything)
     held_out = len(everything) // HELD_OUT_SHARE
@@ -105,10 +106,10 @@ def questions(split: str) -> list[tuple[str, str]]:
 
 
 def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
-    """Return task ``index`` of a split: a question, and what the price list will say."""
+    """Return task ``index`` of a split: a question, and the answer of the price list."""
     rng = random.Random(f"{split}/{seed}/{index}")
     known = questions(split)
-    # Every question comes once before one comes again; prices are different each time.
+    # Every question occurs once before it repeats with another price.
     item, town = known[index % len(known)]
     return {
         "prompt": asked_price(item, town),
@@ -122,11 +123,11 @@ def asked_price(item: str, town: str) -> str:
     return f"What does a {item} cost in {town}?"
 
 
-# ---- the chats that it begins with
+# ---- chats of the warm start
 
 
 def chat(rng: random.Random) -> dict[str, Any]:
-    """Write a chat of the careful clerk, or of the one that makes prices up."""
+    """Write a chat of the careful clerk, or of the clerk that invents prices."""
     item, town = rng.choice(questions("train"))
     price = rng.randint(1, LARGEST_PRICE)
     messages: list[dict[str, Any]] = [

@@ -2,9 +2,10 @@
 
     python examples/convert_checkpoint.py [FOLDER]
 
-makes a tiny model with transformers, converts it both ways and compares every bit. No GPU, no
-process group: the converters stream tensors from file to file. ``gptoss convert`` does the
-same."""
+makes a tiny model with transformers, converts it both ways and compares every bit. It needs neither
+a GPU nor a process group, because the converters stream tensors from file to file. ``gptoss
+convert`` does the same.
+"""
 
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from converters.verify import verify
 
 
 def save_tiny_model(folder: Path) -> None:
-    """Save a GPT-OSS of two layers and 70,000 random parameters, as transformers writes it."""
+    """Save a GPT-OSS with 2 layers and 70,000 random parameters in transformers' format."""
     torch.manual_seed(0)
     config = GptOssConfig(
         num_hidden_layers=2,
@@ -57,7 +58,7 @@ def main() -> None:
     exported = folder / "exported"
     save_tiny_model(original)
 
-    # What was written is read back and compared before the directory gets its name.
+    # The result is read back and compared before the directory gets its final name.
     read_back = import_checkpoint(original, megatron)
     print(f"{original} -> {megatron}: {read_back}")
 
@@ -65,7 +66,7 @@ def main() -> None:
     export_checkpoint(megatron, exported, dtype="bf16")
     print(f"{megatron} -> {exported}: {count_differing_bits(original, exported)} weights differ")
 
-    # Compares all bits, then what each layer computes: a wrong name table passes the first only.
+    # Compare all bits, then the outputs of each layer, because a wrong name table passes the first.
     print(verify(original, megatron))
 
     # The export is an ordinary Hugging Face directory.

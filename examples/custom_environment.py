@@ -1,11 +1,12 @@
-"""An environment of your own: pay an amount with as few coins as possible.
+"""A custom environment: pay an amount with as few coins as possible.
 
     python examples/custom_environment.py
 
-plays episodes by script, without a model, Ray or a GPU. To train on it, name the class in a
-configuration, with this folder in PYTHONPATH (docs/environments.md has a whole run):
+runs scripted episodes, without a model, Ray or a GPU. To train on it, name the class in a
+configuration, with this folder in PYTHONPATH (docs/environments.md has a complete run):
 
-    tasks: {sources: {coins: {environment: "custom_environment:CoinEnvironment"}}}"""
+    tasks: {sources: {coins: {environment: "custom_environment:CoinEnvironment"}}}
+"""
 
 import asyncio
 import random
@@ -24,11 +25,11 @@ from rl_loop.environments.base import Script, Split, arguments_of, final, functi
 from rl_loop.harmony.codec import Tool
 
 COINS = (8, 5, 1)
-"""Chosen so that taking the largest coin first is often wrong: 10 is 5 + 5."""
+"""Coins for which taking the largest coin first is often wrong: 10 is 5 + 5."""
 
 
 def fewest_coins(amount: int) -> list[int]:
-    """Return the shortest list of coins that add up to ``amount``."""
+    """Return the shortest list of coins with the sum ``amount``."""
     best: list[list[int]] = [[]]
     for total in range(1, amount + 1):
         best.append(min(([coin, *best[total - coin]] for coin in COINS if coin <= total), key=len))
@@ -36,14 +37,14 @@ def fewest_coins(amount: int) -> list[int]:
 
 
 class CoinOptions(EnvironmentOptions):
-    """What ``tasks.sources.NAME.options`` may say."""
+    """Options in ``tasks.sources.NAME.options``."""
 
     largest: int = 40
     """Largest amount to pay."""
 
 
 class CoinEnvironment(Environment):
-    """One episode: the agent pays coin by coin with a tool, then answers how many it took."""
+    """One episode: the agent pays coin by coin with a tool, then answers the number of coins."""
 
     Options = CoinOptions
 
@@ -53,7 +54,7 @@ class CoinEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: CoinOptions) -> Task:
-        """Make a task from the arguments alone, so that a resumed run has the same ones."""
+        """Return a task that depends only on the arguments, so that resumed runs repeat it."""
         amount = random.Random(f"{split}/{seed}/{index}").randint(1, options.largest)
         text = f"Pay {amount} with as few coins of {COINS} as possible. How many did you need?"
         messages = [{"role": "user", "content": text}]
@@ -69,7 +70,7 @@ class CoinEnvironment(Environment):
         return [Tool("pay", "Pays one coin and says what remains.", coin)]
 
     async def call(self, tool: str, arguments: str) -> str:
-        """Run one call. ToolError is told to the agent; any other exception is never its doing."""
+        """Run one call. The agent sees a ToolError. Other exceptions are not its fault."""
         if tool != "functions.pay":
             raise UnknownTool
         coin = arguments_of(arguments).get("coin")
@@ -98,8 +99,7 @@ class CoinEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
-        """Solve a task as an expert, or greedily if ``faulty``: what ``gptoss sft`` learns
-        from."""
+        """Solve a task as an expert, or greedily if ``faulty``. ``gptoss sft`` trains on this."""
         amount = int(task.ground_truth)
         coins = sorted(COINS * amount, reverse=True) if faulty else fewest_coins(amount)
         count = 0
@@ -110,8 +110,8 @@ class CoinEnvironment(Environment):
 
 
 async def play(task: Task, faulty: bool) -> StepResult:
-    """Play one episode by script, as the agent loop plays it with a model's turns."""
-    # Without a tool for Python the environment never asks the sandbox.
+    """Run one episode by script, as the agent loop runs it with a model's turns."""
+    # The environment has no Python tool, so it needs no sandbox.
     environment = CoinEnvironment(task, execute=None, reward=RewardConfig())
     script = CoinEnvironment.solve(task, random.Random(0), faulty)
     result = await environment.step(next(script))

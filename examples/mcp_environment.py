@@ -1,11 +1,12 @@
-"""An environment whose tool is an MCP server's, with scripts that show how it is used.
+"""An environment with a tool of an MCP server, and scripts that use it.
 
-    python examples/mcp_environment.py             # an expert and a greedy script, on three tasks (PYTHONPATH=.)
-    python examples/mcp_environment.py --serve     # the same server by its standard streams, for any MCP client
+    python examples/mcp_environment.py           # an expert and a greedy script (PYTHONPATH=.)
+    python examples/mcp_environment.py --serve   # the server over stdio, for any MCP client
 
-A warehouse has a list of what is on its shelves, and the policy is asked where something is. The server is an ordinary
-one of the ``mcp`` package. Each episode gets its own, made for its task; with ``command`` or ``url`` in the place of
-``in_process`` it would be a process or a service that others wrote."""
+A warehouse has a list of items and their places. The policy has to find an item. The server is an
+ordinary server of the ``mcp`` package. Each episode has its own server for its task. With
+``command`` or ``url`` instead of ``in_process``, the server would be another process or service.
+"""
 
 import argparse
 import asyncio
@@ -27,7 +28,11 @@ GOODS = ["lamp", "table", "chair", "clock", "vase", "plate", "candle", "mirror",
 
 
 def make(task: dict[str, Any]) -> MCPServer:
-    """Return the server of one episode. ``task``: its row, or {} where nobody plays."""
+    """Return the server of an episode.
+
+    Args:
+        task: row of the task; {} if the server runs without an episode.
+    """
     server = MCPServer("warehouse", log_level="ERROR")
 
     @server.tool()
@@ -48,7 +53,7 @@ class WarehouseOptions(McpOptions):
 
 
 class WarehouseEnvironment(McpEnvironment):
-    """Named in a configuration as examples.mcp_environment:WarehouseEnvironment."""
+    """Environment of the warehouse: examples.mcp_environment:WarehouseEnvironment."""
 
     Options = WarehouseOptions
 

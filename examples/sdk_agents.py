@@ -1,11 +1,13 @@
-"""Two agents of OpenAI's Agents SDK with a function tool, a handoff and an MCP server, as `gptoss rl` can train them.
+"""Two agents of OpenAI's Agents SDK with a function tool, a handoff and an MCP server.
 
-    python examples/sdk_agents.py http://127.0.0.1:8000/v1 KEY    # asks whatever model is served there, three times
-    python examples/sdk_agents.py --serve                         # the price list: MCP over the standard streams
+    python examples/sdk_agents.py http://127.0.0.1:8000/v1 KEY   # asks the served model three times
+    python examples/sdk_agents.py --serve                        # the price list: MCP over stdio
 
-A customer asks what several things cost. The front desk hands over to the clerk, who asks the price list, an MCP server
-that is a process of its own, and multiplies with a function. ``run`` is all that a configuration names
-(``agent: examples.sdk_agents:run``, ``tasks: examples.sdk_agents:tasks``); nothing in it knows who trains it."""
+A customer asks for the total price of several items. The front desk hands over to the clerk. The
+clerk uses the price list, an MCP server in a separate process, and multiplies with a function.
+``gptoss rl`` can train the agents. The configuration names only ``run`` and ``tasks``
+(``agent: examples.sdk_agents:run``, ``tasks: examples.sdk_agents:tasks``).
+"""
 
 import argparse
 import asyncio
@@ -22,11 +24,11 @@ from mcp.server import MCPServer
 
 PRICES = {"lamp": 12, "table": 90, "chair": 35, "clock": 28, "vase": 17, "plate": 6, "candle": 3}
 MOST = 20
-"""Of one thing."""
+"""Maximum number of pieces of an item."""
 HELD_OUT = 4
-"""One of so many questions is held out."""
+"""One of this many questions is held out."""
 SERVER_SECONDS = 120.0
-"""What the price list has to answer on a busy machine."""
+"""Time limit of the price list's answers, long enough for a busy machine, in seconds."""
 
 
 # ---- the agents
@@ -39,7 +41,7 @@ def total(price: int, count: int) -> int:
 
 
 async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Serve one customer. Returns 1 for the right total, 0 for any other answer."""
+    """Serve one customer. Return 1 for the right total, 0 for any other answer."""
     async with (
         openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client,
         MCPServerStdio(
@@ -65,7 +67,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def serve() -> None:
-    """Be the price list, until the standard input ends."""
+    """Run the price list until the end of the standard input."""
     server = MCPServer("prices", log_level="ERROR")
 
     @server.tool()
@@ -76,11 +78,11 @@ def serve() -> None:
     server.run("stdio")
 
 
-# ---- their tasks
+# ---- tasks
 
 
 def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
-    """Return task ``index`` of a split: questions of the two splits are different ones."""
+    """Return task ``index`` of a split. The splits have different questions."""
     questions = [(item, count) for item in PRICES for count in range(2, MOST + 1)]
     random.Random(0).shuffle(questions)
     held_out = len(questions) // HELD_OUT

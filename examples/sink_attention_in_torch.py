@@ -2,8 +2,9 @@
 
     python examples/sink_attention_in_torch.py [STEPS]
 
-A decoder of one layer learns to repeat: every sequence is a random motif of eight tokens, over and
-over. Runs on a GPU if there is one, else on the CPU. Needs torch and ``gptoss_kernels`` only."""
+A decoder of one layer learns to repeat: every sequence is a repeated random motif of 8 tokens. Runs
+on a GPU if there is one, else on the CPU. Needs only torch and ``gptoss_kernels``.
+"""
 
 import math
 import sys
@@ -17,9 +18,9 @@ from gptoss_kernels.sink_attention import sink_attention
 VOCABULARY = 32
 MOTIF = 8
 WINDOW = 16
-"""Tokens that a query sees, itself included; None for the whole prefix."""
+"""Number of visible tokens, including the query's own; None for the whole prefix."""
 LENGTHS = (24, 40, 16, 48)
-"""Tokens of the sequences of a batch. They are packed: one row, no padding."""
+"""Lengths of the sequences of a batch. They are packed in one row without padding."""
 
 
 class SinkAttention(nn.Module):
@@ -33,7 +34,7 @@ class SinkAttention(nn.Module):
         self.values = nn.Linear(width, kv_heads * self.head_size)
         self.output = nn.Linear(heads * self.head_size, width)
 
-        # A logit that joins the softmax and has no value: a head may attend to nothing.
+        # The sink is a logit without a value, so a head can attend to no token.
         self.sinks = nn.Parameter(torch.zeros(heads))
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
 
 
 def random_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Make packed token ids [tokens], and what follows each: -100 where chance decides."""
+    """Return packed token ids [tokens] and their next tokens, -100 for unpredictable ones."""
     tokens = []
     targets = []
     for length in LENGTHS:
@@ -87,14 +88,14 @@ def random_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def train(steps: int, device: str) -> list[float]:
-    """Train, and return the loss of each step in nats per predictable token."""
+    """Train and return the loss of each step in nats per predictable token."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = Decoder().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # The same for every batch, so it is made once: the kernels read it back when they first see
-    # it.
+    # Created once, because the kernels read its values back when they first see it. It is equal
+    # for all batches.
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
 

@@ -2,8 +2,9 @@
 
     python examples/train.py [DIRECTORY] [STEPS]
 
-runs on two CPU cores. A configuration is a pydantic model (docs/reference/configuration.md): build it
-from Python values, or load a file and override keys. A mistake raises an error that names the key."""
+runs on 2 CPU cores. A configuration is a pydantic model (docs/reference/configuration.md). Build it
+from Python values, or load a file and override keys. Errors name the wrong key.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ PROMPT = {
 
 
 def fine_tuning(directory: Path, steps: int) -> SftConfig:
-    """Build a configuration from Python values."""
+    """Return a configuration built from Python values."""
     return SftConfig.model_validate(
         {
             "name": "python_sft",
@@ -63,7 +64,7 @@ def fine_tuning(directory: Path, steps: int) -> SftConfig:
 
 
 def reinforcement(directory: Path, steps: int, start: Path) -> RlConfig:
-    """Load a shipped configuration and override keys, as on the command line of ``gptoss rl``."""
+    """Load a shipped configuration and override keys, like the command line of ``gptoss rl``."""
     overrides = [
         "name=python_rl",
         f"output_dir={directory}",
@@ -77,13 +78,13 @@ def reinforcement(directory: Path, steps: int, start: Path) -> RlConfig:
 
 
 class PrintedSteps(SilentProgress):
-    """A display that prints a line per step. Without one, a run is silent."""
+    """Display that prints a line per step. Without a display, a run is silent."""
 
     def __init__(self, title: str) -> None:
         self.title = title
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        # Evaluations come as values of a step, too, and have other names.
+        # Evaluations arrive as values of a step, too, but with other names.
         for name in ("reward", "loss"):
             if name in values:
                 print(f"{self.title} step {step}: {name} {values[name]:.3f}", flush=True)
@@ -92,12 +93,12 @@ class PrintedSteps(SilentProgress):
 
 @contextmanager
 def show(title: str, total: int, first: int) -> Iterator[Progress]:
-    """Show a run of ``total`` steps that begins at step ``first``."""
+    """Show a run of ``total`` steps that starts at step ``first``."""
     yield PrintedSteps(title)
 
 
 def main(directory: Path, steps: int) -> None:
-    """Train both stages and read their results from the directories of the runs."""
+    """Train both stages and read their results from the run directories."""
     start = run_sft(fine_tuning(directory, steps), show, overwrite=True)
     run = run_rl(reinforcement(directory, steps, start), show, overwrite=True)
 
