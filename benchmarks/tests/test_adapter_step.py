@@ -1,4 +1,4 @@
-"""benchmarks/train/adapters.py runs from its arguments to its table, without a GPU on a tiny model."""
+"""Run of benchmarks/train/adapters.py from its arguments to its table, on a CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_tiny_model_gives_a_row_for_every_case(
     assert all(result["tokens"] == 2 * 2 * 24 for result in results)
     assert packed["trained_parameters"] == dense["trained_parameters"]
     assert full["trained_parameters"] > 3 * packed["trained_parameters"]
-    # random weights know nothing: the loss is that of guessing among 128 tokens
+    # With random weights, the loss is that of guessing among 128 tokens.
     assert all(result["losses"][0] == pytest.approx(4.85, abs=0.3) for result in results)
 
     *_, title, line, first, second, third = capsys.readouterr().out.splitlines()
@@ -66,7 +66,7 @@ def test_saves_of_a_tiny_model_give_a_row_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     adapter_checkpoint = importlib.import_module("benchmarks.train.adapter_checkpoint")
-    # The benchmark replaces it for its own process.
+    # The benchmark replaces the function in its own process.
     monkeypatch.setattr(adapter_checkpoint.state, "base_digest", lambda model: "")
     out = tmp_path / "results.jsonl"
     arguments = f"--tiny --layers 2 --experts 4 --rank 8 --saves 2 --out {out}"

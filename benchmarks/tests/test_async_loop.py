@@ -1,4 +1,4 @@
-"""The measurement of rollouts that run ahead in real runs: its runs, its delays, its arithmetic."""
+"""Runs, delays and statistics of the benchmark of rollouts that run ahead (rollouts/ahead.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def run_nothing(code: str, history: Any = (), /) -> ExecutionResult:
 
 
 def delays(monkeypatch: pytest.MonkeyPatch, episodes: int) -> list[float]:
-    """What two calls of each of so many episodes of a task sleep, in a process that has begun none before."""
+    """Return the delays of two calls per episode, in a process without earlier episodes."""
     monkeypatch.setattr(SlowReTool, "_episodes_of", type(SlowReTool._episodes_of)())
     slept: list[float] = []
 

@@ -1,4 +1,4 @@
-"""The simulator of rollouts that run ahead: its clock against arithmetic, its workload against what is published."""
+"""Simulator of rollouts that run ahead: its clock, and its workload against published values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_clock_counts_prefill_shared_decoding_and_tools() -> None:
     engines = Engines(EXACT)
     engines.begin(episode(0, 2, 2, gap=20.0))
     engines.run()
-    # Afterwards only what the tool said is read: the 2 sampled tokens are in the cache.
+    # After the tool, only its answer is prefilled. The 2 sampled tokens are in the cache.
     assert engines.now == pytest.approx(1 + 2 * 1.5 + 20 + 0.5 + 2 * 1.5)
     assert engines.idle_seconds == pytest.approx(20)
 
@@ -194,9 +194,9 @@ def test_planned_step_seconds_match_the_simulated_loop() -> None:
     outcome = turns.run(speed)
     prediction = RunAheadPrediction(
         training=outcome.training_seconds / workload.steps,
-        engines=0.0,  # idle for the most part
+        engines=0.0,  # mostly idle
         longest_episode=turns.mean_rollout_seconds,
-        tokens_per_gpu=0.0,  # not looked at
+        tokens_per_gpu=0.0,  # not used
     )
     errors = []
     for staleness in (0, 1, 2, 4, 8):

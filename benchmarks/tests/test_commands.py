@@ -1,4 +1,4 @@
-"""Commands of the documentation that measure: programs and options exist."""
+"""Programs and options of the benchmark commands in the documentation exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands_in(page.rea
 
 @cache
 def help_of(package: str, words: tuple[str, ...]) -> str:
-    """Return what a program prints with ``--help``."""
+    """Return the output of a program with ``--help``."""
     patch = pytest.MonkeyPatch()
     printed: list[str] = []
     try:

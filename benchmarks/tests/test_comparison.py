@@ -1,4 +1,4 @@
-"""The figure that compares runs of several models."""
+"""Comparison of runs of several models."""
 
 from __future__ import annotations
 

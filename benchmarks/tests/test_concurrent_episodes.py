@@ -1,4 +1,4 @@
-"""Many episodes at a time while workers, servers and tools fail: the benchmark's own run, with fewer of them."""
+"""Small run of the benchmark of concurrent episodes with failing workers, servers and tools."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_episodes_are_trained_on_once_or_invalid_while_every_part_fails(
     assert "of one core per 100 episodes in flight" in report(LOAD, outcome)
 
 
-# ---- what the account refuses
+# ---- rejected records
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""benchmarks/data/plane.py runs, with real Ray, and what it counts is what a step weighs."""
+"""Run of benchmarks/data/plane.py with real Ray: its byte counts equal the computed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 16 * 8192
 
 @pytest.fixture(scope="module")
 def cases() -> dict[tuple[int, str], dict[str, Any]]:
-    """The benchmark's lines, by layers of routes and passes."""
+    """Return the benchmark's lines, by layers of routes and passes."""
     program = [
         sys.executable,
         "-m",
@@ -59,13 +59,13 @@ def test_every_case_is_measured(cases: dict[tuple[int, str], dict[str, Any]]) ->
 def test_a_token_is_sent_as_the_columns_that_it_has(
     cases: dict[tuple[int, str], dict[str, Any]],
 ) -> None:
-    """Ids, mask, the engine's log-probs and advantages; routes only where they are stored already."""
+    """Ids, mask, the engine's log-probs and advantages are sent, but not stored routes."""
     for layers in (0, 36):
         assert cases[layers, "plain"]["wire_bytes_per_token"] == pytest.approx(
             4 + 1 + 4 + 4, abs=0.3
         )
     assert cases[0, "plain"]["route_bytes_per_token"] == 0
-    # One of 8,192 tokens is no input.
+    # The last of 8,192 tokens is not an input, so it has no routes.
     assert cases[36, "plain"]["route_bytes_per_token"] == pytest.approx(
         36 * 4 * 8191 / 8192, abs=1e-3
     )
@@ -74,7 +74,7 @@ def test_a_token_is_sent_as_the_columns_that_it_has(
 def test_update_answers_have_8_bytes_per_token(
     cases: dict[tuple[int, str], dict[str, Any]],
 ) -> None:
-    """The trainer's log-probs and entropies, once, from one rank each."""
+    """Each data-parallel rank returns the trainer's log-probs and entropies once."""
     for layers in (0, 36):
         assert cases[layers, "plain"]["answer_bytes_per_token"] == pytest.approx(4 + 4, abs=0.1)
 

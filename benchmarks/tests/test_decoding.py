@@ -1,5 +1,4 @@
-"""benchmarks.sglang decode runs against servers that speak SGLang's protocol, and its limit is
-what a decoding step reads."""
+"""Run of benchmarks.sglang decode with mock SGLang servers, and its memory bound."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
     program += ["--pythonpath", stub, "--running", "1", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--log", str(tmp_path / "log"), "--out", str(tmp_path / "table")]
     program += ["--profile", "--traces", str(tmp_path / "traces")]
-    program += ["--server-env", "TOKEN_SECONDS=0.005"]  # requests still run when the trace ends
+    program += ["--server-env", "TOKEN_SECONDS=0.005"]  # requests must run until the trace ends
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -57,7 +56,7 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
     for row in rows:
         assert len(row["as_it_comes_client_all_ms"]) == len(row["tuned_client_all_ms"]) == 2
         assert row["tuned_prefill_tokens_per_second"] > 0
-        assert row["tuned_steps_by"] == "client"  # the servers here write no such lines
+        assert row["tuned_steps_by"] == "client"  # the mock servers do not write such lines
     tables = (tmp_path / "table").read_text()
     rounds, *profiles = tables.split("GPU microseconds per decoding step")
     assert rounds.count("\n| ") == 3
@@ -72,7 +71,7 @@ def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_pa
 
 
 def _cells(table: str, head: str) -> list[str]:
-    """Return the microseconds of the row that begins with ``head``."""
+    """Return the microseconds of the row that starts with ``head``."""
     (row,) = (line for line in table.splitlines() if line.startswith(f"| {head}"))
     return [cell.strip() for cell in row.split("|")[2:-1:2]]
 
@@ -128,7 +127,7 @@ def test_a_step_is_what_the_server_says_without_the_times_between(decoding: Modu
 
 
 def server_options(**others: object) -> argparse.Namespace:
-    """Return the options of ``benchmarks.sglang`` that servers are made by, on a CPU."""
+    """Return the options of ``benchmarks.sglang`` for servers on a CPU."""
     options: dict[str, object] = {
         "device": "cpu",
         "server_gpu": 0,
@@ -148,7 +147,7 @@ def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = importlib.import_module("benchmarks.sglang.servers")
-    # The trainer has taken nearly all of GPU 0.
+    # The trainer uses nearly all of GPU 0.
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
     program.write_text(
@@ -174,7 +173,7 @@ def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
 def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As on GPUs, of which there are none here.
+    # The same as on GPUs, which this machine does not have.
     monkeypatch.setattr(SglangConfig, "_is_on_cpus", property(lambda self: False))
     servers = importlib.import_module("benchmarks.sglang.servers")
     options = server_options(
@@ -191,7 +190,7 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
         packs = name not in decoding.BF16_WAYS
         way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
         packs_experts[name] = way.packed
-        # Every server has the first two, which protect its key and its store.
+        # All servers have the first two, which protect their key and their store.
         mends[name] = way.server._environment[servers.MENDS].removeprefix("hidden_key,bound_store,")
 
     assert packs_experts == {
@@ -248,7 +247,7 @@ def test_keys_and_values_in_sight_are_read_for_every_request(decoding: ModuleTyp
     config = GptOssModelConfig(num_layers=2, **SIZES)
     alone = decoding.bytes_of_step(config, running=1, context=100, experts=4)
     four = decoding.bytes_of_step(config, running=4, context=100, experts=4)
-    # A window layer sees 16 of the 100 tokens; keys and values of two heads of 32, two bytes each.
+    # A window layer sees 16 of the 100 tokens. Keys and values have 2 heads of 32, 2 bytes each.
     assert four - alone == 3 * (16 + 100) * 2 * 2 * 32 * 2
 
 

@@ -1,5 +1,7 @@
-"""What a decoding step's time goes to is read from a trace with the structure of real ones
-(tests/support/rl_loop/decoding_trace.py)."""
+"""Time of a decoding step by group of kernels, from a trace with the structure of real traces.
+
+The trace is in tests/support/rl_loop/decoding_trace.py.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,10 @@ def test_every_microsecond_of_a_step_is_counted_once(profile: ModuleType, tmp_pa
     write_trace(tmp_path / "a.trace.json.gz", decoding_events())
     step = profile.profile_steps(profile.read_trace(tmp_path / "a.trace.json.gz"))
 
-    # Written out from decoding_trace.py. The unknown kernel runs in one of the two whole steps.
+    # Computed by hand from decoding_trace.py. The unknown kernel runs in one of two whole steps.
     assert step.steps == 2
     assert step.microseconds == {
-        profile.EXPERTS: 10 + 8,  # what begins early waits for the first
+        profile.EXPERTS: 10 + 8,  # an early kernel waits for the first one
         profile.COMBINE: 1 + 2,
         profile.ROUTING: 1 + 1,
         profile.RECORDING: 1,
@@ -50,8 +52,8 @@ def test_every_microsecond_of_a_step_is_counted_once(profile: ModuleType, tmp_pa
         profile.PROJECTIONS: 5 + 2,
         profile.NORMS: 2 + 1 + 1,
         profile.OUTPUT: 8 + 2,
-        profile.SAMPLING: 6 + 3,  # the second stream's kernel after the first one's end
-        profile.COPIES: 1 + 3,  # four more are beside a kernel
+        profile.SAMPLING: 6 + 3,  # the second stream's kernel, after the end of the first one
+        profile.COPIES: 1 + 3,  # 4 more run concurrently with a kernel
         profile.OTHER: 0.5,
         profile.IDLE_INSIDE: 1,
         profile.IDLE_OUTSIDE: 1 + 33.5,
@@ -130,7 +132,7 @@ def test_a_trace_without_steps_is_refused(profile: ModuleType, tmp_path: Path) -
     with pytest.raises(ValueError, match="0 launches of CUDA graphs"):
         profile.profile_steps(profile.read_trace(path))
 
-    # Two graphs to a step.
+    # A step has two graphs.
     small = [runtime_event("cudaGraphLaunch", 1290, 99)]
     small += [gpu_event("kernel", "_reduce", 1295, 1, stream=7, correlation=99)]
     write_trace(path, decoding_events() + small)
@@ -164,7 +166,7 @@ def test_the_table_has_both_servers_side_by_side_and_lists_unknown_kernels(
     assert "| idle outside of it | 35.0 |  | 34.5 |  |" in lines
     assert "| experts' matrix products | 18.0 | 2.0 | 18.0 | 2.0 |" in lines
     assert "| the step as timed without it | 90.0 |  | 80.0 |  |" in lines
-    # More names are in the trace of bf16: the ten longest are listed.
+    # The trace of bf16 has more names. The 10 longest are listed.
     start = lines.index("bf16, longest kernels, mean of 2 steps")
     longest = lines[start + 4 : lines.index("", start + 2)]
     assert len(longest) == 10

@@ -1,4 +1,4 @@
-"""``benchmarks/experts/load.py``: how unevenly experts are used, and what the account of memory has."""
+"""Imbalance of experts in ``benchmarks/experts/load.py``, and the value of the memory estimate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) -> None:
-    # The first layer has three quarters of its tokens on the first rank, the second on the last.
+    # The first rank has 75% of the first layer's tokens, the last rank 75% of the second layer's.
     counts = [[4, 2, 1, 1], [1, 1, 4, 2]]
     assert benchmark.of_ranks(counts[0], 2) == [1.5, 0.5]
     assert benchmark.of_one_layer(counts, 2) == 1.5
     assert benchmark.of_all_layers([[3, 3, 3, 3]] * 2, 2) == 1.0
 
-    # With an expert of 8 tokens in each layer a rank has both, or one, half of the time each.
+    # One expert of each layer has all 8 tokens. A rank has both experts with a probability of 50%.
     assert benchmark.of_all_layers([[8, 0], [8, 0]], 2) == pytest.approx(1.5, abs=0.1)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/experts/products.py tries, and what it makes of the times."""
+"""Variants of benchmarks/experts/products.py, and the evaluation of their times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @dataclass
 class OptFlags:
-    """That of triton_kernels, as far as a variant goes."""
+    """Fields of triton_kernels' ``OptFlags`` that a variant uses."""
 
     block_m: int = 64
     block_n: int = 256
@@ -66,14 +66,14 @@ def test_variants_have_the_rows_that_servers_take_or_half_and_fit_a_processor(
     assert len(set(variants)) == len(variants) <= 40
     for variant in variants:
         assert variant.shared_memory() <= 227 * 1024
-        # A warp of the scales' layout has 32 rows of them; all rows of its warps are read together.
+        # A warp of the scales' layout has 32 rows of scales. Rows of all warps are read at once.
         assert variant.columns % (32 * 4) == 0
         registers = variant.registers or 255
         assert 32 * variant.warps * registers <= 65536
 
 
 def test_shared_memory_is_what_triton_allots(products: ModuleType) -> None:
-    """Read from kernels compiled by Triton 3.6: rows of tokens for every stage, codes for one fewer."""
+    """Kernels of Triton 3.6 have rows of tokens for each stage, and codes for one stage less."""
     variant = products.Variant(64, 256, 128, warps=8, stages=4)
     assert variant.shared_memory() == 117_760
     assert products.Variant(16, 256, 64, warps=4, stages=4).shared_memory() == 34_304
@@ -99,7 +99,7 @@ def test_programs_of_a_processor_follow_from_registers_and_shared_memory(
     assert compiled.programs(warps=8) == 1
     assert replace(compiled, registers=128).programs(warps=8) == 2
     assert replace(compiled, registers=128, shared=117_760).programs(warps=8) == 1
-    # Registers are handed out eight at a time.
+    # Registers are allocated 8 at a time.
     assert replace(compiled, registers=168, shared=0).programs(warps=4) == 3
     assert replace(compiled, registers=169, shared=0).programs(warps=4) == 2
 
@@ -121,7 +121,7 @@ def test_the_loop_that_multiplies_is_read_from_a_kernels_instructions(
 def test_registers_that_a_kernel_writes_too_early_are_counted(products: ModuleType) -> None:
     text = SASS.format(registers=175, stack=0, first="0x1").replace("gsb0, 0x0", "gsb0, 0x1")
     assert products.parse(text, shared=0).hazards == 0
-    # From R92 on reads the group that the last wait leaves under way.
+    # The instructions from R92 on read the group that is in flight after the last wait.
     hazardous = text.replace("WARPGROUP.ARRIVE", "LDS R92, [R98]")
     assert products.parse(hazardous, shared=0).hazards > 0
 
@@ -130,12 +130,12 @@ def test_reads_are_counted_over_experts_that_have_tokens(products: ModuleType) -
     sizes = [[33, 0, 64, 65], [1, 0, 0, 0]]
     assert products.reads_of_matrices(sizes, 32) == (2 + 2 + 3 + 1) / 4
     assert products.reads_of_matrices(sizes, 64) == (1 + 1 + 2 + 1) / 4
-    # 2 of 4 experts on average; 32 values and their scale are 17 bytes.
+    # 2 of 4 experts on average. 32 values and their scale have 17 bytes.
     assert products.bytes_to_read("down", sizes) == 2 * 2880 * 2880 / 32 * 17
 
 
 class FakeProduct:
-    """Stands for a product whose variants give the outputs named by their columns."""
+    """Mock GEMM whose outputs depend on the columns of a variant."""
 
     name = "gate_up"
     layers = (None, None)
@@ -185,7 +185,7 @@ def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
     rows = products.measure(product, 256, variants, kept, bandwidth=4e12, rounds=3)
     assert [row.variant.columns for row in rows] == [256, 128, 64, 32]
     assert product.timed == [None, *variants[1:3]]
-    # 0.4 ms for two layers, then half of it, then a third.
+    # 0.4 ms for two layers, then 50% and 33% of it.
     assert [row.microseconds for row in rows] == pytest.approx([200, 100, 200 / 3, None])
     assert [row.is_served for row in rows] == [True, False, False, False]
     assert rows[0].compiled == compiled and rows[1].compiled is None
@@ -196,7 +196,7 @@ def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
 
 
 def rows_of_two_products(products: ModuleType) -> list[Any]:
-    """Return the served shape, one with 4 warps, and one that is fastest and wrong, of both products."""
+    """Return rows of both GEMMs: served, with 4 warps, and a fast one that is wrong."""
     served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
     narrow = products.Variant(64, 128, 128, warps=4, stages=3)
     compiled = products.Compiled(128, 0, 83_968, 431, is_serial=True, hazards=96)

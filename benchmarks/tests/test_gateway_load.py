@@ -1,4 +1,4 @@
-"""The load that benchmarks/gateway/load.py puts on a gateway: it sees sessions that are mixed up."""
+"""Load of benchmarks/gateway/load.py on a gateway: it detects mixed-up sessions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def harmony() -> Harmony:
 
 
 async def captured(harmony: Harmony, word: str, generate: Generate | None = None) -> Session:
-    """Hold a conversation in which the user is called ``word``, and return its session."""
+    """Hold a conversation with the word ``word``, and return its session."""
     engine = EchoEngine(harmony, 0.0)
     if generate is not None:
         engine.generate = generate  # type: ignore[method-assign]

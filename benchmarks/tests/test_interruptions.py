@@ -1,4 +1,4 @@
-"""benchmarks.sglang interruptions: every way is interrupted while it samples, and gets all its tokens."""
+"""Run of benchmarks.sglang interruptions: every mode interrupts sampling and loses no token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class WatchedServer(LocalServer):
-    """Notes how it was paused, how many requests it had then, and what it was asked to sample."""
+    """Server that records its pause modes, its requests at that time, and their token limits."""
 
     def __init__(self) -> None:
         super().__init__(token_seconds=0.01)
@@ -49,7 +49,7 @@ class WatchedServer(LocalServer):
 
 
 def measure(benchmark: ModuleType, server: LocalServer) -> dict[str, dict[str, float]]:
-    """Measure the four ways on ``server``, one round."""
+    """Measure the four modes on ``server`` in one round."""
 
     async def run() -> Any:
         url = await server.start()
@@ -78,7 +78,7 @@ def test_each_way_meets_all_requests_while_they_sample(benchmark: ModuleType) ->
     assert server.calls.count("/continue_generation") == 3
     assert server.calls.count("/flush_cache") == 1
 
-    # Only an abort sends requests again, for the tokens that they do not have yet.
+    # Only an abort sends requests again, for their missing tokens.
     again = [limit for limit in server.limits if limit < TOKENS]
     assert len(again) == REQUESTS
     assert ways["abort"]["tokens_before"] == REQUESTS * TOKENS - sum(again)

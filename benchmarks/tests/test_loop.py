@@ -1,4 +1,4 @@
-"""benchmarks.loop runs the whole loop on a CPU, and its random policy does what it says."""
+"""Run of benchmarks.loop on a CPU, and the behavior of its random policy."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ SCRIPTED_MODEL = [
     "rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=2",
     "canary_tolerance=1e5",
 ]  # fmt: skip
-"""A model whose layers, experts and routes are those of the scripted servers, which say something else
-than it would."""
+"""Model with the layers, experts and routes of the scripted servers.
+
+The servers sample other tokens than the model.
+"""
 TEXT = "12+34-5*6/8"
-"""Nothing of what a call begins with, whose tokens have certain successors."""
+"""Text without the first tokens of a call, whose next tokens are certain."""
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def harmony() -> Harmony:
 
 @pytest.fixture
 def policy(random_policy: ModuleType, harmony: Harmony) -> Any:
-    """The tiny policy in transformers."""
+    """Return the tiny policy in transformers."""
     config = load_rl_config(TINY).model
     following = random_policy.next_tokens(harmony, TURN_TOKENS)
     weights = random_policy.policy_weights(config, following, torch.float32, "cpu")
@@ -73,7 +75,7 @@ def loop_policy() -> ModuleType:
 
 
 def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
-    """Settings of servers that speak SGLang's protocol, and whose every turn is a call of Python."""
+    """Return settings of mock SGLang servers that call Python in every turn."""
     call = ParsedMessage("analysis", "python", "code", "print(7)")
     says = codec_of(config).render_assistant([call], "<|call|>")
     environment = {
@@ -88,13 +90,13 @@ def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
         "weight_sync": "gloo",
         "python": sys.executable,
         "env": environment,
-        # On a busy machine a process is slow, not dead.
+        # On a busy machine, a process may be slow.
         "sync_seconds": 120.0,
     }
 
 
 def call_of(harmony: Harmony) -> list[int]:
-    """A prompt, the header of its answer, and the call that the policy writes."""
+    """Return a prompt, the header of its answer, and the call that the policy writes."""
     prompt = harmony.render_prompt([{"role": "user", "content": "(8-3)*(2+7)"}])
     call = ParsedMessage("analysis", "python", "code", "print(7) #")
     return [*prompt, *harmony.render_assistant([call], "<|call|>")[:-1]]
@@ -122,7 +124,7 @@ def test_text_ends_as_often_as_it_was_asked_to_and_is_never_special(
     assert probs[:, following.impossible].sum(-1).max() < 1e-6
     ends = probs[:, following.end].mean()
     assert 0.5 / TURN_TOKENS < ends < 2 / TURN_TOKENS
-    # Random, but not all tokens alike.
+    # Random, but not all tokens are equal.
     entropy = -(probs * probs.clamp(min=1e-12).log()).sum(-1)
     assert (entropy > 3).all() and (entropy < math.log(harmony.vocabulary.size)).all()
 
@@ -148,7 +150,7 @@ def test_a_header_with_a_repeated_token_is_refused(
 def step_of(
     max_staleness: int, seconds: float, training: float, **figures: float
 ) -> dict[str, Any]:
-    """Metrics of a step that had so many seconds, of which the trainer worked ``training`` + 1."""
+    """Return metrics of a step in which the trainer works ``training`` + 1 of ``seconds``."""
     return {
         "loop/max_staleness": max_staleness,
         "seconds/step": seconds,
@@ -162,7 +164,7 @@ def step_of(
 
 
 def cells(table: str, begin: str) -> list[str]:
-    """The cells of the one line that begins so."""
+    """Return the cells of the only line that starts with ``begin``."""
     (line,) = (line for line in table.splitlines() if line.startswith(begin))
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
@@ -229,8 +231,8 @@ def test_a_server_is_idle_while_it_has_no_request(loop: ModuleType) -> None:
             server.running = {"a": asyncio.Event(), "b": asyncio.Event()}
             while server.calls.count("/v1/loads") < 5:
                 await asyncio.sleep(0.01)
-            # The thread that asks waits for an answer of this event loop before it ends, so it
-            # is waited for elsewhere. Once it has ended, no sample comes after those taken.
+            # The sampling thread needs an answer of this event loop before it ends, so join it in
+            # another thread. After its end, no sample follows.
             await asyncio.to_thread(asking.close)
         await server.stop()
         taken = loads.take()
@@ -255,7 +257,7 @@ def test_requests_of_all_ranks_of_a_server_count(loop: ModuleType) -> None:
 def test_experts_of_a_packed_base_are_written_as_their_blocks(
     loop: ModuleType, tmp_path: Path
 ) -> None:
-    """What is read from the directory are the drawn weights, rounded to MXFP4."""
+    """The directory has the drawn weights, rounded to MXFP4."""
     options = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=96"]
     options += ["dtype=bfloat16", f"initial_weights={tmp_path / 'weights'}", "quantization=mxfp4"]
     config = load_rl_config(ROOT / "configs/rl/tiny_retool_adapter.yaml", options)
@@ -292,7 +294,7 @@ def test_values_of_staleness_run_after_one_start_of_trainer_and_servers(tmp_path
     assert [step["loop/max_staleness"] for step in steps] == [0, 0, 0, 2, 2, 2]
     assert [step["ratio/deviation_max"] for step in steps[:3]] == [0, 0, 0]
     assert [step["rollout/staleness_max"] for step in steps] == [0, 0, 0, 0, 1, 2]
-    # Servers are looked at now and then, which in a step of this size may find them between requests.
+    # Sampling of the servers may hit them between requests, because the steps are short.
     assert all(0 <= step["servers/idle"] <= 1 for step in steps)
     for of_staleness in (steps[:3], steps[3:]):
         assert any(

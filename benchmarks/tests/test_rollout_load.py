@@ -1,4 +1,4 @@
-"""benchmarks.sglang rollouts: servers that speak SGLang's protocol under a load like a rollout's."""
+"""Run of benchmarks.sglang rollouts: mock SGLang servers under a load similar to a rollout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_servers_are_measured_in_turn(tmp_path: Path) -> None:
 
 
 class Engine:
-    """Answers after a set time, with one token for each that may be sampled."""
+    """Engine that answers after a fixed time, with the maximum number of tokens."""
 
     def __init__(self, seconds: float, fails_at: int = 10**6) -> None:
         self.seconds = seconds
@@ -79,12 +79,12 @@ def test_a_round_counts_the_turns_that_ended_in_it(
     measured = asyncio.run(rollout_load.run_round(load, 4, 0.4))
 
     assert measured.turn_seconds == pytest.approx(0.02, rel=0.5)
-    assert measured.sequences is None  # nothing was printed since
-    # Of the first turns, and of those that ended behind the round, nothing is counted.
+    assert measured.sequences is None  # no new line in the log
+    # The first turns, and those that end after the round, are not counted.
     tokens = [tokens for _, tokens, _ in load.turns]
     counted = measured.tokens_per_second * 0.4
     assert 0.5 * sum(tokens) < counted < sum(tokens) - sum(tokens[:3])
-    # Each turn has the one before and a tool's answer, and after eight comes another prompt.
+    # Each turn has the previous turn and a tool's answer. After 8 turns, a new prompt follows.
     lengths: dict[str, list[int]] = {}
     for request in engine.requests:
         lengths.setdefault(request.episode, []).append(len(request.input_ids))

@@ -1,4 +1,4 @@
-"""benchmarks.sglang sync, faults: a trainer of two ranks and a server of two, on CPUs."""
+"""Run of benchmarks.sglang sync and faults: 2 trainer ranks and 2 server ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = 33
-"""That a rank of the server tells checksums of: 3 outside the layers and 15 in each."""
+"""Number of checksums per rank of the server: 3 outside the layers and 15 in each layer."""
 
 
 def test_all_ranks_of_a_server_get_what_two_trainer_ranks_hold_also_after_faults(

@@ -1,5 +1,4 @@
-"""benchmarks.train says of a baseline that cannot run why, and of a step what it is made of and what
-was predicted."""
+"""Results of benchmarks.train: reason of a failed baseline, parts of a step, and predictions."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def test_all_to_all_is_timed_apart_from_other_communication(
     clock("forward-compute").stop()
     clock("all-grads-sync").start(barrier=True)
     clock("all-grads-sync").stop()
-    # A second passes between two marks; the forward pass has one before and one after the exchange.
+    # A second passes between two marks. The forward pass has one before and one after the exchange.
     assert clock.end() == {
         "forward": 2.0,
         "backward": 0.0,
@@ -109,10 +108,10 @@ def test_a_tiny_step_says_what_share_the_experts_exchange_has_and_what_is_predic
     parts = line["seconds_of"]
     assert sum(parts.values()) == pytest.approx(line["seconds"], rel=0.3)
     assert 0 < line["all_to_all_share"] == parts["all-to-all"] / sum(parts.values())
-    # One rank has all experts: the plan has no exchange. Its tensors are no more than a few MB.
+    # One rank has all experts, so the plan has no exchange. Its tensors have only a few MB.
     assert line["predicted_all_to_all_share"] == 0
     assert line["predicted_seconds"] > 0 and 0 < line["predicted_peak_gb"] < 0.1
-    # Random weights know nothing: the loss is that of guessing among 128 tokens.
+    # With random weights, the loss is that of guessing among 128 tokens.
     assert line["losses"][0] == pytest.approx(4.85, abs=0.3)
 
 

@@ -1,4 +1,4 @@
-"""Processes of ``benchmarks.experts tune`` compile everything that is timed, and failures are reported."""
+"""Processes of ``benchmarks.experts tune`` compile all timed settings and report failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILING_EXIT_CODE = 7
 
 
 def record_work_or_fail(directory: Path, shape: object, share: list[Any]) -> None:
-    """Replace ``compile_share``: write the size of the share. The process with the shorter one fails."""
+    """Replace ``compile_share``: write the size of the share. The shorter share fails."""
     (directory / f"{os.getpid()}.json").write_text(json.dumps(len(share)))
     if len(share) == 1:
         sys.exit(FAILING_EXIT_CODE)
@@ -29,7 +29,7 @@ def test_compile_all_reports_failed_processes(
 ) -> None:
     monkeypatch.setattr(tune_moe, "compile_share", partial(record_work_or_fail, tmp_path))
     monkeypatch.setattr(tune_moe, "BLOCK_SIZES_M", (128,))
-    # Two processes, of which one has one choice and the other two.
+    # Two processes: one has one choice, and the other has two.
     monkeypatch.setattr(tune_moe, "candidates", lambda block_m: [block_m, block_m, block_m])
     tune_moe.compile_all(SimpleNamespace(experts=32), [1024], 2)
 
@@ -42,7 +42,7 @@ def test_compile_all_reports_failed_processes(
 @pytest.mark.parametrize(("experts", "of_sixteen_rows"), [(32, [1, 4, 16]), (128, [1, 4, 48])])
 def test_what_is_timed_has_been_compiled(experts: int, of_sixteen_rows: list[int]) -> None:
     def compiled_as(tokens: int, block_m: int) -> tuple[int, bool, bool]:
-        """Tell what Triton compiles for: it looks which arguments are divisible by 16."""
+        """Return the key of Triton's compilation, which depends on the divisibility by 16."""
         entries = tokens * 4
         padded = entries * block_m
         if entries > experts:
@@ -63,5 +63,5 @@ def test_what_is_timed_has_been_compiled(experts: int, of_sixteen_rows: list[int
     }
     assert compiled == timed
     assert batches[16] == of_sixteen_rows
-    # Nothing is compiled that is not timed.
+    # Only timed settings are compiled.
     assert tune_moe.compiled_batches([4096], experts, 16) == []
