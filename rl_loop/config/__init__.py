@@ -1,3 +1,4 @@
-"""The typed configuration of a run. Reading one imports neither torch nor Ray, so a mistake is
-reported at once.
+"""Typed configuration of a run.
+
+Reading a configuration imports neither torch nor Ray, so mistakes are reported at once.
 """
