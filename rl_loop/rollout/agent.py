@@ -4,8 +4,9 @@
     repeat: sample a turn from ids; append exactly the sampled ids; let the environment execute the
             turn; append tool results or the user message
 
-Text is never rendered twice. The loss mask is 1 exactly on sampled tokens. Mistakes of the policy end
-an episode with a reward. Infrastructure failures end it as invalid (``rl_loop.infrastructure``).
+Text is never rendered twice. The loss mask is 1 exactly on sampled tokens. Mistakes of the policy
+end an episode with a reward. Infrastructure failures end it as invalid
+(``rl_loop.infrastructure``).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +35,8 @@ from rl_loop.rollout.observation import cut_observation
 from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a turn whose tools or checker failed is executed again. After the last one the failure
-is final."""
+"""Seconds before a turn whose tools or checker failed is executed again. After the last one the
+failure is final."""
 
 
 async def run_episode(
@@ -53,8 +54,8 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode to its end.
 
-    The result is a function of seed, weights and task, whatever else the engine is doing. A persistent
-    infrastructure failure makes the episode invalid.
+    The result is a function of seed, weights and task, whatever else the engine is doing. A
+    persistent infrastructure failure makes the episode invalid.
 
     Args:
         task_id: name of the task.
@@ -92,8 +93,8 @@ class EpisodeRunner:
 
         self.draft = EpisodeDraft(task_id)
         self.unread: list[int] = []
-        """Token ids of tool results and user messages. They become a part of the episode when a turn
-        is sampled from them."""
+        """Token ids of tool results and user messages. They become a part of the episode when a
+        turn is sampled from them."""
         self.unread_role = ""
         """Author of ``unread``: "tool" or "user"."""
         self.calls_run = 0
@@ -250,7 +251,7 @@ class EpisodeRunner:
         return self.episode.conclude([self.draft.to_trajectory()], result, ending)
 
     def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
-        """Return the invalid episode. If nothing narrower is known, the environment is the culprit."""
+        """Return the invalid episode. If the culprit is unknown, it is the environment."""
         culprit = "" if failure.component == "engine" else self.guard.name
         return invalidated(self.draft.to_trajectory(with_routes=False), failure, culprit)
 

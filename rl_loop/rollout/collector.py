@@ -1,6 +1,6 @@
 """Collects the groups of episodes that each step trains on.
 
-A step trains on ``rollout.tasks_per_step`` groups, always those of its own tasks:
+A step trains on ``rollout.tasks_per_step`` groups, always for the tasks of this step:
 
 - **Running ahead.** The groups of step s begin when the engines have weights of version s - k or
   later, where k is ``algorithm.max_staleness``. Therefore no token is older than k versions. If an
@@ -82,7 +82,7 @@ class TrainingRequests:
             position: position of the task.
         """
         (task,) = self.tasks.train(position, 1)
-        # The factors leave room for blocks, places and samples, so that no two seeds are equal.
+        # The factors exceed the numbers of places and samples, so that all seeds differ.
         block, place = divmod(number, self.rollout.tasks_per_step)
         base = ((self.seed * 1_000_003 + block) * 1_000_003 + place) * 1_000
         seeds = tuple(range(base, base + self.rollout.samples_per_task))
@@ -147,8 +147,10 @@ class StepGroups:
 
     @property
     def chosen(self) -> list[int]:
-        """Numbers of the groups to train on. Rejected groups fill up what is missing after the last
-        round."""
+        """Numbers of the groups to train on.
+
+        After the last round, rejected groups replace missing ones.
+        """
         kept = self.kept
         rejected = [number for number in sorted(self.ended) if number not in kept]
         return (kept + rejected)[: self.groups_per_round]
@@ -165,8 +167,9 @@ class StepGroups:
 
 
 class RolloutCollector:
-    """Runs the groups of steps up to ``max_staleness`` steps ahead of training, and held-out
-    episodes between two syncs.
+    """Runs groups up to ``max_staleness`` steps ahead of training.
+
+    Held-out episodes run between two syncs.
 
     A thread of the collector takes ended groups and begins further ones, so that rollouts continue
     while the trainer works.
@@ -237,8 +240,8 @@ class RolloutCollector:
             held_out: groups of an evaluation, which ``collect`` waits for.
         """
         with self._changed:
-            # Held-out episodes run beside those of the step, so that no worker waits for the last
-            # of them.
+            # Held-out episodes run together with those of the step, so that no worker waits for
+            # the last ones.
             self._held_out_count = len(held_out)
             for place, request in enumerate(held_out):
                 self._stream.admit(place - len(held_out), request)
@@ -308,7 +311,7 @@ class RolloutCollector:
         except RolloutsAbandoned:
             return
         except BaseException as error:
-            # `collect` raises the error. Nobody joins this thread before.
+            # `collect` raises the error, because no caller joins this thread before.
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -316,7 +319,7 @@ class RolloutCollector:
     def _take_group(self) -> None:
         """Wait for one group and note it.
 
-        A method of its own, because its local variables must not keep the group's routes alive.
+        A separate method, because its local variables must not keep the group's routes alive.
         """
         ended = self._stream.take()
         with self._changed:

@@ -16,8 +16,8 @@ from rl_loop.rollout.episode import Completed, Ending, Failed, IllegalTurn, Limi
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
 
 OPEN_SECONDS = 300.0
-"""Time limit of ``Environment.open``. It exceeds the limits of environments, whose messages name the
-cause."""
+"""Time limit of ``Environment.open``. It exceeds the limits of environments, whose messages name
+the cause."""
 CLOSE_SECONDS = 30.0
 """Time limit of ``Environment.close``."""
 

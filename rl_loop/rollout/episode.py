@@ -1,7 +1,7 @@
 """The core of an episode: its limits, its clock, the sampling of its turns, and its ending.
 
-The agent loop (``rollout.agent``) and the sessions of the gateway (``gateway.session``) run on it. Every
-episode has one of four endings:
+The agent loop (``rollout.agent``) and the sessions of the gateway (``gateway.session``) run on it.
+Every episode has one of four endings:
 
     Completed       the agent or its environment ended it
     IllegalTurn     the policy wrote a turn that is not legal
@@ -121,7 +121,8 @@ class Episode:
             codec: chat format of the policy.
             limits: limits of the episode.
             sampling: temperature, top-p and the token limit of one turn. The stop ids are set here.
-            shape: shape of the model, to check the engine's results. None to check the vocabulary only.
+            shape: shape of the model, to check the engine's results. None to check the vocabulary
+                only.
             routed_experts: whether the engine has to return the experts of every token.
         """
         self.name = name

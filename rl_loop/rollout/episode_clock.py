@@ -22,8 +22,8 @@ class OutOfTime(Exception):
 class EpisodeClock:
     """Measures how long an episode has run.
 
-    The clock stops while the episode waits in an engine's queue, or before it retries a failed call. It
-    begins stopped.
+    The clock stops while the episode waits in an engine's queue, or before it retries a failed
+    call. It begins stopped.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -76,7 +76,8 @@ class EpisodeClock:
     async def limit[T](self, call: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``call``, or cancel it and raise OutOfTime when the time is over.
 
-        Raises InfrastructureFailure if the call was cancelled by something else."""
+        Raises InfrastructureFailure if the call was cancelled by something else.
+        """
         _running_clock.set(self)
         task = asyncio.ensure_future(call)
         try:
@@ -97,7 +98,8 @@ class EpisodeClock:
 def running_clock() -> EpisodeClock:
     """Return the calling episode's clock, which a tool with a queue can stop while a call waits.
 
-    Outside of episodes it is one that limits nothing."""
+    Outside of episodes it is one that limits nothing.
+    """
     return _running_clock.get(None) or EpisodeClock(float("inf"))
 
 

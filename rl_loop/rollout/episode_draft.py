@@ -90,7 +90,8 @@ class EpisodeDraft:
     def to_trajectory(self, *, with_routes: bool = True) -> Trajectory:
         """Return the episode, whose outcome is still to be set.
 
-        Raises ColumnError if its columns do not fit together."""
+        Raises ColumnError if its columns do not fit together.
+        """
         whose = f"task {self.task_id}"
         loss_mask = np.zeros(len(self), dtype=np.bool_)
         for turn in self.turns:

@@ -85,8 +85,9 @@ class GroupStore:
                 used.unlink()
 
     def load(self, step: int) -> FinishedGroups:
-        """Return the groups that were saved for a resume after ``step`` steps, and mark their file
-        as in use.
+        """Return the groups that were saved for a resume after ``step`` steps.
+
+        Their file is marked as in use.
 
         Files of later steps are deleted, because those steps are taken again.
         """
@@ -169,8 +170,7 @@ class GroupStore:
 
 
 def is_trainable(group: TrajectoryGroup) -> bool:
-    """Return True if all episodes of a group ended, none by an infrastructure failure, and each can
-    be trained on."""
+    """Return True if each episode of a group is valid and can be trained on."""
     if group.invalid or not group.trajectories:
         return False
     try:

@@ -1,8 +1,8 @@
-"""Groups of episodes as a stream: they are admitted one by one, run somewhere else, and are taken
-in the order in which they end.
+"""Streams of episode groups: groups are admitted one by one, run elsewhere, and taken as they end.
 
-Whatever runs groups gives out streams: RolloutPool with Ray's workers, or one process alone. Every
-caller has a stream of its own, so nobody gets what another one has asked for."""
+A runner of groups returns streams: RolloutPool with Ray's workers, or a single process. Every
+caller has a separate stream, so it receives only its groups.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,26 +16,28 @@ from rl_loop.infrastructure import InfrastructureBreaker
 from rl_loop.tasks.task_file import TaskFileError
 
 OnEnded = Callable[[int, int], None]
-"""Receives how many episodes have ended, and how many are waited for."""
+"""Receives the number of ended episodes and the number of requested episodes."""
 
 POLL_SECONDS = 1.0
-"""How often a caller is asked whether it still wants its episodes."""
+"""Interval in seconds at which ``take`` calls ``abandon``."""
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Episodes of one task to run. One seed per sample: the same request gives the same
-    episodes on any worker."""
+    """Episodes of one task to run, with one seed per sample.
+
+    The same request gives the same episodes on any worker.
+    """
 
     task: Task
     seeds: tuple[int, ...]
     temperature: float
     purify: bool = False
-    """Whether ``rollout.purification`` applies, which only episodes to train on have: an
-    evaluation measures the policy, not the policy and its retries."""
+    """Whether to apply ``rollout.purification``. Only for training, because an evaluation measures
+    the policy without retries."""
     with_routes: bool = False
-    """Whether the experts that the engine chose come along, where ``rollout.routed_experts`` says
-    so: they are stored for the trainer, and weigh more than all else of an episode."""
+    """Whether to return the experts that the engine chose, if ``rollout.routed_experts`` is set.
+    They are stored for the trainer, and are larger than the rest of an episode."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,28 @@ class EndedGroup:
     """A group whose episodes have all ended."""
 
     number: int
-    """As it was admitted."""
+    """Number given on admission."""
     group: TrajectoryGroup
 
 
 class RolloutsAbandoned(Exception):
-    """The caller no longer wants the episodes that were asked for."""
+    """The caller does not need the requested episodes."""
 
 
 class GroupStream:
-    """The groups of one caller. One thread admits and takes; groups end in any other.
+    """Groups of one caller.
 
-    As a context, it is closed at the end: what has not ended then is of no interest any more."""
+    One thread admits and takes groups, and they end in any thread. As a context, the stream is
+    closed at the end, and groups that have not ended are dropped.
+    """
 
     def __init__(self, begin: Callable[["AdmittedGroup"], None]) -> None:
-        """``begin`` starts a group and returns at once; ``end`` or ``fail`` of the group is
-        called later."""
+        """Store the function that starts groups.
+
+        Args:
+            begin: starts a group and returns at once. Later ``end`` or ``fail`` of the group is
+                called.
+        """
         self._begin = begin
         self._ended: SimpleQueue[EndedGroup | BaseException] = SimpleQueue()
         self.is_closed = False
@@ -70,14 +78,20 @@ class GroupStream:
         self.close()
 
     def admit(self, number: int, request: GroupRequest) -> None:
-        """Begin a group. ``number`` is what it is called when it has ended."""
+        """Begin a group. ``EndedGroup.number`` will be ``number``."""
         self._begin(AdmittedGroup(number, request, self))
 
     def take(self, abandon: Callable[[], bool] = lambda: False) -> EndedGroup:
         """Wait for the next group that ends, and return it.
 
-        ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. Raises what
-        kept groups from running."""
+        An exception that prevents groups from running is raised here.
+
+        Args:
+            abandon: called every second. If it returns True, the wait ends.
+
+        Raises:
+            RolloutsAbandoned: ``abandon`` returned True, or the stream was closed.
+        """
         while True:
             if abandon():
                 raise RolloutsAbandoned
@@ -90,29 +104,29 @@ class GroupStream:
             return outcome
 
     def close(self) -> None:
-        """Forget all groups. A waiting ``take`` raises RolloutsAbandoned."""
+        """Drop all groups. A waiting ``take`` raises RolloutsAbandoned."""
         self.is_closed = True
         self._ended.put(RolloutsAbandoned())
 
     def deliver(self, outcome: EndedGroup | BaseException) -> None:
-        """Hand a group, or what keeps groups from running, to whoever takes."""
+        """Pass a group, or an exception that prevents groups from running, to ``take``."""
         self._ended.put(outcome)
 
 
 @dataclass(frozen=True, eq=False)
 class AdmittedGroup:
-    """A group on its way from its admission to its end."""
+    """Group between its admission and its end."""
 
     number: int
     request: GroupRequest
     stream: GroupStream
 
     def end(self, group: TrajectoryGroup) -> None:
-        """Note that all its episodes have ended."""
+        """Deliver the group after all its episodes have ended."""
         self.stream.deliver(EndedGroup(self.number, group))
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` where the group is waited for."""
+        """Raise ``error`` in the stream's ``take``."""
         self.stream.deliver(error)
 
 
@@ -129,12 +143,24 @@ def run_groups(
     abandon: Callable[[], bool] = lambda: False,
     on_ended: OnEnded = lambda ended, wanted: None,
 ) -> list[TrajectoryGroup]:
-    """Run all episodes and wait for them. Groups come back in the order of ``requests``; episodes
-    that infrastructure failures ended are set apart in them.
+    """Run all episodes and wait for them.
 
-    ``abandon`` is asked every second; if it says so, RolloutsAbandoned is raised. ``on_ended`` is
-    told of every group that ends. Raises
-    InfrastructureOutage if too many episodes failed, and TaskFileError if no task can be run."""
+    Args:
+        runner: runs the groups.
+        requests: groups to run.
+        rollout: limits for invalid episodes.
+        abandon: called every second. If it returns True, the wait ends.
+        on_ended: called after every group that ends.
+
+    Returns:
+        The groups in the order of ``requests``. Episodes that infrastructure failures ended are
+        separate in them.
+
+    Raises:
+        RolloutsAbandoned: ``abandon`` returned True.
+        InfrastructureOutage: too many episodes failed.
+        TaskFileError: no task can be run.
+    """
     streak = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
     results: dict[int, TrajectoryGroup] = {}
     wanted = sum(len(request.seeds) for request in requests)
@@ -156,9 +182,13 @@ def run_groups(
 
 
 def check_groups(groups: Sequence[TrajectoryGroup], rollout: RolloutConfig) -> None:
-    """Raise InfrastructureOutage if infrastructure failures ended too many of these episodes, and
-    TaskFileError if none of the tasks can be run."""
-    # The share counts over all episodes: the first few may all have met the same bad moment.
+    """Check that enough episodes are valid.
+
+    Raises:
+        InfrastructureOutage: infrastructure failures ended too many of the episodes.
+        TaskFileError: none of the tasks can be run.
+    """
+    # Check the share over all episodes, because one short outage may have ended the first ones.
     breaker = InfrastructureBreaker(rollout.max_invalid_share, max_streak=None)
     for group in groups:
         breaker.observe(group)

@@ -1,7 +1,8 @@
-"""Cuts what tools answer and users say to a size before it is tokenised.
+"""Limits the size of tool outputs and user messages before they are tokenized.
 
-Nothing bounds what a tool prints. A token has at least one byte, so that a limit in bytes bounds
-the tokens too, and costs nothing to check."""
+Tools may print any amount. A token has at least one byte, so a limit in bytes also bounds the
+tokens, and it is cheap to check.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +14,18 @@ from rl_loop.chat.messages import ToolOutput
 def cut_observation(
     outputs: Sequence[ToolOutput], user: str | None, max_bytes: int
 ) -> tuple[list[ToolOutput], str | None]:
-    """Cut the longest texts to one length, so that all have about ``max_bytes`` of UTF-8.
+    """Cut the longest texts to one length, so that all together have about ``max_bytes`` of UTF-8.
 
-    Half of a surrogate pair, which is no text, becomes U+FFFD. Returns the outputs and what the
-    user says."""
+    Halves of surrogate pairs, which are not valid text, become U+FFFD.
+
+    Args:
+        outputs: outputs of the tools.
+        user: message of the user, if any.
+        max_bytes: limit for all texts together.
+
+    Returns:
+        The outputs and the user's message.
+    """
     texts = [output.text for output in outputs]
     if user is not None:
         texts.append(user)
@@ -31,7 +40,7 @@ def cut_observation(
 
 
 def fair_share(sizes: Sequence[int], total: int) -> int:
-    """Return the largest limit under which ``sizes``, cut to it, add up to at most ``total``."""
+    """Return the largest limit so that ``sizes``, cut to it, have a sum of at most ``total``."""
     left = total
     for number, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - number)
@@ -42,8 +51,8 @@ def fair_share(sizes: Sequence[int], total: int) -> int:
 
 
 def _size(text: str, max_bytes: int) -> int:
-    """Return the bytes of a text in UTF-8, or its characters if it is too long in any case."""
-    # No text has fewer bytes than characters: one that must be cut is not encoded as a whole.
+    """Return the bytes of a text in UTF-8, or its characters if they exceed ``max_bytes``."""
+    # A text has at least 1 byte per character, so a longer text need not be encoded.
     if len(text) > max_bytes:
         return len(text)
     return len(text.encode("utf-8", "replace"))

@@ -1,8 +1,9 @@
-"""Rollout workers as Ray actors, and a pool that loses no episode when one of them dies.
+"""Rollout workers as Ray actors, and a pool that repeats the work of workers that die.
 
-Two threads use a pool. The driver's admits groups, syncs weights and trains; the pool's own gives
-groups to workers, notices when they end or die, and lets the backend heal. So episodes go on while
-the driver waits for the trainer."""
+Two threads use a pool. The driver's thread admits groups, syncs weights and trains. The pool's
+thread assigns groups to workers, detects their end or death, and lets the backend recover engines.
+Therefore episodes continue while the driver waits for the trainer.
+"""
 
 import heapq
 import logging
@@ -39,30 +40,33 @@ from rl_loop.tracking.metric_sinks import RolloutCounters
 from rl_loop.weight_sync.source import WeightSource
 
 WAIT_SECONDS = 0.05
-"""How long the pool's thread waits for groups to end before it looks for new ones."""
+"""Time in seconds for which the pool's thread waits for groups to end before it assigns new
+ones."""
 
 HEAL_SECONDS = 1.0
-"""How often the backend is asked to heal while groups run."""
+"""Interval in seconds at which the backend recovers engines while groups run."""
 
 CONTROL_CALLS = 8
-"""Calls that a worker takes besides its groups: a weight sync must not wait for an episode."""
+"""Concurrent calls of a worker in addition to its groups, so that a weight sync need not wait."""
 
 RESTART_SECONDS = 3600.0
-"""Period within which MAX_RESTARTS counts."""
+"""Period in seconds within which MAX_RESTARTS counts."""
 
 PLACE_SECONDS = 5.0
-"""How often it is asked whether a worker that does not start still has a place."""
+"""Interval in seconds of the check that the node of a starting worker is alive."""
 
 CLOSE_SECONDS = 10.0
-"""What workers have to end their sandboxes and engines before they are killed."""
+"""Time in seconds for workers to end their sandboxes and engines before they are killed."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(order=True)
 class WaitingGroup:
-    """A group that is not yet, or no longer, with a worker. The first to be asked for is the first
-    to be given out, also after its worker died."""
+    """Group without a worker, because it is new or its worker died.
+
+    Groups are assigned in the order of their admission, also after a worker's death.
+    """
 
     turn: int
     admitted: AdmittedGroup = field(compare=False)
@@ -70,16 +74,16 @@ class WaitingGroup:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A group that a worker is at work on."""
+    """Group that a worker runs."""
 
     waiting: WaitingGroup
-    """What it was before."""
+    """The group before its assignment."""
     index: int
-    """The worker's."""
+    """Index of the worker."""
     worker: Any
-    """The actor itself: after its death another one has its index."""
+    """Actor of the worker. After its death another actor has its index."""
     routes: list[Any]
-    """References to the routes of the group's episodes, if they come along."""
+    """References to the routes of the group's episodes. Empty without routes."""
 
 
 class PoolClosed(Exception):
@@ -89,10 +93,12 @@ class PoolClosed(Exception):
 class RolloutPool:
     """The engines of a run and the workers that run episodes with them.
 
-    A dead worker is replaced and its work redone."""
+    A dead worker is replaced, and its work is repeated.
+    """
 
     MAX_RESTARTS = 10
-    """Deaths of workers within RESTART_SECONDS; more have a cause that a restart does not remove."""
+    """Maximum deaths of workers within RESTART_SECONDS. More have a cause that a restart does not
+    remove."""
 
     def __init__(
         self,
@@ -101,8 +107,15 @@ class RolloutPool:
         alter_weights: Callable[[WeightSource, int], WeightSource] | None = None,
         worker_class: type[RolloutWorker] = RolloutWorker,
     ) -> None:
-        """``alter_weights``: what experiments do to the weights of a version on
-        their way to the engines. ``worker_class``: what runs the episodes."""
+        """Create the workers, which start in the background.
+
+        Args:
+            backend: the engines.
+            config: configuration of the run.
+            alter_weights: injects faults into the weights of a version before the engines get them.
+                None for no faults.
+            worker_class: class of the workers.
+        """
         self.backend = backend
         self._alter_weights = alter_weights
         self._config = config
@@ -111,31 +124,31 @@ class RolloutPool:
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
 
-        # Groups that no worker has yet, first in, first out. The condition guards them.
+        # Groups without a worker, in the order of admission. The condition guards them.
         self._changed = Condition()
         self._waiting: list[WaitingGroup] = []
         self._turns = count()
         self._streams: list[GroupStream] = []
         self._failure: BaseException | None = None
 
-        # Of the pool's thread alone: what runs, by the reference to its result.
+        # Only the pool's thread uses these: the running groups, by the reference to their result.
         self._running: dict[Any, Assignment] = {}
         self._healed_at = 0.0
 
-        # One thread at a time asks something of the backend.
+        # One thread at a time uses the backend.
         self._using_backend = Lock()
         self._may_heal = True
 
-        # One thread at a time changes which workers there are, or which weights they have. A
-        # successor is shown to others when it has the current weights.
+        # One thread at a time changes the workers or their weights. Other threads see a successor
+        # only after it has the current weights.
         self._changing_workers = RLock()
         self._deaths = RecentDeaths(RESTART_SECONDS)
         self._last_sync: tuple[Any, ...] | None = None
-        """Method and arguments by which a successor's engine gets the current weights or their
+        """Method and arguments that give a successor's engine the current weights or their
         version."""
         self._successor: Any = None
 
-        # Workers that have not answered yet are killed on close instead of being waited for.
+        # Workers that have not answered yet are killed on close without waiting.
         self._has_started = False
         self._is_closed = False
         self._workers = [self._create_worker(index) for index in range(config.rollout.workers)]
@@ -146,7 +159,7 @@ class RolloutPool:
     def _create_worker(self, index: int) -> Any:
         actor_class: Any = ray.remote(with_logging(self._worker_class))
         actor = actor_class.options(
-            # Workers are placed by resources of our own; Ray counts no CPUs of theirs.
+            # Workers are placed by custom resources, so Ray reserves no CPUs for them.
             num_cpus=0,
             max_concurrency=self._config.rollout.concurrent_tasks + CONTROL_CALLS,
             **placement_options(ROLLOUT_WORKER, index),
@@ -156,14 +169,14 @@ class RolloutPool:
         return worker
 
     def ready(self) -> None:
-        """Wait until every worker's engine and sandbox run; raises what went wrong in one."""
+        """Wait until every worker's engine and sandbox run. An exception of one is raised here."""
         self.backend.start(self)
         ray.get([worker.start.remote() for worker in self._workers])
         self._has_started = True
         self._thread.start()
 
     def _call(self, index: int, method: str, *arguments: Any) -> Any:
-        """Call a method of one worker; a dead worker is replaced, and its successor asked."""
+        """Call a method of one worker. If the worker is dead, replace it and call the successor."""
         while True:
             worker = self._workers[index]
             try:
@@ -172,8 +185,10 @@ class RolloutPool:
                 self._replace(index, worker, death)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all workers at the same time, and return the answers in their order; a
-        dead worker is replaced, and its successor asked."""
+        """Call a method of all workers at the same time, and return the results in their order.
+
+        Dead workers are replaced, and their successors are called.
+        """
         workers = list(self._workers)
         references = [getattr(worker, method).remote(*arguments) for worker in workers]
 
@@ -183,13 +198,15 @@ class RolloutPool:
                 answers.append(ray.get(reference))
             except ACTOR_DEATHS as death:
                 self._replace(index, workers[index], death)
-                # The others have answered or go on meanwhile: only the successor is asked again.
+                # The others have answered or still run, so only the successor is called again.
                 answers.append(self._call(index, method, *arguments))
         return answers
 
     def _replace(self, index: int, dead: Any, death: ActorDeath) -> None:
-        """Start another worker in place of a dead one and bring it to the current weights, unless
-        the other thread has done so already."""
+        """Replace a dead worker, and give the new one the current weights.
+
+        Does nothing if the other thread has replaced the worker already.
+        """
         with self._changing_workers:
             # A loop, because a successor may die while it starts.
             while self._workers[index] is dead:
@@ -214,16 +231,20 @@ class RolloutPool:
             ) from death
 
     def _start_successor(self, index: int) -> Any:
-        """Return a new worker that has the current weights. Raises one of ACTOR_DEATHS if it dies,
-        and PlaceLost if the node where it belongs has died."""
+        """Return a new worker with the current weights.
+
+        Raises:
+            ActorDeath: the worker died. It is one of ACTOR_DEATHS.
+            PlaceLost: the node of the worker has died.
+        """
         self._successor = self._create_worker(index)
         start = self._successor.start.remote()
-        # Where the node has died, Ray would wait for another one with its resources for ever.
+        # If the node has died, Ray would wait for another node with its resources without end.
         while not ray.wait([start], timeout=PLACE_SECONDS)[0]:
             check_place(ROLLOUT_WORKER, index)
         ray.get(start)
-        # Before anybody sees it: a worker that gave out episodes with initial weights would mix
-        # policies.
+        # Load weights before other threads see the worker, because episodes with initial weights
+        # would mix policies.
         if self._last_sync is not None:
             method, *arguments = self._last_sync
             ray.get(getattr(self._successor, method).remote(*arguments))
@@ -244,7 +265,7 @@ class RolloutPool:
     def run(
         self, requests: Sequence[GroupRequest], abandon: Callable[[], bool] = lambda: False
     ) -> list[TrajectoryGroup]:
-        """Run all episodes and wait for them; see ``run_groups``."""
+        """Run all episodes and wait for them, as ``run_groups`` does."""
         return run_groups(self, requests, self._config.rollout, abandon)
 
     def _admit(self, admitted: AdmittedGroup) -> None:
@@ -261,19 +282,19 @@ class RolloutPool:
                 self._await_groups()
                 self._heal()
         except Exception as error:
-            # Nobody waits for this thread: whoever waits for groups gets to hear of it.
+            # No caller joins this thread, so deliver the error to every stream.
             if not self._is_closed:
                 self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
-        """Raise ``error`` wherever groups are waited for, now or later."""
+        """Raise ``error`` in all current and later streams."""
         with self._changed:
             self._failure = error
             for stream in self._streams:
                 stream.deliver(error)
 
     def _give_out(self) -> None:
-        """Give waiting groups to the workers that have least to do."""
+        """Assign waiting groups to the workers with the fewest groups."""
         loads = [0] * len(self._workers)
         for assignment in self._running.values():
             loads[assignment.index] += 1
@@ -292,13 +313,13 @@ class RolloutPool:
             loads[index] += 1
 
     def _submit(self, waiting: WaitingGroup, index: int) -> None:
-        """Give a group to a worker and add it to those that are running."""
+        """Start a group on a worker and add it to the running groups."""
         worker = self._workers[index]
         request = waiting.admitted.request
         arguments = (request.task, request.seeds, request.temperature)
         if request.with_routes and self._config.rollout.routed_experts:
-            # As objects of their own, which belong to this process but stay where they are: they
-            # survive the worker and are freed with the last reference.
+            # Routes are separate objects, which belong to this process but stay on the worker's
+            # node. They survive the worker and are freed with the last reference.
             run_group = worker.run_group_and_store_routes.options(
                 num_returns=1 + len(request.seeds)
             )
@@ -309,19 +330,19 @@ class RolloutPool:
         self._running[reference] = Assignment(waiting, index, worker, routes)
 
     def _await_groups(self) -> None:
-        """Wait a little for a group to end, or for the first to be admitted."""
+        """Wait briefly for a group to end, or for the first group to be admitted."""
         if not self._running:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed, HEAL_SECONDS)
             return
 
-        # One at a time, so that a dead worker is noticed before the others have finished.
+        # One at a time, so that a dead worker is detected before the others have finished.
         ended, _ = ray.wait(list(self._running), num_returns=1, timeout=WAIT_SECONDS)
         for reference in ended:
             self._end(reference, self._running.pop(reference))
 
     def _end(self, reference: Any, assignment: Assignment) -> None:
-        """Hand a group that has ended to its stream. One whose worker died begins again."""
+        """Deliver a group that has ended to its stream. If its worker died, let it run again."""
         admitted = assignment.waiting.admitted
         try:
             group = ray.get(reference)
@@ -330,7 +351,7 @@ class RolloutPool:
             with self._changed:
                 heapq.heappush(self._waiting, assignment.waiting)
             return
-        except Exception as error:  # a mistake in the agent loop or an environment
+        except Exception as error:  # A fault of the agent loop or of an environment.
             admitted.fail(error)
             return
 
@@ -338,10 +359,10 @@ class RolloutPool:
         admitted.end(_with_references(group, assignment.routes))
 
     def _heal(self) -> None:
-        """Let the backend heal, about once a second while groups run."""
+        """Let the backend recover engines, about once per second while groups run."""
         if not self._running or time.monotonic() < self._healed_at + HEAL_SECONDS:
             return
-        # The driver is at the backend: the next time will do.
+        # The driver uses the backend. Try again in the next round.
         if not self._using_backend.acquire(blocking=False):
             return
         try:
@@ -354,9 +375,10 @@ class RolloutPool:
     # -- engines ----------------------------------------------------------------------------------
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Give all engines the policy's weights; see ``RolloutBackend.sync_weights``.
+        """Give all engines the policy's weights, see ``RolloutBackend.sync_weights``.
 
-        Groups that run go on with them from where they are."""
+        Running groups continue with the new weights.
+        """
         if self._alter_weights is not None:
             source = self._alter_weights(source, version)
         with self._using_backend:
@@ -364,50 +386,50 @@ class RolloutPool:
             self._may_heal = True
 
     def prepare_sync(self, source: WeightSource) -> None:
-        """Begin the next ``sync_weights`` from the same source, which has new weights now, as far
-        as that needs no engine."""
-        # What alters weights has to see them.
+        """Begin the next ``sync_weights`` from the same source as far as it needs no engine.
+
+        The source must have the new weights.
+        """
+        # Altered weights are computed from the tensors in ``sync_weights``.
         if self._alter_weights is None:
             with self._using_backend:
                 self.backend.prepare_sync(source)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Give the engines in the workers these weights. Backends call it."""
+        """Load these weights into the engines of the workers. For backends."""
         if isinstance(weights, StoredTensors):
-            # Workers read what a trainer's rank has stored: no copy is made on the way.
+            # Workers read the object that a trainer's rank has stored, without a copy in this
+            # process.
             reference = weights.stored
         else:
             reference = ray.put(TensorBytes.of(weights))
         self._sync_workers("load_weights", reference, version)
 
     def set_min_version(self, version: int) -> None:
-        """Let the engines in the workers use only answers of weights ``version`` or later. Backends
-        call it."""
+        """Make the workers' engines reject answers of weights before ``version``. For backends."""
         self._sync_workers("set_min_version", version)
 
     def _sync_workers(self, method: str, *arguments: Any) -> None:
-        """Call a method of all workers, and of every later one before it is used."""
+        """Call a method of all workers, and of every later worker before its first use."""
         with self._changing_workers:
             self._last_sync = (method, *arguments)
             self._call_all(method, *arguments)
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
-        """Return the log-probs of ``token_ids[1:]`` from the engine of every
-        worker. Backends call it."""
+        """Return the log-probs of ``token_ids[1:]`` from every worker's engine. For backends."""
         return self._call_all("score", token_ids, temperature)
 
     def engine_rounding_errors(self, token_ids: list[int]) -> list[float | None]:
-        """Return the rounding error of the engine of every worker. Backends call it."""
+        """Return the rounding error of every worker's engine. For backends."""
         return self._call_all("rounding_error", token_ids)
 
     def engine_digests(self) -> list[Digests]:
-        """Return digests of the quantized experts that the engine of every worker holds. Backends
-        call it."""
+        """Return digests of the quantized experts in every worker's engine. For backends."""
         return [self._call(index, "packed_digests") for index in range(len(self._workers))]
 
     @property
     def scores_beside_rollouts(self) -> bool:
-        """See ``RolloutBackend``."""
+        """True if engines can score while episodes run, see ``RolloutBackend``."""
         return self.backend.scores_beside_rollouts
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -416,40 +438,42 @@ class RolloutPool:
             return self.backend.score(token_ids, temperature)
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
-        """Return how far rounding moves the log-probs of ``score`` in every engine.
+        """Return the effect of rounding on the log-probs of ``score`` in every engine.
 
-        Nats per token. None for engines that cannot measure it.
+        The unit is nats per token. None for engines that cannot measure it.
         """
         with self._using_backend:
             return self.backend.rounding_errors(token_ids)
 
     def packed_digests(self) -> list[Digests]:
-        """Return digests of the quantized experts that each engine holds; empty if that cannot be
-        told."""
+        """Return digests of the quantized experts in each engine. Empty if they are unknown."""
         return self.backend.packed_digests()
 
     def compare_weights(self) -> None:
-        """Raise an error that names a tensor which an engine holds otherwise than the trainer, if
-        that can be told."""
+        """Raise an error if a tensor of an engine differs from the trainer's. It names the tensor.
+
+        Backends that cannot compare do nothing.
+        """
         with self._using_backend:
             self.backend.compare_weights()
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what an engine says of itself, as far as it knows the names."""
+        """Return the named settings as reported by an engine. Unknown names are left out."""
         with self._using_backend:
             return self.backend.engine_settings(names)
 
     def pause(self) -> None:
-        """Run no episodes until the next weight sync: engines on the trainer's
-        GPUs free their memory."""
+        """Pause episodes until the next weight sync. Engines on the trainer's GPUs free memory."""
         with self._using_backend:
             self.backend.pause()
 
     @contextmanager
     def updating_weights(self, version: int) -> Iterator[None]:
-        """Block healing while the source of the last sync updates its weights to ``version``, and
-        until the next sync: one engine with newer weights than the others would let versions fall
-        within an episode that leaves it."""
+        """Block recovery while the source of the last sync updates its weights to ``version``.
+
+        Recovery stays blocked until the next sync. A recovered engine would have newer weights than
+        the others, so the versions within an episode that leaves it could decrease.
+        """
         with self._using_backend:
             self._may_heal = False
         with self.backend.updating_weights(version):
@@ -470,14 +494,14 @@ class RolloutPool:
             self.backend.close()
 
     def _close_workers(self) -> None:
-        # A worker that is still starting would answer only when its imports are done.
+        # A worker that is still starting would answer only after its imports.
         if self._has_started:
             closing = [worker.close.remote() for worker in self._workers]
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         for worker in self._workers:
             ray.kill(worker)
 
-        # The thread may wait for one that is to take the place of another.
+        # The pool's thread may wait for the successor of a dead worker.
         if self._successor is not None:
             ray.kill(self._successor)
         if self._thread.is_alive():
@@ -485,7 +509,7 @@ class RolloutPool:
 
 
 def _with_references(group: TrajectoryGroup, routes: Sequence[Any]) -> TrajectoryGroup:
-    """Return a group whose stored routes know where they are stored."""
+    """Return a group whose stored routes have their references."""
     trajectories = list(group.trajectories)
     for i, trajectory in enumerate(trajectories):
         located = [

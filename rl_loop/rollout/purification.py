@@ -1,10 +1,11 @@
-"""Trajectory purification (CLEANER, arXiv 2601.15141): a failed tool call is retried, and a good call
-takes its place.
+"""Trajectory purification (CLEANER, arXiv 2601.15141).
 
-The agent reads the error and writes the turn again. The new call replaces the old one in the context from
-before the error, after the old reasoning if the calls are similar. The environment is set back and the new
-call is executed. Moved tokens are *grafted*: their log-probs are computed again, and rollout correction and
-routing replay leave them out.
+A failed tool call is retried, and a successful call replaces it.
+
+The agent reads the error and writes the turn again. The new call replaces the old one in the
+context from before the error, after the old reasoning if the calls are similar. The environment is
+set back and the new call is executed. Moved tokens are *grafted*: their log-probs are computed
+again, and rollout correction and routing replay leave them out.
 """
 
 import random
@@ -33,8 +34,8 @@ MAX_RETRIES = 30
 SIMILARITY = 0.5
 """Least similarity of old and new call (difflib's ratio) that keeps the old reasoning."""
 COMPARED_CHARACTERS = 1024
-"""Number of characters of two calls that are compared. difflib may need the cube of it: seconds for this
-number."""
+"""Number of characters of two calls that are compared. difflib may need the cube of it: seconds for
+this number."""
 
 
 @dataclass
@@ -112,7 +113,8 @@ class PurifyingRunner(EpisodeRunner):
     async def _purify(self, failed: Attempt, before: Any) -> Attempt | None:
         """Return a turn to put in place of a failed one, or None if the error stays.
 
-        If the time is over during a retry, the environment is in an intermediate state, and the episode ends.
+        If the time is over during a retry, the environment is in an intermediate state, and the
+        episode ends.
 
         Args:
             failed: the failed turn.
@@ -146,7 +148,7 @@ class PurifyingRunner(EpisodeRunner):
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
     async def _write_again(self, turn: Attempt) -> Attempt | None:
-        """Let the agent read the error and write the turn again. Returns it in the failed one's place."""
+        """Let the agent read the error, and return its new turn in place of the failed one."""
         error = await self.render(turn.result)
         if self.calls_left == 0:
             return None
@@ -160,9 +162,9 @@ class PurifyingRunner(EpisodeRunner):
         return await off_loop(self._merge, turn, sampled.result)
 
     def _merge(self, turn: Attempt, sampled: GenerateResult) -> Attempt | None:
-        """Put the new turn in place of the failed one, after its reasoning if the calls are similar.
+        """Replace the failed turn by the new one, after its reasoning if the calls are similar.
 
-        Returns None if the new turn has no call, or there is no room for it.
+        Returns None if the new turn has no call, or the merged turn is malformed or too long.
         """
         messages = self.codec.parse(sampled.output_ids)
         if isinstance(messages, FormatError) or not _calls(messages):
@@ -199,8 +201,8 @@ def _similarity(old: str, new: str) -> float:
 def _graft(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
     """Return ``ids`` as a result in place of the turn's own. The first ``kept`` ids are equal.
 
-    Grafted tokens have log-probs of 0 until they are scored. Their routes are unknown, and the trainer
-    chooses them.
+    Grafted tokens have log-probs of 0 until they are scored. Their routes are unknown, and the
+    trainer chooses them.
     """
     versions: list[WeightVersionSpan] = []
     if sampled.weight_versions:

@@ -1,5 +1,7 @@
-"""Samples the turns of one episode from an engine that is not trusted: results are checked, and faults are
-retried."""
+"""Samples the turns of one episode from an engine that is not trusted.
+
+Results are checked, and faults are retried.
+"""
 
 import asyncio
 import hashlib
@@ -25,9 +27,9 @@ from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 FAULT_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a request that met a fault is sent again; after the last one the fault stays."""
 ABORT_PAUSES = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
-"""Seconds before a request that was aborted without a token is sent again, by the number of such aborts in
-sequence. The first pause is 0, because a weight sync aborts once. The later ones keep an engine that always
-aborts from getting thousands of requests per second."""
+"""Seconds before a request that was aborted without a token is sent again, by the number of such
+aborts in sequence. The first pause is 0, because a weight sync aborts once. The later ones keep an
+engine that always aborts from getting thousands of requests per second."""
 ABORT_SECONDS = 10.0
 """Time limit of an engine for ending an aborted request."""
 
@@ -107,7 +109,8 @@ class TurnSampler:
     async def score(self, token_ids: list[int]) -> list[float]:
         """Return log-probs (natural log) of ``token_ids[1:]`` at the sampling temperature.
 
-        Raises EngineFault."""
+        Raises EngineFault.
+        """
         name = f"{self.episode}/score"
         temperature = self.sampling.temperature or 1.0
         for pause in (*FAULT_PAUSES, None):
@@ -158,7 +161,8 @@ class TurnSampler:
     async def _pause_or_raise(self, name: str, error: Exception, pause: float | None) -> None:
         """Wait before the next attempt.
 
-        Raises EngineFault if there is none, or it would not help."""
+        Raises EngineFault if there is none, or it would not help.
+        """
         is_of_request = isinstance(error, ValueError)  # the next attempt would meet it again
         if pause is None or is_of_request:
             fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
@@ -169,7 +173,8 @@ class TurnSampler:
         """Send one request.
 
         The clock stands until the engine begins it; when the time is over, the engine is told to
-        abort."""
+        abort.
+        """
         begun = asyncio.Event()
 
         def begin() -> None:
@@ -205,7 +210,8 @@ class TurnSampler:
     async def _abort(self, request_id: str, running: "asyncio.Future[GenerateResult]") -> None:
         """Tell the engine to abort, and wait until the request has ended.
 
-        Raises EngineFault if it does not."""
+        Raises EngineFault if it does not.
+        """
 
         async def ask() -> None:
             # An error here does not matter if the request ends.
@@ -238,7 +244,8 @@ def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.nd
     """Merge the experts of a prefix and of a longer sequence, both [tokens, layers, top_k].
 
     Every token keeps those that it was first processed with: they made the log-probs that were
-    returned."""
+    returned.
+    """
     if earlier is None:
         return latest
     if latest is None:

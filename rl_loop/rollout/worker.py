@@ -1,7 +1,8 @@
 """One rollout worker: an engine, a sandbox and the agent loop in one process.
 
-A plain class, of which ``rollout.pool`` makes Ray actors. It knows neither
-Megatron nor the optimizer."""
+It is a plain class from which ``rollout.pool`` creates Ray actors. It does not depend on Megatron
+or the optimizer.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from rl_loop.tasks.prompt_limit import UnusablePrompt
 
 
 class RolloutWorker:
-    """Runs whole episodes. ``start`` must have returned before anything else is called."""
+    """Runs whole episodes. Other methods may be called only after ``start`` has returned."""
 
     def __init__(self, config: EpisodesConfig, engine_factory: EngineFactory, threads: int) -> None:
         """Build codec, engine and sandbox.
@@ -53,28 +54,28 @@ class RolloutWorker:
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(config.sandbox)
 
-        # Engines are not believed: every answer is checked against the model's shape.
+        # Engines are not trusted: every answer is checked against the model's shape.
         self._shape = model_shape(config.model)
 
     async def start(self) -> None:
-        """Start the sandbox; raises SandboxUnavailable with the reason where it cannot isolate."""
+        """Start the sandbox. Raises SandboxUnavailable with the reason if it cannot isolate."""
         await self.sandbox.start()
-        # Engine and libraries are half a million objects, and stay.
+        # Engine and libraries have 500,000 objects, which live as long as the process.
         exempt_from_collection()
 
     async def load_weights(self, weights: TensorBytes, version: int) -> None:
-        """Give the engine these weights."""
+        """Load these weights into the engine."""
         await weight_holder(self.engine).sync_weights(weights.tensors().items(), version)
 
     async def set_min_version(self, version: int) -> None:
-        """Let the engine use only answers of servers with weights ``version`` or later."""
+        """Make the engine reject answers of servers with weights older than ``version``."""
         server_client(self.engine).set_min_version(version)
 
     async def score(self, token_ids: list[int], temperature: float) -> list[float]:
         return await self.engine.score(token_ids, temperature)
 
     async def rounding_error(self, token_ids: list[int]) -> float | None:
-        """Return the engine's rounding error, None if it cannot measure it."""
+        """Return the engine's rounding error, or None if the engine cannot measure it."""
         if isinstance(self.engine, MeasuresRounding):
             return await self.engine.rounding_error(token_ids)
         return None
@@ -95,9 +96,17 @@ class RolloutWorker:
     ) -> TrajectoryGroup:
         """Run one episode per seed, all at the same time.
 
-        Failed calls are retried only with ``purify``, and the engine is asked for routes only with
-        ``with_routes``, if the configuration says so besides. Episodes that infrastructure failures
-        ended are set apart; a task whose prompt is of no use is skipped."""
+        Args:
+            task: task of the episodes.
+            seeds: seed of each episode.
+            temperature: sampling temperature.
+            purify: whether to retry failed calls, if the configuration enables it.
+            with_routes: whether to request routes from the engine, if the configuration enables it.
+
+        Returns:
+            The group, with separate lists of valid and invalid episodes. A task whose prompt cannot
+            be used is skipped.
+        """
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [
@@ -107,12 +116,12 @@ class RolloutWorker:
                     for seed in seeds
                 ]
         except ExceptionGroup as errors:
-            error = errors.exceptions[0]  # the others are the same, or were cancelled for it
+            error = errors.exceptions[0]  # The others are equal, or were cancelled because of it.
             if isinstance(error, UnusablePrompt):
                 return TrajectoryGroup(task.task_id, [], skipped=str(error))
             raise error from None
 
-        # Invalid episodes say nothing about the policy: they enter no baseline and no mean.
+        # Invalid episodes say nothing about the policy, so they enter no baseline and no mean.
         episodes = [finished.result() for finished in tasks]
         for episode in episodes:
             for sequence in episode.sequences:
@@ -124,11 +133,15 @@ class RolloutWorker:
     async def run_group_and_store_routes(
         self, task: Task, seeds: tuple[int, ...], temperature: float, *, purify: bool = False
     ) -> tuple[TrajectoryGroup | np.ndarray | None, ...]:
-        """Run episodes like ``run_group`` and return the group without routes, followed by one
-        entry per seed: the routes of the group's first, second... episode, None behind the last.
+        """Run episodes like ``run_group``, and return their routes separately.
 
-        Of each entry Ray makes an object of its own, which belongs to the caller: it outlives this
-        process and never passes through the caller's."""
+        Ray stores each entry of the result as a separate object, which belongs to the caller. It
+        survives this process, and does not pass through the caller's process.
+
+        Returns:
+            The group without routes, followed by one entry per seed: the routes of the group's
+            episodes, then None.
+        """
         group = await self.run_group(task, seeds, temperature, purify=purify, with_routes=True)
 
         routes: list[np.ndarray | None] = [None] * len(seeds)
@@ -154,9 +167,12 @@ class RolloutWorker:
         )
 
     async def _execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:
-        """Run a program after those of its session. Raises InfrastructureFailure if the sandbox,
-        and not the program, failed."""
-        # Waiting while other episodes' programs have the sandbox costs this episode no time.
+        """Run a program after the earlier ones of its session.
+
+        Raises:
+            InfrastructureFailure: the sandbox, and not the program, failed.
+        """
+        # Time in the queue for the sandbox does not count as time of this episode.
         clock = running_clock()
         clock.stop()
         try:
@@ -172,8 +188,10 @@ class RolloutWorker:
 
 
 def _without_routes(episode: Trajectory) -> tuple[Trajectory, np.ndarray | None]:
-    """Return an episode with placeholders for the routes of its sequences, and these routes in one
-    array, one sequence after the other; None if there are none."""
+    """Return an episode with placeholders for its routes, and the routes in one array.
+
+    The array has the routes of the sequences one after another. None if there are none.
+    """
     placeholders: list[StoredRoutes] = []
     arrays: list[np.ndarray] = []
     start = 0
@@ -200,7 +218,7 @@ def with_routes(episode: Trajectory, routes: Sequence[StoredRoutes]) -> Trajecto
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return what a model's engines are checked against."""
+    """Return the shape against which answers of a model's engines are checked."""
     return ModelShape(
         vocabulary_size=model.vocab_size,
         layers=model.num_layers,
