@@ -1,2 +1,4 @@
-"""OpenAI's API in front of the policy: agents that know nothing of us sample from it, and what they
-sample is captured token by token."""
+"""OpenAI's API for the policy.
+
+Agents that do not depend on this project sample from it, and every sampled token is recorded.
+"""

@@ -1,4 +1,4 @@
-"""A sampled turn as clients see it: reasoning, text and calls."""
+"""A sampled turn in the form that clients see: reasoning, text and calls."""
 
 import secrets
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ class FunctionCall:
     """A call of one of the client's functions."""
 
     call_id: str
-    """By which the client's answer names it."""
+    """Id by which the client's tool output refers to the call."""
     name: str
     arguments: str
-    """As the policy wrote them: JSON, if it did well."""
+    """Arguments as written by the policy. Valid arguments are JSON."""
     channel: str
-    """On which the call was made, and its answer is rendered."""
+    """Channel of the call, on which its output is rendered."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Answer:
     reasoning: str = ""
     """The messages on ``analysis``, joined by newlines."""
     texts: tuple[str, ...] = ()
-    """What is said to the user: comments before a call, and the final answer."""
+    """Messages to the user: comments before a call, and the final answer."""
     calls: tuple[FunctionCall, ...] = ()
 
     @property
@@ -43,7 +43,7 @@ class Answer:
         return "\n".join(self.texts)
 
     def as_message(self) -> dict[str, Any]:
-        """Return the message that the client has in its conversation from now on."""
+        """Return the message that the client adds to its conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["thinking"] = self.reasoning
@@ -57,18 +57,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class ReadTurn:
-    """What sampled tokens mean."""
+    """Parsed content of a sampled turn."""
 
     answer: Answer
     format_error: str | None = None
-    """Why the turn is none that a client can be given: a ``FormatError.kind``, "unknown_tool", or
-    "unanswered" if it says nothing to anybody."""
+    """Reason why clients cannot get the turn: a ``FormatError.kind``, "unknown_tool", or
+    "unanswered" if it has neither a message nor a call. None for valid turns."""
     closing: tuple[int, ...] = ()
-    """Token ids behind a turn that a limit cut off, when the conversation continues."""
+    """Token ids that close a truncated turn when the conversation continues."""
     dropped: int = 0
-    """Number of tokens at the end of such a turn that are left out then: see ``CutTurn``."""
+    """Number of tokens at the end of a truncated turn that are left out then, see ``CutTurn``."""
     reasoning_tokens: int = 0
-    """Number of sampled tokens that are analysis, their headers included."""
+    """Number of sampled tokens in analysis messages, including headers."""
 
     @cached_property
     def digest(self) -> MessageDigest:
@@ -77,7 +77,7 @@ class ReadTurn:
 
 
 def read_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
-    """Parse a sampled turn, and compute everything of it that takes long with long turns.
+    """Parse a sampled turn, and compute all values that take long for long turns.
 
     Args:
         codec: chat format of the policy.
@@ -94,7 +94,7 @@ def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool
     ids = sampled.output_ids
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     if sampled.finish_reason is not FinishReason.STOP:
-        # It is no format error, whatever is in it.
+        # A truncated turn is not a format error, whatever its content.
         cut = codec.parse_cut_for_client(ids)
         readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
         return ReadTurn(_answer_of(readable), closing=cut.closing, dropped=cut.dropped)

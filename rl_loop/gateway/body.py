@@ -12,8 +12,8 @@ from rl_loop.gateway.errors import ApiError
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Bytes of a request; the longest context is a few megabytes of text."""
 SHORT_BODY_BYTES = 16 * 1024
-"""Bytes that are parsed on the event loop: it takes a millisecond or less. Longer bodies are parsed in
-another process (``rl_loop.gateway.jobs``)."""
+"""Bytes that are parsed on the event loop: it takes a millisecond or less. Longer bodies are parsed
+in another process (``rl_loop.gateway.jobs``)."""
 BODY_SECONDS = 30.0
 """Time for the body of a request."""
 MAX_VALUES = 40_000

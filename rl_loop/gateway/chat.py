@@ -5,7 +5,7 @@
 | developer message | ``system`` and ``developer`` |
 | ``namespace functions`` | ``tools`` |
 | analysis | ``reasoning`` |
-| commentary to nobody, final | ``content`` |
+| commentary without a recipient, final | ``content`` |
 | commentary to a function | ``tool_calls`` |
 | ``<|call|>``, ``<|return|>``, a limit | ``finish_reason`` tool_calls, stop, length |
 """
@@ -51,7 +51,7 @@ IGNORED = frozenset(
         "verbosity",
     }
 )
-"""Parameters that change nothing of what is sampled, or only ask for it to be quick or short."""
+"""Parameters that do not change sampling, or only request a fast or short answer."""
 
 NEUTRAL: dict[str, list[Any]] = {
     "audio": [],
@@ -68,11 +68,11 @@ NEUTRAL: dict[str, list[Any]] = {
     "top_logprobs": [0],
     "web_search_options": [],
 }
-"""Parameters that are not supported, and their values that ask for nothing."""
+"""Unsupported parameters, with the values that request nothing."""
 
 
 class ChatParameters(SamplingParameters):
-    """The parameters that count."""
+    """Parameters with an effect."""
 
     messages: list[Any] = Field(min_length=1)
     tools: list[Any] = Field(default_factory=list)
@@ -88,10 +88,18 @@ class ChatCall:
 
     id_prefix = ID_PREFIX
     ends_with_done = True
-    """Whether a stream ends with ``data: [DONE]``."""
+    """True if a stream ends with ``data: [DONE]``."""
 
     def __init__(self, body: Any, model: str) -> None:
-        """``model``: the name of the policy. Raises ApiError naming what is wrong with a body."""
+        """Parse a request.
+
+        Args:
+            body: JSON of the request.
+            model: name of the policy.
+
+        Raises:
+            ApiError: the body is wrong. The message names the parameter.
+        """
         parameters = validated(ChatParameters, checked_parameters(body, IGNORED, NEUTRAL))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
@@ -147,7 +155,7 @@ class ChatCall:
         }
 
 
-# ---- what comes in
+# ---- requests
 
 
 def _turn_request(parameters: ChatParameters) -> TurnRequest:
@@ -181,7 +189,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
 
 
 def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message as ``rl_loop.harmony.conversation`` has it. Raises ApiError."""
+    """Return a message in the format of ``rl_loop.harmony.conversation``. Raises ApiError."""
     role = entry.get("role")
     content = f"{where}.content"
     match role:
@@ -216,7 +224,7 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     if entry.get("content") is not None:
         message["content"] = text_of(entry["content"], f"{where}.content")
-    # Names differ among servers. Only a conversation that is not stored is rendered with it.
+    # Names differ among servers. Only conversations that are not stored are rendered with it.
     reasoning = entry.get("reasoning") or entry.get("reasoning_content")
     if isinstance(reasoning, str):
         message["thinking"] = reasoning
@@ -244,11 +252,11 @@ def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any
     }
 
 
-# ---- what goes out
+# ---- responses
 
 
 def _content(node: Node) -> str | None:
-    # A call without a comment has no content, as in OpenAI's own answers.
+    # A call without a comment has no content, as in OpenAI's answers.
     if node.answer.calls and not node.answer.texts:
         return None
     return node.answer.content

@@ -1,7 +1,7 @@
-"""Bounds what connections may hold of a server: their number, their time and their memory.
+"""Limits the number, time and memory of a server's connections.
 
-A client without a key must not be able to keep others from being served, and a client with a key
-must not be able to delay others noticeably.
+A client without a key must not be able to block other clients, and a client with a key must not be
+able to delay others noticeably.
 """
 
 import asyncio
@@ -13,30 +13,31 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 HEADER_SECONDS = 10.0
-"""Time for the headers of a request, and between two requests of a connection."""
+"""Time limit in seconds for the headers of a request, and between two requests of a connection."""
 LINGER_SECONDS = 1.0
-"""Time for the rest of a body that is not read, so that the client can read its answer."""
+"""Time in seconds for the rest of an unread body, so that the client can read the response."""
 READ_BYTES = 32 * 1024
-"""Bytes that are read from a connection, and parsed, at a time."""
+"""Number of bytes that are read from a connection and parsed at a time."""
 MOST_CONNECTIONS = 4096
-"""Connections of all clients; fewer if the process may not open as many files."""
+"""Maximum connections of all clients. Lower if the process may open fewer files."""
 MOST_UNKNOWN = 256
-"""Connections that have not sent a valid key yet."""
+"""Maximum connections that have not sent a valid key yet."""
 
 
 http_logger = logging.getLogger("rl_loop.gateway.http")
-# aiohttp logs a traceback for every request that is no HTTP: clients without a key could fill the disk.
+# aiohttp logs a traceback for every request that is not HTTP, so clients without a key could fill
+# the disk.
 http_logger.setLevel(logging.CRITICAL)
 
 
 def server_options() -> dict[str, Any]:
-    """Return the limits that aiohttp's server has itself."""
+    """Return the limits that aiohttp's server implements."""
     return {
-        # From the beginning of a connection, too: the headers have to be complete by then.
+        # Also counts from the start of a connection, so the headers must be complete by then.
         "keepalive_timeout": HEADER_SECONDS,
         "lingering_time": LINGER_SECONDS,
         "read_bufsize": READ_BYTES,
-        # A few kilobytes can stand for gigabytes.
+        # A few compressed kilobytes can expand to gigabytes.
         "auto_decompress": False,
         "logger": http_logger,
     }
@@ -45,36 +46,37 @@ def server_options() -> dict[str, Any]:
 class Connections:
     """The open connections of a server.
 
-    Newer connections replace the oldest ones without a key: those have sent nothing useful yet.
-    Connections that have sent a key are replaced only when they are idle.
+    New connections replace the oldest ones without a key, which have sent nothing useful.
+    Connections with a key are replaced only when they are idle.
     """
 
     def __init__(self, most: int | None = None, most_unknown: int = MOST_UNKNOWN) -> None:
         """Set the limits.
 
         Args:
-            most: connections of all clients; None for what the process can have.
-            most_unknown: connections that have not sent a valid key yet.
+            most: maximum connections of all clients. Default: as the process's limit of files
+                allows.
+            most_unknown: maximum connections that have not sent a valid key yet.
         """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         possible = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2
         self._most = most or max(16, min(MOST_CONNECTIONS, possible))
         self._most_unknown = min(most_unknown, max(1, self._most // 2))
         self._unknown: dict[RequestHandler, None] = {}
-        """Connections without a valid key, the oldest first."""
+        """Connections without a valid key, oldest first."""
         self._known: dict[RequestHandler, int] = {}
-        """Requests in flight of connections that have sent a key, the longest idle first."""
+        """Requests in flight of each connection that has sent a key, longest idle first."""
 
     def __len__(self) -> int:
         return len(self._unknown) + len(self._known)
 
     def watch(self, server: web.Server) -> None:
-        """Count the connections of a server from now on."""
+        """Count the connections of a server."""
         made, lost = server.connection_made, server.connection_lost
 
         def connection_made(handler: RequestHandler, transport: asyncio.Transport) -> None:
             made(handler, transport)
-            # asyncio reads 256 KiB at a time, which take aiohttp's parser up to 0.1 s.
+            # asyncio reads 256 KiB at a time, for which aiohttp's parser takes up to 0.1 s.
             if hasattr(transport, "max_size"):
                 transport.max_size = READ_BYTES
             self._add(handler)
@@ -87,12 +89,12 @@ class Connections:
         server.connection_lost = connection_lost  # type: ignore[method-assign]
 
     def begin_request(self, handler: RequestHandler) -> None:
-        """Note that a connection has sent a request with a valid key."""
+        """Record that a connection has sent a request with a valid key."""
         self._unknown.pop(handler, None)
         self._known[handler] = self._known.pop(handler, 0) + 1
 
     def end_request(self, handler: RequestHandler) -> None:
-        """Note that a request of a connection is answered."""
+        """Record that a request of a connection is answered."""
         if handler in self._known:
             self._known[handler] = self._known.pop(handler) - 1
 

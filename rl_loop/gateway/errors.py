@@ -1,4 +1,4 @@
-"""Errors, in the shape that OpenAI's API and its clients have for them."""
+"""Errors in the format of OpenAI's API."""
 
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ ErrorCode = Literal[
     "internal_error",
 ]
 LONGEST_MESSAGE = 1000
-"""Characters of an error: it may repeat what the client has sent."""
+"""Maximum characters of an error message, which may repeat the client's input."""
 ErrorType = Literal["invalid_request_error", "server_error", "model_error"]
 
 
@@ -32,14 +32,14 @@ class ApiError(Exception):
         parameter: str | None = None,
         kind: ErrorType | None = None,
     ) -> None:
-        """Make an error.
+        """Create an error.
 
         Args:
             status: HTTP status.
-            code: the reason, for programs.
-            message: the reason, for people.
-            parameter: key of the request that is wrong, such as ``messages[2].content``.
-            kind: OpenAI's type of the error; None for the one of the status.
+            code: reason for programs.
+            message: reason for people.
+            parameter: wrong key of the request, such as ``messages[2].content``.
+            kind: OpenAI's type of the error. Default: the type for the status.
         """
         super().__init__(message[:LONGEST_MESSAGE])
         self.status = status
@@ -48,12 +48,12 @@ class ApiError(Exception):
         self.kind: ErrorType = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def __reduce__(self) -> Any:
-        # Workers raise it, too, and pickle would pass the message alone.
+        # Workers also raise it, and pickle would pass only the message.
         state = {"parameter": self.parameter, "kind": self.kind}
         return type(self), (self.status, self.code, str(self)), state
 
     def body(self) -> dict[str, Any]:
-        """Return what OpenAI's API answers: ``{"error": {...}}``."""
+        """Return the response body of OpenAI's API: ``{"error": {...}}``."""
         return {
             "error": {
                 "message": str(self),
@@ -65,14 +65,15 @@ class ApiError(Exception):
 
 
 def invalid_request(message: str, parameter: str) -> ApiError:
-    """Make the error of a request with a wrong value; the message begins with its key."""
+    """Return the error for a request with a wrong value. The message begins with its key."""
     return ApiError(400, "invalid_request", f"{parameter}: {message}", parameter=parameter)
 
 
 def invalid_content(reason: str) -> ApiError:
-    """Make the error of a turn that is not legal, as OpenAI's servers report it.
+    """Return the error for a malformed turn, as OpenAI's servers report it.
 
-    ``reason``: kind of the format error.
+    Args:
+        reason: kind of the format error.
     """
     message = f"The model produced invalid content ({reason})."
     return ApiError(500, None, message, kind="model_error")

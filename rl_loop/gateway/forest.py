@@ -1,9 +1,9 @@
-"""The turns of one session as a forest. A turn is found by the conversation that its client repeats.
+"""Turns of one session as a forest. The conversation that a client repeats identifies a turn.
 
 A client sends its whole conversation with every request, as text. Stored tokens replace the longest
-beginning that was sampled or rendered before. Only the messages after it are rendered. Therefore no sampled
-token is tokenized again. A conversation that differs (other tools, an edited or summarized history, a
-sub-agent's prompt) begins another tree, or a branch at the difference.
+beginning that was sampled or rendered before. Only the messages after it are rendered. Therefore no
+sampled token is tokenized again. A conversation that differs (other tools, an edited or summarized
+history, a sub-agent's prompt) begins another tree, or a branch at the difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from rl_loop.rollout.episode_draft import EpisodeDraft
 REMEMBERED_BYTES = 256 << 20
 """Memory of the turns of one session of which older ones are forgotten."""
 MAX_ORDERED = 16_384
-"""Pairs of a result and an open call up to which results are put into the order of their calls here."""
+"""Pairs of a result and an open call up to which results are put into the order of their calls
+here."""
 
 
 class Forest:
@@ -30,8 +31,9 @@ class Forest:
         """Make an empty forest.
 
         Args:
-            remembered_turns: older turns are forgotten, and can neither be continued nor trained on;
-                None to keep all. With a number, older turns beyond REMEMBERED_BYTES are forgotten, too.
+            remembered_turns: older turns are forgotten, and can neither be continued nor trained
+                on; None to keep all. With a number, older turns beyond REMEMBERED_BYTES are
+                forgotten, too.
         """
         self._remembered_turns = remembered_turns
         self._memory_bytes = 0
@@ -122,8 +124,8 @@ class Forest:
     def _with_thinking(self, message: dict[str, Any], digest: MessageDigest) -> dict[str, Any]:
         """Return a message with the stored thinking if it is a turn with calls of this session.
 
-        Clients need not repeat thinking. The policy needs it until its calls have led to an answer, also
-        if the conversation is rendered again.
+        Clients need not repeat thinking. The policy needs it until its calls have led to an answer,
+        also if the conversation is rendered again.
         """
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         node = self._by_call.get(calls[0].get("id")) if calls else None

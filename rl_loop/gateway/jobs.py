@@ -1,9 +1,9 @@
 """Work that takes long: reading a body, rendering a conversation, and parsing a sampled turn.
 
-Short requests are worked on where they arrive, because a process costs a millisecond. Long ones have
-a process (``RequestWorkers``): parsers and tokenizers hold the interpreter, and with it the event
-loop, while they run. Jobs and results are small in number of objects, so that pickling them holds
-the loop for milliseconds only.
+Short requests are worked on where they arrive, because a process costs a millisecond. Long ones
+have a process (``RequestWorkers``): parsers and tokenizers hold the interpreter, and with it the
+event loop, while they run. Jobs and results are small in number of objects, so that pickling them
+holds the loop for milliseconds only.
 """
 
 import asyncio

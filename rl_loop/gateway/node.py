@@ -34,7 +34,8 @@ class Node:
     sampled: GenerateResult
     """The turn, without its routes."""
     routes: np.ndarray | None
-    """uint8 or int16 [tokens, layers, top_k]: experts of the tokens that were first an input of this turn.
+    """uint8 or int16 [tokens, layers, top_k]: experts of the tokens that were first an input of
+    this turn.
     """
     finish_reason: FinishReason
     """Why the turn ended."""

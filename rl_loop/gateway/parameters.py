@@ -1,7 +1,8 @@
-"""Reads the parameters of a request. Each one counts, changes nothing, or is refused.
+"""Reads the parameters of a request. Each one has an effect, is ignored, or is refused.
 
-A parameter that would change what is sampled, and that the gateway does not know, is an error: an
-agent that is trained with other settings than it asks for would be a silent difference."""
+An unknown parameter that would change sampling is an error. Otherwise an agent would be trained,
+silently, with other settings than it requests.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,18 +14,18 @@ from rl_loop.chat.tools import Tool, check_names
 from rl_loop.gateway.errors import ApiError, invalid_request
 
 MAX_MESSAGES = 2048
-"""Messages, or items, of a request."""
+"""Maximum messages, or items, of a request."""
 MAX_CALLS = 1024
-"""Calls in the messages of a request."""
+"""Maximum calls in the messages of a request."""
 MAX_TOOLS = 256
-"""Functions of a request."""
+"""Maximum functions of a request."""
 MAX_TOOL_CHARACTERS = 32_768
-"""Characters of the description of one function, its schema included."""
+"""Maximum characters of the description of one function, including its schema."""
 MAX_TOOLS_CHARACTERS = 1_048_576
-"""Characters of the descriptions of all functions."""
+"""Maximum characters of the descriptions of all functions."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content that are text."""
+"""Content types that are text."""
 
 EFFORTS: dict[str, Effort | None] = {
     "none": "low",
@@ -33,25 +34,25 @@ EFFORTS: dict[str, Effort | None] = {
     "medium": "medium",
     "high": "high",
 }
-"""What a client may ask for, as chat formats know it."""
+"""Reasoning efforts of the API, and their values in chat formats."""
 
 
 class SamplingParameters(BaseModel):
-    """What both dialects of the API have."""
+    """Parameters in both dialects of the API."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = ""
-    """Not looked at: there is one policy."""
+    """Ignored, because there is one policy."""
     stream: bool = False
-    """Whether the answer comes as server-sent events."""
+    """Whether to send the response as server-sent events."""
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = None
 
 
 def _count_calls(messages: Any) -> int:
-    """Return the number of calls in messages, whatever else they are."""
+    """Return the number of calls in messages of any form."""
     if not isinstance(messages, list):
         return 0
     lists = [message.get("tool_calls") for message in messages if isinstance(message, dict)]
@@ -63,15 +64,15 @@ def checked_parameters(
     ignored: frozenset[str],
     neutral: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    """Return the parameters of a request that count.
+    """Return the parameters of a request that have an effect.
 
     Args:
-        body: the request's JSON.
-        ignored: parameters that change nothing of the answer.
-        neutral: parameters that are not supported, and the values that ask for nothing.
+        body: JSON of the request.
+        ignored: parameters that do not change the response.
+        neutral: unsupported parameters, with the values that request nothing.
 
     Raises:
-        ApiError: naming a parameter that is not supported.
+        ApiError: a parameter is not supported. The message names it.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
@@ -97,7 +98,7 @@ def checked_parameters(
 
 
 def validated[Model: BaseModel](kind: type[Model], parameters: dict[str, Any]) -> Model:
-    """Return ``parameters`` as ``kind``. Raises ApiError naming the first that is wrong."""
+    """Return ``parameters`` as ``kind``. Raises ApiError that names the first wrong parameter."""
     try:
         return kind.model_validate(parameters)
     except ValidationError as error:
@@ -111,9 +112,15 @@ def validated[Model: BaseModel](kind: type[Model], parameters: dict[str, Any]) -
 
 
 def text_of(content: Any, where: str) -> str:
-    """Return the text of a message's content: a string, or parts that are text.
+    """Return the text of a message's content, which is a string or a list of text parts.
 
-    ``where`` names it. Raises ApiError for anything else."""
+    Args:
+        content: the content.
+        where: name of the content for messages.
+
+    Raises:
+        ApiError: the content has another form.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -134,21 +141,21 @@ def text_of(content: Any, where: str) -> str:
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
-    """Return ``value`` if it is a JSON object. Raises ApiError."""
+    """Return ``value``. Raises ApiError if it is not a JSON object."""
     if not isinstance(value, dict):
         raise invalid_request(f"expected an object, not {type(value).__name__}", where)
     return value
 
 
 def text_value(value: Any, where: str) -> str:
-    """Return ``value`` if it is text. Raises ApiError."""
+    """Return ``value``. Raises ApiError if it is not text."""
     if not isinstance(value, str):
         raise invalid_request(f"expected text, not {type(value).__name__}", where)
     return value
 
 
 def tool_of(function: dict[str, Any], where: str) -> Tool:
-    """Read the description of a function. Raises ApiError."""
+    """Return the tool of a function's description. Raises ApiError if the description is wrong."""
     name = text_value(function.get("name"), f"{where}.name")
     description = function.get("description") or ""
     parameters = function.get("parameters")
@@ -166,8 +173,15 @@ def tool_of(function: dict[str, Any], where: str) -> Tool:
 def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
     """Return the tools that a prompt describes.
 
-    Nothing forces a policy to call, or not to: with "none" it is not told of any tool. Raises
-    ApiError for a choice that cannot be kept."""
+    Sampling cannot force or forbid a call. With "none" the prompt describes no tool.
+
+    Args:
+        tools: tools of the request.
+        tool_choice: choice of the request.
+
+    Raises:
+        ApiError: the choice cannot be guaranteed, or the tools are too large or have wrong names.
+    """
     size = sum(len(repr(tool)) for tool in tools)
     if size > MAX_TOOLS_CHARACTERS:
         raise invalid_request(f"have {size} characters, more than {MAX_TOOLS_CHARACTERS}", "tools")
@@ -190,7 +204,7 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
 
 
 def effort_of(value: Any, where: str) -> Effort | None:
-    """Return the reasoning effort that a client asks for. Raises ApiError."""
+    """Return the requested reasoning effort. Raises ApiError if it is unknown."""
     if value is None:
         return None
     if not isinstance(value, str) or value not in EFFORTS:

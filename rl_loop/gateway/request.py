@@ -1,4 +1,4 @@
-"""A client's request in both dialects of the API, and the keys by which a repeated one is recognized.
+"""A client's request in both dialects of the API, and keys to recognize a repeated request.
 
 Messages are dictionaries as ``rl_loop.harmony.conversation`` describes them.
 """
@@ -15,19 +15,19 @@ from rl_loop.chat.json_values import canonical_json, canonical_value
 from rl_loop.chat.tools import Tool
 
 REFERENCE_CHARACTERS = 512
-"""Characters that take as long to render as a reference within a schema."""
+"""Characters whose rendering takes as long as a reference in a schema."""
 DIGEST_BYTES = 16
 """Bytes of a digest."""
 MOST_BYTES = 4
-"""Bytes of a character in UTF-8."""
+"""Maximum bytes of a character in UTF-8."""
 
 
 type MessageDigest = bytes
-"""Digest of a message and digest of its calls without their ids, one after the other. Equal for
-messages that say the same to the policy.
+"""Digest of a message, followed by the digest of its calls without their ids.
 
-Bytes, because a server remembers thousands of messages: Python's garbage collector would search
-objects of a class, and hold the event loop.
+Messages with the same meaning to the policy have equal digests. Bytes, because a server remembers
+thousands of messages, and Python's garbage collector would search objects of a class and block the
+event loop.
 """
 
 
@@ -36,43 +36,44 @@ class TurnRequest:
     """A request for one turn of the policy."""
 
     messages: tuple[dict[str, Any], ...]
-    """The conversation, or with ``previous_id`` what follows that response."""
+    """Conversation, or with ``previous_id`` the messages after that response."""
     tools: tuple[Tool, ...] = ()
     """Functions that the policy may call."""
     instructions: str | None = None
-    """A developer message before all others, which later requests do not inherit."""
+    """Developer message before all others. Later requests do not inherit it."""
     previous_id: str | None = None
-    """The response whose conversation goes on."""
+    """Id of the response whose conversation continues. None for a full conversation."""
     reasoning_effort: Effort | None = None
-    """None for what the configuration says."""
+    """Reasoning effort. None for the configuration's."""
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    """Changes what is sampled, together with session and turn."""
+    """Seed of sampling, in addition to session and turn."""
     is_stored: bool = True
-    """Whether later requests may name the response."""
+    """Whether later requests may refer to the response."""
 
     def prepare(self) -> None:
-        """Compute everything that takes long with long requests. The results are pickled, too.
+        """Compute all values that take long for long requests. They are pickled, too.
 
-        Raises RecursionError for a schema that is nested too deeply.
+        Raises:
+            RecursionError: a schema is nested too deeply.
         """
         _ = self.fingerprint, self.head_digests, self.tools_size, self.tools_work
 
     @cached_property
     def tools_size(self) -> int:
-        """Characters of the tools."""
+        """Number of characters of the tools."""
         return sum(len(repr(tool)) for tool in self.tools)
 
     @cached_property
     def tools_work(self) -> int:
-        """Characters of text that take as long to render as the tools: a reference is written out."""
+        """Number of characters that take as long to render. References are written out."""
         return self.tools_size + REFERENCE_CHARACTERS * repr(self.tools).count("$ref")
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Digest that equal requests share."""
+        """Digest that is equal for equal requests."""
         content = [
             [whole_digest(digest).hex() for digest in self.digests],
             self._tools_digest.hex(),
@@ -88,12 +89,12 @@ class TurnRequest:
 
     @cached_property
     def digests(self) -> tuple[MessageDigest, ...]:
-        """One for each of ``messages``."""
+        """Digest of each of ``messages``."""
         return tuple(map(message_digest, self.messages))
 
     @cached_property
     def head_digests(self) -> tuple[MessageDigest, ...]:
-        """One for each message of ``head``."""
+        """Digest of each message of ``head``."""
         return tuple(map(message_digest, self.head))
 
     @cached_property
@@ -102,20 +103,20 @@ class TurnRequest:
 
     @property
     def head(self) -> tuple[dict[str, Any], ...]:
-        """The instructions as messages: one or none."""
+        """Instructions as messages: one or none."""
         if self.instructions is None:
             return ()
         return ({"role": "developer", "content": self.instructions},)
 
     def conversation_keys(self, digests: Sequence[MessageDigest]) -> list[bytes]:
-        """Return a key of each beginning of a conversation, from no message to all of them.
+        """Return a key of each prefix of a conversation, from no message to all of them.
 
-        Two beginnings have one key if they say the same to the policy: equal texts, calls, tools
-        and reasoning effort. JSON is compared by its value, whatever its spelling. Reasoning that a
-        client repeats, or leaves out, does not count.
+        Prefixes with the same meaning to the policy have the same key: equal texts, calls, tools
+        and reasoning effort. JSON is compared by value. Reasoning that a client repeats or leaves
+        out does not count.
 
         Args:
-            digests: one for each message of the conversation.
+            digests: digest of each message of the conversation.
         """
         key = _digest([self._tools_digest.hex(), self.reasoning_effort])
         keys = [key]
@@ -126,7 +127,7 @@ class TurnRequest:
 
 
 def text_size(messages: Sequence[dict[str, Any]]) -> int:
-    """Count the characters of messages, those of calls and of thinking included."""
+    """Return the number of characters of messages, including calls and thinking."""
     size = 0
     for message in messages:
         size += len(message.get("content") or "") + len(message.get("thinking") or "")
@@ -136,7 +137,7 @@ def text_size(messages: Sequence[dict[str, Any]]) -> int:
 
 
 def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
-    """Return an upper bound of the bytes of messages, in time that does not depend on it."""
+    """Return an upper bound of the bytes of messages, in time independent of their length."""
     size = 0
     for message in messages:
         texts = [message.get("content") or "", message.get("thinking") or ""]
@@ -179,6 +180,6 @@ def digest_of_calls(digest: MessageDigest) -> bytes:
 
 
 def _digest(content: Any) -> bytes:
-    # Escaped, so that halves of surrogate pairs do no harm.
+    # Escaped, because halves of surrogate pairs cannot be encoded.
     text = json.dumps(content, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,7 +1,8 @@
 """The dialect of ``/v1/responses``.
 
-A turn is a list of items: reasoning (analysis), messages (commentary to nobody, final) and function
-calls. A client either repeats all items, or names the response that it goes on from."""
+A turn is a list of items: reasoning (analysis), messages (commentary without a recipient, final)
+and function calls. A client either repeats all items, or names the previous response.
+"""
 
 import json
 import secrets
@@ -43,7 +44,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Parameters that change nothing of what is sampled, or only ask for it to be quick."""
+"""Parameters that do not change sampling, or only request a fast answer."""
 
 NEUTRAL: dict[str, list[Any]] = {
     "background": [False],
@@ -54,7 +55,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "top_logprobs": [0],
     "truncation": ["disabled"],
 }
-"""Parameters that are not supported, and their values that ask for nothing."""
+"""Unsupported parameters, with the values that request nothing."""
 
 
 NOT_REPEATED = {
@@ -70,30 +71,30 @@ NOT_REPEATED = {
 
 
 class ReasoningParameters(BaseModel):
-    """How the policy is asked to think."""
+    """Reasoning of the policy."""
 
     model_config = ConfigDict(extra="forbid")
 
     effort: Any = None
     summary: Any = None
-    """Reasoning comes as it was sampled, so that nothing is summarised."""
+    """Ignored, because reasoning is returned unmodified, without a summary."""
     generate_summary: Any = None
-    """The former name of it."""
+    """Earlier name of ``summary``."""
 
 
 class TextParameters(BaseModel):
-    """How the answer is to be written."""
+    """Format of the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: dict[str, Any] | None = None
-    """Only ``{"type": "text"}``: what is sampled is not constrained."""
+    """Only ``{"type": "text"}``, because sampling is not constrained."""
     verbosity: Any = None
-    """Changes nothing."""
+    """Ignored."""
 
 
 class ResponsesParameters(SamplingParameters):
-    """The parameters that count."""
+    """Parameters with an effect."""
 
     input: str | list[Any] = Field(min_length=1)
     instructions: str | None = None
@@ -114,17 +115,25 @@ class ResponsesCall:
     """A stream ends with ``response.completed`` or ``response.incomplete``."""
 
     def __init__(self, body: Any, model: str) -> None:
-        """``model``: the name of the policy. Raises ApiError naming what is wrong with a body."""
+        """Parse a request.
+
+        Args:
+            body: JSON of the request.
+            model: name of the policy.
+
+        Raises:
+            ApiError: the body is wrong. The message names the parameter.
+        """
         parameters = validated(ResponsesParameters, checked_parameters(body, IGNORED, NEUTRAL))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
         self._tool_choice = parameters.tool_choice or "auto"
         self._model = model
-        # Instructions may have megabytes: their JSON is written once, where the request is read.
+        # Instructions may have megabytes, so their JSON is written once, when the request is read.
         repeated = parameters.model_dump(exclude=NOT_REPEATED)
         self._repeated = json.dumps(repeated)[1:-1].encode()
         self._mark = secrets.token_hex(16)
-        """Key in whose place an answer has the repeated parameters."""
+        """Key that an answer's JSON replaces by the repeated parameters."""
 
     def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
         """Return the body of a plain answer."""
@@ -157,7 +166,7 @@ class ResponsesCall:
         return json.dumps(value).encode().replace(f'"{self._mark}": null'.encode(), self._repeated)
 
     def _frame(self, node: Node, status: str) -> dict[str, Any]:
-        """Return the fields of a response besides its items."""
+        """Return the fields of a response except its items."""
         return {
             self._mark: None,
             "id": node.response_id,
@@ -178,7 +187,7 @@ class ResponsesCall:
         }
 
 
-# ---- what comes in
+# ---- requests
 
 
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
@@ -212,7 +221,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
 
 
 def _messages(items: str | list[Any]) -> tuple[dict[str, Any], ...]:
-    """Return the messages that items stand for. Raises ApiError."""
+    """Return the messages for items. Raises ApiError if an item is wrong."""
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
 
@@ -253,7 +262,7 @@ def _other_message(item: dict[str, Any], where: str) -> dict[str, Any]:
 def _add_to_turn(
     messages: list[dict[str, Any]], item: dict[str, Any], kind: str, where: str
 ) -> None:
-    """Add an item of the assistant's to the turn that it is part of: the last, or a new one."""
+    """Add an item of the assistant to its turn: the last one, or a new one."""
     # Calls come last in a turn.
     is_open = bool(messages) and messages[-1]["role"] == "assistant"
     if not is_open or ("tool_calls" in messages[-1] and kind != "function_call"):
@@ -271,14 +280,14 @@ def _add_to_turn(
         text = text_of(item.get("content"), f"{where}.content")
         turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
     else:
-        # Only a conversation that is not stored is rendered with the reasoning that it repeats.
+        # Only conversations that are not stored are rendered with repeated reasoning.
         parts = item.get("content") or []
         texts = [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
         if texts:
             turn["thinking"] = "\n".join(texts)
 
 
-# ---- what goes out
+# ---- responses
 
 
 def _items(node: Node, status: str) -> list[dict[str, Any]]:
@@ -342,10 +351,10 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
 
 
 def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of the text of a message, or of reasoning."""
+    """Yield the events of a message's text, or of reasoning."""
     text = part["text"]
     kind = f"response.{part['type']}"
-    # Log-probs belong to texts that are said, not to reasoning.
+    # Only message texts have log-probs, reasoning has none.
     extra: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
 
     yield place | {"type": "response.content_part.added", "part": part | {"text": ""}}

@@ -56,7 +56,8 @@ class SessionRewards:
 def read_reward(body: Any) -> GivenReward:
     """Read ``{"reward": 0.5}`` or ``{"reward": {"score": 0.5, ...}, "response_id": "..."}``.
 
-    Raises ApiError."""
+    Raises ApiError.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
     given = validated(_RewardBody, body)

@@ -1,5 +1,7 @@
-"""A gateway that serves a checkpoint: no trainer, no episodes, nothing kept but what conversations go
-on from."""
+"""A gateway that serves a checkpoint, without a trainer or episodes.
+
+It keeps only the conversations that clients may continue.
+"""
 
 import asyncio
 import gc
@@ -31,31 +33,32 @@ if TYPE_CHECKING:
     from converters.mxfp4_tensors import Digests
 
 REMEMBERED_TURNS = 1024
-"""Of each API key: conversations that go on from older turns are rendered from their text."""
+"""Number of remembered turns per API key. Continuations of older turns are rendered from text."""
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What ``gptoss serve`` is told besides a model."""
+    """Options of ``gptoss serve`` in addition to the model."""
 
     host: str = LOOPBACK
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    """Each has conversations of its own; none for one key that is made up."""
+    """Keys of clients, each with separate conversations. If empty, one key is generated."""
     model: str = "policy"
-    """Name of the model in answers."""
+    """Model name in responses."""
     max_tokens: int | None = None
-    """Of a conversation; None for as many as the model has positions."""
+    """Maximum tokens of a conversation. None for the number of the model's positions."""
     history: Literal["append", "harmony"] = "harmony"
-    """See ``SessionSettings.history``; the released models expect ``harmony``."""
+    """Rendering of the history, see ``SessionSettings.history``. Released models expect
+    ``harmony``."""
 
 
 class ServeError(UserError):
-    """A checkpoint cannot be served; the message says why."""
+    """A checkpoint cannot be served. The message has the reason."""
 
 
 class OwnEngine:
-    """The one engine of this process, as a ``RolloutBackend`` reaches those of its workers."""
+    """Engine of this process, with the methods by which a ``RolloutBackend`` uses its workers."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -81,9 +84,15 @@ class OwnEngine:
 
 
 def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
-    """Return the settings of a server for a model of so many positions.
+    """Return the settings of a server.
 
-    Raises ServeError if the model has fewer than it is asked for."""
+    Args:
+        options: options of ``gptoss serve``.
+        positions: number of positions of the model.
+
+    Raises:
+        ServeError: the model has fewer positions than requested.
+    """
     max_tokens = options.max_tokens or positions
     if max_tokens > positions:
         raise ServeError(f"--max-tokens {max_tokens}: the model has {positions} positions")
@@ -112,10 +121,19 @@ async def serve(
     api_keys: Sequence[str],
     on_start: Callable[[str, list[str]], None],
 ) -> None:
-    """Serve until the process is asked to end, by SIGINT or SIGTERM.
+    """Serve until the process is asked to end by SIGINT or SIGTERM.
 
-    ``on_start`` is called with the base URL and the API keys. Raises ServeError if the address
-    cannot be listened on."""
+    Args:
+        engine: samples the answers.
+        codec: chat format of the policy.
+        shape: shape of the model.
+        settings: address and limits of the server.
+        api_keys: keys of clients. If empty, one key is generated.
+        on_start: called with the base URL and the API keys.
+
+    Raises:
+        ServeError: the server cannot listen on the address.
+    """
     gateway = Gateway(engine, codec, shape, settings)
     try:
         await gateway.start()
@@ -130,14 +148,14 @@ async def serve(
 
     try:
         keys: list[str | None] = [*api_keys] or [None]
-        # A name seeds what is sampled: another one with every start, for other answers.
+        # The name seeds sampling. A random name gives other answers after every start.
         run = secrets.token_hex(4)
         sessions = [
             gateway.open_session(f"{run}-{number}", api_key) for number, api_key in enumerate(keys)
         ]
         on_start(gateway.base_url, [session.api_key for session in sessions])
-        # Collecting garbage stops all requests for the time that it takes to look at every object
-        # of the libraries. They stay until the end.
+        # A garbage collection blocks all requests while it visits every object of the libraries,
+        # which live until the end.
         gc.collect()
         gc.freeze()
         await stopped.wait()

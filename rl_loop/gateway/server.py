@@ -170,7 +170,8 @@ class Gateway:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
 
-        # A client that leaves cancels its handler, and with it a turn that no other client waits for.
+        # A client that leaves cancels its handler, and with it a turn that no other client waits
+        # for.
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -233,8 +234,8 @@ class Gateway:
     ) -> web.StreamResponse:
         """Sample a turn and send it.
 
-        A stream begins when the turn is complete. Therefore earlier failures are errors with a status,
-        and clients do not notice a weight sync during the turn.
+        A stream begins when the turn is complete. Therefore earlier failures are errors with a
+        status, and clients do not notice a weight sync during the turn.
 
         Args:
             request: the request.

@@ -1,8 +1,8 @@
 """One session: all conversations of one API key with the policy, sampled, captured and limited.
 
-A session is an episode (``rollout.episode``). Mistakes of the policy and limits end it with a reason that
-can be rewarded. Infrastructure failures end it as invalid. In both cases the client reads an error, after
-this request and after every later one.
+A session is an episode (``rollout.episode``). Mistakes of the policy and limits end it with a
+reason that can be rewarded. Infrastructure failures end it as invalid. In both cases the client
+reads an error, after this request and after every later one.
 """
 
 import secrets
@@ -52,16 +52,17 @@ class SessionSettings:
     sampling: SamplingParams
     """Temperature, top-p and the token limit of one turn."""
     history: History = "append"
-    """Tokens before a turn that follows a final answer. "append": all tokens so far. "harmony": the tokens
-    that the format keeps (``ChatCodec.without_finished_analysis``), which begin another sequence."""
+    """Tokens before a turn that follows a final answer. "append": all tokens so far. "harmony": the
+    tokens that the format keeps (``ChatCodec.without_finished_analysis``), which begin another
+    sequence."""
     clients_choose_sampling: bool = False
-    """Use the temperature and top-p of requests. Not in training, because the trainer computes log-probs
-    at the temperature of the run."""
+    """Use the temperature and top-p of requests. Not in training, because the trainer computes
+    log-probs at the temperature of the run."""
     routed_experts: bool = False
     """Capture the experts of every token."""
     is_episode: bool = True
-    """True if errors end the session, as they end an episode. Otherwise only the request fails, and the
-    client may try again."""
+    """True if errors end the session, as they end an episode. Otherwise only the request fails, and
+    the client may try again."""
     remembered_turns: int | None = None
     """Number of turns that are remembered; None to remember all, for training."""
 
@@ -130,9 +131,10 @@ class Session:
     ) -> Node:
         """Return the policy's turn.
 
-        Each request gets a separate sample, also if equal requests are in flight. Only a request that
-        is repeated gets an earlier turn: if the answer could not be delivered, or if the client marks
-        the request as a retry. If no client waits any more, sampling stops and nothing is kept.
+        Each request gets a separate sample, also if equal requests are in flight. Only a request
+        that is repeated gets an earlier turn: if the answer could not be delivered, or if the
+        client marks the request as a retry. If no client waits any more, sampling stops and nothing
+        is kept.
 
         Args:
             request: the conversation.
@@ -161,7 +163,7 @@ class Session:
             raise _error_of(self.end) from None
 
     def add_reward(self, reward: GivenReward) -> None:
-        """Add a reward of the session or of a response. A repeated one counts once. Raises ApiError."""
+        """Add a reward of the session or of a response. A repeat counts once. Raises ApiError."""
         if not self._settings.is_episode:
             message = "nothing is trained here, so there is nothing to reward"
             raise ApiError(400, "invalid_request", message)
@@ -220,8 +222,8 @@ class Session:
         place = self.forest.find(request)
         prompt = await self._prompts.render(request, place)
 
-        # The number is a part of the name, because requests with equal prompts and equal seeds of the
-        # client would be the same request to the engine.
+        # The number is a part of the name, because requests with equal prompts and equal seeds of
+        # the client would be the same request to the engine.
         name = str(number) if request.seed is None else f"{number}.{request.seed}"
         sampled = await self.episode.sample(
             name,
