@@ -1,2 +1,5 @@
-"""Episodes of agents that are programs of their own: a process that runs them, a gateway that they
-talk to, and trajectories of what was sampled for them."""
+"""Episodes of external agents.
+
+A process runs the agents, a gateway serves the policy to them, and the sampled turns become
+trajectories.
+"""

@@ -27,8 +27,8 @@ from rl_loop.rollout.episode import (
 from rl_loop.rollout.episode_clock import OutOfTime
 
 AGENT_PAUSES = (0.5, 4.0)
-"""Seconds before an episode with an infrastructure failure is played again, from its beginning and in a new
-session. After the last one it stays invalid."""
+"""Seconds before an episode with an infrastructure failure is played again, from its beginning and
+in a new session. After the last one it stays invalid."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class AgentReturn:
     failure: InfrastructureFailure | None = None
     """Error of the function or its process."""
     is_cause: bool = True
-    """True if the error is an infrastructure failure. False if the policy's turns ended the process."""
+    """True if the error is an infrastructure failure. False if the policy's turns ended the
+    process."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class ProgramRunner:
     ) -> Trajectory:
         """Let the environment's program play one episode.
 
-        After an infrastructure failure the episode is played again. A persistent failure makes it invalid.
-        So does a first failure of the engine, because its requests were repeated before.
+        After an infrastructure failure the episode is played again. A persistent failure makes it
+        invalid. So does a first failure of the engine, because its requests were repeated before.
 
-        If the process of the program ends, the last attempt gets a separate process. If that process ends,
-        too, the turns of the policy have ended it, and the episode is unfinished.
+        If the process of the program ends, the last attempt gets a separate process. If that
+        process ends, too, the turns of the policy have ended it, and the episode is unfinished.
 
         Args:
             task_id: name of the task.

@@ -1,13 +1,13 @@
-"""The process that an agent's episodes run in; ``main`` reads MODULE:FUNCTION BYTES THREADS.
+"""Process that runs an agent's episodes. ``main`` reads MODULE:FUNCTION BYTES THREADS.
 
-It reads a line of JSON for every episode from its standard input, runs many at a time, and writes a
-line for each end. It imports nothing but the standard library and the agent's own module, so that any
-interpreter can run it, and ends when its input does: with the rollout worker, however that ended.
+It reads a line of JSON for every episode from its standard input, runs many episodes at a time, and
+writes a line when an episode ends. It imports only the standard library and the agent's module, so
+any interpreter can run it. It exits when its input closes, that is, when the rollout worker ends.
 
     {"call": 7, "task": {...}, "base_url": "...", "api_key": "..."}   begin an episode
-    {"cancel": 7}                                                     end it now
-    {"call": 7, "given": 0.5}                                         what the agent returned
-    {"call": 7, "component": "environment", "reason": "..."}          what it raised
+    {"cancel": 7}                                                     cancel it
+    {"call": 7, "given": 0.5}                                         return value of the agent
+    {"call": 7, "component": "environment", "reason": "..."}          exception of the agent
 """
 
 import asyncio
@@ -27,14 +27,20 @@ from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.registry import Registry
 
 READY = {"ready": True}
-"""The first line, once the agent's module is imported."""
+"""First line, after the import of the agent's module."""
 
 
 class Host:
     """Runs the episodes of one function."""
 
     def __init__(self, run: Callable[..., Any], answers: TextIO, threads: int) -> None:
-        """``threads``: episodes of a plain function that run at the same time."""
+        """Prepare to run episodes.
+
+        Args:
+            run: function of the agent, plain or async.
+            answers: stream for the lines that this process writes.
+            threads: number of episodes of a plain function that run at the same time.
+        """
         self._run = run
         self._is_async = inspect.iscoroutinefunction(run)
         self._answers = answers
@@ -42,7 +48,7 @@ class Host:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def answer(self, line: dict[str, Any]) -> None:
-        """Write one line. From the event loop's thread only."""
+        """Write one line. Only for the event loop's thread."""
         self._answers.write(json.dumps(line) + "\n")
         self._answers.flush()
 
@@ -50,8 +56,8 @@ class Host:
         """Begin or cancel an episode."""
         if "cancel" in line:
             task = self._running.get(line["cancel"])
-            # The thread of a plain function would go on unseen: that it does not end is what the
-            # rollout worker has to know.
+            # A plain function cannot be cancelled. Without a result line the rollout worker detects
+            # that it does not end.
             if task is not None and self._is_async:
                 task.cancel()
             return
@@ -75,21 +81,21 @@ class Host:
         except InfrastructureFailure as failure:
             self.answer({"call": number, "component": failure.component, "reason": failure.reason})
         except BaseException as error:
-            # What an agent returns may be no JSON, and it may call sys.exit().
+            # The return value may not be JSON, and an agent may call sys.exit().
             self.answer({"call": number, "component": "environment", "reason": describe(error)})
         finally:
             del self._running[number]
 
 
 async def serve(host: Host, commands: TextIO) -> None:
-    """Obey until the process is ended."""
+    """Execute commands until the process ends."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:
         for text in commands:
             loop.call_soon_threadsafe(host.obey, json.loads(text))
-        # The rollout worker is gone, and nobody wants what still runs here. A thread of a plain
-        # function cannot be ended, so neither can this process in any milder way.
+        # The rollout worker is gone, so no result is needed. Threads of plain functions cannot be
+        # stopped, so exit without waiting for them.
         os._exit(0)
 
     threading.Thread(target=read, name="commands", daemon=True).start()
@@ -100,7 +106,7 @@ async def serve(host: Host, commands: TextIO) -> None:
 def main() -> None:
     path, memory_bytes, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
-    # What an agent prints belongs to the log: standard output is for answers alone.
+    # Output of an agent goes to the log, because standard output is only for result lines.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     commands = os.fdopen(os.dup(0), encoding="utf-8")

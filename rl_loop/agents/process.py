@@ -30,7 +30,7 @@ HOST = (
     "import os, sys; sys.path.append(os.environ['GPTOSS_HOST_PATH']);"
     " from rl_loop.agents.host import main; main()"
 )
-"""What an interpreter runs. It looks for the host last: an agent's own packages come first."""
+"""Code that the interpreter runs. Packages of the agent come before this project's path."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
-"""Environments of ``verifiers`` (its ``verifiers.v1``), as agents that are programs of their own.
+"""Environments of ``verifiers`` (its ``verifiers.v1``) as external agents.
 
-``verifiers`` pins packages that this project has in other versions, so it has an interpreter of its
-own, which ``options.python`` names; this module is all that runs there. docs/agents.md shows the
-configuration.
+``verifiers`` needs other versions of some packages than this project. Therefore it runs in a
+separate interpreter, which ``options.python`` names, and only this module runs there.
+docs/agents.md shows the configuration.
 
-    PYTHON -m rl_loop.agents.verifiers_env TASKSET rows.jsonl       # writes the tasks that are trained on
+    PYTHON -m rl_loop.agents.verifiers_env TASKSET rows.jsonl       # writes the training tasks
 """
 
 import asyncio
@@ -19,21 +19,28 @@ from typing import Any
 from rl_loop.infrastructure import InfrastructureFailure
 
 MODEL = "policy"
-"""What requests call the policy; the gateway serves no other and does not look."""
+"""Model name in requests to the policy. The gateway ignores it."""
 KEY_VARIABLE = "GPTOSS_SESSION_KEY"
-"""How the environment variables begin in which ``verifiers`` looks for the keys of its endpoints."""
+"""Prefix of the environment variables from which ``verifiers`` reads the keys of its endpoints."""
 
 _numbers = count()
 _environments: dict[str, "asyncio.Future[Any]"] = {}
-"""Environments that are being served in this process, by their configurations."""
+"""Environments that are served in this process, by configuration."""
 _serving: set["asyncio.Task[None]"] = set()
-"""What serves them, until the process ends."""
+"""Tasks that serve them until the process ends."""
 
 
 async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Play one episode against the policy at ``base_url`` and return its reward.
+    """Run one episode against the policy and return its reward.
 
-    ``task``: a row of ``rows``. Raises InfrastructureFailure for what the policy has no part in."""
+    Args:
+        task: a row of ``rows``.
+        base_url: URL of the gateway.
+        api_key: key of the episode's session.
+
+    Raises:
+        InfrastructureFailure: the episode failed for a reason that the policy did not cause.
+    """
     import verifiers.v1 as vf
 
     environment = await _served(task["env"])
@@ -42,7 +49,8 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         reason = f"{_name(task['env'])} has no task {task['index']}"
         raise InfrastructureFailure("environment", reason)
 
-    # Keys of endpoints are read from the process's environment; every episode has one of its own.
+    # verifiers reads keys of endpoints from the process's environment, and every episode has a
+    # separate key.
     variable = f"{KEY_VARIABLE}_{next(_numbers)}"
     os.environ[variable] = api_key
     try:
@@ -56,8 +64,11 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
 def score_of(episode: Any) -> float:
     """Return the reward of an episode: the mean of its agents' runs.
 
-    A limit of time that ``verifiers`` has set is the policy's doing: what was earned until then
-    counts. Raises InfrastructureFailure for every other error."""
+    A time limit of ``verifiers`` is caused by the policy, so the reward until then counts.
+
+    Raises:
+        InfrastructureFailure: the episode has any other error.
+    """
     is_late = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if not episode.ok and not is_late:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -68,9 +79,12 @@ def score_of(episode: Any) -> float:
 
 
 def rows(taskset: str, settings: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task of a taskset: what ``train_path`` and ``held_out_path`` name.
+    """Yield a row for each task of a taskset, for ``train_path`` and ``held_out_path``.
 
-    ``settings``: of the ``EnvConfig`` besides the taskset's id."""
+    Args:
+        taskset: id of the taskset.
+        settings: further fields of the ``EnvConfig``.
+    """
     env = {"taskset": {"id": taskset}, **(settings or {})}
     for task in _load(env).taskset:
         prompt = task.data.prompt_text or f"{taskset} {task.data.idx}"
@@ -78,7 +92,7 @@ def rows(taskset: str, settings: dict[str, Any] | None = None) -> Iterator[dict[
 
 
 async def _served(env: dict[str, Any]) -> Any:
-    """Return an environment whose servers run; one in this process for all episodes of it."""
+    """Return an environment with running servers. All its episodes in this process share it."""
     key = json.dumps(env, sort_keys=True)
     if key not in _environments:
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -101,7 +115,7 @@ async def _serve(env: dict[str, Any], ready: "asyncio.Future[Any]") -> None:
             ready.set_result(environment)
             await asyncio.Event().wait()
     except BaseException as error:
-        # What goes wrong in its task groups may come as a cancellation, and it may call sys.exit().
+        # An error in its task groups may arrive as a cancellation, and it may call sys.exit().
         if not ready.done():
             ready.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 

@@ -1,4 +1,4 @@
-"""A rollout worker whose episodes may be played by programs: with a gateway beside its engine."""
+"""Rollout worker for episodes of external agents, with a gateway for its engine."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from rl_loop.rollout.worker import RolloutWorker
 
 
 def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
-    """Return what runs the episodes of these tasks."""
+    """Return the class of the workers that run episodes of these tasks."""
     environments = [environment_class(source.environment) for source in tasks.sources.values()]
     if any(environment.IS_PLAYED_BY_PROGRAM for environment in environments):
         return ProgramRolloutWorker
@@ -24,13 +24,13 @@ def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
 
 
 class ProgramRolloutWorker(RolloutWorker):
-    """Serves its engine to the programs of environments that are played by one."""
+    """Serves its engine to external agents, for environments that use one."""
 
     def __init__(self, config: EpisodesConfig, engine_factory: EngineFactory, threads: int) -> None:
         super().__init__(config, engine_factory, threads)
         rollout = config.rollout
         sampling = SamplingParams(rollout.max_new_tokens_per_turn, top_p=rollout.top_p)
-        # On loopback: agents run beside the worker.
+        # Loopback is enough, because agents run on the worker's machine.
         gateway = GatewaySettings(SessionSettings(limits=rollout, sampling=sampling))
         self.gateway = Gateway(self.engine, self.codec, self._shape, gateway)
         self.processes = AgentProcesses()
@@ -57,6 +57,6 @@ class ProgramRolloutWorker(RolloutWorker):
         )
 
     async def close(self) -> None:
-        # Programs that wait for an answer get an error, and then their end.
+        # Agents that wait for an answer get an error before they are stopped.
         await self.gateway.close()
         await asyncio.gather(self.processes.close(), super().close())
