@@ -71,7 +71,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
 
 
 def find_cause(error: BaseException) -> Failure:
-    """Return the root cause of ``error``. If Ray wraps an exception of an actor, return that one."""
+    """Return the root cause of ``error``. Ray may wrap the exception of an actor."""
     notes = tuple(getattr(error, "__notes__", ()))
     cause = root_cause(error)
 

@@ -1,15 +1,15 @@
-"""Digests of the files that decide what a run computes, recorded when it begins.
+"""Digests of the files on which the result of a run depends, recorded at its start.
 
-A resume compares them, because a path may lead to other content by then: a task file with one more
+A resume compares them, because a path may have other content by then: a task file with one more
 row, or ``initial_weights: runs/sft`` after that run has saved another checkpoint.
 
-Digests of data are of the whole content. Digests of weights must not read 240 GB, so they detect:
+Digests of data cover the whole content. Digests of weights must not read 240 GB, so they detect:
 
-- of a checkpoint that has checksums, any change, because they are a digest of the checksums;
-- of safetensors files, other names, sizes, shapes or dtypes, and other values in the middle
+- in a checkpoint with checksums, any change, because they are a digest of the checksums;
+- in safetensors files, other names, sizes, shapes or dtypes, and other values in the middle
   WEIGHT_BLOCK bytes of any tensor;
-- of other files above WHOLE_FILE bytes, another size, and other values in BLOCKS blocks that are
-  spread evenly.
+- in other files above WHOLE_FILE bytes, another size, and other values in BLOCKS evenly spread
+  blocks.
 
 Training, merging and quantizing change values all over a tensor.
 """
@@ -39,16 +39,16 @@ WEIGHT_BLOCK = 1 << 14
 WHOLE_FILE = 1 << 24
 BLOCKS = 256
 LARGEST_HEADER = 1 << 28
-"""Bytes of a safetensors header; real ones have a few megabytes."""
+"""Maximum bytes of a safetensors header. Real headers have a few megabytes."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Options of an environment with such a suffix are data, if there is such a file."""
+"""Suffixes by which options of an environment count as data, if the file exists."""
 
 TOOL_SERVERS = "options.servers"
 """Option with tool servers, whose scripts are inputs."""
 WEIGHTS = ("initial_weights", "initial_adapter")
-"""Keys that name weights."""
+"""Keys of weights."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,18 @@ class Input:
     """A file, a directory of weights, or a data set of the hub."""
 
     path: str
-    """The path that is read: of a run directory its newest checkpoint."""
+    """Path that is read. For a run directory, its newest checkpoint."""
     digest: str
     """XXH3 of 128 bits, hexadecimal."""
 
 
 def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
-    """Return the inputs at some paths by configuration key. Raises CannotStart.
+    """Return the inputs at some paths by configuration key.
 
-    Missing ones are left out: ``check_what_a_run_needs`` reports them.
+    Missing inputs are left out, because ``check_what_a_run_needs`` reports them.
+
+    Raises:
+        CannotStart: an input cannot be read.
     """
     inputs = {}
     for key, place in places.items():
@@ -82,7 +85,7 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
 
 
 def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
-    """Return the paths in ``tasks`` by key; None where none is given."""
+    """Return the paths in ``tasks`` by key. None for keys without a path."""
     places: dict[str, Any] = {}
     for name, source in tasks.sources.items():
         key = f"tasks.sources.{name}"
@@ -102,7 +105,7 @@ def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
 
 
 def places_of_data(key: str, data: CorpusConfig | None) -> dict[str, Any]:
-    """Return the paths in ``data`` or ``vocabulary_data`` by key; None where none is given."""
+    """Return the paths in ``data`` or ``vocabulary_data`` by key. None for keys without a path."""
     places: dict[str, Any] = {}
     if data is not None:
         for name, source in data.sources.items():
@@ -112,7 +115,7 @@ def places_of_data(key: str, data: CorpusConfig | None) -> dict[str, Any]:
 
 
 def resolved_weights(path: Path) -> Path:
-    """Return the directory that ``path`` stands for: of a run directory its newest checkpoint."""
+    """Return the directory of weights at ``path``. For a run directory, its newest checkpoint."""
     if (path / "config.json").exists():
         return path
     return latest_checkpoint(path / "checkpoints") or path
@@ -144,7 +147,7 @@ def _read_input(key: str, place: str) -> Input:
 
 
 def weights_digest(directory: Path) -> str:
-    """Return the digest of a directory of weights; see the module. Raises OSError."""
+    """Return the digest of a directory of weights, see the module. Raises OSError."""
     checksums = directory / CHECKSUMS_FILE
     if checksums.exists():
         return checksum_file(checksums).xxh3_128
@@ -168,7 +171,7 @@ def _joined(files: Iterator[Path]) -> str:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file that stand for all of it, its size first."""
+    """Yield the bytes of a file that enter its digest, its size first."""
     size = path.stat().st_size
     yield str(size).encode()
     with path.open("rb", buffering=0) as file:
@@ -188,7 +191,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _safetensors_header(file: Any, size: int) -> bytes | None:
-    """Return the header of a safetensors file; None if the file has another format."""
+    """Return the header of a safetensors file. None if the file has another format."""
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(size, LARGEST_HEADER):
         return None
@@ -201,7 +204,7 @@ def _safetensors_header(file: Any, size: int) -> bytes | None:
 
 
 def _middles(header: bytes) -> list[int]:
-    """Return the byte at which the middle block of each tensor begins."""
+    """Return the start of the middle block of each tensor, in bytes."""
     starts = []
     for name, tensor in json.loads(header).items():
         if name == "__metadata__":

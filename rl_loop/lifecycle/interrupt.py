@@ -1,8 +1,9 @@
 """Orderly stop of a run on a signal, and protection of Ray's processes from that signal.
 
-A terminal sends SIGINT (Ctrl-C) and SIGHUP (on closing) to every process in its foreground. Only the
-driver may receive them, because it finishes the step and saves. Ray blocks SIGINT in its daemons,
-but SIGHUP would end them and their workers. Therefore a local Ray starts in a separate session.
+A terminal sends SIGINT (Ctrl-C) and SIGHUP (on closing) to every process in its foreground. Only
+the driver may receive them, because it finishes the step and saves. Ray blocks SIGINT in its
+daemons, but SIGHUP would end them and their workers. Therefore a local Ray starts in a separate
+session.
 
 If the driver is killed, the kernel ends Ray's daemons (Ray requests this), workers exit with their
 daemon, and servers and sandboxes exit with the worker that started them.
@@ -39,8 +40,8 @@ class Interrupt:
 
     - The first SIGINT, SIGTERM or SIGHUP stops the run after the current step. If no step is
       running, it stops the run immediately.
-    - The second SIGINT or SIGTERM stops the run immediately: it raises KeyboardInterrupt in the main
-      thread.
+    - The second SIGINT or SIGTERM stops the run immediately: it raises KeyboardInterrupt in the
+      main thread.
     - SIGUSR1, which ``gptoss launch`` sends before the time limit of a job, also aborts a running
       rollout. It may arrive any number of times.
     """
@@ -50,8 +51,8 @@ class Interrupt:
         self.abort_rollouts = False
         """True if the run should not wait for the running rollout."""
         self.exit_status = 128 + signal.SIGINT
-        """Exit status by the shell's convention: 130 after SIGINT or SIGUSR1, 143 after SIGTERM, 129
-        after SIGHUP."""
+        """Exit status by the shell's convention: 130 after SIGINT or SIGUSR1, 143 after SIGTERM,
+        129 after SIGHUP."""
         self._in_step = False
 
         # Monotonic times of the first request, and of the beginning of the clean-up.
@@ -76,7 +77,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def install(self) -> None:
-        """Install the handlers. Call it again after ``ray.init``, which replaces SIGTERM's handler."""
+        """Install the handlers. Call it again after ``ray.init``, which replaces that of SIGTERM."""
         for number in (*REQUESTS, signal.SIGUSR1):
             # nohup ignores SIGHUP, which must stay ignored.
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:

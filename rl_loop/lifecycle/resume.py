@@ -1,4 +1,4 @@
-"""Compares a run with the configuration that is to resume it, and refuses what cannot change.
+"""Compares a run with the configuration for its resume, and refuses impossible changes.
 
 ``resume_rules`` lists the effect of every key, and ``inputs`` the files.
 """
@@ -27,12 +27,12 @@ from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
 LOCATION = ("name", "output_dir")
-"""Keys of the place of the run, which were right if the run was found."""
+"""Keys of the run's location, which is correct because the run was found."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting with another value than before. None stands for an absent value."""
+    """One setting with another value than before. None is an absent value."""
 
     key: str
     before: Any
@@ -174,8 +174,9 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
 def write_config(
     run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int
 ) -> None:
-    """Write config.yaml as the run continues with it. Comments on top list the changes and their
-    steps.
+    """Write config.yaml as the run continues with it.
+
+    Comments on top list the changes and their steps.
     """
     history = []
     if run.config.exists():
@@ -200,7 +201,7 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
 
     try:
         return kind.model_validate(raw).model_dump(mode="json")
-    except ValueError:  # of another version of the code: what it had is compared as it stands
+    except ValueError:  # Written by another version of the code, so compare its values unmodified.
         return raw
 
 

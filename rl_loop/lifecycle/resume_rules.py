@@ -1,11 +1,11 @@
-"""The effect that each configuration key has on a resumed run.
+"""The effect of each configuration key on a resumed run.
 
-Everything else that decides what a run computes is in ``lifecycle.inputs`` (files), in
-``RunState`` (positions in the data) and in ``rollout.group_store`` (episodes sampled ahead, which
-are dropped if a key with ``samples`` changes).
+The other inputs of a run's computation are in ``lifecycle.inputs`` (files), in ``RunState``
+(positions in the data) and in ``rollout.group_store`` (episodes sampled ahead, which are dropped if
+a key with ``samples`` changes).
 
 A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REFUSED rule also covers the keys below
-it. Any other key needs a rule of its own, so a new key is declared on purpose.
+it. Any other key needs a rule, so the effect of a new key must be declared.
 """
 
 import hashlib
@@ -228,13 +228,15 @@ RULES: dict[str, Rule] = {
 UNDECLARED = _refused("rl_loop.lifecycle.resume_rules declares no effect of it")
 
 OF_EPISODES = ("rollout.", "reward.", "algorithm.")
-"""Beginnings of keys that only matter if episodes are sampled."""
+"""Prefixes of keys that matter only if episodes are sampled."""
 
 
 def rule_of(key: str, samples_episodes: bool = True) -> Rule:
     """Return the rule of a key, or of the nearest key above it that has one.
 
-    ``samples_episodes``: True for reinforcement learning, False for supervised fine-tuning.
+    Args:
+        key: dotted key.
+        samples_episodes: True for reinforcement learning, False for supervised fine-tuning.
     """
     if not samples_episodes and key.startswith(OF_EPISODES):
         return ELSEWHERE
@@ -257,7 +259,7 @@ def flattened(config: Any, key: str = "") -> dict[str, Any]:
 
 
 def sampling_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of all values of a configuration that decide how episodes are sampled."""
+    """Return a digest of all values of a configuration that affect the sampling of episodes."""
     values = flattened(config)
     sampled = {key: value for key, value in values.items() if rule_of(key).samples}
     return hashlib.sha256(json.dumps(sampled, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,9 @@
-"""Checks what a run needs, in a second or two, before Ray, torch or any weights are loaded.
+"""Checks the requirements of a run in 1-2 s, before Ray, torch or any weights are loaded.
 
-Every check raises ``CannotStart`` with one line that names the key and what to do. Nothing is
-written. What only the real thing can tell (whether the weights' values can be read, whether a
-server gets healthy) shows up later."""
+Every check raises ``CannotStart`` with one line that names the key and a remedy. Nothing is
+written. Faults that only the real operation reveals, such as unreadable weights or an unhealthy
+server, show up later.
+"""
 
 import importlib.util
 import logging
@@ -46,15 +47,22 @@ from rl_loop.tracking.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 READ_NOW_BYTES = 20 << 20
-"""Task files up to this size are read by the check, every row; larger ones would make it slow."""
+"""Maximum size of task files of which the check reads every row. Larger files would take too
+long."""
 
 
 def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None:
-    """Raise CannotStart if ``gptoss sft`` or ``gptoss rl`` would fail because something is
-    missing.
+    """Check the requirements of ``gptoss sft`` or ``gptoss rl``.
 
-    ``has_own_ray``: the run will have another RAY_ADDRESS than this process. SandboxUnavailable,
-    TaskFileError and VocabularyUnavailable are raised where those are what is missing."""
+    Args:
+        config: configuration of the run.
+        has_own_ray: True if the run will have another RAY_ADDRESS than this process.
+
+    Raises:
+        CannotStart: a requirement is missing.
+        SandboxUnavailable, TaskFileError, VocabularyUnavailable: the sandbox, a task file or the
+            vocabulary is missing.
+    """
     check_chat_format(config)
     if not has_own_ray:
         check_ray_address()
@@ -84,15 +92,17 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
     adapters = kept_adapter_bytes(config.training, config.model, config.dtype, config.adapter)
     check_disk(config.directory, config.training, checkpoint, export, adapters)
 
-    # A Ray that runs already keeps the store that it has: checked is one that this run starts.
+    # A running Ray keeps its store, so check only the store of a Ray that this run starts.
     if has_own_ray or not os.environ.get("RAY_ADDRESS"):
         check_local_store(store_need(config))
 
 
 def check_chat_format(config: RunConfig) -> None:
-    """Raise CannotStart if what is asked for cannot be said in the chat format of the model.
+    """Check that the chat format of the model supports the configuration.
 
-    VocabularyUnavailable is raised where the vocabulary of the released models is needed and missing.
+    Raises:
+        CannotStart: the chat format does not support a setting.
+        VocabularyUnavailable: the vocabulary of the released models is needed and missing.
     """
     if config.vocabulary != "tokenizer":
         ensure_o200k()
@@ -120,7 +130,7 @@ def check_chat_format(config: RunConfig) -> None:
 
 
 def _check_chatml(config: RunConfig, family: str) -> None:
-    """Raise CannotStart for what only Harmony can say."""
+    """Raise CannotStart for settings that only Harmony supports."""
     if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
         raise CannotStart(
             f"demonstrations.history harmony is GPT-OSS's: a {family} model sees earlier turns as they were "
@@ -129,9 +139,13 @@ def _check_chatml(config: RunConfig, family: str) -> None:
 
 
 def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:
-    """Raise as ``check_what_a_run_needs`` does, for ``gptoss eval``.
+    """Check the requirements of ``gptoss eval``, like ``check_what_a_run_needs``.
 
-    ``weights`` replace those of the configuration; the episodes go to the file ``output``."""
+    Args:
+        config: configuration of the evaluation.
+        weights: replace the configuration's weights.
+        output: file for the episodes.
+    """
     endpoint = config.evaluation.endpoint
     check_chat_format(config)
     if endpoint is None and not os.environ.get("RAY_ADDRESS"):
@@ -159,9 +173,10 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
 
 
 def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
-    """Raise as ``check_what_a_run_needs`` does, for ``gptoss serve``.
+    """Check the requirements of ``gptoss serve``, like ``check_what_a_run_needs``.
 
-    ``weights`` replace those of the configuration."""
+    ``weights`` replace the configuration's weights.
+    """
     check_chat_format(config)
     if weights is not None:
         check_weights("--weights", weights, config.model)
@@ -177,8 +192,10 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
 
 
 def check_data(config: RunConfig) -> None:
-    """Check every file that ``tasks.sources`` names; of small ones every row. Data sets of the hub
-    are not read."""
+    """Check every file in ``tasks.sources``, and every row of small ones.
+
+    Data sets of the hub are not read.
+    """
     for name, source in config.tasks.sources.items():
         key = f"tasks.sources.{name}"
         for field, path in (
@@ -193,7 +210,7 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_conversations(data: DataConfig) -> None:
-    """Check every file that ``data`` names. Data sets of the hub are not looked for."""
+    """Check every file in ``data``. Data sets of the hub are not checked."""
     for name, source in data.sources.items():
         for field, path in (("path", source.path), ("validation_path", source.validation_path)):
             if path is not None and not is_of_hub(path):
@@ -210,9 +227,9 @@ def _check_file(key: str, path: Path) -> None:
 
 
 def _read_rows(source: SourceConfig, path: str) -> None:
-    """Raise TaskFileError, naming the line of the first bad row."""
+    """Raise TaskFileError that names the line of the first wrong row."""
     if path.endswith(".parquet") or Path(path).stat().st_size > READ_NOW_BYTES:
-        return  # what reads Parquet takes seconds to import
+        return  # Readers of Parquet take seconds to import.
     environment = environment_class(source.environment)
     TaskData(
         path,
@@ -224,10 +241,11 @@ def _read_rows(source: SourceConfig, path: str) -> None:
 
 
 def warn_about_sampling(config: RlConfig) -> None:
-    """Warn if the log-probs of a run are not those of the distribution that is sampled.
+    """Warn if the log-probs of a run are not those of the sampled distribution.
 
-    Log-probs of the kept set are no way out: servers and trainer round differently, so a token may be
-    in one's set and outside of the other's, where its log-prob is -infinity."""
+    Log-probs of the truncated distribution are no solution. Servers and trainer round differently,
+    so a token may be in the set of one and outside of the other's, with a log-prob of -infinity.
+    """
     if config.rollout.top_p < 1:
         logger.warning(
             "rollout.top_p: tokens are sampled from the likeliest %g of the probability, but log-probs, "
@@ -239,22 +257,21 @@ def warn_about_sampling(config: RlConfig) -> None:
 
 
 def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:
-    """Check the sandbox and the engine's environment, if they are to run on this machine."""
+    """Check the sandbox and the engine's environment if they will run on this machine."""
     if not runs_here():
         return
-    check_isolation(config.sandbox)  # raises SandboxUnavailable, which says what to install
+    check_isolation(config.sandbox)  # Raises SandboxUnavailable with the packages to install.
     if uses_engine:
         config.rollout.engine.check_machine()
 
 
 def runs_here() -> bool:
-    """Whether workers will run on this machine, and not on the nodes of a cluster."""
+    """Return True if workers will run on this machine, and not on the nodes of a cluster."""
     return not has_placement() and not os.environ.get("RAY_ADDRESS")
 
 
 def check_tracking() -> None:
-    """Check that Weights & Biases and MLflow are installed if they are switched on, and that
-    MLflow's server answers."""
+    """Check that enabled trackers are installed, and that MLflow's server answers."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is not None and importlib.util.find_spec("mlflow") is None:
         raise CannotStart(
@@ -269,7 +286,7 @@ def check_tracking() -> None:
 
 
 def store_need(config: RunConfig) -> StoreNeed:
-    """Compute what the steps of a run hold in Ray's object store."""
+    """Compute the contents of Ray's object store in the steps of a run."""
     if isinstance(config, RlConfig):
         return rl_store_need(
             config.model,
@@ -286,7 +303,7 @@ def store_need(config: RunConfig) -> StoreNeed:
 
 
 def evaluation_need(config: RlConfig) -> StoreNeed:
-    """Compute what ``gptoss eval`` holds in Ray's object store."""
+    """Compute the contents of Ray's object store in ``gptoss eval``."""
     held_out = len(config.tasks.sources) * config.tasks.held_out_tasks
     episodes = held_out * config.evaluation.samples_per_task
     return evaluation_store_need(config.model, config.dtype, config.rollout, episodes=episodes)

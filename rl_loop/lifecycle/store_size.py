@@ -1,12 +1,11 @@
-"""How large Ray's object store has to be for a run, and whether a machine or a cluster has room
-for it.
+"""Required size of Ray's object store for a run, and its comparison with a machine or cluster.
 
-Episodes, the shares of the trainer's ranks and the weights of embedded engines go through the
-store. What does not fit there Ray writes to the disk, and a step takes minutes longer without a
-word about it. So the size follows from the configuration, from the longest episodes that it
-allows, and a run whose step cannot fit is refused before it starts.
+The store holds episodes, the inputs of the trainer's ranks and the weights of embedded engines. Ray
+silently writes objects that do not fit to the disk, and a step then takes minutes longer. Therefore
+the size follows from the configuration, with its longest possible episodes, and a run whose step
+cannot fit is refused before it starts.
 
-Ray maps the store to a file in /dev/shm, whose pages take memory only once they are written to.
+Ray maps the store to a file in /dev/shm, whose pages take memory only after they are written to.
 """
 
 import math
@@ -25,23 +24,23 @@ from rl_loop.config.errors import CannotStart
 from rl_loop.config.rollout import RolloutConfig
 
 SMALLEST_STORE = 512 << 20
-"""Bytes. Every machine has room for it; where /dev/shm is smaller still, as in a container, Ray
-takes a directory on the disk."""
+"""Minimum size in bytes, which every machine can provide. If /dev/shm is smaller, as in a
+container, Ray uses a directory on the disk."""
 
 HEAD_ROOM = 1.5
-"""Ray begins to write objects to the disk when the store is four fifths full
-(RAY_object_spilling_threshold). Besides, what nobody wants any more is freed within a second or
-two, and leaves gaps."""
+"""Factor for unusable space. Ray begins to write objects to the disk when the store is 80% full
+(RAY_object_spilling_threshold). Released objects are freed within 1-2 s, and leave gaps."""
 
 TEXT_BYTES = 5
-"""Per token: the decoded text of an episode's turns, for people."""
+"""Bytes per token of the decoded text of an episode's turns, for people."""
 
 RETURNED_BYTES = 8
-"""Per token: the trainer's log-prob and the entropy, in fp32, for the recorded episodes."""
+"""Bytes per token of the trainer's log-prob and the entropy, in fp32, for recorded episodes."""
 
 WEIGHT_COPIES = 3
-"""Of an embedded engine's weights during a sync: as the trainer's rank returns them, as they are
-put there for the workers, and the earlier version, with which a worker that died would begin."""
+"""Number of copies of an embedded engine's weights during a sync. One is the result
+of the trainer's rank, one is for the workers, and one is the earlier version, which the successor
+of a dead worker would load."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -50,29 +49,30 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class StoreNeed:
-    """What is in the store at the same time, at most, in bytes."""
+    """Maximum contents of the store at one time, in bytes."""
 
     episodes: int
-    """Episodes at a time, of this step, of the next one and of an evaluation together."""
+    """Maximum number of episodes in the store, of a step, the next one and an evaluation
+    together."""
     longest: int
-    """Tokens of the longest episode."""
+    """Length of the longest episode in tokens."""
     columns: int
-    """Per-token columns, as episodes and as the shares of the trainer's ranks."""
+    """Per-token columns, of episodes and of the inputs of the trainer's ranks."""
     routes: int
-    """The experts of every token, where the engine records them."""
+    """Experts of every token. 0 if the engine does not record them."""
     weights: int
-    """On their way to embedded engines."""
+    """Weights for embedded engines."""
     keys: list[str] = field(default_factory=list)
-    """What to lower in the configuration if this is too much."""
+    """Configuration keys to lower if this is too much."""
 
     @property
     def step(self) -> int:
-        """All of it, with head room."""
+        """Total with the factor HEAD_ROOM."""
         return math.ceil((self.columns + self.routes + self.weights) * HEAD_ROOM)
 
     @property
     def through_driver(self) -> int:
-        """What the driver's node holds, with head room. Routes pass it by."""
+        """Part on the driver's node, with the factor HEAD_ROOM. Routes are not stored there."""
         return math.ceil((self.columns + self.weights) * HEAD_ROOM)
 
     def __str__(self) -> str:
@@ -91,8 +91,12 @@ class StoreNeed:
 
 
 def sft_store_need(*, sequences: int, longest: int) -> StoreNeed:
-    """Compute what a step of supervised fine-tuning holds in the store: so many sequences of at
-    most ``longest`` tokens."""
+    """Compute the contents of the store in a step of supervised fine-tuning.
+
+    Args:
+        sequences: number of sequences of a step.
+        longest: maximum tokens of a sequence.
+    """
     return StoreNeed(
         episodes=sequences,
         longest=longest,
@@ -111,13 +115,19 @@ def rl_store_need(
     *,
     held_out: int,
 ) -> StoreNeed:
-    """Compute the bytes that the steps of reinforcement learning hold in the store, with their
-    evaluations of ``held_out`` episodes.
+    """Compute the contents of the store in the steps of reinforcement learning.
+
+    Args:
+        model: architecture of the policy.
+        dtype: dtype of the weights.
+        rollout: section of the configuration.
+        algorithm: section of the configuration.
+        held_out: number of episodes of an evaluation.
     """
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
     # Rounds of dynamic sampling keep all groups until those of the step are chosen. Steps that were
-    # sampled ahead wait while an earlier step, with its evaluation, is trained on.
+    # sampled ahead wait during the update of an earlier step and its evaluation.
     sampled = algorithm.dynamic_sampling_rounds * trained
     ahead = algorithm.max_staleness
     episodes = held_out + (trained + ahead * sampled if ahead > 0 else sampled)
@@ -136,7 +146,7 @@ def rl_store_need(
         episodes=episodes,
         longest=rollout.max_tokens,
         columns=rollout.max_tokens * (episodes * _episode_bytes() + shipped),
-        # An evaluation replays nothing.
+        # An evaluation has no routes, because it is not trained on.
         routes=rollout.max_tokens * (episodes - held_out) * _route_bytes(model, rollout),
         weights=weight_copies * _weight_bytes(model, dtype),
         keys=keys,
@@ -146,7 +156,7 @@ def rl_store_need(
 def evaluation_store_need(
     model: ModelConfig, dtype: str, rollout: RolloutConfig, *, episodes: int
 ) -> StoreNeed:
-    """Compute what ``gptoss eval`` holds in the store."""
+    """Compute the contents of the store in ``gptoss eval``."""
     weights = _weight_bytes(model, dtype)
     return StoreNeed(
         episodes=episodes,
@@ -168,9 +178,8 @@ def _episode_bytes() -> int:
 
 
 def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
-    """Return the bytes per token that the ranks are sent in all passes over a step, and that they
-    return."""
-    # Columns that the configuration does without. A column that is not named here counts.
+    """Return the bytes per token that the ranks receive and return in all passes over a step."""
+    # Columns that the configuration does not use. All other columns count.
     unused: set[str] = set()
     results = []
     if algorithm.kl is None:
@@ -191,14 +200,14 @@ def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
         results.append("old_log_probs")
 
     total = column_bytes("episode", "driver") - _bytes_of(unused) + _bytes_of(results)
-    # Passes before an update in mini-batches give ranks other sequences than the update does.
+    # Passes before an update in mini-batches assign other sequences to the ranks than the update.
     if results and algorithm.mini_batches > 1:
         total += _bytes_of(INPUT_COLUMNS)
     return total
 
 
 def _route_bytes(model: ModelConfig, rollout: RolloutConfig) -> int:
-    """Return the bytes of one token's experts, 0 where they are not recorded."""
+    """Return the bytes of one token's experts, 0 if they are not recorded."""
     if not rollout.routed_experts:
         return 0
     return model.num_layers * model.experts_per_token * route_dtype(model.num_experts).itemsize
@@ -212,16 +221,16 @@ def _bytes_of(columns: Collection[str]) -> int:
     return sum(TOKEN_COLUMNS[name].dtype.itemsize for name in columns)
 
 
-# -- what there is --------------------------------------------------------------------------------
+# -- on the machine -------------------------------------------------------------------------------
 
 
 def shared_memory_bytes() -> int:
-    """Return what is free in /dev/shm, 0 where there is none."""
+    """Return the free bytes in /dev/shm, 0 if it does not exist."""
     return psutil.disk_usage(str(SHARED_MEMORY)).free if SHARED_MEMORY.is_dir() else 0
 
 
 def check_local_store(need: StoreNeed) -> None:
-    """Raise CannotStart unless a Ray on this machine can have a store that holds a step."""
+    """Raise CannotStart if a Ray on this machine cannot have a store for a step."""
     shared, memory = shared_memory_bytes(), host_memory.available_bytes()
     if need.step <= min(shared, memory) or need.step <= SMALLEST_STORE:
         return
@@ -238,8 +247,8 @@ def check_local_store(need: StoreNeed) -> None:
 
 
 def check_running_store(need: StoreNeed) -> None:
-    """Raise CannotStart unless the Ray that this process is connected to can hold a step."""
-    # Imported here so that reading a configuration needs no Ray.
+    """Raise CannotStart if the Ray to which this process is connected cannot hold a step."""
+    # Imported here, because reading a configuration does not need Ray.
     import ray
 
     stores = {
@@ -258,7 +267,7 @@ def check_running_store(need: StoreNeed) -> None:
             f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, whose "
             f"store has {_gb(at_driver)}: {advice}"
         )
-    # What one node produces and another reads lies on both.
+    # Objects that one node produces and another reads are stored on both.
     if len(stores) > 1 and total < 2 * need.step:
         raise CannotStart(
             f"a step needs {need}, most of it on two nodes, and the stores of {len(stores)} nodes "

@@ -1,5 +1,4 @@
-"""Checks that weights to begin with, and checkpoints to go on from, are complete and of the
-configured model."""
+"""Checks that initial weights, and checkpoints for a resume, are complete and fit the model."""
 
 import math
 from collections.abc import Callable
@@ -20,14 +19,20 @@ from rl_loop.tracking.run_directory import RunDirectory
 PEFT_CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 NOT_COMPARED = {"initializer_std", "max_length"}
-"""Fields of a ModelConfig that say nothing about what the weights compute."""
+"""Fields of a ModelConfig that do not affect the computation of the weights."""
 
 
 def check_weights(key: str, path: Path, model: ModelConfig) -> None:
-    """Raise CannotStart unless ``path`` holds the weights of ``model``.
+    """Check that a path has the weights of the configured model.
 
-    ``path``: a Hugging Face directory, a Megatron checkpoint or a run that has one. ``key`` is
-    named in the error."""
+    Args:
+        key: configuration key, for the message.
+        path: a Hugging Face directory, a Megatron checkpoint or a run that has one.
+        model: the configured architecture.
+
+    Raises:
+        CannotStart: the weights are missing, incomplete or of another model.
+    """
     hf_config = path / "config.json"
     if hf_config.exists():
         _check_safetensors(key, path)
@@ -57,10 +62,17 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
 
 
 def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig) -> None:
-    """Raise CannotStart unless ``path`` holds adapters of ``model`` with the settings ``adapter``.
+    """Check that a path has adapters of the configured model with the configured settings.
 
-    ``path``: a run directory, a checkpoint of adapters, or an adapter in PEFT's format, of which the
-    trainer compares targets and tensors."""
+    Args:
+        path: a run directory, a checkpoint of adapters, or an adapter in PEFT's format. Targets and
+            tensors of the latter are compared by the trainer.
+        adapter: the configured settings.
+        model: the configured architecture.
+
+    Raises:
+        CannotStart: the adapters are missing, or of another model or other settings.
+    """
     key = "initial_adapter"
     if (path / PEFT_CONFIG_FILE).exists():
         if not (path / PEFT_WEIGHTS_FILE).exists():
@@ -115,7 +127,7 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
 
 
 def _checkpoint_of(path: Path) -> Path:
-    """Return the newest checkpoint of a run directory; of another, the directory itself."""
+    """Return the newest checkpoint of a run directory, or other directories unchanged."""
     pointer = path / "checkpoints" / "latest"
     if pointer.exists():
         return path / "checkpoints" / _pointed_to(pointer)
@@ -123,7 +135,7 @@ def _checkpoint_of(path: Path) -> Path:
 
 
 def _pointed_to(pointer: Path) -> str:
-    """Return the name of the checkpoint that the file ``latest`` names."""
+    """Return the name of the checkpoint in the file ``latest``."""
     return read_bytes(pointer).decode(errors="replace").strip()
 
 
@@ -132,7 +144,7 @@ def _read_model_config(file: Path) -> ModelConfig:
 
 
 def check_newest_checkpoint(run: RunDirectory) -> None:
-    """Raise CannotStart if the checkpoint that the run would go on from is incomplete."""
+    """Raise CannotStart if the checkpoint from which the run would continue is incomplete."""
     for root in (run.checkpoints, run.critic_checkpoints):
         pointer = root / "latest"
         if not pointer.exists():
@@ -160,8 +172,10 @@ def _check_safetensors(key: str, path: Path) -> None:
 
 
 def _is_original_format(key: str, hf_config: Path) -> bool:
-    """Whether the file is OpenAI's, whose keys are other ones. The trainer compares the shapes of
-    its tensors."""
+    """Return True if the file has OpenAI's format, with other keys.
+
+    The trainer then compares the shapes of its tensors.
+    """
     try:
         return "model_type" not in read_object(hf_config)
     except ConversionError as error:
