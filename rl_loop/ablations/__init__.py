@@ -1,1 +1,1 @@
-"""Faults on purpose, for experiments that show what they do."""
+"""Fault injection, for experiments that measure the effect of faults."""

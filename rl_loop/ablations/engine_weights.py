@@ -1,5 +1,4 @@
-"""Faults on purpose in the engine's weights; those in the trainer are fields of
-its own configuration."""
+"""Fault injection in the engine's weights. Trainer faults are fields of its configuration."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +10,7 @@ from rl_loop.weight_sync.source import WeightSender, WeightSource
 
 
 class FaultyWeights:
-    """A WeightSource that alters another one's tensors."""
+    """WeightSource that alters the tensors of another WeightSource."""
 
     def __init__(self, source: WeightSource, ablation: AblationConfig, seed: int) -> None:
         self._source = source
@@ -22,7 +21,7 @@ class FaultyWeights:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
     def packed_weights(self) -> dict[str, torch.Tensor]:
-        # The sinks, which are all that is altered with quantization, are not packed.
+        # With quantization only the sinks are altered, and they are not packed.
         return engine_weights(self._source.packed_weights(), self._ablation, self._seed)
 
     def release_memory(self) -> None:
@@ -37,10 +36,15 @@ class FaultyWeights:
 def engine_faults(
     ablation: AblationConfig, seed: int
 ) -> Callable[[WeightSource, int], WeightSource] | None:
-    """Return what alters the weights of a version on their way to the engines; None without such
-    faults.
+    """Return a function that alters the weights of a version for the engines.
 
-    ``seed``: of the noise, which is another one for every version."""
+    Args:
+        ablation: faults to inject.
+        seed: seed of the noise, to which the version is added.
+
+    Returns:
+        Function of a source and a version, or None without faults.
+    """
     if not ablation.changes_engine_weights:
         return None
     return lambda source, version: FaultyWeights(source, ablation, seed + version)
@@ -49,9 +53,8 @@ def engine_faults(
 def engine_weights(
     weights: Mapping[str, torch.Tensor], ablation: AblationConfig, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the weights by Hugging Face name as the engine gets them, with the ablation's
-    faults."""
-    # The trainer's own tensors stay as they are.
+    """Return the weights by Hugging Face name with the faults of the ablation."""
+    # The trainer's tensors are not changed.
     altered = dict(weights)
     if "engine_sinks" in ablation.without:
         for name, tensor in weights.items():
