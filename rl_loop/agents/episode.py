@@ -27,8 +27,8 @@ from rl_loop.rollout.episode import (
 from rl_loop.rollout.episode_clock import OutOfTime
 
 AGENT_PAUSES = (0.5, 4.0)
-"""Seconds before an episode with an infrastructure failure is played again, from its beginning and
-in a new session. After the last one it stays invalid."""
+"""Seconds before an episode with an infrastructure failure is repeated, from its beginning and in a
+new session. After the last one it stays invalid."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class AgentReturn:
     """The end of an agent's function."""
 
     value: object = None
-    """Return value; None if the function returned None, or did not return in time."""
+    """Return value. None if the function returned None, or did not return in time."""
     failure: InfrastructureFailure | None = None
     """Error of the function or its process."""
     is_cause: bool = True

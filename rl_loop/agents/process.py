@@ -40,10 +40,10 @@ class ProcessEnded(InfrastructureFailure):
 
 
 def environment_of(program: AgentProgram) -> dict[str, str]:
-    """Return the environment variables that say where a program's process imports from."""
+    """Return the environment variables that set the import path of an agent's process."""
     variables = {"GPTOSS_HOST_PATH": str(Path(rl_loop.__file__).parents[1])}
     if program.python is None:
-        # The same places as here, also those that were added after this process began.
+        # The import path of this process, including additions since its start.
         variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return variables
 
@@ -143,19 +143,20 @@ class AgentProcess:
 
     async def _wait(self, answer: "asyncio.Future[Any]", session: Session) -> None:
         """Wait for the end of an episode, or of its time."""
-        # The session's clock stands while it waits for the engine: it is asked again and again.
+        # The session's clock is stopped while it waits for the engine, so check it repeatedly.
         clock = session.episode.clock
         while not answer.done() and not clock.is_over:
             await asyncio.wait({answer}, timeout=max(0.01, clock.left))
 
     async def _cancel(self, number: int, answer: "asyncio.Future[Any]", session: Session) -> None:
-        """End an episode whose time is over. Raises OutOfTime if it does not return even now."""
+        """End an episode after its time limit. Raises OutOfTime if the function does not return."""
         # Further requests to the policy are rejected, and most agents end because of that.
         await session.close()
         self._send({"cancel": number})
         await asyncio.wait({answer}, timeout=CANCEL_SECONDS)
         if not answer.done():
-            # A plain function cannot be ended from outside: its process goes with its last episode.
+            # A plain function cannot be stopped from outside. Its process ends with its last
+            # episode.
             logger.warning("%s does not end: its process gets no new episodes", self.function)
             self.is_usable = False
             raise OutOfTime
@@ -168,7 +169,7 @@ class AgentProcess:
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
 
     async def _read(self) -> None:
-        """Hand out answers until the process ends."""
+        """Deliver results until the process ends."""
         assert self._process is not None and self._process.stdout is not None
         try:
             while text := await self._process.stdout.readline():
@@ -196,7 +197,7 @@ class AgentProcess:
             answer.set_result(line)
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process."""
         self.is_usable = False
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -213,7 +214,7 @@ class AgentProcess:
 
 
 ProgramKey = tuple[str, str | None, int, int]
-"""Programs with the same key run their episodes in one process."""
+"""Key of a process. Programs with equal keys run their episodes in one process."""
 
 
 def _key_of(program: AgentProgram) -> ProgramKey:
@@ -264,13 +265,13 @@ class AgentProcesses:
             await process.close()
 
     async def close(self) -> None:
-        """End all processes, and start none again."""
+        """End all processes. No further process can start."""
         self._is_closed = True
         await asyncio.gather(*(process.close() for process in self._all))
 
 
 def _ended(status: int) -> str:
-    """Say how a process ended."""
+    """Describe the exit status of a process."""
     if status < 0:
         name = signal.Signals(-status).name
         return f"its process was ended by {name}"
