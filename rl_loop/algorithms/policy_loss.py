@@ -1,7 +1,7 @@
 """Policy losses per token, to be minimized, of the ratio r = exp(log_probs - old_log_probs).
 
-The papers exponentiate the logarithm as it is. Here it is clamped to +-20 first, as in verl, so
-that no ratio overflows. A token beyond has a ratio of e^20 or e^-20 and no gradient through it.
+The papers use the unclamped logarithm. Here it is clamped to +-20 first, as in verl, so no ratio
+overflows. A token beyond the limit has a ratio of e^20 or e^-20 and no gradient through it.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from megatron_gptoss.token_columns import require_column
 from rl_loop.algorithms.sequences import Sequences
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. e^20 is 4.9e8, beyond any bound of a ratio, and its square is finite in fp32."""
+"""Limit in nats. e^20 is 4.9e8, beyond any bound of a ratio, and its square is finite in fp32."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """Inputs of a policy loss: the tokens of one micro-batch, packed.
 
-    Where ``mask`` is False, log-probs and advantages are 0 and carry no gradient. The loss of such
-    tokens is dropped.
+    Tokens outside ``mask`` have log-probs and advantages of 0 without a gradient, and their loss is
+    dropped.
     """
 
     log_probs: Tensor
@@ -32,7 +32,7 @@ class LossInputs:
     advantages: Tensor
     """[tokens]: constant."""
     mask: Tensor
-    """bool [tokens]: the tokens that learn."""
+    """bool [tokens]: tokens that are trained on."""
     sequences: Sequences
     """Sequence of every token, for sums and means over whole sequences."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class LossInputs:
     def log_ratio(self) -> Tensor:
         """Compute log(pi / pi_old) [tokens] with a gradient to ``log_probs``.
 
-        On-policy the old log-probs are the detached new ones. A second forward pass would not give
-        a ratio of 1: a mixture of experts may route a token differently in it.
+        On-policy, the old log-probs are the detached new ones. With a second forward pass the ratio
+        would differ from 1, because a mixture of experts may route a token differently in it.
         """
         if self.old_log_probs is None:
             return self.log_probs - self.log_probs.detach()
@@ -65,14 +65,14 @@ class LossInputs:
 
 @dataclass
 class PolicyLoss:
-    """Result of a policy loss: [tokens] each, but for ``sums``."""
+    """Result of a policy loss: [tokens] each, except for ``sums``."""
 
     loss: Tensor
-    """To be minimised; the only one with a gradient."""
+    """Loss to be minimized. Only this field has a gradient."""
     ratio: Tensor
-    """The importance ratio, for metrics."""
+    """Importance ratio, for metrics."""
     clipped: Tensor
-    """bool: True where clipping decided the loss of the token, for metrics."""
+    """bool: True if the clipped branch determined the loss of the token, for metrics."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Metrics of the loss: name -> scalar, a sum over the tokens of the micro-batch in ``mask``.
     The run logs ``policy_loss/NAME``, the sum of all micro-batches and ranks per sampled token. A
@@ -80,7 +80,7 @@ class PolicyLoss:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Exponentiate without overflow, from e^-20 to e^20; NaN stays NaN."""
+    """Exponentiate without overflow, with results from e^-20 to e^20. NaN remains NaN."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -98,8 +98,14 @@ def ppo_loss(
 ) -> PolicyLoss:
     """Clip the ratio of every token: L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    PPO, arXiv 1707.06347, eq. 7; separate bounds as in DAPO, arXiv 2503.14476, eq. 10. With
-    ``dual_clip`` = c > 1 the loss is at most -c A where A < 0 (arXiv 1912.09729, eq. 5).
+    This is PPO (arXiv 1707.06347, eq. 7) with separate bounds as in DAPO (arXiv 2503.14476, eq.
+    10).
+
+    Args:
+        inputs: tokens of a micro-batch.
+        clip_low: lower bound of the ratio is 1 - clip_low.
+        clip_high: upper bound of the ratio is 1 + clip_high.
+        dual_clip: c > 1 limits the loss of tokens with A < 0 to -c A (arXiv 1912.09729, eq. 5).
     """
     ratio = inputs.ratio()
     advantages = inputs.advantages
@@ -114,7 +120,8 @@ def ppo_loss(
     loss = torch.maximum(plain, bounded)
     clipped = bounded > plain
 
-    # For A < 0 the maximum above leaves a growing ratio unbounded: one token could rule an update.
+    # For A < 0 the maximum above does not bound a growing ratio, so one token could dominate an
+    # update.
     if dual_clip is not None:
         cap = -dual_clip * advantages
         capped = (advantages < 0) & (cap < loss)
@@ -126,34 +133,34 @@ def ppo_loss(
 def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """Clip one ratio per sequence, s = exp(mean of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 
-    The mean is over the tokens of the sequence that learn, and is clamped itself, not its terms.
-    Written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14): the gradient is the same where the
-    advantage is that of the sequence, and no gradient has to cross context-parallel ranks.
+    The mean is over the tokens of the sequence in the mask. The mean is clamped, not its terms. The
+    loss is written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14). Its gradient is equal if all
+    tokens have the sequence's advantage, and no gradient crosses context-parallel ranks.
     """
     if inputs.old_log_probs is not None:
         sequences = inputs.sequences
         mean = sequences.mean(inputs.log_ratio(), inputs.mask)
         log_ratio = sequences.spread(mean).to(inputs.log_probs.dtype)
 
-        # Exactly the token's own p / sg(p), shifted to the ratio of its sequence.
+        # The token's p / sg(p), shifted exactly to the ratio of its sequence.
         inputs = replace(inputs, old_log_probs=inputs.log_probs.detach() - log_ratio)
     return ppo_loss(inputs, clip_low=clip_low, clip_high=clip_high)
 
 
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """Take the clipped ratio as a constant weight: no token loses its gradient.
+    """Use the clipped ratio as a constant weight, so that no token loses its gradient.
 
     L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4).
     """
     ratio = inputs.ratio().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # The gradient comes from log pi alone, so a clipped token still learns.
+    # The gradient comes only from log pi, so a clipped token is still trained on.
     loss = -bounded * inputs.advantages * inputs.log_probs
     return PolicyLoss(loss=loss, ratio=ratio, clipped=bounded != ratio)
 
 
 def reinforce_loss(inputs: LossInputs) -> PolicyLoss:
-    """Weigh log-probs by advantages, without a ratio: L = -A log pi (Williams, 1992)."""
+    """Weight log-probs by advantages, without a ratio: L = -A log pi (Williams, 1992)."""
     loss = -inputs.advantages * inputs.log_probs
     ratio = torch.ones_like(inputs.log_probs)
     return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
@@ -162,12 +169,13 @@ def reinforce_loss(inputs: LossInputs) -> PolicyLoss:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the critic's loss [tokens], and where the clipped branch was the active one.
+    """Return the critic's loss, and True where the clipped branch determined it: [tokens] each.
 
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO.
     """
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
-    # The larger error counts: a value gains nothing by leaving the range around its old estimate.
+    # The larger error counts, so leaving the range around the old estimate gives a value no
+    # advantage.
     plain_error = (values - returns).square()
     bounded_error = (bounded - returns).square()
     return torch.maximum(plain_error, bounded_error) / 2, bounded_error > plain_error
@@ -177,8 +185,16 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
     """Estimate KL(pi || pi_reference) [tokens] from tokens that pi sampled.
 
     With d = log pi - log pi_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman,
-    "Approximating KL divergence"). Only k3 can overflow: below -20, d counts as -20 there (as in
-    verl), and has no gradient. Raises ValueError for another name.
+    "Approximating KL divergence"). Only k3 can overflow. There d is at least -20, as in verl, and
+    has no gradient below.
+
+    Args:
+        log_probs: [tokens], log pi.
+        reference_log_probs: [tokens], log pi_reference.
+        estimator: k1, k2 or k3.
+
+    Raises:
+        ValueError: the estimator is unknown.
     """
     d = log_probs - reference_log_probs
     if estimator == "k1":

@@ -43,9 +43,9 @@ def sample_weights(
 ) -> torch.Tensor:
     """Return the weight of the token losses of each sample in the total loss: [samples], fp64.
 
-    - ``token-mean``: every token has the same weight (DAPO, arXiv 2503.14476, eq. 12). -
-      ``seq-mean-token-mean``: every episode has the same weight (GRPO, arXiv 2402.03300, eq. 3;
-      GSPO).
+    - ``token-mean``: every token has the same weight (DAPO, arXiv 2503.14476, eq. 12).
+    - ``seq-mean-token-mean``: every episode has the same weight (GRPO, arXiv 2402.03300, eq. 3,
+      and GSPO).
     - ``seq-mean-token-sum``: the mean over episodes of their sums, so long episodes weigh more.
     - ``seq-mean-token-sum-norm``: the same, divided by ``constant`` (Dr. GRPO, arXiv 2503.20783).
 
