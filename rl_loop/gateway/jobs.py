@@ -1,4 +1,4 @@
-"""Work that takes long: reading a body, rendering a conversation, and parsing a sampled turn.
+"""Jobs that take long: reading a body, rendering a conversation, and parsing a sampled turn.
 
 Short requests are worked on where they arrive, because a process costs a millisecond. Long ones
 have a process (``RequestWorkers``): parsers and tokenizers hold the interpreter, and with it the
@@ -23,13 +23,13 @@ from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.request import TurnRequest
 
 JOB_SECONDS = 30.0
-"""Processor time of one job; the longest request that fits into a context takes 10 s."""
+"""Processor time of one job. The longest request that fits into a context takes 10 s."""
 JOB_MEMORY_BYTES = 2 << 30
-"""Address space of a process that works on a request."""
+"""Address space of a process that runs a job."""
 WORKERS = 8
-"""Requests that are worked on at the same time; further ones wait."""
+"""Maximum concurrent requests in processes. Further requests wait."""
 IDLE_WORKERS = 2
-"""Processes that stay for the next request."""
+"""Processes that are kept for the next request."""
 NICENESS = 5
 """Added to the niceness of the gateway, so that the event loop has precedence."""
 
@@ -51,7 +51,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class ReadJob[AnyCall: Call]:
-    """Reads the body of a request, and computes everything of it that takes long."""
+    """Reads the body of a request, and computes all its values that take long."""
 
     body: bytes
     dialect: Callable[[Any, str], AnyCall]
@@ -76,8 +76,8 @@ class StoredTokens:
     """Token ids that close the turn."""
     open_calls: tuple[OpenCall, ...]
     history: Sequence[int] | None
-    """All token ids up to the end of the turn, from which finished analysis is left out; None to
-    leave out nothing."""
+    """All token ids up to the end of the turn, from which finished analysis is left out. None to
+    keep all analysis."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RenderJob:
     keys: Sequence[bytes]
     """See ``ChatCodec.render_conversation``."""
     stored: StoredTokens | None
-    """None for a conversation of which nothing is stored."""
+    """Stored turn to continue. None for a new conversation."""
     max_tokens: int
     """Limit of a conversation."""
 
@@ -101,7 +101,7 @@ class RenderJob:
         rendered = self._rendered(codec)
         count = len(rendered.new_ids)
         if count > self.max_tokens:
-            # Millions of tokens would hold the event loop when they arrive.
+            # Unpickling millions of tokens would block the event loop.
             return Rendered([], [], too_many=count)
         return rendered
 
@@ -118,7 +118,7 @@ class RenderJob:
                 )
                 return Rendered(ids, opened)
 
-            # Copies: other conversations continue from the same turn.
+            # Copy the calls, because other conversations continue from this turn.
             open_calls = [replace(call) for call in self.stored.open_calls]
             ids = codec.render_continuation(self.messages, open_calls, self.first_number)
         except ValueError as error:
@@ -161,7 +161,7 @@ class TurnJob:
 
 
 class RequestWorkers:
-    """The processes of one gateway in which long requests are worked on."""
+    """Processes of one gateway for long requests."""
 
     def __init__(self, codec: ChatCodec) -> None:
         self._pool = ForkedPool(
@@ -221,7 +221,11 @@ class SessionJobs:
     """
 
     def __init__(self, codec: ChatCodec, workers: RequestWorkers | None) -> None:
-        """``workers``: processes for long jobs; None to start processes for this session."""
+        """Create the queue of a session.
+
+        Args:
+            workers: processes for long jobs. None to start processes for this session.
+        """
         self._codec = codec
         self._workers = workers or RequestWorkers(codec)
         self._owns_workers = workers is None
@@ -229,13 +233,13 @@ class SessionJobs:
         self._is_working_here = asyncio.Lock()
 
     async def run[Result](self, job: Job[Result], *, is_short: bool) -> Result:
-        """Run a job. The next one begins when it is over, even if the client leaves.
+        """Run a job. The next job begins after its end, even if the client leaves.
 
         Raises ApiError.
         """
         if is_short:
             async with self._is_working_here:
-                # The event loop serves others between two jobs of a session.
+                # The event loop serves other sessions between two jobs of a session.
                 await asyncio.sleep(0)
                 return job.run(self._codec)
         await self._is_working.acquire()

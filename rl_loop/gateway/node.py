@@ -1,4 +1,4 @@
-"""One sampled turn of a session, and the prompt it was sampled from."""
+"""One sampled turn of a session, and its prompt."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,39 +22,39 @@ CHARACTER_BYTES = 2
 
 @dataclass(eq=False)
 class Node:
-    """One sampled turn, and the tokens between it and the turn before."""
+    """One sampled turn, and the tokens between it and the previous turn."""
 
     response_id: str
     parent: "Node | None"
-    """The turn whose tokens this one continues; None if it is the first one of its sequence."""
+    """Turn whose tokens this one continues. None for the first turn of its sequence."""
     new_ids: list[int]
-    """Rendered tokens after the parent's tokens; the whole prompt if there is no parent."""
+    """Rendered tokens after the parent's tokens. The whole prompt if there is no parent."""
     new_role: str
     """Author of ``new_ids``: "prompt", "tool" or "user"."""
     sampled: GenerateResult
-    """The turn, without its routes."""
+    """Sampled turn, without its routes."""
     routes: np.ndarray | None
     """uint8 or int16 [tokens, layers, top_k]: experts of the tokens that were first an input of
     this turn.
     """
     finish_reason: FinishReason
-    """Why the turn ended."""
+    """Reason for the end of the turn."""
     answer: Answer
     """Answer to the client."""
     format_error: str | None
-    """Kind of the error if the turn is not legal. The client then gets no answer."""
+    """Kind of the error if the turn is malformed. The client then gets no answer."""
     messages: tuple[dict[str, Any], ...]
-    """The conversation up to this turn and with it, without instructions."""
+    """Conversation including this turn, without instructions."""
     digests: tuple[MessageDigest, ...]
-    """One for each of ``messages``."""
+    """Digest of each of ``messages``."""
     digest: MessageDigest
     """Digest of the answer."""
     reasoning_tokens: int
-    """Number of sampled tokens that are analysis."""
+    """Number of sampled tokens in analysis messages."""
     key: bytes
     """Key of the conversation with instructions and tools: ``TurnRequest.conversation_keys``."""
     open_calls: list[OpenCall]
-    """Calls that no tool has answered yet, those of this turn included."""
+    """Calls that no tool has answered yet, including those of this turn."""
     closing: tuple[int, ...]
     """Tokens after the turn when the conversation continues."""
     dropped: int
@@ -66,7 +66,7 @@ class Node:
     is_stored: bool = True
     """True if a request may name the response to continue it."""
     delivered: bool | None = None
-    """True if a client has received the answer, False if its connection was lost; None while the
+    """True if a client has received the answer, False if its connection was lost. None while the
     answer is sent."""
     is_leaf: bool = True
     """True if no turn continues from its tokens."""
@@ -120,7 +120,7 @@ class Usage:
     """Number of prompt tokens in the engine's cache."""
     sampled_tokens: int
     reasoning_tokens: int
-    """Number of sampled tokens that are analysis."""
+    """Number of sampled tokens in analysis messages."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class Place:
     """Place of a request in the forest."""
 
     parent: Node | None
-    """The turn to continue; None for a new sequence."""
+    """Turn to continue. None for a new sequence."""
     conversation: tuple[dict[str, Any], ...]
     """All messages, without instructions."""
     digests: tuple[MessageDigest, ...]
-    """One for each message of the conversation."""
+    """Digest of each message of the conversation."""
     keys: list[bytes]
-    """Keys of all beginnings of instructions and conversation."""
+    """Keys of all prefixes of instructions and conversation."""
     new_messages: tuple[dict[str, Any], ...]
     """Messages to render: the messages after the parent, or all messages."""
     first_number: int
@@ -143,10 +143,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of a turn."""
+    """Prompt of a turn."""
 
     parent: Node | None
-    """The turn before ``new_ids``; None if ``new_ids`` is the whole prompt."""
+    """Turn before ``new_ids``. None if ``new_ids`` is the whole prompt."""
     new_ids: list[int]
     open_calls: list[OpenCall]
 
@@ -183,7 +183,7 @@ def new_node(
         OpenCall(call.call_id, f"{FUNCTIONS}{call.name}", call.channel)
         for call in turn.answer.calls
     ]
-    # A turn that was cut off before it said anything is not a message to render.
+    # A turn that was truncated before its first message is not rendered.
     message = turn.answer.as_message()
     is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
     said = () if is_empty and not message["content"] else (message,)

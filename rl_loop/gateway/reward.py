@@ -28,22 +28,22 @@ class GivenReward:
     parts: dict[str, float]
     """Parts of the reward. The part "score" is 1 for perfect and 0 for doing nothing."""
     response_id: str | None = None
-    """Response that is rewarded; None for the session as a whole."""
+    """Rewarded response. None for the whole session."""
 
 
 class SessionRewards:
-    """The rewards of one session. A later reward of the same response replaces the earlier one."""
+    """Rewards of one session. A later reward of a response replaces the earlier one."""
 
     def __init__(self) -> None:
         self._parts: dict[str | None, dict[str, float]] = {}
-        """By response; None for the session as a whole."""
+        """Response -> its reward. The key None is the whole session."""
 
     def add(self, reward: GivenReward) -> None:
         """Add a reward."""
         self._parts[reward.response_id] = reward.parts
 
     def totals(self) -> dict[str, float] | None:
-        """Return the sums of all rewards, part by part; None if there are no rewards."""
+        """Return the sum of each reward part. None without rewards."""
         if not self._parts:
             return None
         totals: dict[str, float] = {}
@@ -56,7 +56,8 @@ class SessionRewards:
 def read_reward(body: Any) -> GivenReward:
     """Read ``{"reward": 0.5}`` or ``{"reward": {"score": 0.5, ...}, "response_id": "..."}``.
 
-    Raises ApiError.
+    Raises:
+        ApiError: the body has another form.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
