@@ -77,7 +77,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
     def install(self) -> None:
-        """Install the handlers. Call it again after ``ray.init``, which replaces that of SIGTERM."""
+        """Install the handlers. Call it again after ``ray.init``, which replaces one of them."""
         for number in (*REQUESTS, signal.SIGUSR1):
             # nohup ignores SIGHUP, which must stay ignored.
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
