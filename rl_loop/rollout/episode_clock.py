@@ -1,4 +1,4 @@
-"""The wall-clock limit of one episode, and calls that end with it."""
+"""Wall-clock limit of one episode, and calls that end with it."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ class OutOfTime(Exception):
 
 
 class EpisodeClock:
-    """Measures how long an episode has run.
+    """Measures the running time of an episode.
 
     The clock stops while the episode waits in an engine's queue, or before it retries a failed
     call. It begins stopped.
@@ -33,28 +33,28 @@ class EpisodeClock:
         self._running_since: float | None = None
 
     def start(self) -> None:
-        """Let the time run; nothing happens if it does."""
+        """Start the clock if it is stopped."""
         if self._running_since is None:
             self._running_since = time.monotonic()
 
     def restart(self) -> None:
-        """Let all of the time run, from now on."""
+        """Reset the clock to the whole time limit and start it."""
         self._left = self._seconds
         self._running_since = time.monotonic()
 
     def stop(self) -> None:
-        """Let the time stand; nothing happens if it does."""
+        """Stop the clock if it is running."""
         self._left = self.left
         self._running_since = None
 
     @property
     def is_running(self) -> bool:
-        """True if the time runs."""
+        """True if the clock is running."""
         return self._running_since is not None
 
     @property
     def left(self) -> float:
-        """Seconds that are left; negative when the time is over."""
+        """Remaining seconds. Negative after the time limit."""
         if self._running_since is None:
             return self._left
         return self._left - (time.monotonic() - self._running_since)
@@ -64,7 +64,7 @@ class EpisodeClock:
         return self.left <= 0
 
     async def pause(self, seconds: float) -> None:
-        """Sleep with the clock stopped; afterwards it is as before."""
+        """Sleep with the clock stopped, then restore its state."""
         was_running = self.is_running
         self.stop()
         try:
@@ -74,9 +74,11 @@ class EpisodeClock:
                 self.start()
 
     async def limit[T](self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``call``, or cancel it and raise OutOfTime when the time is over.
+        """Return the result of ``call``. Cancel it after the time limit.
 
-        Raises InfrastructureFailure if the call was cancelled by something else.
+        Raises:
+            OutOfTime: the time of the episode is over.
+            InfrastructureFailure: other code cancelled the call.
         """
         _running_clock.set(self)
         task = asyncio.ensure_future(call)
@@ -98,13 +100,13 @@ class EpisodeClock:
 def running_clock() -> EpisodeClock:
     """Return the calling episode's clock, which a tool with a queue can stop while a call waits.
 
-    Outside of episodes it is one that limits nothing.
+    Outside of episodes the clock has no limit.
     """
     return _running_clock.get(None) or EpisodeClock(float("inf"))
 
 
 async def end_task(task: "asyncio.Future[Any]") -> None:
-    """Cancel a task, if it runs, and wait a little for its end."""
+    """Cancel a task if it is running, and wait briefly for its end."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_SECONDS)

@@ -25,7 +25,7 @@ from rl_loop.infrastructure import EngineFault, describe
 from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 
 FAULT_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a request that met a fault is sent again; after the last one the fault stays."""
+"""Seconds before a request with a fault is sent again. After the last pause the fault is raised."""
 ABORT_PAUSES = (0.0, 0.02, 0.1, 0.5, 2.0, 5.0, 5.0, 5.0)
 """Seconds before a request that was aborted without a token is sent again, by the number of such
 aborts in sequence. The first pause is 0, because a weight sync aborts once. The later ones keep an
@@ -35,7 +35,7 @@ ABORT_SECONDS = 10.0
 
 
 QUEUE_SECONDS = 3600.0
-"""Longest wait of a request in the engine's queue; a longer one is an infrastructure failure."""
+"""Maximum time of a request in the engine's queue. A longer wait is an infrastructure failure."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class TurnSampler:
 
     engine: RolloutEngine
     episode: str
-    """Unique to the episode: requests are named ``EPISODE/turn/tokens of the turn so far``."""
+    """Unique name of the episode. Requests are named ``EPISODE/turn/tokens of the turn so far``."""
     sampling: SamplingParams
     clock: EpisodeClock
     shape: ModelShape
@@ -63,9 +63,9 @@ class TurnSampler:
     ) -> GenerateResult:
         """Sample one turn.
 
-        If the engine aborts the turn, for instance to load new weights, it continues from its own
-        tokens. If the time of the episode is over, the turn ends with the tokens so far and
-        FinishReason.TIMEOUT. There may be no tokens.
+        If the engine aborts the turn, for instance to load new weights, sampling continues from the
+        tokens so far. If the time of the episode is over, the turn ends with the tokens so far,
+        possibly none, and FinishReason.TIMEOUT.
 
         Args:
             turn: name of the turn. The seed depends on the names of episode and turn, so the result
@@ -90,7 +90,7 @@ class TurnSampler:
                 f"{self.episode}/{turn}", prefix, sampled.output_ids, room, sampling
             )
             if sampled.output_ids and rest.output_ids:
-                # All tokens before the last one had been an input before the abort.
+                # All tokens except the last one were inputs before the abort.
                 processed = len(prefix) + len(sampled.output_ids) - 1
                 self.prefilled_again += max(0, processed - rest.cached_tokens)
 
@@ -109,7 +109,8 @@ class TurnSampler:
     async def score(self, token_ids: list[int]) -> list[float]:
         """Return log-probs (natural log) of ``token_ids[1:]`` at the sampling temperature.
 
-        Raises EngineFault.
+        Raises:
+            EngineFault: the engine failed repeatedly.
         """
         name = f"{self.episode}/score"
         temperature = self.sampling.temperature or 1.0
@@ -142,8 +143,8 @@ class TurnSampler:
     ) -> GenerateResult:
         """Sample at most ``room`` tokens after ``prefix`` and the tokens ``done`` of the turn."""
         name = f"{turn}/{len(done)}"
-        # The name has the number of tokens in it: the rest of an aborted turn must not see the
-        # random numbers of its beginning again.
+        # The name contains the number of tokens, because the rest of an aborted turn must not reuse
+        # the random numbers of its beginning.
         seeded = replace(sampling or self.sampling, max_new_tokens=room, seed=_seed_of(name))
         request = GenerateRequest(name, prefix + done, seeded, self.routed_experts)
 
@@ -154,16 +155,17 @@ class TurnSampler:
                 return result
             except Exception as error:
                 await self._pause_or_raise(name, error, pause)
-            # Another id, as the engine may still be at the attempt before.
+            # Use another id, because the engine may still run the previous attempt.
             request = replace(request, request_id=f"{name}.{attempt}")
         raise AssertionError("the last fault is raised")
 
     async def _pause_or_raise(self, name: str, error: Exception, pause: float | None) -> None:
         """Wait before the next attempt.
 
-        Raises EngineFault if there is none, or it would not help.
+        Raises:
+            EngineFault: there is no further attempt, or it would fail, too.
         """
-        is_of_request = isinstance(error, ValueError)  # the next attempt would meet it again
+        is_of_request = isinstance(error, ValueError)  # Every attempt would raise it.
         if pause is None or is_of_request:
             fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
             raise fault from error
@@ -172,8 +174,8 @@ class TurnSampler:
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         """Send one request.
 
-        The clock stands until the engine begins it; when the time is over, the engine is told to
-        abort.
+        The clock is stopped until the engine begins the request. When the time of the episode is
+        over, the engine gets an abort.
         """
         begun = asyncio.Event()
 
@@ -181,7 +183,7 @@ class TurnSampler:
             self.clock.start()
             begun.set()
 
-        # Waiting in the engine's queue is not the episode's doing.
+        # Time in the engine's queue does not count as time of the episode.
         self.clock.stop()
         running: asyncio.Future[GenerateResult] = asyncio.ensure_future(
             self.engine.generate(replace(request, on_begin=begin))
@@ -193,7 +195,7 @@ class TurnSampler:
             if not running.done() and not begun.is_set():
                 raise EngineFault(request.request_id, f"not begun within {QUEUE_SECONDS:g} s")
 
-            # An engine that answers at once may not have said that it began.
+            # An engine that answers at once may not have reported the beginning.
             self.clock.start()
             await asyncio.wait({running}, timeout=max(0.0, self.clock.left))
             if not running.done():
@@ -204,13 +206,14 @@ class TurnSampler:
         finally:
             await end_task(beginning)
             await end_task(running)
-            # A request that ends in the engine's queue has left the clock standing.
+            # A request that ends in the engine's queue has left the clock stopped.
             self.clock.start()
 
     async def _abort(self, request_id: str, running: "asyncio.Future[GenerateResult]") -> None:
-        """Tell the engine to abort, and wait until the request has ended.
+        """Send an abort to the engine, and wait until the request has ended.
 
-        Raises EngineFault if it does not.
+        Raises:
+            EngineFault: the request does not end.
         """
 
         async def ask() -> None:
@@ -243,8 +246,7 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
 def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
     """Merge the experts of a prefix and of a longer sequence, both [tokens, layers, top_k].
 
-    Every token keeps those that it was first processed with: they made the log-probs that were
-    returned.
+    Every token keeps the experts of its first forward pass, which computed the returned log-probs.
     """
     if earlier is None:
         return latest
@@ -259,6 +261,6 @@ def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
 
 
 def _seed_of(request_id: str) -> int:
-    """Hash a name to 63 bits, which a torch generator takes."""
+    """Hash a name to 63 bits, the size of a torch generator's seed."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
