@@ -10,14 +10,14 @@ from aiohttp import web
 from rl_loop.gateway.errors import ApiError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Bytes of a request; the longest context is a few megabytes of text."""
+"""Maximum bytes of a request. The longest context is a few megabytes of text."""
 SHORT_BODY_BYTES = 16 * 1024
-"""Bytes that are parsed on the event loop: it takes a millisecond or less. Longer bodies are parsed
+"""Maximum bytes that are parsed on the event loop, which takes up to 1 ms. Longer bodies are parsed
 in another process (``rl_loop.gateway.jobs``)."""
 BODY_SECONDS = 30.0
-"""Time for the body of a request."""
+"""Time limit in seconds for the body of a request."""
 MAX_VALUES = 40_000
-"""Values of the JSON of a request: texts, numbers, lists and objects."""
+"""Maximum number of values in the JSON of a request: texts, numbers, lists and objects."""
 
 
 async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes:
@@ -25,7 +25,7 @@ async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes
 
     Args:
         request: the request.
-        count: called with the number of bytes that have arrived since the last call.
+        count: called with the number of bytes received since the last call.
 
     Raises:
         ApiError: the body is too long, too slow or encoded, or ``count`` raises it.
@@ -60,7 +60,7 @@ def parse_json(body: bytes) -> Any:
     except ValueError as error:
         message = f"the body is not valid JSON: {error}"
         raise ApiError(400, "invalid_request", message) from None
-    # A value has two bytes or more, with the comma behind it.
+    # A value takes at least 2 bytes, including its comma.
     if len(body) > 2 * MAX_VALUES and _has_more_values(value, MAX_VALUES):
         message = f"the body has more than {MAX_VALUES} values"
         raise ApiError(413, "invalid_request", message)
@@ -68,7 +68,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _has_more_values(value: Any, most: int) -> bool:
-    """Return True if a value of JSON consists of more than ``most`` values."""
+    """Return True if JSON has more than ``most`` values."""
     values = [value]
     for place in range(most):
         if place == len(values):

@@ -1,9 +1,9 @@
 """Turns of one session as a forest. The conversation that a client repeats identifies a turn.
 
 A client sends its whole conversation with every request, as text. Stored tokens replace the longest
-beginning that was sampled or rendered before. Only the messages after it are rendered. Therefore no
-sampled token is tokenized again. A conversation that differs (other tools, an edited or summarized
-history, a sub-agent's prompt) begins another tree, or a branch at the difference.
+prefix that was sampled or rendered before, and only the messages after it are rendered. Therefore
+no sampled token is tokenized again. A conversation that differs (other tools, an edited or
+summarized history, a sub-agent's prompt) begins another tree, or a branch at the difference.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
 REMEMBERED_BYTES = 256 << 20
-"""Memory of the turns of one session of which older ones are forgotten."""
+"""Maximum bytes of a session's turns if old turns are dropped."""
 MAX_ORDERED = 16_384
-"""Pairs of a result and an open call up to which results are put into the order of their calls
-here."""
+"""Maximum pairs of a tool result and an open call for which results are sorted on the event
+loop."""
 
 
 class Forest:
@@ -31,20 +31,19 @@ class Forest:
         """Make an empty forest.
 
         Args:
-            remembered_turns: older turns are forgotten, and can neither be continued nor trained
-                on; None to keep all. With a number, older turns beyond REMEMBERED_BYTES are
-                forgotten, too.
+            remembered_turns: number of turns to keep. Older turns can neither be continued nor
+                trained on, and turns beyond REMEMBERED_BYTES are dropped, too. None to keep all.
         """
         self._remembered_turns = remembered_turns
         self._memory_bytes = 0
         self._nodes: dict[str, Node] = {}
-        """By response id, in the order in which they were added."""
+        """Turns by response id, in the order of their addition."""
         self._by_key: dict[bytes, Node] = {}
-        """The newest turn of every conversation that can continue."""
+        """Newest turn of every conversation that can continue."""
         self._by_fingerprint: dict[bytes, list[Node]] = {}
-        """The answers to equal requests, the newest last."""
+        """Answers to equal requests, newest last."""
         self._by_call: dict[str, Node] = {}
-        """The turn that made a call, by the id of the call."""
+        """Turn that made a call, by the id of the call."""
 
     def __len__(self) -> int:
         """Return the number of turns."""
@@ -52,12 +51,12 @@ class Forest:
 
     @property
     def nodes(self) -> list[Node]:
-        """All turns, in the order in which they were added."""
+        """All turns, in the order of their addition."""
         return list(self._nodes.values())
 
     @property
     def leaves(self) -> list[Node]:
-        """Last turns of all conversations, in the order in which they were added."""
+        """Last turns of all conversations, in the order of their addition."""
         return [node for node in self._nodes.values() if node.is_leaf]
 
     def node(self, response_id: str) -> Node:
@@ -77,15 +76,16 @@ class Forest:
         return response_id in self._nodes
 
     def answers(self, fingerprint: bytes) -> Sequence[Node]:
-        """Return the answers to requests that are equal to another one, the newest last."""
+        """Return the answers to requests with the same fingerprint, newest last."""
         return self._by_fingerprint.get(fingerprint, ())
 
     # ---- growing
 
     def find(self, request: TurnRequest) -> Place:
-        """Find the longest stored beginning of a request's conversation.
+        """Find the longest stored prefix of a request's conversation.
 
-        Raises ApiError if it names a response that this session does not have.
+        Raises:
+            ApiError: the request refers to a response that this session does not have.
         """
         previous: Node | None = None
         conversation, digests = request.messages, request.digests
@@ -104,7 +104,7 @@ class Forest:
         # At least one message has to be new.
         for length in range(len(everything) - 1, 0, -1):
             parent = self._by_key.get(keys[length])
-            # Answers can read the same and differ in hidden reasoning: the id says which it is.
+            # Answers can have the same text and other hidden reasoning. The id distinguishes them.
             if previous is not None and previous.key == keys[length]:
                 parent = previous
             if parent is not None:
@@ -125,14 +125,14 @@ class Forest:
         """Return a message with the stored thinking if it is a turn with calls of this session.
 
         Clients need not repeat thinking. The policy needs it until its calls have led to an answer,
-        also if the conversation is rendered again.
+        even if the conversation is rendered again.
         """
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         node = self._by_call.get(calls[0].get("id")) if calls else None
         if node is None or not node.answer.reasoning:
             return message
         if digest_of_calls(digest) != digest_of_calls(node.digest):
-            return message  # an edited turn
+            return message  # An edited turn.
         return message | {"thinking": node.answer.reasoning}
 
     def add(self, node: Node) -> None:
@@ -176,15 +176,15 @@ class Forest:
         """Return a trajectory for every leaf, in the order in which the leaves were sampled.
 
         Every sampled token has the mask True in exactly one trajectory. Turns that two leaves share
-        are trained with the first one and are context of the second. A leaf that was cut off comes
-        after whole ones there: it may be excluded, and shared turns with it. The caller sets
-        outcomes and rewards.
+        are trained on with the first leaf, and are context of the second. Truncated leaves come
+        last, because they may be excluded, together with shared turns. The caller sets outcomes and
+        rewards.
         """
         leaves = self.leaves
         trained: set[Node] = set()
         fresh_of: dict[Node, list[Node]] = {}
         for leaf in sorted(leaves, key=lambda leaf: leaf.was_cut):
-            # A turn is trained together with all before it, so these are the last of the path.
+            # A turn is trained on together with all turns before it, so these are the path's last.
             fresh_of[leaf] = [node for node in leaf.path() if node not in trained]
             trained.update(fresh_of[leaf])
 
@@ -205,8 +205,8 @@ def _continued(
 ) -> tuple[tuple[dict[str, Any], ...], tuple[MessageDigest, ...]]:
     """Return the messages up to a request that continues a stored response, and their digests.
 
-    Results of tools have no ids in a prompt: a client may send them in any order. The request has
-    put those behind its own calls into their order; the first ones answer ``previous``.
+    Tool results have no ids in a prompt, but a client may send them in any order. Results
+    of the request's calls are sorted already. The first results answer ``previous``.
     """
     messages = request.messages
     first = next((i for i, m in enumerate(messages) if m["role"] != "tool"), len(messages))
@@ -223,7 +223,7 @@ def _draft(
     fresh: Sequence[Node],
     decode: Callable[[Sequence[int]], str],
 ) -> EpisodeDraft:
-    """Put the tokens of one path together. ``shared``: turns that are context only."""
+    """Join the tokens of one path. ``shared`` has the turns that are only context."""
     draft = EpisodeDraft(task_id)
     context = shared[-1].token_ids() if shared else []
     for node in shared:

@@ -29,22 +29,22 @@ from rl_loop.infrastructure import describe
 
 LOOPBACK = "127.0.0.1"
 MAX_IN_FLIGHT = 1024
-"""Requests of one key at the same time."""
+"""Maximum concurrent requests of one key."""
 CLOSING_STATUSES = (401, 408, 413, 415, 429)
-"""Answers behind which a connection is closed, because the body is not read."""
+"""Status codes after which a connection is closed, because the body is not read."""
 MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
-"""Bytes of the bodies of all requests of one key at the same time."""
+"""Maximum bytes of the bodies of all concurrent requests of one key."""
 LONG_ANSWER_BYTES = 65_536
-"""Bytes of a stream that are sent at a time, unless one event is longer."""
+"""Bytes of a stream that are sent at a time. A longer event is sent at once."""
 STOP_SECONDS = 5.0
-"""Time for requests to end when the server stops."""
+"""Time in seconds for requests to end when the server stops."""
 RETRY_HEADER = "x-stainless-retry-count"
-"""Header with the number of times that a client of OpenAI has sent a request before."""
+"""Header with the number of earlier attempts of an OpenAI client."""
 
 SESSION = web.RequestKey("session", Session)
-"""Session of a request whose key is valid."""
+"""Session of a request with a valid key."""
 BODY_BYTES = web.RequestKey("body_bytes", int)
-"""Bytes of the body of a request that have arrived."""
+"""Received bytes of a request's body."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,10 @@ class GatewaySettings:
     model: str = "policy"
     """Name of the policy in answers and in ``/v1/models``."""
     host: str = LOOPBACK
-    """Address to listen on. Keys travel unencrypted: another one belongs behind a proxy, or into
-    a network that is trusted."""
+    """Address to listen on. Keys are sent unencrypted, so other addresses than loopback need a
+    proxy or a trusted network."""
     port: int = 0
-    """0 for any that is free."""
+    """Port to listen on. 0 for any free port."""
 
 
 class Gateway:
@@ -90,13 +90,13 @@ class Gateway:
         shape: ModelShape,
         settings: GatewaySettings,
     ) -> None:
-        """``shape``: shape of the model, to check the engine's results."""
+        """Create a server that does not listen yet. ``shape`` checks the engine's results."""
         self._engine = engine
         self._codec = codec
         self._shape = shape
         self._settings = settings
         self._sessions: dict[str, Session] = {}
-        """By API key."""
+        """Sessions by API key."""
         self._connections = Connections()
         self._workers = RequestWorkers(codec)
         self._runner: web.AppRunner | None = None
@@ -114,8 +114,8 @@ class Gateway:
 
         Args:
             name: name that is unique among all sessions of the engine.
-            api_key: key of the client; None to make one.
-            settings: settings of the session; None for the settings of the gateway.
+            api_key: key of the client. None to generate one.
+            settings: settings of the session. None for the settings of the gateway.
 
         Raises:
             ValueError: the key is in use.
@@ -207,7 +207,7 @@ class Gateway:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Answer a request. Every failure has the shape of the API's errors."""
+        """Answer a request. Every failure has the format of the API's errors."""
         try:
             return await handler(request)
         except ConnectionResetError:
@@ -254,7 +254,7 @@ class Gateway:
             node.delivered = True
             return response
         finally:
-            # The connection was lost: a repeated request gets this answer.
+            # The connection was lost. A repeated request gets this answer.
             if node.delivered is None:
                 node.delivered = False
 
@@ -342,7 +342,7 @@ async def _send_events(request: web.Request, call: Call, node: Node) -> web.Stre
             lines.append(f"event: {event['type']}\n".encode())
         lines += [b"data: ", call.written(event), b"\n\n"]
         size += len(lines[-2])
-        # A long answer is sent in pieces, and others are served between them.
+        # A long answer is sent in pieces, so that other requests are served between them.
         if size > LONG_ANSWER_BYTES:
             await response.write(b"".join(lines))
             await asyncio.sleep(0)
@@ -356,7 +356,7 @@ async def _send_events(request: web.Request, call: Call, node: Node) -> web.Stre
 
 
 def _error_response(error: ApiError) -> web.Response:
-    # The request was repeated already. Another repetition by the client only takes longer.
+    # The request was repeated already. A further repetition by the client would only take time.
     headers = {"x-should-retry": "false"}
     response = web.json_response(error.body(), status=error.status, headers=headers)
     if error.status in CLOSING_STATUSES:

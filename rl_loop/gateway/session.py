@@ -1,4 +1,4 @@
-"""One session: all conversations of one API key with the policy, sampled, captured and limited.
+"""One session: sampling, recording and limits of all conversations of one API key.
 
 A session is an episode (``rollout.episode``). Mistakes of the policy and limits end it with a
 reason that can be rewarded. Infrastructure failures end it as invalid. In both cases the client
@@ -37,7 +37,7 @@ from rl_loop.rollout.episode import (
 from rl_loop.rollout.turn_sampler import ABORT_SECONDS
 
 SHORT_TOKENS = 256
-"""Tokens that are parsed on the event loop. It takes a millisecond or less."""
+"""Maximum tokens that are parsed on the event loop, which takes up to 1 ms."""
 
 SETTLE_SECONDS = 2 * ABORT_SECONDS
 """Seconds for the turns in flight to end when the time of the session is over."""
@@ -52,23 +52,23 @@ class SessionSettings:
     sampling: SamplingParams
     """Temperature, top-p and the token limit of one turn."""
     history: History = "append"
-    """Tokens before a turn that follows a final answer. "append": all tokens so far. "harmony": the
-    tokens that the format keeps (``ChatCodec.without_finished_analysis``), which begin another
-    sequence."""
+    """Rendering of the tokens before a turn that follows a final answer. "append": all tokens so
+    far. "harmony": the tokens that the format keeps (``ChatCodec.without_finished_analysis``),
+    which begin another sequence."""
     clients_choose_sampling: bool = False
     """Use the temperature and top-p of requests. Not in training, because the trainer computes
     log-probs at the temperature of the run."""
     routed_experts: bool = False
-    """Capture the experts of every token."""
+    """Record the experts of every token."""
     is_episode: bool = True
     """True if errors end the session, as they end an episode. Otherwise only the request fails, and
     the client may try again."""
     remembered_turns: int | None = None
-    """Number of turns that are remembered; None to remember all, for training."""
+    """Number of turns to keep. None to keep all, for training."""
 
 
 class Session:
-    """The conversations of one API key."""
+    """Conversations of one API key."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Session:
             codec: chat format of the policy.
             shape: shape of the model, to check the engine's results.
             settings: limits and sampling.
-            api_key: key of the client; None to make one.
-            workers: processes for long requests; None to start processes for this session.
+            api_key: key of the client. None to generate one.
+            workers: processes for long requests. None to start processes for this session.
         """
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
@@ -103,12 +103,12 @@ class Session:
             shape=shape,
             routed_experts=settings.routed_experts,
         )
-        # The agent's own work takes time of the episode, too.
+        # The agent's computations also count as time of the episode.
         self.episode.clock.start()
         self.in_flight = 0
         """Number of requests in flight."""
         self.body_bytes = 0
-        """Bytes of the bodies of these requests."""
+        """Bytes of the bodies of the requests in flight."""
         self.was_too_long = False
         """True if the last conversation was rejected because it left no room for an answer."""
 
@@ -123,7 +123,7 @@ class Session:
 
     @property
     def end(self) -> Ending | None:
-        """Ending of the session; None while it takes requests."""
+        """Ending of the session. None while it accepts requests."""
         return self.episode.ending
 
     async def respond(
@@ -131,10 +131,9 @@ class Session:
     ) -> Node:
         """Return the policy's turn.
 
-        Each request gets a separate sample, also if equal requests are in flight. Only a request
-        that is repeated gets an earlier turn: if the answer could not be delivered, or if the
-        client marks the request as a retry. If no client waits any more, sampling stops and nothing
-        is kept.
+        Each request gets a separate sample, even if equal requests are in flight. A repeated
+        request gets an earlier turn in two cases: the answer could not be delivered, or the client
+        marks the request as a retry. If no client waits, sampling stops and the turn is dropped.
 
         Args:
             request: the conversation.
@@ -150,7 +149,7 @@ class Session:
                 node.delivered = None
                 return node
         if is_retry and self._pending.forget_abandoned(request.fingerprint):
-            # The turn of this client is gone. Equal turns belong to other clients.
+            # The turn of this client was dropped. Equal turns belong to other clients.
             is_retry = False
         if is_retry and equal:
             return equal[-1]
@@ -177,19 +176,19 @@ class Session:
         self._rewards.add(reward)
 
     def reward_parts(self) -> dict[str, float] | None:
-        """Return the sums of all rewards, part by part; None if there are no rewards."""
+        """Return the sum of each reward part. None without rewards."""
         return self._rewards.totals()
 
     def trajectories(self, task_id: str) -> list[tuple[Node, Trajectory]]:
-        """Return the captured sequences: see ``Forest.trajectories``."""
+        """Return the recorded sequences, see ``Forest.trajectories``."""
         return self.forest.trajectories(task_id, self._codec.decode)
 
     async def run[Result](self, job: Job[Result], *, is_short: bool = False) -> Result:
-        """Run a job: see ``SessionJobs.run``. Raises ApiError."""
+        """Run a job, see ``SessionJobs.run``. Raises ApiError."""
         return await self._jobs.run(job, is_short=is_short)
 
     async def close(self) -> None:
-        """Stop the turns in flight, and take no more requests."""
+        """Stop the turns in flight, and refuse further requests."""
         if self.episode.clock.is_over:
             # The sampler ends these turns. Their tokens so far are a part of the episode.
             await self._pending.settle(SETTLE_SECONDS)
@@ -269,13 +268,13 @@ class Session:
     # ---- errors
 
     def _ended(self, ending: Ending) -> ApiError:
-        """End the session if it is an episode. Returns the client's error."""
+        """End the session if it is an episode. Return the client's error."""
         if self._settings.is_episode:
             self.episode.end(ending)
         return _error_of(ending)
 
     def _too_long(self, tokens: str) -> ApiError:
-        """Make the error of a conversation that leaves no room for an answer."""
+        """Return the error for a conversation that leaves no tokens for an answer."""
         limit = self._settings.limits.max_tokens
         return ApiError(
             400,
