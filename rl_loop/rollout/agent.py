@@ -259,7 +259,7 @@ class EpisodeRunner:
 
     @property
     def calls_left(self) -> int | None:
-        """Number of tool calls that may still be executed; None for any number."""
+        """Number of tool calls that may still be executed. None for no limit."""
         if self.limits.max_tool_calls is None:
             return None
         return max(0, self.limits.max_tool_calls - self.calls_run)

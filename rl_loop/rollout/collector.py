@@ -198,7 +198,7 @@ class RolloutCollector:
             first_step: step that is collected first.
             first_task: position of the first task of this step.
             finished: groups from a checkpoint that need not run again.
-            abandon: returns True if the episodes are no longer wanted. ``collect`` then raises
+            abandon: returns True if the episodes are not needed. ``collect`` then raises
                 RolloutsAbandoned.
             on_ended: called while a step waits, with the numbers of ended and wanted episodes.
         """
@@ -216,9 +216,9 @@ class RolloutCollector:
         self._changed = Condition()
         self._version = first_step
         self._next_step = first_step
-        """The step that begins next."""
+        """Step that begins next."""
         self._next_task: int | None = first_task
-        """Position of its first task; None while the step before it may need further rounds."""
+        """Position of its first task. None while the previous step may need further rounds."""
         self._open: dict[int, StepGroups] = {}
         """Groups of the steps that have begun and were not collected, by step."""
         self._restored = dict(finished or {})
@@ -252,7 +252,7 @@ class RolloutCollector:
         """Wait for the groups that a step trains on, and for held-out groups.
 
         Raises:
-            RolloutsAbandoned: the episodes are no longer wanted.
+            RolloutsAbandoned: the episodes are not needed.
             InfrastructureOutage: infrastructure failures ended too many episodes.
             TaskFileError: none of the tasks can be run.
         """
@@ -317,7 +317,7 @@ class RolloutCollector:
                 self._changed.notify_all()
 
     def _take_group(self) -> None:
-        """Wait for one group and note it.
+        """Wait for one group and record it.
 
         A separate method, because its local variables must not keep the group's routes alive.
         """
@@ -380,7 +380,7 @@ class RolloutCollector:
         for number in requests:
             groups.begun_with[number] = restored[number][0] if number in restored else self._version
 
-        # A restored group may complete the round, so all of the round must be known before.
+        # A restored group may complete the round, so the whole round must be known first.
         for number, request in requests.items():
             if number not in restored:
                 self._stream.admit(number, request)
@@ -390,7 +390,7 @@ class RolloutCollector:
     def _take_restored(self, requests: Mapping[int, GroupRequest]) -> FinishedGroups:
         """Return the groups from a checkpoint that answer these requests.
 
-        A group that has another task than the request is dropped, because the data has changed.
+        A group with another task than the request is dropped, because the data has changed.
         """
         restored = {}
         for number, request in requests.items():
@@ -408,7 +408,7 @@ class RolloutCollector:
         self._on_ended(ended, wanted)
 
     def _run_ahead(self) -> RunAhead | None:
-        """Return how far rollouts are ahead. None without staleness."""
+        """Return the progress of later steps. None without staleness."""
         if self._max_staleness == 0:
             return None
         return RunAhead(

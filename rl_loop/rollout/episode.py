@@ -1,10 +1,10 @@
-"""The core of an episode: its limits, its clock, the sampling of its turns, and its ending.
+"""Core of an episode: its limits, its clock, the sampling of its turns, and its ending.
 
 The agent loop (``rollout.agent``) and the sessions of the gateway (``gateway.session``) run on it.
 Every episode has one of four endings:
 
     Completed       the agent or its environment ended it
-    IllegalTurn     the policy wrote a turn that is not legal
+    IllegalTurn     the policy wrote a malformed turn
     LimitReached    a limit ended it: the episode is truncated
     Failed          infrastructure failed: the episode is invalid
 """
@@ -30,12 +30,12 @@ class Completed:
     """The agent or its environment ended the episode."""
 
     reason: FinishReason = FinishReason.STOP
-    """The limit that cut off the last turn of a conversation, if the agent accepted such a turn."""
+    """Limit that truncated the last turn of a conversation, if the agent accepted such a turn."""
 
 
 @dataclass(frozen=True)
 class IllegalTurn:
-    """The policy wrote a turn that is not legal."""
+    """The policy wrote a malformed turn."""
 
     kind: str
     """Kind of the error, such as ``rl_loop.chat.messages.FormatError.kind``."""
@@ -48,7 +48,7 @@ class LimitReached:
 
     reason: FinishReason
     allowed: str
-    """The limit with its unit, such as "4 turns"."""
+    """Limit with its unit, such as "4 turns"."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ type Ending = Completed | IllegalTurn | LimitReached | Failed
 
 
 class EpisodeOver(Exception):
-    """The episode takes no more turns."""
+    """The episode accepts no further turns."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__(ending)
@@ -72,12 +72,12 @@ class EpisodeOver(Exception):
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Number of tokens that a turn may have."""
+    """Maximum number of tokens of a turn."""
 
     tokens: int
     """0 or less if no tokens are left."""
     limit: LimitReached
-    """The limit that sets the number."""
+    """Limit that determines the number."""
 
     @classmethod
     def of(cls, tokens: int, reason: FinishReason, allowed: str) -> Self:
@@ -91,7 +91,7 @@ class SampledTurn:
 
     result: GenerateResult
     cut_by: LimitReached | None
-    """The limit that ended the turn; None if the policy did."""
+    """Limit that ended the turn. None if the policy ended it."""
 
     @property
     def reason(self) -> FinishReason:
@@ -113,10 +113,10 @@ class Episode:
         shape: ModelShape | None = None,
         routed_experts: bool = False,
     ) -> None:
-        """Begin an episode. Its clock stands until the first turn is sampled.
+        """Begin an episode. Its clock is stopped until the first turn is sampled.
 
         Args:
-            name: unique name of the episode; seeds the sampling.
+            name: unique name of the episode, which seeds the sampling.
             engine: engine that samples the turns.
             codec: chat format of the policy.
             limits: limits of the episode.
@@ -184,7 +184,7 @@ class Episode:
         """Sample a turn. The turn is not kept yet.
 
         Args:
-            name: name of the turn; seeds the sampling together with the name of the episode.
+            name: name of the turn, which seeds the sampling together with the episode's name.
             prefix: token ids before the turn.
             max_new_tokens: limit of this turn in addition to the limits of the episode.
             sampling: sampling parameters of this turn. None for the parameters of the episode.
@@ -288,7 +288,7 @@ def invalidated(
     sequence.invalid = InvalidReason(failure.component, failure.reason, failure.culprit or culprit)
     sequence.excluded = True
     sequence.routed_experts = None
-    # NaN shows where the reward is used by mistake.
+    # NaN shows wrong uses of the reward.
     sequence.reward = math.nan
     sequence.reward_parts = {}
     return sequence

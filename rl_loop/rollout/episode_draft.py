@@ -11,7 +11,7 @@ from rl_loop.rollout.turn_sampler import shifted
 
 
 class EpisodeDraft:
-    """The tokens and counters of one episode so far."""
+    """Tokens and counters of one episode so far."""
 
     def __init__(self, task_id: str) -> None:
         self.task_id = task_id
@@ -26,12 +26,13 @@ class EpisodeDraft:
         self.cached_tokens = 0
 
         self._log_probs: list[float] = []
-        """0.0 where a token was not sampled."""
+        """Log-prob of each token, 0.0 for tokens that were not sampled."""
         self._weight_versions: list[WeightVersionSpan] = []
         self._routes: list[np.ndarray] = []
-        """Pieces of the routes of the tokens so far: they weigh most, and are joined once."""
+        """Parts of the routes of the tokens so far. They are large, so they are joined only
+        once."""
         self._routed_tokens = 0
-        """Number of tokens in all pieces."""
+        """Number of tokens in all parts."""
 
     def __len__(self) -> int:
         """Return the number of tokens so far."""
@@ -46,7 +47,7 @@ class EpisodeDraft:
             role: author of the turn: "prompt", "assistant", "tool" or "user".
             ids: token ids of the turn.
             text: text of the turn, for people.
-            sampled: result of the engine; None if the policy is not the author.
+            sampled: result of the engine. None if the policy is not the author.
         """
         start = len(self)
         self.token_ids += ids
@@ -58,16 +59,16 @@ class EpisodeDraft:
         self._log_probs += sampled.output_log_probs
         self._weight_versions += shifted(sampled.weight_versions, start)
         if sampled.routed_experts is not None:
-            # Every token keeps the experts that it was first processed with: they made the
-            # log-probs that were returned. A copy, as a view would keep the routes of the whole
-            # prefix alive, turn after turn.
+            # Every token keeps the experts of its first forward pass, which computed the returned
+            # log-probs. Copied, because a view would keep the routes of the whole prefix alive in
+            # every turn.
             self.append_routes(sampled.routed_experts[self._routed_tokens :].copy())
 
     def note_reuse(self, sampled: GenerateResult) -> None:
         """Count the tokens that the engine had processed before a turn, and those it reused.
 
-        To be called before the turn and the unread tokens before it are appended. All tokens so far
-        have been processed once.
+        Call it before the turn and the unread tokens before it are appended. All tokens so far have
+        been processed once.
         """
         self.reusable_tokens += len(self)
         self.cached_tokens += min(len(self), sampled.cached_tokens)
@@ -79,8 +80,8 @@ class EpisodeDraft:
         del self._log_probs[turn.start :]
         self._weight_versions = [span for span in self._weight_versions if span.start < turn.start]
 
-        # The token before the turn is first an input of the turn itself: no route of it is known
-        # either.
+        # The token before the turn is first an input of the turn itself, so its route is unknown,
+        # too.
         known = max(0, turn.start - 1)
         while self._routed_tokens > known:
             piece = self._routes.pop()
@@ -88,9 +89,10 @@ class EpisodeDraft:
             self.append_routes(piece[: max(0, known - self._routed_tokens)])
 
     def to_trajectory(self, *, with_routes: bool = True) -> Trajectory:
-        """Return the episode, whose outcome is still to be set.
+        """Return the episode without its outcome, which the caller sets.
 
-        Raises ColumnError if its columns do not fit together.
+        Raises:
+            ColumnError: the columns do not fit together.
         """
         whose = f"task {self.task_id}"
         loss_mask = np.zeros(len(self), dtype=np.bool_)
@@ -116,7 +118,7 @@ class EpisodeDraft:
         )
 
     def append_routes(self, piece: np.ndarray | None) -> None:
-        """Append the routes of tokens behind those that have some; None has none."""
+        """Append the routes of tokens after those with routes. None for unknown routes."""
         if piece is not None and len(piece) > 0:
             self._routes.append(piece)
             self._routed_tokens += len(piece)

@@ -8,7 +8,7 @@ else as JSON. The files only save time. A resume samples a group again if
 - one of its episodes cannot be trained on, or
 - an earlier attempt that restored the file ended neither with a new checkpoint nor on request.
 
-So no file can make every later resume fail.
+Therefore no file can make every later resume fail.
 """
 
 import json
@@ -87,9 +87,8 @@ class GroupStore:
     def load(self, step: int) -> FinishedGroups:
         """Return the groups that were saved for a resume after ``step`` steps.
 
-        Their file is marked as in use.
-
-        Files of later steps are deleted, because those steps are taken again.
+        Their file is marked as in use. Files of later steps are deleted, because those steps are
+        taken again.
         """
         path = self._path(step)
         for unfinished in self._directory.glob(".step_*.tmp"):
@@ -112,7 +111,7 @@ class GroupStore:
         except (OSError, ValueError, LookupError, TypeError, BadZipFile) as error:
             logger.warning("%s cannot be read; its episodes are sampled again: %s", path, error)
             groups = {}
-        # Losing the new name in a power cut costs nothing but a second try with these groups.
+        # If a power cut loses the new name, these groups are only tried once more.
         path.rename(in_use)
         return groups
 
@@ -127,7 +126,7 @@ class GroupStore:
             in_use.rename(path)
 
     def _write(self, file: BinaryIO, groups: FinishedGroups) -> None:
-        """Write one array at a time: all of them may be gigabytes."""
+        """Write one array at a time, because all of them may have gigabytes."""
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
             def write(name: str, array: np.ndarray) -> None:
@@ -202,9 +201,9 @@ def _write(trajectories: list[Trajectory], prefix: str, write: WriteArray) -> li
 
 
 def _array(column: np.ndarray | StoredRoutes) -> np.ndarray:
-    """Return a column as an array; routes are fetched from Ray's store."""
+    """Return a column as an array. Routes are fetched from Ray's store."""
     if isinstance(column, StoredRoutes):
-        import ray  # nothing else here needs it
+        import ray  # Only this function needs it.
 
         return column.rows_of(np.asarray(ray.get(column.reference)))
     return column
