@@ -80,7 +80,7 @@ def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:
-    """Return host and port of an address with or without a scheme; None for a missing part."""
+    """Return host and port of an address with or without a scheme. None for a missing part."""
     where = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         return where.hostname, where.port

@@ -48,8 +48,8 @@ def check_disk(
         directory: directory of the run.
         training: number of steps, and of checkpoints to keep.
         checkpoint: bytes of one checkpoint (``checkpoint_bytes``).
-        export: bytes of the export (``export_bytes``); 0 if the run exports nothing.
-        adapters: bytes of the adapters of one checkpoint (``kept_adapter_bytes``); 0 if the run
+        export: bytes of the export (``export_bytes``). 0 if the run exports nothing.
+        adapters: bytes of the adapters of one checkpoint (``kept_adapter_bytes``). 0 if the run
             keeps none.
 
     Raises:
@@ -106,7 +106,7 @@ def checkpoint_bytes(
 def kept_adapter_bytes(
     training: TrainingConfig, model: ModelConfig, dtype: str, adapter: AdapterConfig | None
 ) -> float:
-    """Return the bytes that ``training.keep_adapters`` keeps of one checkpoint; 0 without it."""
+    """Return the bytes that ``training.keep_adapters`` keeps of one checkpoint. 0 without it."""
     if not training.keep_adapters or adapter is None:
         return 0.0
     return adapter.num_parameters(model) * WEIGHT_BYTES[dtype]

@@ -143,7 +143,7 @@ def _names_user_error(kind: str) -> bool:
 
 
 def _write_traceback(error: BaseException, directory: Path | None) -> Path | None:
-    """Write the traceback to a file and return its path; None if no file can be written."""
+    """Write the traceback to a file and return its path. None if no file can be written."""
     when = time.strftime("%Y-%m-%d %H:%M:%S")
     command = " ".join(sys.argv)
     text = f"{when} {command}\n" + "".join(traceback.format_exception(error))

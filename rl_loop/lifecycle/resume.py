@@ -71,7 +71,7 @@ def changes_since(
     Args:
         run: the run to resume.
         config: the configuration to resume it with.
-        inputs: inputs of ``config``; None to read them.
+        inputs: inputs of ``config``. None to read them.
 
     Raises:
         ConfigError: naming keys and both values, if a key or the content of a file differs that
@@ -112,7 +112,7 @@ def changes_since(
 def _changes_of_content(run: RunDirectory, inputs: Mapping[str, Input]) -> dict[str, Change | None]:
     """Compare inputs with those that the run began with.
 
-    Returns, for each key that both have, how the content changed; None if it did not.
+    Returns, for each key that both have, how the content changed. None if it did not.
     """
     if not run.inputs.exists():
         return {}
@@ -157,7 +157,7 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
     Args:
         before: the earlier configuration.
         now: the present one.
-        key: key of both sections; empty at the top.
+        key: key of both sections. Empty at the top.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         changes: list[Change] = []
@@ -208,7 +208,7 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
 def _refusal(
     change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> str | None:
-    """Return why a key cannot change; None if it can."""
+    """Return why a key cannot change. None if it can."""
     rule = rule_of(change.key, _samples(config))
     if rule.effect is Effect.REFUSED:
         return rule.reason
@@ -237,7 +237,7 @@ def _refusal(
 
 
 def _finished_steps(run: RunDirectory) -> int:
-    """Return the steps of the newest checkpoint; 0 without one."""
+    """Return the steps of the newest checkpoint. 0 without one."""
     latest = run.checkpoints / LATEST_FILE
     if not latest.exists():
         return 0
@@ -251,7 +251,7 @@ def _samples(config: RunConfig) -> bool:
 
 
 def _weights_refusal(key: str, config: RunConfig, run: RunDirectory) -> str | None:
-    """Return why a run cannot continue with other initial weights; None if it can."""
+    """Return why a run cannot continue with other initial weights. None if it can."""
     if not (run.checkpoints / LATEST_FILE).exists():
         return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
     # The base of adapters may have any path and format: the checkpoint has a digest of its values.
@@ -265,7 +265,7 @@ def _beginning_from(run: RunDirectory, before: dict[str, Any], refused: list[Cha
     """Return the override with which another run begins with this one's weights."""
     if before.get("adapter") is None:
         return f"initial_weights={run.path}"
-    # Its checkpoints have no base; adapters with other settings begin on the merged model.
+    # Its checkpoints have no base. Adapters with other settings begin on the merged model.
     if not any(change.key.split(".")[0] in ("adapter", "model", "dtype") for change in refused):
         return f"initial_adapter={run.path}"
     if (run.export / "config.json").exists():
