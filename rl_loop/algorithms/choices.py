@@ -29,7 +29,7 @@ class FunctionChoice(StrictModel):
 
 
 class PpoLoss(FunctionChoice):
-    """The ratio of every token, clipped (PPO; separate bounds as in DAPO)."""
+    """Clipped ratio of every token (PPO, with separate bounds as in DAPO)."""
 
     type: Literal["ppo"] = "ppo"
     """Name of the loss."""
@@ -38,7 +38,7 @@ class PpoLoss(FunctionChoice):
     clip_high: float = Field(0.28, ge=0)
     """Upper bound of the importance ratio is 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss for negative advantages, as a multiple of the advantage; null for none."""
+    """Bound of the loss for negative advantages, as a multiple of the advantage. null for none."""
 
 
 class GspoLoss(FunctionChoice):
@@ -118,7 +118,7 @@ class GdpoAdvantage(FunctionChoice):
     type: Literal["gdpo"] = "gdpo"
     """Name of the advantage."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each reward part; at least one is required. A part that an episode does not have
+    """Weight of each reward part. At least one is required. A part that an episode does not have
     counts as 0."""
 
     @model_validator(mode="after")

@@ -98,8 +98,7 @@ def ppo_loss(
 ) -> PolicyLoss:
     """Clip the ratio of every token: L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    This is PPO (arXiv 1707.06347, eq. 7) with separate bounds as in DAPO (arXiv 2503.14476, eq.
-    10).
+    PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO (arXiv 2503.14476, eq. 10).
 
     Args:
         inputs: tokens of a micro-batch.
