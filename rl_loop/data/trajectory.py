@@ -130,7 +130,7 @@ class Trajectory(TokenColumns[np.ndarray]):
     answer: str | None = None
     """Final answer in a normalized form: equal answers are equal text."""
     expected_answer: str | None = None
-    """Correct answer of the task; None if the task has no correct answer."""
+    """Correct answer of the task. None if the task has no correct answer."""
     invalid: InvalidReason | None = None
     """Set if an infrastructure failure ended the episode, which must not be trained on. Its tokens
     precede the failure."""
