@@ -34,7 +34,7 @@ class RankMiniBatch:
     """Schedule of one rank in an optimizer step."""
 
     micro_batches: list[range]
-    """Rows of ``RankInputs.samples`` in each micro-batch; empty if the rank has nothing to do."""
+    """Rows of ``RankInputs.samples`` in each micro-batch. Empty if the rank has nothing to do."""
     sample_ids: list[list[int]]
     """Indices of these sequences in the mini-batch."""
     loss_tokens: np.ndarray
@@ -241,7 +241,7 @@ class RankInputStore:
         Args:
             samples: all samples.
             plan: distribution of the samples.
-            columns: names of the columns that the pass needs; all by default.
+            columns: names of the columns that the pass needs. All by default.
         """
         inputs = self._store_inputs(samples, plan)
         others = [
