@@ -245,7 +245,7 @@ class ForkedPool:
         reason = self._last_error or "its process dies without a word"
         raise PoolFailure(f"{self._name} does not start: {reason}")
 
-    # ---- the server; the caller holds the lock
+    # ---- the server, with the lock held by the caller
 
     def _start_server(self) -> None:
         """Start a server in place of the last one. Raises PoolFailure if that fails."""
