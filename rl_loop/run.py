@@ -65,6 +65,13 @@ def run_sft(
     A policy that was trained on conversations is exported. Adapters are always exported, both
     separately and merged.
 
+    Args:
+        config: configuration of the run.
+        show: makes the display of the progress.
+        resume: continue an existing run.
+        overwrite: delete an existing run once all parts of the new one are ready.
+        resume_or_new: continue an existing run, or start a new one if there is none.
+
     Returns:
         The run directory.
 
@@ -124,6 +131,13 @@ def run_rl(
     resume_or_new: bool = False,
 ) -> Path:
     """Train with reinforcement learning, evaluate and export.
+
+    Args:
+        config: configuration of the run.
+        show: makes the display of the progress.
+        resume: continue an existing run.
+        overwrite: delete an existing run once all parts of the new one are ready.
+        resume_or_new: continue an existing run, or start a new one if there is none.
 
     Returns:
         The run directory.

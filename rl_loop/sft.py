@@ -79,7 +79,14 @@ def add_validation_loss(
     validation: Mapping[str, TrainingSamples],
     sequences_at_a_time: int,
 ) -> None:
-    """Measure the cross-entropy, in nats per token in the loss, in total and for each source."""
+    """Measure the cross-entropy, in nats per token in the loss, in total and for each source.
+
+    Args:
+        record: gets the metrics.
+        trainer: computes log-probs.
+        validation: validation samples by source.
+        sequences_at_a_time: maximum sequences of one pass.
+    """
     with record.timed_evaluation("validate"):
         for name, samples in validation.items():
             total, tokens = 0.0, 0

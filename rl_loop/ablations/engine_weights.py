@@ -53,7 +53,13 @@ def engine_faults(
 def engine_weights(
     weights: Mapping[str, torch.Tensor], ablation: AblationConfig, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the weights by Hugging Face name with the faults of the ablation."""
+    """Return the weights with the faults of an ablation.
+
+    Args:
+        weights: weights by Hugging Face name.
+        ablation: faults to inject.
+        seed: seed of the noise.
+    """
     # The trainer's tensors are not changed.
     altered = dict(weights)
     if "engine_sinks" in ablation.without:

@@ -135,6 +135,11 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
     The mean is over the tokens of the sequence in the mask. The mean is clamped, not its terms. The
     loss is written per token as s_t = sg(s) p_t / sg(p_t) (eq. 14). Its gradient is equal if all
     tokens have the sequence's advantage, and no gradient crosses context-parallel ranks.
+
+    Args:
+        inputs: tokens of a micro-batch.
+        clip_low: lower bound of the sequence's ratio is 1 - clip_low.
+        clip_high: upper bound of the sequence's ratio is 1 + clip_high.
     """
     if inputs.old_log_probs is not None:
         sequences = inputs.sequences
@@ -150,6 +155,11 @@ def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Poli
     """Use the clipped ratio as a constant weight, so that no token loses its gradient.
 
     L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585, eq. 4).
+
+    Args:
+        inputs: tokens of a micro-batch.
+        clip_low: lower bound of the weight is 1 - clip_low.
+        clip_high: upper bound of the weight is 1 + clip_high.
     """
     ratio = inputs.ratio().detach()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -171,6 +181,12 @@ def value_loss(
     """Return the critic's loss, and True where the clipped branch determined it: [tokens] each.
 
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO.
+
+    Args:
+        values: [tokens], V.
+        old_values: [tokens], V_old, the values before the update.
+        returns: [tokens], R.
+        clip: c.
     """
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     # The larger error counts, so leaving the range around the old estimate gives a value no

@@ -50,7 +50,16 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
 def check_function(
     registry: Registry[Callable[..., Any]], name: str, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if MODULE:FUNCTION cannot be imported or does not take ``options``."""
+    """Check that a function accepts its options.
+
+    Args:
+        registry: registry of the function.
+        name: NAME or MODULE:FUNCTION.
+        options: keyword arguments.
+
+    Raises:
+        ValueError: the function cannot be imported, or does not accept ``options``.
+    """
     signature = inspect.signature(registry.resolve(name))
     try:
         signature.bind(None, **options)

@@ -156,7 +156,14 @@ def rl_store_need(
 def evaluation_store_need(
     model: ModelConfig, dtype: str, rollout: RolloutConfig, *, episodes: int
 ) -> StoreNeed:
-    """Compute the contents of the store in ``gptoss eval``."""
+    """Compute the contents of the store in ``gptoss eval``.
+
+    Args:
+        model: architecture of the policy.
+        dtype: dtype of the weights.
+        rollout: section of the configuration.
+        episodes: number of episodes of the evaluation.
+    """
     weights = _weight_bytes(model, dtype)
     return StoreNeed(
         episodes=episodes,
