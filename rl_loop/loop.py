@@ -275,7 +275,10 @@ class RlLoop:
         metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
 
     def switch_to_trainer(self, step: int) -> None:
-        """Pause engines that share GPUs with the trainer, and load the trainer's next buffers."""
+        """Pause the engines unless rollouts run ahead, and begin the trainer's next memory phase.
+
+        Paused engines on the trainer's GPUs free their memory.
+        """
         if self.algorithm.max_staleness == 0:
             self.rollouts.pause()
         self.trainer.enter_phase("scoring" if self._scores_samples(step) else "resting")
