@@ -163,7 +163,7 @@ def test_page_commands_run_on_slurm(lab: Lab) -> None:
 
     # Each thing that is missing is named with the command that makes it.
     refused = shared.run(launch, *small).stderr
-    assert f"cluster.engine_python: there is no {shared.engine}/bin/python there" in refused
+    assert f"cluster.engine_python: {shared.engine}/bin/python does not exist" in refused
     assert "gptoss doctor --install-engine" in refused
     assert f"initial_weights: {shared.path}/models/gpt-oss-20b does not exist" in refused
     assert f"hf download openai/gpt-oss-20b --local-dir {shared.path}/models/gpt-oss-20b" in refused

@@ -487,5 +487,5 @@ def test_run_without_episodes_has_no_empty_table(chromium: Any, tmp_path: Path) 
         until(page, "document.querySelector('.run')")
         assert "Episodes" not in page.locator(".run").inner_text()
         page.goto(viewer.address + "#/episodes?run=supervised")
-        until(page, "document.body.innerText.includes('No episode is recorded')")
+        until(page, "document.body.innerText.includes('No episodes are recorded')")
         assert page.locator("table").count() == 0
