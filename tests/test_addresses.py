@@ -1,4 +1,4 @@
-"""Memory that C uses through an address must not be freed meanwhile: two rules over the sources see to it."""
+"""Memory with an address in use by C is not freed: two rules check the sources."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and the hooks of pre-commit name what exists, and run what CI runs."""
+"""CONTRIBUTING.md and the pre-commit hooks name existing files, and run the commands of CI."""
 
 from __future__ import annotations
 

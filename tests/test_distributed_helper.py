@@ -1,4 +1,4 @@
-"""The helper behind every multi-process test returns results in rank order and shows what went wrong in a rank."""
+"""The multi-process test helper returns results in rank order and shows the failure of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of examples/ run as their docstrings say, and do what they claim."""
+"""The programs of examples/ run with the commands of their docstrings and print correct results."""
 
 from __future__ import annotations
 

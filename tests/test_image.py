@@ -1,6 +1,7 @@
-"""The image: what the Dockerfile copies, calls and is told exists, and its commands do what their comments say.
+"""Image: the files, commands and comments of the Dockerfile are correct.
 
-No image is built here: that takes a network, base images and half an hour (docs/installing.md says what was built)."""
+No image is built, because that needs a network, base images and 30 minutes (docs/installing.md).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A wheel, installed in a fresh environment: commands work from any directory, without a checkout.
+"""A wheel in a fresh environment: commands work from any directory, without a checkout.
 
-The page for laptops is followed word by word as an ordinary user of a clean machine would: see ``as_a_new_user``."""
+The page for laptops is executed word by word as an ordinary user of a clean machine: see
+``as_a_new_user``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Whoever gives something a name by renaming it has put its contents on the disk first, or says why that is not needed.
+"""Code that renames a file syncs its contents to the disk first, or states why this is unnecessary.
 
-Otherwise a power cut leaves a name that stands for an empty or shortened file."""
+Otherwise, a power failure could leave the name of an empty or truncated file.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every key of config.json that transformers knows: its value survives, or is refused by name.
+"""All config.json keys of transformers: their values are kept, or an error names the key.
 
 Each key is flipped and removed. Logits of transformers on the changed directory are compared with
-those on its export, unless the import names the key and refuses it.
+those on its export, unless the import rejects the key.
 """
 
 from __future__ import annotations

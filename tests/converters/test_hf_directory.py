@@ -1,4 +1,4 @@
-"""Hugging Face directories: what is written loads in transformers, and whatever is wrong is named."""
+"""Hugging Face directories: written ones load in transformers, and errors name the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP4 directories in and out, OpenAI's names, and what verify sees beyond the name table."""
+"""Import and export of MXFP4 directories, OpenAI's names, and checks beyond the name table."""
 
 from __future__ import annotations
 

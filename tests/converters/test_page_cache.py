@@ -1,4 +1,4 @@
-"""What a conversion does not read again leaves the page cache, and nothing else does."""
+"""A conversion drops only the pages from the page cache that it does not read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters leave in PEFT's format and come back, and PEFT computes with them what we compute."""
+"""Adapters round-trip through PEFT's format, and PEFT computes the same outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face -> torch_dist -> Hugging Face is exact, and Megatron loads what the import wrote."""
+"""Hugging Face -> torch_dist -> Hugging Face is exact, and Megatron loads the import."""
 
 from __future__ import annotations
 

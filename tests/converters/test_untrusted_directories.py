@@ -1,4 +1,4 @@
-"""Model directories of strangers: names that lead elsewhere, and headers without end."""
+"""Untrusted model directories: names that lead elsewhere, and headers without end."""
 
 from __future__ import annotations
 

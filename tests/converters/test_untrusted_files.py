@@ -1,7 +1,7 @@
-"""Every reader of files that someone else wrote takes regular files of a bounded size only.
+"""Readers of untrusted files accept only regular files of a limited size.
 
-A FIFO would block for ever, a device has no end, deep JSON ends the interpreter's stack: each is
-refused in one line that names the file.
+A FIFO would block, a device has no end, and deep JSON overflows the interpreter's stack. Each is
+rejected with one line that names the file.
 """
 
 from __future__ import annotations

@@ -1,53 +1,58 @@
-"""Injects faults into a run over Ray and compares what becomes of it with an undisturbed one.
+"""Injects faults into a run over Ray and compares the run with an undisturbed one.
 
     python -m tests.faults                       # one fault of every kind
     python -m tests.faults --count 200 --seed 7 --minutes 120 --results faults.jsonl
     python -m tests.faults --kinds kill_worker lie_nan --count 4
-    python -m tests.faults --servers 2           # rollouts by servers of SGLang's protocol
+    python -m tests.faults --servers 2           # rollouts with mock SGLang servers
     python -m tests.faults --pairs --count 50    # two faults at a time
-    python -m tests.faults --whole-run 20        # kill -9 of everything, 20 times
-    python -m tests.faults --table faults.jsonl  # of one or several files of results
+    python -m tests.faults --whole-run 20        # kill -9 of all processes, 20 times
+    python -m tests.faults --table faults.jsonl  # table of one or several files of results
 
-A small policy learns on the CPU with all real parts: Ray, Megatron, the sandbox, the checker of
-answers, checkpoints, recorded episodes. At random moments something happens to it:
+A small policy trains on the CPU with all real parts: Ray, Megatron, the sandbox, the checker of
+answers, checkpoints, recorded episodes. Faults happen at random times:
 
     kill_*      SIGKILL of a trainer rank, a rollout worker, the server that checks answers, the
-                server of a sandbox, the driver, Ray's node, Ray's control store, all of the run
-    stop        SIGSTOP of one of these processes (of Ray's no), and SIGCONT --stopped later
-    starve      two busy loops for each core
-    cut         every TCP connection on the loopback of a process of the run is closed (root)
-    fill        the file system of the run, a small one, is full (root)
-    corrupt_*   a bit of the newest checkpoint, of a recorded episode file, of the weights on their
-                way to the engines
-    lie_*       an engine's answer has NaN log-probs, a weight version to come, or is that of
+                server of a sandbox, the driver, Ray's node, Ray's control store, or the whole run
+    stop        SIGSTOP of one of these processes (except Ray's), and SIGCONT --stopped later
+    starve      two busy loops per core
+    cut         all TCP connections on the loopback of a process of the run are closed (root)
+    fill        the run's file system, a small one, is full (root)
+    corrupt_*   a bit flips in the newest checkpoint, in a recorded episode file, or in the weights
+                sent to the engines
+    lie_*       an engine's answer has NaN log-probs, a future weight version, or belongs to
                 another request
 
-With --servers, servers sample: processes that speak SGLang's protocol and take the policy's weights
-from the trainer by gloo, with the embedded engine inside (server.py). All of the above is done to
-such a run, too, and besides:
+With --servers, processes with SGLang's protocol sample. They get the policy's weights from the
+trainer by gloo and contain the embedded engine (server.py). All faults above and the following ones
+are injected:
 
-    kill_server*   SIGKILL of a server, or its end at some call of a weight sync
+    kill_server*   SIGKILL of a server, or its exit at a call of a weight sync
     stop_server    SIGSTOP, and SIGCONT --stopped later
     cut_server     a server closes its connections in the middle of an answer
-    keep_bucket    a server says it has taken a tensor, and keeps the old bytes
-    lie_old        an answer is of the weights before
+    keep_bucket    a server reports that it has loaded a tensor, and keeps the old bytes
+    lie_old        an answer has the previous weights
     lie_routes     all routed experts of an answer are 0
 
-With --pairs every fault is two, the second within three seconds of the first. What either may do to
-a run, the two may; they must heal if each must. A lie may be lost with the process that has told it.
+With --pairs, every fault consists of two, the second within 3 seconds of the first. The pair may
+have every outcome that one of its faults may have. The run must recover if it must recover from
+each. A false answer may be lost with its process.
 
-Then, within --patience seconds, either the run goes on with a further step, or it ends and says why
-in its last line, leaving no process. The patience is multiplied by the load average per core where
-that is above 1. A run that has ended is continued by ``--resume``. A fault fails if neither happens
-in time, if a step's loss is another one than that of the undisturbed run, or if nothing names the
-damage. A course, a run with --faults-per-course of them, fails if a step is missing or was recorded
-twice, or was trained on other episodes than its own, on one twice, or on one of other weights. The
-engine is deterministic, so losses must agree to the last bit; --tolerance allows them to differ.
+Within --patience seconds, the run either completes another step, or ends with the reason in its
+last line and without processes. The patience is multiplied by the load average per core if this is
+above 1. A run that has ended is continued with ``--resume``. A fault fails in these cases:
 
-What is random comes from --seed, but for the moments within a step: how fast a machine is decides
-them. With --results every fault is written to that file as it goes, and the same command goes on
-with those of its seed that are not in it. Ends with status 1 if anything failed. Ctrl-C and SIGTERM
-end a campaign with all that it has started; faults of the course under way do not count.
+- The run does neither in time.
+- The loss of a step differs from the undisturbed run. The engine is deterministic, so losses must
+  be equal bit by bit, unless --tolerance allows a difference.
+- No message names the damage.
+
+A run has --faults-per-course faults. It fails if a step is missing or was recorded twice, or if a
+step was trained on wrong episodes, on an episode twice, or on episodes of other weights.
+
+Random choices depend on --seed, except the times within a step, which depend on the speed of the
+machine. With --results, every fault is written to this file immediately, and a second call of the
+command continues with the missing faults of its seed. Exits with code 1 after any failure. Ctrl-C
+and SIGTERM stop the test and all its processes; faults of the current run do not count.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Injects faults, one after the other, and looks at what becomes of each."""
+"""Injects faults in sequence and checks the outcome of each."""
 
 import math
 import random

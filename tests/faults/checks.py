@@ -1,4 +1,4 @@
-"""When a fault, or a course, counts as failed."""
+"""Conditions under which a fault or a run counts as failed."""
 
 import re
 

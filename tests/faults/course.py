@@ -1,4 +1,4 @@
-"""A run of the campaign: its settings, its attempts, and what it has recorded."""
+"""A run under fault injection: its settings, its attempts, and its records."""
 
 import json
 import os

@@ -1,14 +1,14 @@
-"""The embedded engine with a script for some turns, which lies when it is told to.
+"""Embedded engine that samples scripted turns and injects false answers on request.
 
-Named as ``tests.faults.engine:FaultyBackend`` by course.py. A file in ``orders`` is
-one order, which the first that sees it carries out:
+course.py names it as ``tests.faults.engine:FaultyBackend``. A file in ``orders`` is an order. The
+first engine that sees it executes it:
 
     nan      log-probs of an answer are NaN
-    version  an answer is of weights that are yet to come
-    old      an answer is of weights before those that the policy has
-    twice    an answer is the one that another request had
-    routes   all experts of an answer are 0, as in a buffer that nobody filled
-    bucket   one bit of the weights flips on their way to the engines
+    version  an answer has a future weight version
+    old      an answer has an older weight version than the policy
+    twice    an answer is that of another request
+    routes   all experts of an answer are 0, as in an unfilled buffer
+    bucket   a bit of the weights flips in transit to the engines
 
 server.py has the same engine behind SGLang's protocol.
 """

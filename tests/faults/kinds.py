@@ -1,4 +1,4 @@
-"""The kinds of faults, and what a run must do about each."""
+"""Kinds of faults, and the required reaction of a run to each."""
 
 import math
 import os

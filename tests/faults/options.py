@@ -1,4 +1,4 @@
-"""What a campaign does, and how long it waits on a machine that has other things to do."""
+"""Options of the fault-injection test, and time limits for a busy machine."""
 
 import os
 from dataclasses import dataclass

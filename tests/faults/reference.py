@@ -1,4 +1,4 @@
-"""The undisturbed run, which goes on beside the disturbed ones or follows the first."""
+"""Undisturbed reference run, which runs concurrently with the disturbed ones or after the first."""
 
 import time
 from pathlib import Path

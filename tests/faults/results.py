@@ -1,5 +1,7 @@
-"""The file of results: a line of JSON for every fault, every course and every kill of a whole run,
-written as soon as it is known, and the table of it."""
+"""File of results and its table.
+
+The file has a JSON line for every fault, test run and kill of a whole run, written immediately.
+"""
 
 import json
 from collections import Counter

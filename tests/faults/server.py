@@ -1,19 +1,19 @@
-"""A server of SGLang's protocol that samples from the policy, and fails or lies when it is told to.
+"""Server with SGLang's protocol that samples from the policy and injects faults on request.
 
-``sglang_process/sglang`` runs it in the place of SGLang's. The protocol is that of the tests' local
-server; tokens, log-probs and routes are those of the embedded engine with the weights that the
-trainer has sent, so that the loop learns, and checks of log-probs mean something.
+``sglang_process/sglang`` runs it instead of SGLang. The protocol is that of the tests' local
+server. Tokens, log-probs and routes are those of the embedded engine with the trainer's weights, so
+the loop learns and checks of log-probs are meaningful.
 
-An answer depends on the weights and its prompt alone: it is computed by itself and from its first
-token, also that of a turn which another server had begun. So runs are equal to the last bit,
-whatever becomes of their servers.
+An answer depends only on the weights and its prompt. It is computed alone and from its first token,
+also if another server had started the turn. Therefore, runs are equal bit by bit, independent of
+the faults of their servers.
 
-Orders are files as for engine.py, whose lies this one tells, too:
+Orders are files as in engine.py. The server also executes those of engine.py and the following:
 
-    bucket  one bit of a tensor flips on its way
-    keep    a tensor keeps its old bytes in a sync, which the server says it has carried out
-    cut     every connection is closed in the middle of an answer
-    fault   "die PATH:N": the process ends at the N-th call of a path (``FAULT_FILE``)
+    bucket  a bit of a tensor flips in transit
+    keep    a tensor keeps its old bytes in a sync that the server reports as complete
+    cut     all connections are closed in the middle of an answer
+    fault   "die PATH:N": the process exits at the N-th call of a path (``FAULT_FILE``)
 """
 
 import argparse

@@ -1,16 +1,18 @@
-"""Watches what a long run holds: memory, open files, threads and disk, with slopes.
+"""Long-running stability test: trends of memory, open files, threads and disk.
 
-    python -m tests.faults.soak --minutes 120       # the tiny loop, rollouts a step ahead
+    python -m tests.faults.soak --minutes 120       # the tiny loop, rollouts one step ahead
     python -m tests.faults.soak --minutes 10 --staleness 0
 
-Takes a sample of all processes of the run every --every seconds. After the warm-up, the first
-quarter, the samples are averaged in BLOCKS blocks of equal length, through which a straight line is
-laid: averages of neighbouring blocks depend little on one another, as single samples would. A
-quantity is flat if its slope's 95 % confidence interval contains 0 or less than --flat of its mean
-per hour. Slopes are given per hour and per 1,000 steps. Ray's objects and the bytes of its store are
-asked of its raylet, which needs no dashboard. What grows by intention, metrics and recorded
-episodes, is counted per step. Ends with status 1 if anything else grows, or if the run ended by
-itself: then the table is of the time until then, and what the run said is printed.
+Samples all processes of the run every --every seconds. The first quarter is a warm-up. The
+remaining samples are averaged in BLOCKS blocks of equal length, and a straight line is fitted to
+the averages. Averages of adjacent blocks depend less on each other than single samples. A quantity
+is flat if the 95% confidence interval of its slope contains 0 or less than --flat of its mean per
+hour. Ray's objects and the bytes of its store are requested from its raylet, which needs no
+dashboard.
+
+Prints a table of slopes per hour and per 1,000 steps. Metrics and recorded episodes grow by design,
+so they are counted per step. Exits with code 1 if anything else grows, or if the run ends early.
+Then the table covers the time until the end, and the output of the run is printed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The fault campaign and the soak: what they compute, and short campaigns."""
+"""Fault-injection and stability tests: their computations, and short runs."""
 
 from __future__ import annotations
 

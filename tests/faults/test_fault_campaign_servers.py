@@ -1,4 +1,4 @@
-"""The fault campaign's servers, which sample from the policy, and its pairs of faults."""
+"""Servers of the fault-injection test, which sample from the policy, and pairs of faults."""
 
 from __future__ import annotations
 

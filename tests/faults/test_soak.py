@@ -1,4 +1,4 @@
-"""The soak: what it asks of Ray, and its table."""
+"""Long-running stability test: its requests to Ray, and its table."""
 
 from __future__ import annotations
 

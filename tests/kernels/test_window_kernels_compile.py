@@ -1,4 +1,4 @@
-"""The CUDA sources compile without a GPU, and what is handed to the driver is what it wants."""
+"""CUDA sources compile without a GPU, and the driver gets correct arguments."""
 
 import ctypes
 import gc

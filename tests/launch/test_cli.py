@@ -1,4 +1,4 @@
-"""The command line: help, and mistakes answered at once by name."""
+"""Command line: help, and errors that name the mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `gptoss data preview` shows: every token with its mask, counts, lengths, and what is refused."""
+"""Output of `gptoss data preview`: tokens with masks, counts, lengths, and rejected rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gptoss plan`` of dense decoders: Qwen2.5's published sizes, and what a run says of them."""
+"""``gptoss plan`` of dense decoders: Qwen2.5's published sizes, and the report of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor reports every part and survives what it finds."""
+"""The doctor reports every part and survives all faults."""
 
 import importlib.util
 import io

@@ -1,6 +1,7 @@
-"""SGLang's environment: what is refused, and an installation that fails, goes on and is checked by hash.
+"""Installation of SGLang's environment: rejected inputs, failures, continuation, hash checks.
 
-Real pip and a real virtual environment; the packages are two small wheels made here."""
+pip and the virtual environment are real. The packages are two small wheels built here.
+"""
 
 from __future__ import annotations
 

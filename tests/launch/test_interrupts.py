@@ -1,5 +1,4 @@
-"""Runs that are stopped by a terminal: Ctrl-C once and twice, SIGTERM to the group, and a terminal
-that is closed."""
+"""Runs stopped by a terminal: Ctrl-C once and twice, SIGTERM to the group, a closed terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gptoss launch`` decides and prints, without Slurm; against a real one: tests/slurm."""
+"""Decisions and output of ``gptoss launch`` without Slurm. tests/slurm has a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last line of a run says what has changed."""
+"""The last line of a run describes its changes."""
 
 from __future__ import annotations
 

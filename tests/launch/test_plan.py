@@ -1,5 +1,4 @@
-"""``gptoss plan``: the communication of every kind of layer, with the numbers behind the
-choice."""
+"""``gptoss plan``: communication of every kind of layer, with the numbers behind each choice."""
 
 from __future__ import annotations
 

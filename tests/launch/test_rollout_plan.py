@@ -1,4 +1,4 @@
-"""What ``gptoss plan`` says about rollouts that run ahead: against measurements and the simulator."""
+"""``gptoss plan`` of rollouts that run ahead, against measurements and the simulator."""
 
 from __future__ import annotations
 

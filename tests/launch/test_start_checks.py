@@ -1,5 +1,4 @@
-"""What cannot start says so in one line, at once, before torch or Ray, and leaves nothing
-behind."""
+"""A run that cannot start reports one line before torch or Ray start, and leaves no files."""
 
 from __future__ import annotations
 

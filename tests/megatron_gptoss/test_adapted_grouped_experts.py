@@ -1,4 +1,4 @@
-"""Experts in grouped products, as on GPUs, compute and train what one expert after the other does."""
+"""Adapted experts in grouped GEMMs equal experts computed in sequence, in outputs and gradients."""
 
 from __future__ import annotations
 

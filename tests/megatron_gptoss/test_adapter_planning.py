@@ -1,4 +1,4 @@
-"""What adapters take of a GPU's memory and of a step's time, as far as arithmetic tells."""
+"""Predicted memory and step time of adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with adapters computes what its merged weights compute, and trains nothing else."""
+"""A model with adapters equals its merged weights, and trains only the adapters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Adapters on a GPU: Transformer Engine's layers, grouped products and the merging kernel against
-torch in higher precision."""
+"""Adapters on a GPU: TE layers, grouped GEMMs and the merge kernel, against higher precision."""
 
 from __future__ import annotations
 

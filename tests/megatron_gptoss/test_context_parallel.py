@@ -1,5 +1,4 @@
-"""Context parallelism: the layout of rows, every scheme against one rank, what is sent, what is
-chosen."""
+"""Context parallelism: layout of rows, all schemes against one rank, messages, choice of scheme."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Whole models under context parallelism, alone and with every other kind: all gradients and
-log-probs of one rank."""
+"""Whole models under context parallelism have the gradients and log-probs of one rank.
+
+Context parallelism runs alone and with every other kind of parallelism.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Dense decoders have the logits and gradients of transformers, and each of their features is
-needed for that."""
+"""Dense decoders have the logits and gradients of transformers, and need each of their features."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Checkpoints of the distributed optimizer with Transformer Engine's Adam, both of which a trainer
-has on GPUs only.
+"""Checkpoints of the distributed optimizer with Transformer Engine's Adam.
 
-Megatron's part runs here as it is, on two gloo ranks. Adam is a stand-in with the interface and
-the state of Transformer Engine's: of each fp32 master weight the half that its bf16 weight lacks.
-With two GPUs there is Transformer Engine's itself, and NCCL.
+A trainer has both only on GPUs. Here, Megatron's part runs on two gloo ranks. Adam is a mock with
+the interface and the state of Transformer Engine's: for each fp32 master weight, the half that its
+bf16 weight lacks. With two GPUs, Transformer Engine's Adam and NCCL are used.
 """
 
 from __future__ import annotations

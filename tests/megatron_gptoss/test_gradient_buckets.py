@@ -1,4 +1,4 @@
-"""What is trained is cut into buckets on every pipeline stage."""
+"""Trained parameters are split into buckets on every pipeline stage."""
 
 from __future__ import annotations
 

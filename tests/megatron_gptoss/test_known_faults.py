@@ -1,7 +1,6 @@
-"""Faults of megatron-core 0.19.2 that silently change numbers: each is still there, and each is
-stepped around.
+"""Faults of megatron-core 0.19.2 that silently change numbers, and their workarounds.
 
-When one of the first assertions fails, Megatron has been mended and our workaround can go.
+If one of the first assertions fails, Megatron is fixed and the workaround can be removed.
 """
 
 from __future__ import annotations

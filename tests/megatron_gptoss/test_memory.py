@@ -1,4 +1,4 @@
-"""The memory prediction against what GPUs used (docs/performance/memory.md)."""
+"""Memory prediction against measurements on GPUs (docs/performance/memory.md)."""
 
 from __future__ import annotations
 

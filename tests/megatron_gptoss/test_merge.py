@@ -1,5 +1,4 @@
-"""The merged weight has one definition, bit for bit, and its gradients are those of the explicit
-merged weight."""
+"""The merged weight has one bit-exact definition, and the gradients of an explicit merge."""
 
 from __future__ import annotations
 

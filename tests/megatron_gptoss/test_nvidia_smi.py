@@ -1,4 +1,4 @@
-"""The one parser of nvidia-smi, against programs that print what drivers print."""
+"""Parser of nvidia-smi, against programs with the output of drivers."""
 
 from pathlib import Path
 

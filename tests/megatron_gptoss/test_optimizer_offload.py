@@ -1,5 +1,8 @@
-"""Optimizer state that passes the device in parts, with Megatron's optimizers for CPUs and with
-Adams that count their steps by group, as Transformer Engine's does."""
+"""Optimizer state that passes through the device in parts.
+
+The optimizers are Megatron's for CPUs, and Adams that count their steps by group, like
+Transformer Engine's.
+"""
 
 from __future__ import annotations
 

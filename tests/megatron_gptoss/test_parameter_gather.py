@@ -1,5 +1,4 @@
-"""Weights that the distributed optimizer left in shares are whole when they are used: forward,
-head and export."""
+"""Weights sharded by the distributed optimizer are complete in forward, head and export."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The model is GPT-OSS: same logits and gradients as transformers, and each of its features is
-needed for that."""
+"""GPT-OSS has the logits and gradients of transformers, and needs each of its features."""
 
 from __future__ import annotations
 

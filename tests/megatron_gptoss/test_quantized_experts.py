@@ -1,4 +1,4 @@
-"""Experts that are trained through MXFP4 compute what their exported values compute, and learn in all digits."""
+"""Experts trained through MXFP4 compute with their exported values and train at full precision."""
 
 from __future__ import annotations
 

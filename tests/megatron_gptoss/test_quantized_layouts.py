@@ -1,5 +1,4 @@
-"""Two gloo processes under every kind of parallelism train through MXFP4 exactly as one process does, and hold the
-same bits."""
+"""MXFP4 training with 2 gloo ranks in every layout equals training in one process bit by bit."""
 
 from __future__ import annotations
 

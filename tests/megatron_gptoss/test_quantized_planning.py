@@ -1,4 +1,4 @@
-"""What training through MXFP4 takes of a GPU's memory and of a step's time, as far as arithmetic tells."""
+"""Predicted memory and step time of training through MXFP4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prediction of a step's time against what GPUs took (docs/performance/training.md)."""
+"""Predicted step time against measurements on GPUs (docs/performance/training.md)."""
 
 from __future__ import annotations
 

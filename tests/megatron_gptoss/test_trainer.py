@@ -1,4 +1,4 @@
-"""What a training step says about itself, and what it and a scoring pass keep in memory."""
+"""Statistics of a training step, and memory kept by a step and by a scoring pass."""
 
 from __future__ import annotations
 

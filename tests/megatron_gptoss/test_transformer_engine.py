@@ -1,5 +1,4 @@
-"""GPT-OSS on a GPU: Transformer Engine layers, fused kernels and the distributed optimizer,
-against transformers."""
+"""GPT-OSS on a GPU against transformers: TE layers, fused kernels, distributed optimizer."""
 
 from __future__ import annotations
 

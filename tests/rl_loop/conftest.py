@@ -1,4 +1,4 @@
-"""What several tests of this room need."""
+"""Fixtures shared by the tests of ``rl_loop``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies beside exported weights: a chat template that renders as the codec does, and a model card."""
+"""Files of an export except weights: a chat template equal to the codec, and a model card."""
 
 from __future__ import annotations
 

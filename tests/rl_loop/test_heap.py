@@ -1,4 +1,4 @@
-"""Memory that a driver has freed stays with it, and what lives long is not searched for garbage."""
+"""A driver keeps freed memory, and the garbage collector skips long-lived objects."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is logged reaches standard error, plain or as JSON, in the driver and in actors."""
+"""Logs reach standard error as text or JSON, in the driver and in actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop knows no domain: what an environment is called or about stands in ``environments/`` alone."""
+"""The loop has no domain knowledge. Names and topics of environments stay in environments/."""
 
 from __future__ import annotations
 

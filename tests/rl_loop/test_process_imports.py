@@ -1,4 +1,4 @@
-"""What the processes of a run have imported when they begin to work: every start waits for it."""
+"""Imports of a run's processes at their start, which delay every start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a configuration become classes and functions, or an error that says what to do."""
+"""Names in a configuration become classes and functions, or an error with a remedy."""
 
 from collections.abc import Callable
 from pathlib import Path, PurePath

@@ -1,4 +1,4 @@
-"""A run closes what it has started, however it ends; and few modules know the whole configuration."""
+"""A run closes all that it started, and few modules use the whole configuration."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Supervised fine-tuning on a user's conversations, with all its real parts: processes that render, Ray, Megatron,
-checkpoints and export."""
+"""SFT on a user's conversations with all real parts.
+
+They are rendering processes, Ray, Megatron, checkpoints and export.
+"""
 
 from __future__ import annotations
 

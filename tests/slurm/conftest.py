@@ -1,4 +1,4 @@
-"""One fake cluster for all tests here, and what they need to launch on it."""
+"""A Slurm cluster of fake nodes for all tests here, and fixtures to launch on it."""
 
 from __future__ import annotations
 

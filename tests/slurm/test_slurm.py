@@ -1,5 +1,7 @@
-"""``gptoss launch`` against a real Slurm of four fake nodes on this machine. Needs root: ``make
-test-slurm``."""
+"""``gptoss launch`` against a real Slurm of four fake nodes on this machine.
+
+Needs root: ``make test-slurm``.
+"""
 
 from __future__ import annotations
 

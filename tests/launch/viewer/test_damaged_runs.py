@@ -1,4 +1,4 @@
-"""The viewer on damaged runs: what can be read is shown, the rest is named."""
+"""Viewer of damaged runs: readable parts are shown, and the others are named."""
 
 from __future__ import annotations
 

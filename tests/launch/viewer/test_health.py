@@ -1,4 +1,4 @@
-"""What is wrong with a run is said, and what is right with it is not called wrong."""
+"""Health checks of a run report faults, and nothing else."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the viewer makes of a run directory."""
+"""The viewer's summary of a run directory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The viewer's server: what it tells, to whom, and that it only reads what it should."""
+"""The viewer's server: its answers, its access control, and the files that it may read."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the tests of agents share with those of the gateway."""
+"""Fixtures that the tests of agents share with those of the gateway."""
 
 from tests.support.rl_loop.gateway.clients import no_client_is_left
 

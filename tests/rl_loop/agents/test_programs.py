@@ -1,4 +1,4 @@
-"""Episodes of agents that are programs of their own: real processes and HTTP, and a policy that is a script."""
+"""Episodes of external agents: real processes and HTTP, with a scripted policy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Reinforcement learning of an agent that is a program of its own, with all real parts: Ray, Megatron, the embedded
-engine, HTTP, a process of the agent's, checkpoints and an export."""
+"""RL of an external agent with all real parts.
+
+They are Ray, Megatron, the embedded engine, HTTP, the agent's process, checkpoints and an export.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an episode of ``verifiers`` earned; the real package is asked in test_programs.py."""
+"""Rewards of ``verifiers`` episodes. test_programs.py uses the real package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss and the advantage of docs/algorithms.md do what it says: their code is taken from there and run."""
+"""The loss and the advantage of docs/algorithms.md: their code is extracted and run."""
 
 from __future__ import annotations
 

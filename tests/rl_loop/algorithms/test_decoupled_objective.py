@@ -1,4 +1,4 @@
-"""The objective for stale tokens on a policy that is small enough to add up over every episode there can be."""
+"""Objective for stale tokens, on a policy small enough to sum over all possible episodes."""
 
 from __future__ import annotations
 

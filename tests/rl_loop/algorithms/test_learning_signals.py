@@ -1,5 +1,8 @@
-"""What a policy learns from, for every combination that can be configured: equal rewards teach nothing, and a token
-that is left out has no say in any gradient. A new advantage, loss or correction is tried as soon as it has a name."""
+"""Learning signals of all combinations that can be configured.
+
+Equal rewards give no gradient, and masked tokens do not change any gradient. A new advantage, loss
+or correction is tested as soon as it is registered.
+"""
 
 from __future__ import annotations
 

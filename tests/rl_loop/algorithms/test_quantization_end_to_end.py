@@ -1,4 +1,4 @@
-"""Experts in MXFP4 through the real loop in one process: what is trained, sampled and exported are the same bits."""
+"""MXFP4 experts in the real loop in one process: trained, sampled and exported values are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every planted fault is found, by its check, and under its own name and no other."""
+"""Every injected fault is found by its check, and reported with its name only."""
 
 from __future__ import annotations
 

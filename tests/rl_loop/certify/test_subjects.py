@@ -1,4 +1,4 @@
-"""Servers by their address, functions by their name, and what is refused."""
+"""Subjects of a certification: servers by address, functions by name, and rejected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ChatML's prompts are the chat template's token for token, and what is sampled is parsed or named."""
+"""ChatML's prompts equal the chat template's tokens, and samples are parsed or rejected."""
 
 from __future__ import annotations
 

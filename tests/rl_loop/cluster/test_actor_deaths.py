@@ -1,4 +1,4 @@
-"""What counts as the death of an actor, asked of Ray itself."""
+"""Deaths of actors, as reported by Ray."""
 
 from __future__ import annotations
 

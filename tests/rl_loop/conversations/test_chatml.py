@@ -1,4 +1,4 @@
-"""In ChatML, what is learned of a conversation is what inference would sample, token for token."""
+"""Trained tokens of ChatML conversations equal the tokens that inference would sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``data`` of a configuration: what it may say, and what it is told where it says something else."""
+"""Configuration ``data``: allowed values, and errors of others."""
 
 from __future__ import annotations
 

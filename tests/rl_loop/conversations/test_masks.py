@@ -1,4 +1,7 @@
-"""What is learned of a conversation is what inference would sample, token for token; all else is refused."""
+"""Trained tokens of conversations equal the tokens that inference would sample.
+
+Other conversations are rejected.
+"""
 
 from __future__ import annotations
 

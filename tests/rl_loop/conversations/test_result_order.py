@@ -1,4 +1,4 @@
-"""Results of calls are learned behind their calls, in whatever order a file has them."""
+"""Results of calls are rendered after their calls in any order of the file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Conversations come in an order that follows from seed and position alone, and each of them is trained on, measured
-on, or reported."""
+"""The order of conversations follows from seed and position, and no conversation is lost.
+
+Each one is trained on, measured on, or reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes as columns: what a trajectory makes of lists, and which arrays it refuses by name."""
+"""Episodes as columns: conversion of lists, and errors that name the rejected array."""
 
 from __future__ import annotations
 

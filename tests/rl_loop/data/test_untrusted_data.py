@@ -1,4 +1,4 @@
-"""Files that a stranger may have made to become more than they are: refused by name, and not read."""
+"""Untrusted data files that would exhaust memory or run code are rejected, naming the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the embedded engine generates with Llama and Qwen2, against plain forwards and generate()."""
+"""Embedded engine with Llama and Qwen2, against plain forwards and generate()."""
 
 from __future__ import annotations
 

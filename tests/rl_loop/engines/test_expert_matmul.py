@@ -1,4 +1,4 @@
-"""The plugin's products of few tokens: what they compute, and which of SGLang's calls they take."""
+"""The plugin's small-batch MoE kernel: its results, and the calls of SGLang that use it."""
 
 from __future__ import annotations
 

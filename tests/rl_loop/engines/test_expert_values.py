@@ -1,4 +1,4 @@
-"""The plugin's way from MXFP4 to bf16, against what the codes and scales mean and triton_kernels'."""
+"""The plugin's MXFP4 to bf16 conversion, against the format's definition and triton_kernels."""
 
 from __future__ import annotations
 

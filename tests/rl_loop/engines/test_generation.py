@@ -1,4 +1,4 @@
-"""What the embedded engine generates, against plain forwards and generate() of the same model."""
+"""Embedded engine, against plain forwards and generate() of the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What embedded engines get was gathered right after the update, and is never that of an earlier one."""
+"""Embedded engines get weights gathered right after the update, and never older ones."""
 
 from __future__ import annotations
 

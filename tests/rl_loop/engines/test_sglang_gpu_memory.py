@@ -1,4 +1,4 @@
-"""A share of the whole GPU becomes SGLang's fraction of what is free, or an error that says which value would do."""
+"""A fraction of a whole GPU becomes SGLang's fraction of free memory, or an error with a remedy."""
 
 from __future__ import annotations
 

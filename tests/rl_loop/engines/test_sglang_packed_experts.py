@@ -1,4 +1,4 @@
-"""MXFP4 experts on their way into SGLang servers: bytes, layouts, faults.
+"""MXFP4 experts sent to SGLang servers: bytes, layouts, faults.
 
 The plugin's code runs as in a server, in main memory. Its Triton kernels run in the interpreter.
 """

@@ -1,4 +1,4 @@
-"""Weights on their way into SGLang servers: versions, names, deaths on either side."""
+"""Weights sent to SGLang servers: versions, names, crashes on either side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Weight syncs that fail half-way, on purpose: two trainer ranks, two server processes, one fault in each sync.
+"""Fault injection in weight syncs: 2 trainer ranks, 2 server processes, one fault per sync.
 
-The next try succeeds, or the sync ends with its cause, and no rank hangs."""
+The next try succeeds, or the sync ends with its cause, and no rank hangs.
+"""
 
 from __future__ import annotations
 

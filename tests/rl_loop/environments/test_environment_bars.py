@@ -1,4 +1,4 @@
-"""What every environment must hold: it is reproducible, bounded by its scripted policies, and survives any agent."""
+"""Every environment is reproducible, bounded by its scripted policies, and robust to any agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/environments.md does what it says: its code and commands are taken from there and run."""
+"""Code and commands of docs/environments.md are extracted and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instruction following: rows as IFEval and IFBench publish them, and checkers that lack what they need."""
+"""Instruction following: published rows of IFEval and IFBench, and checkers with missing needs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Tools of real MCP servers, in process, on standard streams and by HTTP: their errors are read, their failures are
-nobody's reward."""
+"""Tools of real MCP servers: in process, over stdio and by HTTP.
+
+The policy sees errors of tools. Failures of servers give no reward.
+"""
 
 from __future__ import annotations
 

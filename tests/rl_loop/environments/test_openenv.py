@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: the real package's server in an environment of its own (marker hub), and its protocol."""
+"""Environments of OpenEnv: the real package's server (marker hub), and its protocol."""
 
 from __future__ import annotations
 

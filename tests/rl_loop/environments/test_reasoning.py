@@ -1,4 +1,4 @@
-"""reasoning-gym: what its scorers do wrong is not the policy's fault, and does not hold up other episodes."""
+"""reasoning-gym: faults of its scorers neither punish the policy nor delay other episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments by name: what cannot be called as the loop calls it is refused before anything starts."""
+"""Environments by name. Classes with wrong signatures are rejected before the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds that are elsewhere and are set back by doing everything again, and what a policy's calls say."""
+"""External worlds that are restored by replaying actions, and parsing of a policy's calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""ReTool: Python calls, the answer in \boxed{}, and what they earn; with the real interpreter."""
+r"""ReTool with the real interpreter: Python calls, the answer in \boxed{}, and rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy that all tests of the gateway sample from; it is learned once."""
+"""Policy that all gateway tests sample from. It is trained once."""
 
 from __future__ import annotations
 

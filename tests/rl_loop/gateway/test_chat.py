@@ -1,4 +1,4 @@
-"""Chat completions by the official client on the embedded engine; what is captured is what the engine had."""
+"""Chat completions with the official client: the captured tokens equal the embedded engine's."""
 
 from __future__ import annotations
 

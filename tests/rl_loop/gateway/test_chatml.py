@@ -1,5 +1,4 @@
-"""The gateway in front of a dense model that speaks ChatML, by the official client; what is captured is what the engine
-consumed and sampled."""
+"""Gateway of a dense ChatML model with the official client: it captures the engine's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client repeats is recognized by its value, and the policy sees what it has sampled."""
+"""Repeated messages of a client are recognized by value, and the policy sees its sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One session, with a policy that is a script: branches, what is forgotten, what clients may choose."""
+"""One session with a scripted policy: branches, dropped turns, options of clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long requests have processes of their own, which may be slow, large or killed."""
+"""Long requests run in separate processes, which may be slow, large or killed."""
 
 from __future__ import annotations
 

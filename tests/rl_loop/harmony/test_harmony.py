@@ -1,6 +1,7 @@
-"""Harmony on token ids: what a policy may sample, and text that must never become a special token.
+"""Harmony on token ids: valid samples, and text that must never become a special token.
 
-What is rendered is compared case by case in test_harmony_rendering.py."""
+test_harmony_rendering.py compares rendered messages case by case.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Openings of conversations that are rendered once for all sessions."""
+"""Prompt prefixes that are rendered once for all sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that decide what a run computes are compared by content when it is resumed."""
+"""Input files are compared by content at a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A driver that is killed (kill -9) while rollouts run ahead, and the run that goes on from its newest checkpoint."""
+"""The driver is killed while rollouts run ahead, and the run resumes from its newest checkpoint."""
 
 from __future__ import annotations
 

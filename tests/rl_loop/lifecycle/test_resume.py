@@ -1,4 +1,4 @@
-"""What a resume may change: differences are found leaf by leaf, and those that would spoil the run are refused."""
+"""Changes at a resume: found per key, and rejected if they would invalidate the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of Ray's store follows from the configuration, and what does not fit is refused before it starts."""
+"""The size of Ray's store follows from the configuration, and is checked before the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons in processes of their own: limits, deaths, and what stays behind."""
+"""Comparisons in separate processes: limits, crashes, and leftovers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 r"""No composed answer is judged equal to two different truths, and none whose numbers are not all used.
 
-Comparisons run in this process: their pool is tested elsewhere, and forks would cost most of the time."""
+Comparisons run in this process, because forks would take most of the time. Their pool has other
+tests.
+"""
 
 from __future__ import annotations
 

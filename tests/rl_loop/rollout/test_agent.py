@@ -1,4 +1,4 @@
-"""The agent loop, token by token: an episode is exactly what went through the engine."""
+"""Agent loop: an episode has exactly the tokens that the engine processed."""
 
 from __future__ import annotations
 

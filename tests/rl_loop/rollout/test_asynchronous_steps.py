@@ -1,4 +1,4 @@
-"""The loop at any staleness, in one process with the real trainer: what has to hold of tokens, episodes and steps."""
+"""Loop at any staleness, in one process with the real trainer: invariants of tokens and steps."""
 
 from __future__ import annotations
 

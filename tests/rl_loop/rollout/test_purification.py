@@ -1,4 +1,4 @@
-"""Purification: a failed call is retried, the good one takes its place, and what was grafted is known."""
+"""Purification: a successful retry replaces a failed call, and spliced turns are marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the display is told while a step waits for its episodes."""
+"""Progress shown while a step waits for its episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes on their way from the engine to the ranks, through the store of a real Ray and past the driver."""
+"""Routes pass from the engine to the ranks through a real Ray store, without the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools print and users say: whatever it is and however long, it stops neither its episode nor the others."""
+"""Output of tools and text of users, of any content and length, stop no episode."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A policy cannot leave an episode: whatever its program does, the episode ends with a reward.
 
-The programs run in real sandboxes of a real rollout worker; only the policy is a script."""
+The programs run in real sandboxes of a real rollout worker; only the policy is a script.
+"""
 
 from __future__ import annotations
 

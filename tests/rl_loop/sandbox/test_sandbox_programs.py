@@ -1,4 +1,4 @@
-"""What an honest program sees: printed expressions, tracebacks, exit codes, its interpreter."""
+"""Programs in the sandbox: printed expressions, tracebacks, exit codes, the interpreter."""
 
 from __future__ import annotations
 

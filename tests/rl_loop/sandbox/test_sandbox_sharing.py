@@ -1,4 +1,4 @@
-"""What calls share: processors and memory, without and with a cgroup."""
+"""Processors and memory shared by calls, without and with a cgroup."""
 
 from __future__ import annotations
 

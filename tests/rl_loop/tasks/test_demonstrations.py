@@ -1,4 +1,4 @@
-"""Demonstrations are what the agent loop would have recorded, with a real interpreter behind the tool."""
+"""Demonstrations equal the records of the agent loop, with a real interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Shipped recipes with real data: what they name is read as the hub publishes it, and mistakes are answered early.
+"""Shipped recipes with real data: published formats are read, and mistakes are reported early.
 
-The hub cannot be reached here, so folders with rows of the published columns stand for its data sets:
-``load_dataset`` takes a folder as it takes a name."""
+The hub is not available here, so folders with rows of the published columns replace its data sets.
+``load_dataset`` accepts a folder instead of a name.
+"""
 
 from __future__ import annotations
 

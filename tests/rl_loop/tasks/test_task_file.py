@@ -1,4 +1,4 @@
-"""Task files: what is written is read, and a bad line is named."""
+"""Task files round-trip, and errors name the bad line."""
 
 from __future__ import annotations
 

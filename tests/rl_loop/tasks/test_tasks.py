@@ -1,4 +1,4 @@
-"""The tasks of a run: mixtures, order, filters, and what is never trained on."""
+"""Tasks of a run: mixtures, order, filters, and tasks that are never trained on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What goes to Weights & Biases and MLflow.
+"""Metrics sent to Weights & Biases and MLflow.
 
-wandb reports to its own service, so its library is stood in for. MLflow is the real one, with its store in a directory,
-where it is installed: pip install mlflow-skinny."""
+The library of wandb is mocked, because it reports to its own service. MLflow is real, with its
+store in a directory, if it is installed: pip install mlflow-skinny.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop feeds the trainer: which tasks, at which rate, and whether it notices that nothing is learned."""
+"""Inputs of the trainer: tasks, rates, and detection of runs that do not learn."""
 
 from __future__ import annotations
 

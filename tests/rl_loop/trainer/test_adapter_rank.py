@@ -1,4 +1,4 @@
-"""A trainer rank with adapters: where its base comes from, its reference, and what it resumes."""
+"""Trainer rank with adapters: source of its base, its reference, and its resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver sends to each data-parallel rank, and how answers come back into order."""
+"""Data sent to each data-parallel rank, and the order of the results."""
 
 from __future__ import annotations
 

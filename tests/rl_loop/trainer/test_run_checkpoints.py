@@ -1,4 +1,4 @@
-"""The checkpoints of a policy and its critic: what is waited for, and which one ``--resume`` goes on from."""
+"""Checkpoints of a policy and its critic: waiting for writes, and the choice of ``--resume``."""
 
 from __future__ import annotations
 

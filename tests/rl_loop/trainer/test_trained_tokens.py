@@ -1,4 +1,4 @@
-"""What updates return of tokens is what transformers computes, in every layout, and changes no update."""
+"""Token values returned by updates equal those of transformers, and do not change updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far engine and trainer may be apart after a weight sync."""
+"""Allowed difference between engine and trainer after a weight sync."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""When engines are compared with the trainer: before anything is trained on, and beside the episodes only where the
-engine says that it may be."""
+"""Time of the check of engines against the trainer.
+
+It runs before training, and concurrently with episodes only if the engine allows it.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Takes the place of SGLang in the environment of a server of the fault campaign."""
+"""Replaces SGLang in the environment of a server of the fault-injection test."""
