@@ -49,7 +49,7 @@ def time_interleaved(
     affect all variants.
 
     Args:
-        variants: call to measure, by name.
+        variants: names and calls to measure.
         rounds: measured rounds. The result is their median.
         calls: calls per graph.
     """

@@ -25,7 +25,7 @@ Prints a table with one row per run:
     clipped        largest fraction of clipped tokens
     gradient       mean norm of the gradient
     entropy        first and last step
-    minutes        training time of the run
+    minutes        training time of the run and its warm start
 
 A second call with the same ``--work`` continues. The warm start and finished seeds do not run
 again. An interrupted seed resumes from its last checkpoint. A run saves 4 checkpoints.

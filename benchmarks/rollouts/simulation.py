@@ -97,7 +97,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class EpisodePlan:
-    """Predetermined course of an episode."""
+    """Predetermined turns and delays of an episode."""
 
     turns: tuple[int, ...]
     """Number of tokens of each turn."""

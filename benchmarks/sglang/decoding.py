@@ -5,8 +5,8 @@
 
 Needs one GPU. Two servers with the same random weights share it, and rounds alternate between them,
 so that changes of the GPU's clocks affect both. ``as_it_comes`` lacks this project's settings of
-SGLang's mixture-of-experts kernel, and ``tuned`` has them. A round has three calls with the same
-prompts through the rollouts' client:
+SGLang's mixture-of-experts kernel and the patches ``quick_sampling`` and ``quick_window``.
+``tuned`` has them. A round has three calls with the same prompts through the rollouts' client:
 
 1. one new token each (prefill),
 2. the same again from the prefix cache (overhead of a call),

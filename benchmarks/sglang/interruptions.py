@@ -73,7 +73,8 @@ async def measure_interruptions(
     Raises:
         RuntimeError: if a request did not get all its tokens.
     """
-    # Two warm-up runs compile kernels and capture graphs.
+    # The first run is a warm-up, which compiles kernels. The second one measures the duration, of
+    # which the pause takes place at 50%.
     await _run(engine, client, load, "none", halfway=0.0, seed=-1)
     seconds = (await _run(engine, client, load, "none", halfway=0.0, seed=-2)).total[0]
 
