@@ -18,8 +18,8 @@ def run_program(package: str, programs: dict[str, str], default: str | None = No
 
     Args:
         package: name of the package, such as ``benchmarks.sglang``.
-        programs: module of each program, by the first argument. The module has a ``main`` that reads
-            the remaining arguments.
+        programs: module of each program, by the first argument. The module has a ``main`` that
+            reads the remaining arguments.
         default: module that reads all arguments if the first one names no program.
     """
     command, name = f"python -m {package}", next(iter(sys.argv[1:]), "")

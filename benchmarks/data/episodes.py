@@ -4,7 +4,7 @@
 ``python -m benchmarks.data episodes view`` starts ``gptoss view`` in a separate process and sends
 the requests of a browser.
 ``python -m benchmarks.data episodes report`` measures the creation of report.html.
-Needs no GPU. Prints Markdown tables.
+Needs no GPU. Prints Markdown tables, and one line for ``report``.
 """
 
 from __future__ import annotations

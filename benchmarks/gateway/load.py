@@ -1,7 +1,7 @@
 """Long-running load on a gateway: many concurrent sessions, checked for mix-ups and leaks.
 
-    python -m benchmarks.gateway load                  # 200 sessions at a time, for 20 minutes
-    python -m benchmarks.gateway load --sessions 20 --minutes 0.5 --think 0.5 --every 0.5
+``python -m benchmarks.gateway load`` holds 200 sessions at a time for 20 minutes. A short test adds
+``--sessions 20 --minutes 0.5 --think 0.5 --every 0.5``.
 
 Needs no GPU. Every session has one conversation of ``--turns`` turns. OpenAI's client holds it in
 another process, and every other session uses streaming. Between turns a client waits ``--think``
