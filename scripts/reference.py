@@ -10,6 +10,7 @@ Functions and classes are read from the source with griffe, without an import.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -97,6 +98,9 @@ API: dict[str, dict[str, list[str]]] = {
 }
 """Contents of the API reference, by chapter and module: extension points and stable functions."""
 
+MAX_CELL_WORDS = 25
+"""Words of a table cell. Longer descriptions continue in a list below the table."""
+
 
 # ---- configuration
 
@@ -115,18 +119,37 @@ def configuration_page() -> str:
         NOTICE,
         "# Configuration reference",
         "",
-        "Every key that a YAML file or the command line (`optimizer.lr=1e-6`) may set; others are refused.",
-        "`gptoss config CONFIG` prints what a file comes to, and where each value is from.",
+        "All keys that a YAML file or the command line (`optimizer.lr=1e-6`) can set. Other keys are rejected.",
+        "`gptoss config CONFIG` prints all values of a configuration and their sources.",
         "",
     ]
     sections = list(_all_sections())
     lines += [f"- [{_title(section)}](#{_anchor(_title(section))})" for section in sections]
     for section in sections:
         lines += ["", f"## {_title(section)}", "", *_paragraph(_summary_of(section.model)), ""]
-        lines += ["| key | type, default | meaning |", "|---|---|---|"]
-        for name, field in section.model.model_fields.items():
-            lines.append(_key_row(section, name, field))
+        lines += _key_table(section)
     return "\n".join(lines) + "\n"
+
+
+def _key_table(section: Section) -> list[str]:
+    """Return a table of a section's keys, and a list with the ends of long descriptions."""
+    rows = ["| key | type, default | meaning |", "|---|---|---|"]
+    details: list[str] = []
+    for name, field in section.model.model_fields.items():
+        meaning, more = _split_description(_description(section, name, field))
+        kind = ", ".join([_type_text(field.annotation), *_limits(field.metadata)])
+        rows.append(f"| `{name}` | {_cell(kind)}; {_cell(_default_text(field))} | {meaning} |")
+        if more:
+            details.append(f"- `{name}`: {more}")
+    return [*rows, "", *details] if details else rows
+
+
+def _split_description(text: str) -> tuple[str, str]:
+    """Return the first sentences of a description, which fit a table cell, and the others."""
+    first, *others = re.split(r"(?<=[.]) ", _cell(text))
+    while others and len(f"{first} {others[0]}".split()) <= MAX_CELL_WORDS:
+        first = f"{first} {others.pop(0)}"
+    return first, " ".join(others)
 
 
 def _all_sections() -> Iterator[Section]:
@@ -168,15 +191,12 @@ def _title(section: Section) -> str:
     return f"{section.key}: {section.model.__name__}"
 
 
-def _key_row(section: Section, name: str, field: FieldInfo) -> str:
-    meaning = field.description
-    if not meaning:
+def _description(section: Section, name: str, field: FieldInfo) -> str:
+    if not field.description:
         raise SystemExit(
             f"{section.model.__module__}.{section.model.__name__}.{name}: no docstring"
         )
-    kind = ", ".join([_type_text(field.annotation), *_limits(field.metadata)])
-    default = _default_text(field)
-    return f"| `{name}` | {_cell(kind)}; {_cell(default)} | {_cell(meaning)} |"
+    return field.description
 
 
 def _type_text(annotation: Any) -> str:
@@ -250,7 +270,7 @@ def api_page() -> str:
         NOTICE,
         "# API reference",
         "",
-        "What other programs may import, and the seams at which they add something of their own.",
+        "Classes and functions that other programs may import, and the interfaces that they may implement.",
         "",
     ]
     lines += [f"- [{chapter}](#{_anchor(chapter)})" for chapter in API]
