@@ -113,7 +113,7 @@ def test_an_episode_earns_what_its_program_returns(
     assert episode.finish_reason is FinishReason.STOP
     assert episode.branches == []
 
-    # Exactly what the engine was given and what it sampled.
+    # The episode has exactly the tokens of the engine's prompt and the sampled tokens.
     sampled = says(tiny, answer)
     assert episode.token_ids[-len(sampled) :].tolist() == sampled
     assert episode.loss_mask.tolist() == [
@@ -231,7 +231,7 @@ def test_a_module_that_cannot_be_imported_is_named(tiny: Harmony) -> None:
     assert "No module named 'no_such_module'" in episode.invalid.reason
 
 
-# ---- what the policy does wrong is its own doing
+# ---- mistakes of the policy
 
 
 def test_an_illegal_message_earns_a_format_error_whatever_the_program_says(tiny: Harmony) -> None:
@@ -266,7 +266,7 @@ def test_a_program_that_is_refused_for_a_limit_is_not_infrastructure(
     ("plan", "excluded"),
     [
         ([(None, None), (None, None)], [False, False]),
-        # A probe of 3 tokens behind a whole answer, and a cut answer before a whole probe.
+        # A whole answer before a probe of 3 tokens, and a truncated answer before a whole probe.
         ([(None, None), (None, 3)], [False, True]),
         ([(None, 3), (None, None)], [True, False]),
         ([(None, None), (0, 3), (0, None)], [True, False]),
@@ -284,14 +284,14 @@ def test_only_sequences_that_were_cut_off_are_masked(
     assert episode.truncated is any(excluded)
     assert has_signal(group_of(episode), AlgorithmConfig()) is not all(excluded)
 
-    # Whole turns are trained on, also those that a cut sequence shares.
+    # Whole turns are trained on, even if a truncated sequence contains them, too.
     whole = sum(len(turns[0]) for _, max_tokens in plan if max_tokens is None)
     kept = [s for s in episode.sequences if not s.excluded]
     assert sum(sequence.sampled_tokens for sequence in kept) == whole
 
 
 def group_of(episode: Trajectory) -> TrajectoryGroup:
-    """The episode, and one of another reward in which nothing was sampled."""
+    """Return a group of the episode and an episode with another reward and no sampled token."""
     other = Trajectory(
         "task", token_ids=[1], loss_mask=[0], rollout_log_probs=[0.0], reward=episode.reward - 1
     )  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def group_of(episode: Trajectory) -> TrajectoryGroup:
 
 
 def test_a_limit_of_the_episode_masks_all_its_sequences(tiny: Harmony) -> None:
-    """The reward then is that of an unfinished episode, whatever its conversations said."""
+    """The episode has the reward of a truncated episode, whatever its conversations contain."""
     limits = LIMITS.model_copy(update={"truncated_episodes": "mask", "max_turns": 2})
     plan = [(None, None), (None, None), (None, None)]
     episode = episode_of(tiny, "planned", [says(tiny, "Hello")] * 2, limits, plan=plan)
@@ -321,7 +321,7 @@ def test_an_episode_ends_with_its_time_whether_its_program_does_or_not(
             assert episode.finish_reason is FinishReason.TIMEOUT
             assert episode.reward == -1.0
             if name == "hanging":
-                # Its thread cannot be ended, so its process is.
+                # A thread cannot be ended, so the process is killed.
                 pid = int(file.read_text())
                 await wait_until_async(lambda: not psutil.pid_exists(pid))
 
@@ -332,7 +332,7 @@ def test_an_episode_ends_with_its_time_whether_its_program_does_or_not(
 
 
 class SyncedEngine:
-    """Answers at once, but aborts every request once, in its middle, as a weight sync does."""
+    """Engine that aborts every request once in its middle, like a weight sync."""
 
     def __init__(self, answer: list[int]) -> None:
         self.answer = answer
@@ -371,7 +371,7 @@ def test_many_episodes_share_a_process_and_see_nothing_of_a_weight_sync(tiny: Ha
             assert episode.invalid is None, episode.invalid
             assert episode.reward == 1.0
             assert len({span.version for span in episode.weight_versions}) == 2
-            # The prompt and the first of two tokens: the second had been no input yet.
+            # The prompt and the first of two tokens. The second token was not an input yet.
             assert episode.prefilled_again == episode.weight_versions[0].start + 1
             episode.validate()
         assert engine.most_running > 1
@@ -381,7 +381,7 @@ def test_many_episodes_share_a_process_and_see_nothing_of_a_weight_sync(tiny: Ha
 
 
 def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
-    """However that ended: its input is closed by the system."""
+    """The system closes the input of the process, however the worker ends."""
 
     async def run() -> None:
         async with running(tiny, ScriptedEngine([says(tiny, "Hello")])) as runner:
@@ -399,7 +399,7 @@ def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
 def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episode(
     tiny: Harmony,
 ) -> None:
-    """Those of examples/sdk_agents.py, in a process of their own."""
+    """The agents of examples/sdk_agents.py run in a separate process."""
     agent = "examples.sdk_agents"
     options = BlackBoxOptions(agent=f"{agent}:run", tasks=f"{agent}:tasks", memory_gb=4)
     task = BlackBoxEnvironment.generate("train", 0, 0, options).metadata["record"]
@@ -421,7 +421,7 @@ def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episod
     episode = asyncio.run(run())
     assert episode.invalid is None, episode.invalid
     assert episode.reward == 1.0
-    # The clerk has other instructions and tools than the desk: a sequence of its own.
+    # The clerk and the desk have different instructions and tools, so their sequences differ.
     desk, clerk = episode.sequences
     assert [turn.role for turn in desk.turns] == ["prompt", "assistant"]
     heard = [turn.text for turn in clerk.turns if turn.role == "tool"]
@@ -433,7 +433,7 @@ def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episod
 def test_an_agent_runs_with_an_interpreter_that_has_nothing_of_this_project(
     tiny: Harmony, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter that this project's own environment was made of: without torch, aiohttp and openai."""
+    """The base interpreter of this virtual environment has no torch, aiohttp or openai."""
     agent = """
 import json, sys, urllib.request
 
@@ -470,7 +470,7 @@ def run(task, base_url, api_key):
 def test_an_environment_of_verifiers_is_an_agent(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real package, in an environment of its own, with a taskset and a harness of the test's."""
+    """The real package runs in a separate environment, with this test's taskset and harness."""
     root = Path(__file__).parents[3]
     python = root / ".cache/hub/verifiers/bin/python"
     if not python.exists():
@@ -491,7 +491,7 @@ def test_an_environment_of_verifiers_is_an_agent(
             episodes: list[Trajectory] = []
             for index in (1, 2, 3, 9):
                 episodes.append(await play_index(index))
-            # Two at a time: each has the key of its own session.
+            # Two concurrent episodes have the keys of two sessions.
             return episodes + await asyncio.gather(play_index(1), play_index(2))
 
     right, wrong, broken, missing, *both = asyncio.run(run())

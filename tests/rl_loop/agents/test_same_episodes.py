@@ -43,7 +43,7 @@ LIMITS = EpisodeLimits(
 
 
 class Adding(Environment):
-    """A task with a function, and a question of the user after each answer but the last."""
+    """Environment with a function, and a question of the user after every answer but the last."""
 
     def __init__(self) -> None:
         task = Task("task", [{"role": "user", "content": PROMPT}], ANSWER)
@@ -64,11 +64,11 @@ class Adding(Environment):
 
 @dataclass(frozen=True)
 class Case:
-    """An episode, and how it has to end."""
+    """One episode and its expected end."""
 
     reason: FinishReason
     turns: Sequence[str] = ("add", "3", "add", "6")
-    """Texts of final answers; "add" for a call, "illegal" for a turn that is not legal."""
+    """Texts of final answers; "add" for a call, "illegal" for a malformed turn."""
     aborts: Iterable[int | None] = ()
     hang: bool = False
     limits: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ CASES = {
         limits={"episode_seconds": 3.0},
         excluded=True,
     ),
-    # The script has no third turn, so the engine fails there again and again.
+    # The script has no third turn, so every attempt to sample it fails.
     "engine": Case(FinishReason.ABORT, ("add", "3"), excluded=True),
 }
 
@@ -122,7 +122,7 @@ def turn_of(harmony: Harmony, text: str) -> list[int]:
 
 
 class Players:
-    """Plays cases on both paths. All agents share one process."""
+    """Runs cases on both paths. All agents share one process."""
 
     def __init__(self, harmony: Harmony) -> None:
         self.harmony = harmony
@@ -135,7 +135,7 @@ class Players:
     def limits(self, case: Case) -> EpisodeLimits:
         limits = dict(case.limits)
         if limits.get("max_tokens") == 0:
-            # All tokens of the first turn, but none of the second one.
+            # The limit allows all tokens of the first turn but not the second turn.
             prompt = self.harmony.render_prompt(
                 [{"role": "user", "content": PROMPT}], Adding().tools()
             )
@@ -182,7 +182,7 @@ class Players:
 
 @pytest.fixture(scope="module")
 def played(tiny: Harmony) -> dict[str, tuple[Trajectory, Trajectory]]:
-    """Every case, played by the agent loop and by an agent."""
+    """Episodes of every case: by the agent loop and by an external agent."""
 
     async def play() -> dict[str, tuple[Trajectory, Trajectory]]:
         players = Players(tiny)
@@ -201,7 +201,7 @@ def played(tiny: Harmony) -> dict[str, tuple[Trajectory, Trajectory]]:
 
 
 def contents(trajectory: Trajectory) -> dict[str, Any]:
-    """Every field; arrays as dtype, shape and bytes."""
+    """Return all fields of a trajectory. Arrays become dtype, shape and bytes."""
     found: dict[str, Any] = {}
     for column in fields(Trajectory):
         value = getattr(trajectory, column.name)

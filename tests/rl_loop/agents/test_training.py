@@ -75,7 +75,7 @@ def test_what_an_agent_samples_through_the_gateway_is_trained_on_as_it_was_sampl
     assert all(step["grad_norm"] > 0 for step in steps)
     assert all(step["rollout/invalid/environment"] == 0 for step in steps)
 
-    # 8 episodes a step: those of two conversations have two rows, and count once in all means.
+    # 8 episodes per step. Episodes of two conversations have two rows and count once in means.
     rows = [row for row in episodes_of(whole.directory) if row["split"] == "train"]
     assert len({(row["step"], row["group"], row["sample"]) for row in rows}) == 3 * 8
     assert len(rows) > 3 * 8
@@ -135,7 +135,7 @@ def test_an_agent_trains_a_dense_model_as_it_was_sampled(tmp_path: Path) -> None
     steps = [r for r in read_json_lines(settings.directory / "metrics.jsonl") if "reward" in r]
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
-    # Two conversations in every episode, both trained on.
+    # Every episode has two conversations, and both are trained on.
     rows = [row for row in episodes_of(settings.directory) if row["split"] == "train"]
     assert len(rows) > len({(row["step"], row["group"], row["sample"]) for row in rows})
 
