@@ -76,7 +76,7 @@ def test_adapters_train_on_policy_and_leave_their_reference_step_by_step(
     trained = [step for step in steps if "loss" in step]
     assert max(step["grad_norm"] for step in trained) > 0
     if settings.algorithm.old_log_probs_from == "detach":
-        # Until the first update the policy is its reference, with the engine's routes as well.
+        # Until the first update the policy equals the reference, also with the engine's routes.
         assert trained[0]["kl_reference"] == 0
         assert {step["ratio/deviation_max"] for step in trained} == {0}
     assert trained[-1]["kl_reference"] > 0
@@ -95,7 +95,7 @@ def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalR
     train(config(tmp_path / "cut", *options, "training.steps=2"), rollouts)
     resumed = train(config(tmp_path / "cut", *options, "training.steps=4"), rollouts, resume=True)
 
-    # What an engine samples together differs from run to run, and with it the last bits.
+    # The batches of an engine differ between runs, so the last bits differ, too.
     for name in ("reward", "loss", "grad_norm", "kl_reference", "critic/loss", "critic/grad_norm"):
         found, expected = ([step.get(name, 0.0) for step in curve] for curve in (resumed, whole))
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), name

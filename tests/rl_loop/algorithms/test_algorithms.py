@@ -305,7 +305,7 @@ def test_sequences_of_an_episode_count_as_one_episode() -> None:
         got = sum(float(w) * sum(x) for w, x in zip(weights, losses, strict=True))
         assert got == pytest.approx(total, abs=1e-12), name
 
-        # Episodes of one sequence each weigh the same without their numbers.
+        # If every episode has one sequence, the weights do not depend on the episode numbers.
         numbers = torch.arange(4)
         assert torch.equal(
             sample_weights(tokens, name, 100, numbers), sample_weights(tokens, name, 100)

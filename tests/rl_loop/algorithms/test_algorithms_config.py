@@ -1,4 +1,4 @@
-"""Combinations that would silently do something else are refused before anything starts."""
+"""Configuration ``algorithm``: defaults, overrides and rejected combinations."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ ROOM = [
     "rollout.max_tokens=8192",
     "rollout.max_new_tokens_per_turn=2048",
 ]
-"""Enough for the longest penalty on length of the named algorithms."""
+"""Limits that are large enough for the longest ``overlong_buffer`` of the named algorithms."""
 
 
 def algorithm_with(*overrides: str) -> AlgorithmConfig:
@@ -124,7 +124,7 @@ def algorithm_with(*overrides: str) -> AlgorithmConfig:
 
 
 def chosen_keys(name: str, section: str) -> set[str]:
-    """Keys that a named algorithm sets itself in one of its sections."""
+    """Return the keys that the file of a named algorithm sets in a section."""
     value = read_yaml(CONFIGS / f"algorithm/{name}.yaml").get(section)
     return {str(key) for key in value} - {"type"} if isinstance(value, Mapping) else set()
 
@@ -132,9 +132,10 @@ def chosen_keys(name: str, section: str) -> set[str]:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda p: p.stem)
 @pytest.mark.parametrize("section", ["policy_loss", "advantage"])
 def test_printed_defaults_are_the_same_however_chosen(path: Path, section: str) -> None:
-    """``policy_loss=X`` prints what an algorithm with X prints, but for keys in its own file.
+    """A loss chosen by its key has the defaults of the named algorithm with that loss.
 
-    gspo and cispo ran with the bounds of ppo if the loss was chosen by its key."""
+    Only keys in the algorithm's file differ. Otherwise gspo would run with the bounds of ppo.
+    """
     named = printed(getattr(algorithm_with(f"algorithm={path.stem}"), section))
     own = chosen_keys(path.stem, section)
     given = "".join(f", {key}: {named[key]}" for key in own & {"reward_weights"})
@@ -150,19 +151,19 @@ def test_printed_defaults_are_the_same_however_chosen(path: Path, section: str) 
         for base in ([], ["algorithm=dapo"], ["algorithm=grpo"]):
             alone = printed(getattr(algorithm_with(*base, choice, *needed), section))
             if named["type"] == "ppo" and base == ["algorithm=grpo"] and ".type=" in choice:
-                continue  # the same type, so the file's own bound stays
+                continue  # the type does not change, so the bound of the file stays
             assert alone.keys() == named.keys()
             differing = {key for key in named if alone[key] != named[key]}
             assert differing <= own, (choice, base)
 
 
 def printed(section: object) -> dict[str, Any]:
-    """What ``gptoss config`` prints of a section."""
+    """Return a section as ``gptoss config`` prints it."""
     return TypeAdapter(Any).dump_python(section, mode="json")
 
 
 def test_every_loss_and_advantage_is_in_a_named_algorithm() -> None:
-    """The comparison above covers all names of the registries."""
+    """``test_printed_defaults_are_the_same_however_chosen`` covers all names of the registries."""
     algorithms = [algorithm_with(f"algorithm={p.stem}") for p in CONFIGS.glob("algorithm/*.yaml")]
     assert {algorithm.policy_loss.type for algorithm in algorithms} == set(POLICY_LOSSES)
     assert {algorithm.advantage.type for algorithm in algorithms} == set(ADVANTAGES)
@@ -170,7 +171,7 @@ def test_every_loss_and_advantage_is_in_a_named_algorithm() -> None:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_loss_functions_have_no_defaults_of_their_own(name: str) -> None:
-    """A second default beside the configuration's could differ from it; None switches off."""
+    """A second default could differ from the configuration's. None disables a parameter."""
     parameters = inspect.signature(POLICY_LOSSES.resolve(name)).parameters.values()
     assert all(p.default in (p.empty, None) for p in parameters)
 
@@ -181,7 +182,7 @@ def test_an_override_keeps_the_type_and_changes_one_bound() -> None:
 
 
 def test_another_type_drops_the_bounds_of_the_named_one() -> None:
-    """dr_grpo sets clip_high for ppo, which is no bound of a sequence's ratio."""
+    """dr_grpo sets clip_high for ppo, which does not suit the ratio of a sequence."""
     loss = algorithm_with("algorithm=dr_grpo", "algorithm.policy_loss.type=gspo").policy_loss
     assert printed(loss) == {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
 

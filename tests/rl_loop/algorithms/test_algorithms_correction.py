@@ -24,7 +24,7 @@ log_ratios = st.lists(st.floats(-3, 3), min_size=7, max_size=7)
 def plain(
     config: CorrectionConfig, log_rho: list[float], advantages: list[float], drift: list[float]
 ) -> list[float]:
-    """Weights of the masked tokens, one by one."""
+    """Return the weight of every token, computed one by one. Tokens outside the mask have NaN."""
     out = []
     for t, own in enumerate(SEQUENCE):
         if not MASK[t]:
@@ -122,7 +122,7 @@ def test_rho_is_the_trainers_probability_over_the_engines() -> None:
         {"correction": {"weight": "icepop", "bounds": (0.5, 10.0)}}
     )
     weights, sums = run(config, sample(), [-1.0, -1.0 + math.log(8), -1.0 - math.log(8)])
-    # 8 lies within, 1/8 does not: the other way round the verdicts would change places
+    # 8 is within the bounds and 1/8 is not. With swapped bounds it would be the opposite.
     assert weights.tolist() == pytest.approx([1.0, 8.0, 0.0])
     assert sums["correction/dropped_icepop"] == 1
 

@@ -60,7 +60,7 @@ def test_every_named_algorithm_is_tried() -> None:
     assert set(ALGORITHMS) == {path.stem for path in CONFIGS.glob("algorithm/*.yaml")}
 
 
-# Those that differ from others by options whose formulas test_algorithms.py has.
+# These differ from other algorithms only in options whose formulas test_algorithms.py covers.
 SLOW = ("dr_grpo", "rloo", "reinforce", "gspo")
 TRAINED = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ALGORITHMS
@@ -176,7 +176,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     generated = [threading.Event() for _ in range(4)]
 
     async def generate_beside_the_trainer(request: Any) -> Any:
-        """Begin a step's episodes when the trainer is at the step before."""
+        """Begin the episodes of a step after the trainer has begun the previous step."""
         seed = int(request.episode.rpartition("/")[2])
         step = seed // (1_000 * 1_000_003)
         if step > 0:
@@ -191,7 +191,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
 
         def rl_step(samples: Any, step: int) -> Any:
             learning[step].set()
-            if step < 3:  # the last step has none after it
+            if step < 3:  # no step follows the last one
                 assert generated[step + 1].wait(PATIENCE_SECONDS), (
                     "nothing is generated while the trainer learns"
                 )
@@ -205,5 +205,5 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
     assert all(step["correction/dropped_stale"] == 0 for step in steps)
     assert [record["step"] for record in records if "held_out/reward" in record] == [0, 2]
-    # the importance weight carries what the policy learned since the tokens were sampled
+    # The importance weight contains the updates after the tokens were sampled.
     assert steps[0]["mismatch/kl_k3"] < 1e-6 < min(step["mismatch/kl_k3"] for step in steps[1:])

@@ -38,7 +38,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs/algorithms.md"
 GPTOSS = f'gptoss() {{ "{sys.executable}" -c "from launch.cli import main; main()" "$@"; }}\n'
-"""The installed command, of this checkout."""
+"""Shell function for the installed command, with the code of this checkout."""
 SHORT = [
     "training.steps=3",
     "model.num_layers=1",
@@ -50,12 +50,15 @@ SHORT = [
     "tasks.held_out_tasks=1",
     "sandbox.workers=1",
 ]
-"""Three steps of an untrained model, whose episodes end illegally or at the limit: they differ in reward."""
+"""Overrides for three steps of an untrained model.
+
+Some episodes end with a format error and some at the limit, so their rewards differ.
+"""
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the guide's files and our configs, which Python can import from."""
+    """Directory with the guide's files and our configs, in Python's search path."""
     files = re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE.read_text(), flags=re.S)
     assert [name for name, _ in files] == ["my_algorithms.py", "configs/algorithm/sapo.yaml"]
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
@@ -224,7 +227,7 @@ def test_a_loss_of_the_wrong_form_stops_the_run(
 
 
 def test_metrics_of_a_custom_loss_are_logged(workplace: Path) -> None:
-    """The mean over sampled tokens, under the name of the loss's own choice."""
+    """The metric is the mean over sampled tokens. The loss chooses its name."""
     everyone = samples()
     batch = batch_of(everyone)
     objective = policy_objective(load(workplace), loss_tokens(everyone))
@@ -239,7 +242,7 @@ def test_metrics_of_a_custom_loss_are_logged(workplace: Path) -> None:
 
 
 def test_a_sum_of_unknown_name_is_an_error() -> None:
-    """It was dropped, so whoever added it saw no curve and no reason."""
+    """If the sum were dropped, the author of the loss would see no curve and no reason."""
     sums = {"loss": 0.0, "tokens": 1.0, "comparable": 1.0, "sequences": 1.0}
     add_update_metrics(StepMetrics(step=0), updates_of(sums))
     with pytest.raises(ValueError, match="unknown name 'gate'"):
@@ -259,7 +262,7 @@ def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workp
         1
     ]
     assert commands.count("gptoss ") == 1
-    # Only what makes it short is added: an untrained model of one layer, and this checkout's code.
+    # The additions only shorten the run (an untrained model of one layer) or select this checkout.
     pasted = commands.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")
     pasted = pasted.replace("algorithm=sapo", " ".join(["algorithm=sapo", *SHORT]))
 
@@ -282,7 +285,7 @@ def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workp
 
 
 def test_metrics_that_some_micro_batches_lack_are_an_error() -> None:
-    """Only the names of the first micro-batch counted, and ranks add by position."""
+    """Ranks sum metrics by position, so all micro-batches need the same names."""
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     for batches in ([{"a": one}, {"a": one, "b": two}], [{"a": one, "b": two}, {"a": one}]):
         with pytest.raises(ValueError, match="metrics of a loss: b missing"):

@@ -16,17 +16,17 @@ TOKENS = 3
 LENGTH = 2
 EPISODES = list(product(range(TOKENS), repeat=LENGTH))
 SWITCH = 1
-"""Token before which a sync came: those from it on were sampled with the second version."""
+"""Position of the first token that was sampled with the second weight version."""
 
 
 def tables(seed: int) -> torch.Tensor:
-    """Logits of a policy: fp64 [what came before: nothing, or a token; token]."""
+    """Return the logits of a policy: fp64 [state, token]. State 0 is the start, 1 + t is token t."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1 + TOKENS, TOKENS, generator=generator, dtype=torch.float64)
 
 
 def log_probs_of(episode: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
-    """Log-probs of an episode's tokens: fp64 [length]."""
+    """Return the log-probs of an episode's tokens: fp64 [length]."""
     before = [0, *(1 + token for token in episode[:-1])]
     return torch.stack(
         [logits[state].log_softmax(0)[token] for state, token in zip(before, episode, strict=True)]
@@ -38,13 +38,13 @@ def reward(episode: tuple[int, ...]) -> float:
 
 
 def sampled_with(versions: tuple[torch.Tensor, torch.Tensor], episode: tuple[int, ...]) -> Any:
-    """Log-probs as an engine gives them that got the second version in the middle of every episode."""
+    """Return the log-probs of an engine whose weights change in the middle of every episode."""
     earlier, later = (log_probs_of(episode, version) for version in versions)
     return torch.cat([earlier[:SWITCH], later[SWITCH:]])
 
 
 def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
-    """Of the expected reward of the policy itself."""
+    """Return the gradient of the expected reward of the policy."""
     table = logits.clone().requires_grad_()
     expected = sum(log_probs_of(e, table).sum().exp() * reward(e) for e in EPISODES)
     (gradient,) = torch.autograd.grad(expected, table)
@@ -54,7 +54,10 @@ def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
 def gradient_of_objective(
     config: AlgorithmConfig, logits: torch.Tensor, versions: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """What training on every episode would do, each as often as the two versions sample it; upwards."""
+    """Return the gradient of the objective, negated: the direction of gradient descent.
+
+    Every episode has the probability with which the two versions sample it as its weight.
+    """
     table = logits.clone().requires_grad_()
     samples = []
     for episode in EPISODES:
@@ -105,7 +108,7 @@ def test_token_weights_are_exact_for_the_first_token_and_biased_behind_it() -> N
     got = gradient_of_objective(uncapped, now, (versions[0], versions[1]))
     exact = exact_gradient(now)
     assert not torch.allclose(got, exact, atol=1e-2)
-    # Where the versions agree with the policy about all other tokens, nothing is left to be wrong.
+    # If the versions equal the policy, the weights are 1 and the gradient has no bias.
     got = gradient_of_objective(uncapped, now, (now, now))
     torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
@@ -140,7 +143,7 @@ def test_sums_by_age_add_up_to_those_of_all_tokens() -> None:
     assert sums["fresh/kl_k3"] + sums["stale/kl_k3"] == pytest.approx(sums["mismatch/kl_k3"].item())
     assert sums["fresh/ratio"] + sums["stale/ratio"] == pytest.approx(sums["ratio/mean"].item())
 
-    # The stale ones by themselves: first tokens of every other episode.
+    # Only the stale tokens: the first token of every second episode.
     rho = [
         (log_probs_of(e, now) - sampled_with((versions[0], versions[1]), e))[0].exp().item()
         for e in EPISODES[1::2]

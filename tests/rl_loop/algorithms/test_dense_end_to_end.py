@@ -38,7 +38,8 @@ def rl_config(directory: Path, *overrides: str) -> RlConfig:
         "training.steps=2",
         "rollout.tasks_per_step=2",
         "rollout.samples_per_task=6",
-        # A random policy ends some episodes illegally and some at the limit: their rewards differ.
+        # A random policy ends some episodes with format errors and some at the limit.
+        # Their rewards differ.
         "rollout.max_new_tokens_per_turn=64",
         "reward.format_error=-2",
         "tasks.held_out_tasks=2",
@@ -70,7 +71,7 @@ def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
         span = slice(samples.offsets[i], samples.offsets[i + 1])
         learned = samples.token_ids[span][samples.loss_mask[span]]
         stops = np.flatnonzero(np.isin(learned, tasks.codec.stop_token_ids)) + 1
-        # Whole turns, each of which a policy could have sampled.
+        # The trained tokens are whole turns that a policy could have sampled.
         *turns, rest = np.split(learned, stops)
         assert len(turns) > 0
         assert len(rest) == 0
@@ -110,7 +111,7 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
         assert step.get("mismatch/logprob_gap_max", 0) < 1e-4
     assert max(step.get("grad_norm", 0) for step in steps) > 0
 
-    # Whoever loads the export gets the tokens and the template of training.
+    # The tokenizer of the export has the tokens and the template of training.
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Compute 12*34+5."}],

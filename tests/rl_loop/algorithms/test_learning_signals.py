@@ -36,7 +36,7 @@ from tests.support.rl_loop.algorithms import batch_of, loss_tokens
 
 
 def choices(model: Any, field: str) -> tuple[str, ...]:
-    """Every value that a field of a configuration allows."""
+    """Return all values that a field of a configuration allows."""
     return get_args(model.model_fields[field].annotation)
 
 
@@ -50,7 +50,7 @@ REJECTIONS: dict[str, dict[str, Any]] = {
     "veto": {"veto": 1e-2},
     "off_policy_limit": {"off_policy_limit": 0.5},
 }
-"""Every way to drop tokens, by the field of CorrectionConfig or the weight that does it."""
+"""Settings that drop tokens, by the field of CorrectionConfig or by the kind of weight."""
 
 
 def test_every_rejection_is_tried() -> None:
@@ -61,7 +61,7 @@ def test_every_rejection_is_tried() -> None:
 
 
 def algorithm(advantage: str, **settings: Any) -> AlgorithmConfig:
-    """A configuration of this advantage with what it cannot be without."""
+    """Return a configuration with this advantage and its required settings."""
     section: dict[str, Any] = {"type": advantage}
     if advantage == "gae":
         settings = {"critic": {}} | settings
@@ -71,7 +71,7 @@ def algorithm(advantage: str, **settings: Any) -> AlgorithmConfig:
 
 
 def episode(reward: float, tokens: int = 5, task: str = "t", **fields: Any) -> Trajectory:
-    """An episode of one prompt token and ``tokens - 1`` sampled ones."""
+    """Return an episode of one prompt token and ``tokens - 1`` sampled tokens."""
     parts = {"correct": 0.0, "format_error": 0.0, "score": reward, "style": 3 * reward}
     return Trajectory(
         task,
@@ -93,7 +93,7 @@ def group(rewards: list[float], task: str = "t") -> TrajectoryGroup:
 def credited(
     groups: list[TrajectoryGroup], config: AlgorithmConfig, limit: int = 100
 ) -> TrainingSamples:
-    """Samples with advantages; a critic's values are 0."""
+    """Return samples with advantages. The values of a critic are 0."""
     samples = to_samples(groups, config, version=0)
     if config.advantage.type == "gae":
         samples = samples.with_columns(values=np.zeros(samples.tokens, dtype=np.float32))
@@ -104,7 +104,7 @@ def credited(
 
 
 def every_advantage() -> Iterator[AlgorithmConfig]:
-    """Every advantage with every way to normalise it."""
+    """Yield every advantage with every normalization."""
     for name, deviation in itertools.product(ADVANTAGES, DEVIATIONS):
         yield algorithm(name, standard_deviation=deviation)
         for over in ("tokens", "samples"):
@@ -126,7 +126,7 @@ def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(
     groups = [group([reward] * size, f"t{i}") for i, size in enumerate(sizes)]
     for config in every_advantage():
         if config.advantage.type == "gae" and not config.whiten_advantages:
-            continue  # it compares with the critic, not with other episodes
+            continue  # gae compares with the critic, not with other episodes
         assert not np.any(credited(groups, config).advantages), config
 
 
@@ -202,13 +202,16 @@ EXCLUSIONS = ("masked", "excluded episode", "stale", *REJECTIONS)
 
 
 def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any]], np.ndarray]:
-    """A configuration with every term, samples, and which tokens of the first sample are left out (by label)."""
+    """Return a configuration with every term, samples, and a mask of tokens to leave out.
+
+    The mask is for the tokens of the first sample, as labels.
+    """
     correction: dict[str, Any] = {"weight": "sequence_tis", "cap": 5.0}
     correction = REJECTIONS.get(kind, correction)
     bounds = {} if loss == "reinforce" else {"clip_low": 0.9, "clip_high": 5.0}
     config = AlgorithmConfig.model_validate(
         {
-            # Wide bounds, because clipping would hide what goes into the ratio of a sequence.
+            # Wide bounds, because clipping would hide the terms of a sequence's ratio.
             "policy_loss": {"type": loss} | bounds,
             "mini_batches": 2,
             "max_staleness": 1,
@@ -246,7 +249,7 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any
     elif kind == "off_policy_limit":
         first["old_log_probs"], out = [5.0] * 6, np.array([1] * 6, dtype=bool)
     else:
-        # one token that the trainer finds impossible drops its sequence
+        # Tokens with a tiny importance weight drop their sequence.
         first["rollout_log_probs"], out = (
             [-0.5, -0.5, -0.7, 9.0, 9.0, -1.3],
             np.array([1] * 6, dtype=bool),
@@ -265,7 +268,7 @@ def gradients(
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Loss and its gradients by log-probs and entropies, of the policy."""
+    """Return the policy's loss and its gradients by log-probs and entropies."""
     log_probs, entropy = log_probs.clone().requires_grad_(), entropy.clone().requires_grad_()
     loss = policy_objective(config, loss_tokens(samples), 50)(log_probs, entropy, batch).loss
     loss.backward()
@@ -274,7 +277,7 @@ def gradients(
 
 
 def label_mask(out: np.ndarray, batch: PackedBatch) -> torch.Tensor:
-    """Tokens of the first sample, as positions of the packed row."""
+    """Return a mask over the packed row for tokens of the first sample."""
     mask = torch.zeros(batch.tokens, dtype=torch.bool)
     mask[: len(out) - 1] = torch.from_numpy(out[1:])
     return mask
@@ -302,7 +305,7 @@ def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence
         noise = torch.full_like(log_probs, garbage)
         columns = {"advantages": torch.where(mask, -7.0, batch.advantages)}
         names = ["reference_log_probs"]
-        if kind not in REJECTIONS:  # what is rejected is so because of its log-probs
+        if kind not in REJECTIONS:  # rejections depend on these log-probs
             names += ["rollout_log_probs", "old_log_probs"]
         columns |= {name: torch.where(mask, noise, getattr(batch, name)) for name in names}
         got = gradients(
@@ -385,7 +388,7 @@ def test_equal_rewards_move_no_policy_whatever_loss_and_correction(
 def correction_of(
     rule: dict[str, Any], log_rho: list[list[float]], grafted: list[int]
 ) -> list[list[float]]:
-    """Weights of sequences of sampled tokens to each of which as many grafted ones are added."""
+    """Return the weights of sequences of sampled tokens followed by ``grafted`` grafted tokens."""
     rows = [torch.tensor(row + [0.0] * n) for row, n in zip(log_rho, grafted, strict=True)]
     masks = [
         torch.tensor([True] * len(row) + [False] * n)
@@ -471,7 +474,7 @@ def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
 
 
 def test_sequence_products_are_clamped_as_a_whole_and_not_token_by_token() -> None:
-    # 30 - 25 - 4.5 = 0.5: a clamp of each token at 20 nats would make it -4.5 and drop the sequence
+    # 30 - 25 - 4.5 = 0.5. Clamped at 20 nats per token it would be -4.5 and drop the sequence.
     weights = correction_of({"weight": "sequence_mis"}, [[30.0, -25.0, -4.5]], [0])
     assert weights[0] == pytest.approx([math.exp(0.5)] * 3, rel=1e-5)
     weights = correction_of(
@@ -547,7 +550,7 @@ def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
 
 
 def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
-    """The length penalty of an episode with so long a prompt, of at most 100 tokens."""
+    """Return the length penalty of an episode. The context has 100 tokens."""
     columns = [0] * prompt + [1] * sampled
     episodes = [
         Trajectory(
@@ -561,17 +564,17 @@ def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
     groups = [TrajectoryGroup("t", episodes)]
     samples = to_samples(groups, config, version=0)
     got = assign_advantages(samples, groups, config, 100, max_context_tokens=100)
-    # dr_grpo compares with the mean of the two, and the other one has no penalty.
+    # dr_grpo compares with the mean of both episodes, and the other episode has no penalty.
     return 2 * float(got.rows("advantages")[0][-1])
 
 
 @pytest.mark.parametrize("prompt", [1, 30, 70, 95])
 def test_penalty_on_length_is_full_where_the_context_ends(prompt: int) -> None:
-    """Behind a long prompt it was 0 although max_tokens cut the episode off."""
+    """After a long prompt the context ends before the limit of sampled tokens."""
     config = algorithm("dr_grpo", overlong_buffer=40)
     room = 100 - prompt
     assert penalized(prompt, room, config) == -1.0
-    # The buffer is the same share of what remains: half of it is 0.8 of the room.
+    # The buffer is 40% of the remaining context, so half of the penalty is at 80%.
     assert penalized(prompt, round(0.8 * room), config) == pytest.approx(-0.5, abs=0.26)
     assert penalized(prompt, max(1, int(0.55 * room)), config) == 0.0
 
@@ -620,7 +623,7 @@ def test_a_stale_token_is_no_part_of_a_kl_penalty_in_the_reward(estimator: str) 
     assert samples.rollout_log_probs is not None
     reference = samples.rollout_log_probs - np.float32(0.3)
     staleness = np.zeros(samples.tokens, dtype=np.int32)
-    staleness[1] = 1  # of three tokens of the first sample
+    staleness[1] = 1  # one of the three tokens of the first sample
     samples = samples.with_columns(reference_log_probs=reference, staleness=staleness)
     first = assign_advantages(samples, groups, config, 10)
 

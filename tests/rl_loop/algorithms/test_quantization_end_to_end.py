@@ -27,7 +27,7 @@ from tests.support.rl_loop.small_config import SMALL
 CONFIGS = Path(__file__).parents[3] / "configs"
 WIDE = [*SMALL, "model.hidden_size=64", "model.intermediate_size=32", "optimizer={lr: 1e-2}"]
 EXPERTS = 2 * 2 * 4
-"""Matrices: two of each expert, two layers, four experts."""
+"""Number of expert matrices: 2 per expert, 2 layers, 4 experts."""
 
 
 def config(directory: Path, *overrides: str) -> RlConfig:
@@ -74,7 +74,7 @@ def test_every_step_samples_and_trains_the_same_bits_and_its_ratio_is_1(
         assert step.get("ratio/deviation_max", 0) == 0
     assert max(step.get("grad_norm", 0) for step in steps_of(settings)) > 0
     if settings.algorithm.kl is not None:
-        # The reference is the policy that the run began with, rounded as it is.
+        # The reference is the initial policy with the same quantization.
         assert abs(steps_of(settings)[0]["kl_reference"]) < 1e-6
 
 
@@ -88,7 +88,7 @@ def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkp
         loop.evaluate()
         harmony = loop.tasks.codec
 
-        # Another version of the engines' bits is found before the directory has its name.
+        # Other quantized values in the engines are an error before the directory is renamed.
         name = next(iter(loop.sampled_bits))
         other = loop.sampled_bits | {name: "0" * 16}
         with pytest.raises(ConversionError, match=r"expert 0 holds other bits .* than the engines"):
@@ -165,7 +165,7 @@ def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalR
 def test_nothing_is_counted_of_engines_that_tell_no_digests(
     tmp_path: Path, rollouts: LocalRollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's servers: their weights are compared by checksums."""
+    """SGLang servers report no digests. Their weights are compared by checksums."""
     monkeypatch.setattr(rollouts, "packed_digests", list)
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
     with local_loop(settings, rollouts) as loop:
