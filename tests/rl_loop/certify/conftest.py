@@ -1,4 +1,4 @@
-"""The weights of the certificate, made once, and the reference's answers, computed once."""
+"""Fixtures: the weights of the certificate and the answers of the reference, made once."""
 
 from __future__ import annotations
 

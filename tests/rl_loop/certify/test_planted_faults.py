@@ -17,8 +17,10 @@ from tests.support.rl_loop.certify.prepared import Prepared, causes, failed
 
 
 def as_id(value: object) -> str:
-    """Name a case by its texts: pytest-xdist wants the same names in every process, and what stands
-    for a function has its address."""
+    """Return the name of a parameter: only texts.
+
+    pytest-xdist needs equal names in all processes, and the text of a function has its address.
+    """
     return value if isinstance(value, str) else ""
 
 
@@ -55,8 +57,8 @@ def test_no_other_check_takes_a_fault_for_another(
 ) -> None:
     results = prepared.examine(subjects.faulty(prepared.first.directory, plant))
     assert causes(results) == {cause}
-    # Gradients of a parameter that is transposed, permuted or rounded on its way are so, too: they may be off as well,
-    # under no name.
+    # A transposed, permuted or rounded parameter has such gradients. The gradient check may
+    # therefore fail, too, but it names no cause.
     assert failed(results) - {"gradients"} == {"agreement", check}
 
 

@@ -1,4 +1,4 @@
-"""Subjects of a certification: servers by address, functions by name, and rejected ones."""
+"""Subjects of a certification: servers, functions, and rejected subjects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) 
 def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
     attention: str, tmp_path: Path
 ) -> None:
-    """With another program in the place of SGLang's interpreter, which has no Python paths of ours."""
+    """A script replaces SGLang's interpreter, which does not have this project in its path."""
     python = tmp_path / "python"
     paths = f"{ROOT}:{ROOT / 'kernels'}"
     python.write_text(
@@ -114,7 +114,7 @@ def test_a_server_of_completions_passes_what_its_protocol_offers(prepared: Prepa
 
 
 def test_a_server_with_another_model_is_not_certified(prepared: Prepared) -> None:
-    """The scripted server speaks the protocol as it was recorded, with a made-up model."""
+    """The mock server uses the recorded protocol with an invented model."""
     with serving(LocalServer()) as url:
         subject = SglangServer(url, prepared.first.config)
         results = prepared.examine(subject, "window", "decoding")
@@ -141,7 +141,7 @@ def test_the_command_writes_text_json_and_html(
 
 
 class Silent(Subject):
-    """Says that every token is equally likely, and nothing else."""
+    """Subject that gives all tokens the same log-prob and supports nothing else."""
 
     name = "<script>alert(1)</script>"
 
@@ -176,7 +176,7 @@ def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
     assert "ids differ from position 2 on" in str(describe_difference(QUOTING, ids, words))
 
 
-# ---- what is refused
+# ---- rejected subjects
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_reference_that_is_wrong_judges_nobody(
     config = prepared.first.config
     check_reference(prepared.first, Texts(config, ()))
 
-    # The window and the activation, each off by what nobody else would notice.
+    # The activation's limit is 7.1 instead of 7.
     wrong = config.model_copy(update={"swiglu_limit": 7.1})
     exact = Reference.__init__
 
