@@ -42,7 +42,7 @@ CODECS = {name: ChatMl(v, ChatMlConfig()) for name, v in VOCABULARIES.items()}
 
 
 def tokenizer_of(codec: ChatMl) -> Any:
-    """transformers' tokenizer with the template that an export has."""
+    """Return transformers' tokenizer with the chat template of an export."""
     return PreTrainedTokenizerFast(
         tokenizer_object=codec.vocabulary._tokenizer,
         chat_template=codec.chat_template(),
@@ -102,7 +102,7 @@ CASES = [
 
 
 def described(tools: tuple[Tool | BuiltinTool, ...]) -> list[dict[str, Any]]:
-    """Tools as whoever calls the template writes them."""
+    """Return tools in the form that the chat template expects."""
     functions = []
     for tool in tools:
         parameters = getattr(tool, "parameters", None) or {"type": "object", "properties": {}}
@@ -177,7 +177,7 @@ def test_any_conversation_is_the_templates(
 
 
 def test_qwens_words(codec: ChatMl) -> None:
-    """What Qwen2.5's template says, written out."""
+    """The expected text is that of Qwen2.5's chat template."""
     prompt = codec.render_prompt([USER], [NOW])
     assert codec.decode(prompt) == (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
@@ -406,7 +406,7 @@ def test_any_calls_are_parsed_back(thought: str, calls: list[dict[str, Any]]) ->
 
     parsed = codec.parse(codec.render_assistant(messages))
     assert isinstance(parsed, list)
-    # Qwen's tokenizer composes characters: what was said comes back in that form.
+    # Qwen's tokenizer normalizes text to composed characters.
     said = [composed(thought)] if thought else []
     assert [m.text for m in parsed if m.recipient is None] == said
     found = [m for m in parsed if m.recipient is not None]
@@ -425,7 +425,7 @@ def composed(text: str) -> str:
 
 
 def spelled(codec: ChatMl, text: str) -> list[int]:
-    """Ids of a turn in which the names of markup are markup."""
+    """Return the ids of a text in which names of special tokens are special tokens."""
     return codec.vocabulary._tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -487,7 +487,7 @@ def test_a_turn_is_split_at_its_calls_and_joined_again(codec: ChatMl) -> None:
     assert joined == [think("So."), function_call("now")]
 
 
-# ---- whole episodes of whatever is sampled
+# ---- whole episodes of random turns
 
 PIECES = [
     *TINY_MARKUP, "\n", "assistant", "So.", '{"name": "python", "arguments": {"code": "print(2)"}}',
@@ -500,7 +500,7 @@ LIMITS = EpisodeLimits(
 
 
 def sampled_turn(codec: ChatMl, rng: random.Random) -> list[int]:
-    """Ids of one turn, ended as an engine ends it: by a stop token or by the limit."""
+    """Return the ids of a random turn that ends with a stop token or at the limit."""
     kind = rng.randrange(4)
     if kind == 0:
         ids = [rng.randrange(codec.vocabulary.size) for _ in range(rng.randrange(1, 40))]

@@ -1,4 +1,4 @@
-"""Text never becomes a special token, whatever a checkpoint's tokenizer lacks or adds."""
+"""Text never becomes a special token, even if a tokenizer lacks bytes or adds tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_loop.harmony.vocabulary import byte_characters
 WORDS = arithmetic.vocabulary_text()
 SIZE = 1200
 MISSING_IN_SMOLLM = (0x04, 0x05, 0x06, 0x0E, 0x10, 0x7F, 0xC0, 0xC1, 0xF1, 0xF2, 0xF5, 0xFF)
-"""A sample of the bytes that SmolLM2's tokenizer lacks, and two that begin characters."""
+"""Some bytes that SmolLM2's tokenizer lacks, and two bytes that begin characters."""
 
 TEXTS = st.text(max_size=30) | st.text(
     "ab \x04\x05\x10\x7f\u00e9\U00040000\U00090000\ud800<|im_end|>endoftext\n", max_size=60
@@ -101,14 +101,14 @@ def test_every_byte_is_encoded_or_replaced(vocabulary: ChatMlVocabulary) -> None
 def test_missing_bytes_become_the_replacement_character() -> None:
     said = VOCABULARIES["unknown bytes are a stop token"]
     assert said.decode(said.encode_text("a\x04b\U00040000c")) == "a\ufffdb\ufffdc"
-    # Without tokens for U+FFFD there is still a character to see.
+    # Without tokens for U+FFFD, "?" replaces a character.
     poorer = VOCABULARIES["no replacement character"]
     assert poorer.decode(poorer.encode_text("a\x04b\ufffdc")) == "a?b?c"
 
 
 def test_a_tokenizer_that_cannot_spell_text_is_refused() -> None:
     with pytest.raises(TokenizerError, match=r"test: the text .* becomes"):
-        # Neither U+FFFD nor "?" has tokens.
+        # Neither U+FFFD nor "?" can be encoded.
         load(missing=(0x04, 0xEF, ord("?")), model={"unk_token": END_OF_TEXT})
     with pytest.raises(TokenizerError, match="model is WordLevel"):
         vocab = json.loads(tokenizer())["model"]["vocab"]
