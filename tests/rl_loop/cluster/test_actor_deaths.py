@@ -33,7 +33,7 @@ except ACTOR_DEATHS as death:
 
 
 def test_rays_memory_monitor_causes_a_death() -> None:
-    """A threshold of one percent of the machine's memory lets it kill any actor."""
+    """With a threshold of 1% of the machine's memory, the monitor kills any actor."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=ROOT,
@@ -57,7 +57,7 @@ def test_an_error_of_a_constructor_is_no_death() -> None:
 
 
 def test_recent_deaths_forget_earlier_ones() -> None:
-    """Eleven deaths in weeks are no sign of a broken machine; eleven in an hour are."""
+    """11 deaths within weeks are normal. 11 deaths within an hour suggest a broken machine."""
     deaths = RecentDeaths(3600)
     assert [deaths.add(day * 86_400.0) for day in range(20)] == [1] * 20
     assert [deaths.add(20 * 86_400.0 + minute * 60) for minute in range(11)] == list(range(1, 12))

@@ -43,7 +43,7 @@ print("joined:", objects[1 - rank], *sorted(hosts), flush=True)
 
 
 def exchange(place: Path | int, victim: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
-    """Let two processes meet as ranks and send each other objects. Return what each printed.
+    """Let two processes join a group and send each other objects. Return the output of each.
 
     Args:
         place: directory for a store in a file, or port of a TCPStore on loopback.
@@ -78,7 +78,7 @@ def environment_of(folder: Path, name: str) -> dict[str, str]:
 
 
 def test_process_joins_a_group_without_authentication(tmp_path: Path) -> None:
-    """The control: a program that knows the addresses of the ranks is a rank."""
+    """Control: a program that knows the addresses of the ranks can be a rank."""
     victim, attacker = exchange(tmp_path, {}, {})
     assert "joined: 666.0" in victim
     assert "joined: 1.0" in attacker
@@ -92,7 +92,7 @@ def test_ranks_with_the_token_meet_on_loopback(tmp_path: Path) -> None:
 
 
 def test_group_refuses_a_process_with_another_token(tmp_path: Path) -> None:
-    """The attacker even reads and writes the store in which the ranks meet."""
+    """The attacker can read and write the rendezvous store of the ranks."""
     victim, other = exchange(
         tmp_path, environment_of(tmp_path, "token"), environment_of(tmp_path, "another")
     )
@@ -101,14 +101,14 @@ def test_group_refuses_a_process_with_another_token(tmp_path: Path) -> None:
 
 
 def test_group_refuses_a_process_without_token(tmp_path: Path) -> None:
-    """The victim unpickles nothing: it waits for the challenge of the attacker, which gives up."""
+    """The victim unpickles no data. It waits for a challenge from the attacker, which gives up."""
     victim, other = exchange(tmp_path, environment_of(tmp_path, "token"), {"LIMIT": "10"})
     assert "joined" not in victim and "joined" not in other
     assert "check_ranks" in victim
 
 
 def plain_values(environment: dict[str, str]) -> dict[str, bytes]:
-    """Let two ranks meet at a TCPStore, and return what a third process reads there."""
+    """Let two ranks join through a TCPStore. Return the values that a third process reads there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = exchange(store.port, environment, environment)
     assert "joined: 666.0" in first and "joined: 1.0" in second
@@ -116,7 +116,7 @@ def plain_values(environment: dict[str, str]) -> dict[str, bytes]:
 
 
 def test_store_shows_addresses_of_ranks_without_token() -> None:
-    """The control: another process reads the addresses at which ranks listen."""
+    """Control: another process reads the addresses at which ranks listen."""
     values = [value for value in plain_values({}).values() if not value.isdigit()]
     assert len(values) == 6
     assert all(bytes([127, 0, 0, 1]) in value for value in values)
@@ -157,7 +157,7 @@ def test_store_refuses_a_value_at_another_key() -> None:
 
 
 def test_clone_of_a_store_survives_in_cpp() -> None:
-    """NCCL keeps clones in threads of C++; only the first store refers to their Python objects."""
+    """NCCL keeps clones in C++ threads. Only the first store refers to their Python objects."""
     store = EncryptedStore(dist.HashStore(), b"token")
     prefixed = dist.PrefixStore("0", store)
     clone = prefixed.clone()

@@ -11,7 +11,7 @@ from rl_loop.cluster.placement import ROLLOUT_WORKER, PlaceLost, check_place
 
 FIRST = {"NodeName": "n1", "Alive": True, "Resources": {"CPU": 2.0, "rollout_worker_0": 1.0}}
 SECOND = {"NodeName": "n2", "Alive": True, "Resources": {"CPU": 2.0, "rollout_worker_1": 1.0}}
-# of a dead node Ray has no resources
+# Ray reports no resources for a dead node.
 DEAD = {"NodeName": "n2", "Alive": False, "Resources": {}}
 
 

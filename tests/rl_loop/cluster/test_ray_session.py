@@ -1,4 +1,4 @@
-"""Ray starts on a machine that is busy with something else, and its workers take part in it as equals."""
+"""Start, priority and end of a local Ray, also on a busy machine."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def hold_control_store():
 
 
 def run_program(code: str, folder: Path, **environment: str) -> str:
-    """Return what a Python program that succeeds prints."""
+    """Run a Python program that must succeed, and return its output."""
     done = start_program(code, folder, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def start_program(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a process of its own, in which parts of Ray can be held up."""
+    """Run a Python program in a new process. The program can delay parts of Ray."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     settings = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.run(
@@ -80,8 +80,10 @@ def start_program(code: str, folder: Path, **environment: str) -> subprocess.Com
 
 @pytest.mark.parametrize("agent", ["dashboard_agent", "runtime_env_agent"])
 def test_ray_starts_before_its_slow_agents_do(agent: str, tmp_path: Path) -> None:
-    """On two busy cores an agent needs half a minute for its imports. Here it does not begin with them until the end:
-    Ray alone waits for 15 s, ends its raylet and says after 30 s that the node timed out."""
+    """Here the agent begins its imports only at the end. On two busy cores they need 30 s.
+
+    By default Ray waits 15 s, ends its raylet and reports after 30 s that the node timed out.
+    """
     program = f"""
         hold_agent({agent!r})
         from rl_loop.cluster.ray_session import ray_session
@@ -96,7 +98,7 @@ def test_ray_starts_before_its_slow_agents_do(agent: str, tmp_path: Path) -> Non
 
 
 def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path) -> None:
-    """Ray's clock runs a hundred times too fast, so that its 30 s are over at once; the raylet comes after 3 s."""
+    """Ray's clock is 100 times too fast, so Ray's limit is 0.3 s. The raylet starts after 3 s."""
     program = """
         from ray._private import node
         class FastClock:
@@ -118,7 +120,7 @@ def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path)
 def test_a_part_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(
     part: str, tmp_path: Path
 ) -> None:
-    """Ray itself says after 30 s that it timed out waiting for a file, or for the node."""
+    """By default Ray reports after 30 s that it timed out waiting for a file or for the node."""
     program = f"""
         from rl_loop.cluster.ray_session import RayStartError, start_local_ray
         hold_{part}()
@@ -166,7 +168,7 @@ def test_a_local_ray_starts_no_idle_programs_and_workers_at_the_priority_of_who_
 
 
 def test_nothing_starts_a_ray_but_ray_session() -> None:
-    """Elsewhere it would have Ray's own limits and priority."""
+    """A Ray that is started elsewhere has Ray's default limits and priority."""
     own = {"rl_loop/cluster/ray_session.py", "tests/rl_loop/cluster/test_ray_session.py"}
     files = [
         path
@@ -180,7 +182,7 @@ def test_nothing_starts_a_ray_but_ray_session() -> None:
 def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With libgomp's default, a busy loop beside two threads made the demo's SFT nine times as slow."""
+    """With libgomp's default and one busy loop, the demo's SFT on two threads was 9x slower."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     assert ray_session.local_environment()["GOMP_SPINCOUNT"] == "1000"
@@ -197,7 +199,7 @@ def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
 def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not(
     killed: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With other processes in their places, and this one is not ended."""
+    """Other processes replace the parts of Ray, and ``os._exit`` does not end this process."""
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     parts = {name: subprocess.Popen(["sleep", "600"]) for name in ("node", "control store")}
@@ -205,7 +207,7 @@ def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not
     with ray_session.naming_their_death(ray_session.RayProcesses(*pids)):
         if killed is not None:
             parts[killed].kill()
-            # without its control store, a node is ended
+            # Without its control store, the node is ended.
             parts["node"].wait(PATIENCE_SECONDS)
             wait_until(lambda: "ray's processes" not in [t.name for t in threading.enumerate()])
     for part in parts.values():
@@ -219,7 +221,7 @@ def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not
 
 
 def test_the_death_of_a_node_is_named_after_a_driver_that_died_of_it(tmp_path: Path) -> None:
-    """Ray's C++ ends a driver as this one ends itself, without leaving its threads the time."""
+    """The driver ends at once, before its threads can act, as if Ray's C++ code had ended it."""
     program = """
         import ctypes, signal, subprocess
         from rl_loop.cluster.ray_session import RayProcesses, naming_their_death
@@ -237,7 +239,7 @@ def test_the_death_of_a_node_is_named_after_a_driver_that_died_of_it(tmp_path: P
 
 
 def test_a_run_without_its_control_store_ends_at_once_and_says_why(tmp_path: Path) -> None:
-    """Ray itself has the program wait for a minute, as here for a function to be stored."""
+    """By default Ray waits for a minute, here to store a function."""
     program = """
         from rl_loop.cluster.ray_session import ray_session, _local_processes
         with ray_session():
@@ -260,7 +262,7 @@ def test_a_run_without_its_control_store_ends_at_once_and_says_why(tmp_path: Pat
 
 
 def test_the_control_store_keeps_few_records_of_calls(tmp_path: Path) -> None:
-    """By default a hundred thousand, with which it grows to hundreds of megabytes in a long run."""
+    """By default it keeps 100,000 and grows to hundreds of megabytes in a long run."""
     program = """
         from rl_loop.cluster.ray_session import ray_session
         with ray_session():
