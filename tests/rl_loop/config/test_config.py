@@ -147,7 +147,7 @@ def test_impossible_layouts_name_the_key(layout: dict[str, int], named: str | No
 
 
 def test_purification_with_sglang_needs_temperature_one() -> None:
-    """SGLang scores at temperature 1 only: found out by the first retried call otherwise, hours into a run."""
+    """SGLang scores only at temperature 1. Otherwise the first retried call would fail the run."""
     path = CONFIGS / "rl/tiny_retool.yaml"
     sglang = ["rollout.purification={}", "rollout.engine.type=sglang"]
     with pytest.raises(ConfigError, match=r"rollout\.purification .* set rollout\.temperature=1"):
@@ -349,7 +349,7 @@ HF_CONFIGS = {
 def test_model_may_be_a_hugging_face_directory(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths begin in the working directory. Values below the key and its origin are known."""
+    """Paths are relative to the working directory. Values below the key and its origin are known."""
     expected = HF_CONFIGS[family]
     directory = tmp_path / "model"
     directory.mkdir()
@@ -405,7 +405,7 @@ def test_run_name_cannot_leave_its_directory(name: str) -> None:
 
 
 def test_data_override_replaces_the_section() -> None:
-    """Merged with the file's, files of other data would stay."""
+    """If the sections were merged, the run would use files of the replaced data."""
     shop = load_config(CONFIGS / "sft/tiny_shop.yaml", SftConfig, ["data={path: chats.jsonl}"])
     assert shop.data is not None
     (source,) = shop.data.sources.values()
