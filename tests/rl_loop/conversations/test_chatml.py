@@ -41,7 +41,7 @@ CALLS = {"role": "assistant", "content": "Let me see.", "tool_calls": [call(1, "
 SECOND = {"role": "tool", "tool_call_id": "b", "content": "two"}
 FIRST = {"role": "tool", "tool_call_id": "a", "content": "one"}
 
-# What is learned stands between « and ».
+# The trained tokens are between « and ».
 BY_HAND = {
     "one turn": (
         {"messages": [USER, ANSWER]},
@@ -91,7 +91,7 @@ def rendered(record: Any, codec: ChatMl) -> RenderedSample:
 
 
 def learned_spans(sample: RenderedSample) -> list[tuple[int, int]]:
-    """Beginning and end of every stretch that is learned."""
+    """Return begin and end of every run of trained tokens."""
     mask = [False, *sample.loss_mask, False]
     edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -114,7 +114,7 @@ def test_the_mask_is_the_one_written_by_hand(name: str, vocabulary: str) -> None
 
 @pytest.mark.parametrize("vocabulary", CODECS)
 def test_a_turn_begins_where_the_prompt_of_inference_ends(vocabulary: str) -> None:
-    """Texts that would merge with the header or with what follows, if they were encoded together."""
+    """These texts would merge with the header or the next text if they were encoded together."""
     codec = CODECS[vocabulary]
     texts = ["\n\n two\n", " x", "3.\n"]
     messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}]

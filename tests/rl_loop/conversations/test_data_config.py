@@ -22,7 +22,7 @@ def test_a_path_alone_is_a_source_and_survives_being_written(tmp_path: Path) -> 
     assert list(config.data.sources) == ["data"]
     assert config.data.sources["data"].format == "sharegpt"
 
-    # As errors call it, beside the short form of the file.
+    # The key as errors name it. The file uses the short form.
     by_name = load_config(SHOP, SftConfig, ["data.sources.data.format=sharegpt"])
     assert by_name == config
 
@@ -59,6 +59,6 @@ def test_the_longest_sample_is_what_a_row_and_the_model_have_room_for() -> None:
     assert longest("data.max_tokens=100") == 100
     config = load_config(SHOP, SftConfig, ["data.max_tokens=100"])
     assert config.memory_inputs.longest_sequence == 100
-    # `gptoss plan` counts how many of the longest fit into a row.
+    # `gptoss plan` computes how many of the longest sequences fit into a row.
     config = load_config(SHOP, SftConfig, ["model.max_length=8192"])
     assert config.memory_inputs.longest_sequence == 4096

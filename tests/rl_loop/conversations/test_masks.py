@@ -43,7 +43,7 @@ def rendered(case: Case, harmony: Harmony, max_tokens: int = LONG) -> list[Rende
 
 
 def shown(sample: RenderedSample, harmony: Harmony) -> str:
-    """The text of a sample, what is learned between « and »."""
+    """Return the text of a sample, with trained tokens between « and »."""
     text, run, learned = "", list[int](), False
     for token, mask in zip([*sample.token_ids, None], [*sample.loss_mask, None], strict=True):
         if mask is not learned and run:
@@ -67,7 +67,7 @@ def test_the_mask_is_the_one_written_by_hand(case: Case) -> None:
     samples = rendered(case, harmony)
     assert [shown(sample, harmony) for sample in samples] == case.samples
 
-    # Not only the text: the ids are those that openai-harmony has for it.
+    # The ids equal the ids of openai-harmony for the text.
     for sample, text in zip(samples, case.samples, strict=True):
         ids, mask = [], []
         for number, part in enumerate(re.split("[«»]", text)):
@@ -97,14 +97,14 @@ PROMPTS = [
     for case in CASES
     if case.form == "messages"
     and case.history == "harmony"
-    # A prompt of the codec has the effort of its configuration.
+    # The codec's prompt has the reasoning effort of the codec's configuration.
     and "reasoning_effort" not in case.record
 ]
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
 def test_what_precedes_a_turn_is_the_prompt_that_inference_renders(case: Case) -> None:
-    """The codec's own rendering, of which the streams' is a faster one."""
+    """The streams use a faster rendering than the codec."""
     harmony = Harmony(GptOssVocabulary(), case.prompt)
     tools = [
         Tool(**{"description": "", "parameters": None} | tool["function"])
@@ -118,7 +118,7 @@ def test_what_precedes_a_turn_is_the_prompt_that_inference_renders(case: Case) -
 
     samples = rendered(case, harmony)
     asked = [i + 1 for i, message in enumerate(messages) if message["role"] == "user"]
-    # A turn of weight 0 is no sample.
+    # A turn of weight 0 is not a sample.
     for sample, end in zip(reversed(samples), reversed(asked), strict=False):
         prompt = harmony.render_prompt(messages[:end], tools)
         assert sample.token_ids[: len(prompt)] == prompt
@@ -216,7 +216,7 @@ def test_a_sample_that_is_too_long_is_refused_or_loses_its_end(full: Harmony) ->
 
 
 def test_the_openings_of_conversations_are_not_mixed_up(full: Harmony) -> None:
-    """They are rendered once for all conversations that have the same."""
+    """A prompt prefix is rendered once for all conversations with this prefix."""
     cases = [replace(case, history="append") for case in CASES if case.prompt != SHORT_PROMPT]
     for effort in ("high", None):
         record = cases[0].record | {"reasoning_effort": effort}

@@ -1,4 +1,4 @@
-"""Whatever SFT teaches is read back to itself by the parser of reinforcement learning."""
+"""The parser of reinforcement learning reads turns of SFT as the original messages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ RECORDS = st.lists(ASSISTANT | OTHERS, min_size=1, max_size=4).map(
 
 
 def taught_turns(ids: list[int], mask: list[bool]) -> list[list[int]]:
-    """Return the runs of tokens that are learned."""
+    """Return the runs of trained tokens."""
     turns: list[list[int]] = []
     before = False
     for token, is_learned in zip(ids, mask, strict=True):

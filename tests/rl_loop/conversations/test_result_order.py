@@ -71,7 +71,7 @@ def test_a_result_without_id_belongs_to_the_call_that_is_left(codec: Any) -> Non
     check_order(codec, rendered(codec, record(calls, [IDS[1], nameless])), 2)
     check_order(codec, rendered(codec, record(calls, [nameless, IDS[1]])), 2)
 
-    # Without any ids the order says it, or the names do.
+    # Results without ids belong to calls by order or by function name.
     calls = [call(0, None, "f"), call(1, None, "g")]
     results = [{"content": f"RESULT{n}"} for n in range(2)]
     check_order(codec, rendered(codec, record(calls, results)), 2)

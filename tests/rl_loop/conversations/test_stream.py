@@ -30,7 +30,7 @@ LONG = 10_000
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a few conversations and windows of a few blocks, so that a small file has many."""
+    """Use blocks of few conversations and windows of few blocks, so a small file has many."""
     monkeypatch.setattr(rows, "BLOCK_BYTES", 400)
     monkeypatch.setattr(source_stream, "WINDOW_BYTES", 2_000)
 
@@ -41,7 +41,7 @@ def write(path: Path, records: Sequence[Any]) -> Path:
 
 
 def questions(count: int, name: str = "q") -> list[dict[str, Any]]:
-    """Conversations that can be told from one another; every third has two turns."""
+    """Return different conversations. Every third conversation has two turns."""
     made = []
     for i in range(count):
         messages = [user(f"{name} {i}"), said(f"a {i}")]
@@ -52,7 +52,7 @@ def questions(count: int, name: str = "q") -> list[dict[str, Any]]:
 
 
 class Report(RefusalReport):
-    """A report that remembers what it wrote and showed."""
+    """Report that keeps its records and messages."""
 
     def __init__(self, earlier: Sequence[dict[str, Any]] = ()) -> None:
         self.written: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def test_every_sample_comes_once_per_epoch_in_another_order(
     assert first != in_order
     assert drained == again
 
-    # Not only neighbours change places.
+    # Conversations move far, not only to adjacent positions.
     moved = [abs(in_order.index(text) - i) for i, text in enumerate(first)]
     assert sum(moved) / len(moved) > 20
 
@@ -118,7 +118,7 @@ def test_every_sample_comes_once_per_epoch_in_another_order(
 def test_only_the_window_in_use_and_the_next_one_are_rendered(
     tmp_path: Path, harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the file is: what is held does not grow with it."""
+    """Memory does not grow with the file, because only one further window is rendered ahead."""
     submitted: list[int] = []
     submit = RenderPool.submit
 
@@ -264,7 +264,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def talking() -> list[dict[str, Any]]:
-    """Conversations in which Arrow finds keys that only some of the messages have."""
+    """Return conversations with keys that only some messages have, which Arrow adds to all."""
     described = {
         "name": "f",
         "description": "F.",
@@ -296,7 +296,7 @@ def test_parquet_and_data_sets_of_the_hub_give_what_jsonl_does(
         pq.write_table(pa.Table.from_pylist(talking()), path)
 
     drained = {}
-    # load_dataset takes a folder as it takes a name of the hub, which cannot be reached here.
+    # load_dataset accepts a folder in place of a hub name. The hub cannot be reached here.
     for place in ("chats.jsonl", "chats.parquet", "hub"):
         path = f"{tmp_path}/{place}" if place != "hub" else f"hub:{tmp_path}/hub:train"
         with data_of(harmony, path=path, epochs=1, shuffle=False, workers=0) as data:
@@ -350,7 +350,7 @@ def test_files_that_cannot_be_read_are_named(
     assert path in str(error.value)
 
 
-# ---- refusals
+# ---- rejected conversations
 
 
 @pytest.mark.usefixtures("small_windows")
