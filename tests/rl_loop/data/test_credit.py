@@ -1,4 +1,4 @@
-"""Credit on columns, against sums written out token by token."""
+"""Advantages and returns, against sums that are computed token by token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = [2, 3 * TIME_BLOCK + 7, TIME_BLOCK + 1, 40, 2 * TIME_BLOCK, 2]
 def batch(
     config: AlgorithmConfig, seed: int
 ) -> tuple[list[TrajectoryGroup], dict[str, np.ndarray]]:
-    """Episodes whose policy was interrupted by tools, the last one without any sampled token."""
+    """Return episodes with tool results. The last episode has no sampled token."""
     generator = np.random.default_rng(seed)
     groups = []
     for number, length in enumerate(LENGTHS):
@@ -50,7 +50,7 @@ def batch(
 def expected(
     groups: list[TrajectoryGroup], estimates: dict[str, np.ndarray], config: AlgorithmConfig
 ) -> tuple[list[float], list[float]]:
-    """Advantages and returns of all tokens by the recursion of GAE, one token at a time."""
+    """Return the advantages and returns of all tokens by the recursion of GAE."""
     gae = config.advantage
     assert isinstance(gae, GaeAdvantage)
     advantages: list[float] = []
@@ -165,7 +165,7 @@ def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -
 def test_an_episode_of_several_sequences_counts_once_and_all_of_them_have_its_advantage(
     advantage: str,
 ) -> None:
-    """Against the same episodes with one sequence each: what is compared must not change."""
+    """The advantages equal those of the same episodes with one sequence each."""
     settings: dict[str, Any] = {"advantage": advantage}
     if advantage == "gae":
         settings |= {"critic": {}}

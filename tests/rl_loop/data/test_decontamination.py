@@ -74,7 +74,7 @@ def test_what_few_prompts_share_is_found_as_the_naive_rule_finds_it(
     seed: int, held_out: int, prompts: int
 ) -> None:
     rng = random.Random(seed)
-    # so few different words that runs of 13 are often shared, but never by more than ten prompts
+    # With few different words, runs of 13 words are often shared, but by at most 10 prompts.
     texts = [
         " ".join(rng.choices("ab,", weights=[40, 40, 1], k=rng.randint(SHARED_WORDS, 24)))
         for _ in range(held_out + prompts)
@@ -95,7 +95,7 @@ def test_the_time_grows_with_the_words_and_not_with_the_copies() -> None:
     held_out = unrelated(200, seed=1)
 
     def seconds(training: list[str]) -> float:
-        """Return the processor time of the fastest of three calls: the others had a busy neighbour."""
+        """Return the processor time of the fastest of 3 calls. Other processes slow some down."""
         times = []
         for _ in range(3):
             began = time.process_time()
@@ -132,7 +132,7 @@ SHORT = "What is the sum of the first 10 primes?"
 )
 def test_short_held_out_question_is_found_in_longer_prompts(prompt: str) -> None:
     assert find_giveaways([prompt], [SHORT]) == [True]
-    # The other way round the training prompt is the bare question.
+    # The training prompt can also be the bare question.
     assert find_giveaways([SHORT], [prompt]) == [True]
 
 
@@ -184,7 +184,7 @@ def test_copies_are_found_without_blanks(held_out: str, prompt: str, is_copy: bo
 
 
 def test_shared_beginnings_without_blanks_are_not_copies() -> None:
-    """A few characters in common are no sentence in common."""
+    """Some equal characters do not make an equal sentence."""
     training = [
         "一个长方形的长是宽的三倍，面积是多少",
         "求函数的最小值",
@@ -194,7 +194,7 @@ def test_shared_beginnings_without_blanks_are_not_copies() -> None:
 
 
 def test_time_of_short_prompts_grows_with_the_words() -> None:
-    """Many short held-out questions begin alike; comparing each with each would take minutes."""
+    """Many short held-out questions begin alike. Comparing all pairs would take minutes."""
     held_out = [f"What is the value of {i} plus {i + 1}?" for i in range(5_000)]
     training = [f"Solve it. What is the value of {i} plus {i + 1}? Say." for i in range(10_000)]
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""A new per-token column: one attribute of TokenColumns, and it arrives in the loss."""
+"""A new per-token column needs only an attribute of TokenColumns to arrive in the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEFORE = "    advantages: Annotated["
 DECLARATION = '''    token_weight: Annotated[Array | None, Column("float32", default=1)] = None
     """Weight of the token in the loss."""
 '''
-"""Everything that a developer writes besides the code that fills and reads the column."""
+"""The whole declaration of a column. Only code that fills and reads the column is added to it."""
 
 PROGRAM = """
 import pickle
@@ -124,7 +124,7 @@ def run_with(declaration: str, directory: Path) -> subprocess.CompletedProcess[s
 
 
 def test_new_column_arrives_in_the_loss(tmp_path: Path) -> None:
-    """By way of kept groups, samples, a rank's data, packing and context parallelism."""
+    """The column passes through groups, samples, a rank's data, packing and context parallelism."""
     done = run_with(DECLARATION, tmp_path)
     assert done.returncode == 0, done.stderr
 

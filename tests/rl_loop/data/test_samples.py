@@ -17,7 +17,7 @@ ON_POLICY = AlgorithmConfig()
 
 
 def episode(task: str, tokens: int, version: int = 5, **fields: Any) -> Trajectory:
-    """An episode of two prompt tokens, the others sampled with weights ``version``."""
+    """Return an episode of two prompt tokens and tokens sampled with weights ``version``."""
     mask = [0, 0] + [1] * (tokens - 2)
     log_probs = [0.0, 0.0] + [-i / 8 for i in range(1, tokens - 1)]
     spans = [WeightVersionSpan(2, tokens, version)]

@@ -33,7 +33,7 @@ def test_tensors_come_back_as_they_were(names: list[str]) -> None:
 
 
 def test_bytes_are_pickled_beside_the_rest_and_as_one() -> None:
-    """What Ray writes to shared memory without a copy."""
+    """Ray writes such buffers to shared memory without a copy."""
     weights = {str(number): torch.randn(64, 64) for number in range(20)}
     beside: list[pickle.PickleBuffer] = []
     rest = pickle.dumps(TensorBytes.of(weights), protocol=5, buffer_callback=beside.append)
@@ -44,7 +44,7 @@ def test_bytes_are_pickled_beside_the_rest_and_as_one() -> None:
 
 def test_what_is_restored_may_be_written_and_the_store_is_not() -> None:
     content = TensorBytes.of({"a": torch.zeros(8)})
-    content.content.flags.writeable = False  # as in the store
+    content.content.flags.writeable = False  # like an array in Ray's store
     restored = content.tensors()
 
     restored["a"] += 1
@@ -52,7 +52,7 @@ def test_what_is_restored_may_be_written_and_the_store_is_not() -> None:
 
 
 def test_the_bytes_are_those_of_the_moment() -> None:
-    """The next update changes parameters in place."""
+    """The next update changes parameters in place, which must not change the bytes."""
     parameter = torch.zeros(8)
     content = TensorBytes.of({"a": parameter})
     parameter += 1

@@ -1,4 +1,4 @@
-"""Answers that the policy has not sampled: found by engine's and trainer's log-probs."""
+"""Detection of answers that the policy has not sampled, by the engine's and trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_loop.data.trained_tokens import ForeignAnswer, TrainedTokens, check_samp
 
 
 def batch() -> tuple[TrainingSamples, TrainedTokens]:
-    """Three episodes of 20 tokens, of which the last 12 were sampled; the trainer agrees."""
+    """Return 3 episodes of 20 tokens whose last 12 are sampled. The trainer's log-probs agree."""
     chance = np.random.default_rng(0)
     samples = TrainingSamples.join(
         [
@@ -43,7 +43,7 @@ def test_the_episode_whose_log_probs_are_out_of_place_is_named() -> None:
 
 def test_prompts_few_tokens_and_old_ones_say_nothing() -> None:
     samples, trained = batch()
-    trained.log_probs[20:28] += 9  # a prompt
+    trained.log_probs[20:28] += 9  # tokens of a prompt
     trained.log_probs[28:40] += 0.5
     old = np.zeros(60, np.int32)
     old[28:40] = 1

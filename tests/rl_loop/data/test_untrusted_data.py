@@ -43,7 +43,7 @@ def refused(path: Path, message: str) -> None:
 def test_a_parquet_bomb_of_repeated_text_is_refused_without_being_written_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million letters, stored once and meant 40,000 times: 40 GB of text."""
+    """A text of 1 MB is stored once and referenced 40,000 times: 40 GB of text."""
     monkeypatch.setattr(untrusted_data, "ALWAYS_ALLOWED_BYTES", 1 << 26)
     path = tmp_path / "bomb.parquet"
     text = pa.array(["x" * 1_000_000])
@@ -58,7 +58,7 @@ def test_a_parquet_bomb_of_repeated_text_is_refused_without_being_written_out(
 def test_a_parquet_file_that_takes_all_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One batch is more than the process that counts may have."""
+    """One batch exceeds the memory limit of the process that counts the rows."""
     path = tmp_path / "bomb.parquet"
     monkeypatch.setattr(untrusted_data, "MOST_MEMORY", 1 << 30)
     text = pa.array(["x" * 8_000_000])
@@ -106,7 +106,7 @@ def test_a_line_without_end_is_refused_by_its_number(
     path = tmp_path / "long.jsonl"
     with open(path, "wb") as file:
         file.write(b'{"a": 1}\n{"b": "')
-        file.truncate(1 << 30)  # a gigabyte of zeros that takes no room
+        file.truncate(1 << 30)  # 1 GB of zeros in a sparse file
     for read, error in ((open_rows, DataError), (_open_rows, TaskFileError)):
         tracemalloc.start()
         with pytest.raises(error, match="line 2 is longer than 1 MiB"):
