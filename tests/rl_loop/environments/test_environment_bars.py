@@ -45,8 +45,8 @@ def task_of(
 
 
 def test_every_environment_is_tested_here() -> None:
-    # An agent of its own plays black boxes: tests/rl_loop/agents. The tasks of the others are those of servers that a
-    # user names: test_mcp_tools.py, test_openenv.py.
+    # External agents run episodes of black_box (tests/rl_loop/agents). The other two need servers
+    # (test_mcp_tools.py, test_openenv.py).
     elsewhere = {"black_box", "mcp", "openenv"}
     assert {name for name, _ in KINDS} == set(ENVIRONMENTS) - elsewhere
 
@@ -232,7 +232,7 @@ def test_a_thousand_steps_take_a_second_of_one_core(name: str, options: dict[str
                         break
         return steps
 
-    asyncio.run(main())  # imports, first use
+    asyncio.run(main())  # warm-up: imports and caches
     began = time.process_time()
     steps = asyncio.run(main())
     rate = steps / (time.process_time() - began)

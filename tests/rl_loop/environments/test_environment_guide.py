@@ -17,12 +17,12 @@ from tests.support.waiting import PATIENCE_SECONDS
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs/environments.md"
 GPTOSS = f'gptoss() {{ "{sys.executable}" -c "from launch.cli import main; main()" "$@"; }}\n'
-"""The installed command, of this checkout."""
+"""Shell function for the installed command, with the code of this checkout."""
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """A folder with the guide's files, as a newcomer would write them."""
+    """Directory with the files of the guide."""
     files = re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE.read_text(), flags=re.S)
     expected = [
         "guessing.py",
@@ -38,7 +38,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def run(workplace: Path, *command: str) -> str:
-    """Output of a command in ``workplace``; raises if it fails."""
+    """Return the output of a command in ``workplace``. The command must succeed."""
     paths = os.pathsep.join([str(workplace), str(ROOT), str(ROOT / "kernels")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -75,7 +75,7 @@ def test_the_guide_pasted_as_it_is_leads_to_a_policy_that_learns(workplace: Path
         1
     ]
     assert commands.count("gptoss ") == 2
-    # of what is pasted only the search path differs: the package is not installed here
+    # Only the search path differs from the guide, because the package is not installed here.
     pasted = commands.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")
 
     said = run(workplace, "bash", "-euc", GPTOSS + pasted)

@@ -55,10 +55,10 @@ CLIPS = (
     ("solution", "answer", "expression"),
     [
         (CLIPS, "72", "48+(48/2)"),
-        # A result in two places, and numbers that are equal in another notation.
+        # A result is used twice, and equal numbers have different notations.
         ("<<2*3=6>>6, <<6.0+6=12>>12", "12", "(2*3)+(2*3)"),
         ("A tenth is <<.1*50=5>>5, <<50 - 5 = 45>>45", "45", "50-(.1*50)"),
-        # What is left over is calculated without marks: no expression has the answer.
+        # The last calculation has no marks, so no expression has the answer.
         ("He has <<5+8=13>>13 of 23.", "10", None),
         ("Not marked: 3+4 = 7", "7", None),
         ("An equation, <<x+2=5>>", "3", None),
@@ -75,7 +75,7 @@ def test_a_solution_is_one_expression_where_it_calculates_the_answer(
 
 
 def test_a_solution_that_doubles_itself_stays_short() -> None:
-    """Written out, the last one would have 2^60 numbers."""
+    """Without a limit the last expression would have 2^60 numbers."""
     doublings = "".join(f"<<{2**i}+{2**i}={2 ** (i + 1)}>>" for i in range(60))
     expression = expression_of(doublings, str(2**60))
     assert expression is None or len(expression) <= 200
@@ -92,7 +92,7 @@ def test_published_problems_are_demonstrated_with_the_calculation_of_their_solut
     episodes = [demonstration(task, seed, faulty=False) for seed in range(20)]
     assert all(episode.turns[-1].result.reward == 1 for episode in episodes)
 
-    # Some make a mistake first; the last call is always the whole calculation.
+    # Some scripts begin with a mistake. The last call is always the whole calculation.
     calls = [episode.turns[-2] for episode in episodes]
     assert {call.messages[-1].text for call in calls} == {"print(48+(48/2))"}
     assert {call.result.tool_outputs[0].text for call in calls} == {"72.0\n"}

@@ -62,7 +62,7 @@ def without_nltk_data(monkeypatch, tmp_path: Path) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    ifeval_checkers()[SENTENCES]  # the registry is there before the data is not
+    ifeval_checkers()[SENTENCES]  # load the registry before the NLTK data is missing
     from if_verifiable.ifeval import instructions_util
 
     instructions_util._get_sentence_tokenizer.cache_clear()
@@ -70,7 +70,7 @@ def without_nltk_data(monkeypatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def with_nltk_data(monkeypatch, tmp_path: Path) -> None:
-    """A model of sentences that knows no abbreviation, in the files that NLTK reads."""
+    """Write a sentence model without abbreviations to the files that NLTK reads."""
     import nltk
     from if_verifiable.ifeval import instructions_util
 
@@ -109,7 +109,7 @@ def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckerPool]:
-    """Checkers with a tenth of their time."""
+    """Checkers with a tenth of the default time limit."""
     kept = instruction_checkers._processes
     pool = CheckerPool(
         "the checker",
@@ -124,7 +124,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckerPool]:
 
 
 def test_slow_text_does_not_hold_the_event_loop(hasty: CheckerPool) -> None:
-    """The published checker of bullets takes time that grows with the square of empty lines."""
+    """The time of the published bullet checker grows with the square of empty lines."""
     record = row("detectable_format:number_bullet_lists", num_bullets=2)
     task = InstructionEnvironment.from_record(record, "t", InstructionOptions())
     assert task is not None
@@ -162,7 +162,7 @@ def test_all_checkers_that_read_data_of_nltk_are_known() -> None:
 
 
 def test_no_checker_fails_for_want_of_something(without_nltk_data) -> None:
-    """The class of fault: an exception of the checker, on any text, that counts as not met."""
+    """An exception of a checker would count as a constraint that is not met."""
     random.seed(0)
     text = "This is a NOTE about tea. It has two sentences, and * a list\n* of points.\n\nA second PARAGRAPH ends it."
     for name, kind in ifeval_checkers().items():
@@ -236,7 +236,7 @@ def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data
 
 @pytest.mark.parametrize("letter", ["#", "!"])
 def test_a_letter_that_is_none_is_counted_as_the_prompt_asks(letter: str) -> None:
-    """IFEval 1122 and 1129: the checker draws a random letter instead."""
+    """For IFEval 1122 and 1129 the published checker draws a random letter instead."""
     record = row(
         "keywords:letter_frequency", letter=letter, let_frequency=4, let_relation="at least"
     )
@@ -252,7 +252,7 @@ def test_what_a_row_leaves_out_is_drawn_by_the_row_and_not_by_chance() -> None:
 
 
 def test_what_precedes_a_marker_of_thoughts_counts() -> None:
-    """Answers come from the channel ``final``: there are no thoughts in them to be taken out."""
+    """Answers come from the channel ``final``, so they contain no thoughts to remove."""
     assert reward(row("punctuation:no_comma"), "first, second </think> third") == -1.0
     assert reward(row("keywords:existence", keywords=["first"]), "first </think> second") == 1.0
     assert reward(row("keywords:existence", keywords=["first"]), "<think> first") == 1.0

@@ -58,7 +58,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def http_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server by streamable HTTP on loopback: its URL and its process."""
+    """Run a server with streamable HTTP on loopback. Yield its URL and its process."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL, cwd=SERVER.parents[3]
@@ -101,7 +101,7 @@ def final(harmony: Harmony, text: str) -> list[int]:
 
 
 def play(harmony: Harmony, task: Task, *turns: list[int], **limits: Any) -> Trajectory:
-    """An episode of a policy that is a script."""
+    """Return the episode of a scripted policy."""
     return asyncio.run(episode(harmony, task, turns, LIMITS.model_copy(update=limits)))
 
 
@@ -115,7 +115,7 @@ async def episode(
 
 
 def read(trajectory: Trajectory) -> list[str]:
-    """What the policy read of its tools: the bodies of the messages."""
+    """Return the texts of all tool messages of an episode."""
     return [
         turn.text.split("<|message|>")[1].split("<|end|>")[0]
         for turn in trajectory.turns
@@ -150,7 +150,7 @@ def test_a_server_on_standard_streams_is_the_episodes_own_and_ends_with_it(
     task = make_task({"bank": STDIO})
     for _ in range(2):
         trajectory = play(harmony, task, call(harmony, "deposit", amount=7), final(harmony, "7"))
-        # The second episode does not find what the first one has put in.
+        # The second episode does not see the deposit of the first.
         assert read(trajectory) == ["7 in it"]
         assert trajectory.reward == 1.0
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
@@ -174,7 +174,7 @@ def test_a_server_by_http_serves_an_episode_and_its_death_makes_one_invalid(
     assert math.isnan(lost.reward)
 
 
-# ---- errors are read, failures are not rewarded
+# ---- errors of tools, failures of servers
 
 
 def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
@@ -193,7 +193,7 @@ def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
     assert refused == "Error executing tool deposit"
     assert "valid integer" in not_a_number
     assert not_json.startswith("the arguments are not JSON")
-    # None of it has changed anything.
+    # The failed calls have not changed the balance.
     assert balance == "0"
     assert (trajectory.tool_calls, trajectory.tool_errors, trajectory.reward) == (4, 3, -1.0)
     assert trajectory.invalid is None
@@ -216,7 +216,7 @@ def test_of_the_protocols_errors_only_those_of_the_arguments_are_the_policys(
     assert (failed.invalid.component, failed.invalid.culprit) == ("tool", "tool server bank")
     assert "failed in a call of refuse: MCPError: no such account" in failed.invalid.reason
     assert math.isnan(failed.reward)
-    # In place, before it was given up.
+    # The call was repeated after each pause before the episode failed.
     assert REFUSED[1:] == [INTERNAL_ERROR] * (1 + len(agent.TOOL_PAUSES))
 
 
@@ -239,7 +239,7 @@ def test_a_server_that_dies_in_a_call_is_replaced_and_brought_to_where_it_was(
         final(harmony, "105"),
     )
     assert (tmp_path / "trace").exists(), "it has not died"
-    # 5 of the first turn, and 100 once, although the server that died had added them, too.
+    # 5 of the first turn and 100 once, although the server added 100 before it died, too.
     assert read(trajectory) == ["5 in it", "alive with 105"]
     assert trajectory.reward == 1.0
     assert trajectory.invalid is None
@@ -274,7 +274,7 @@ def test_call_that_always_ends_its_server_is_the_policys(harmony: Harmony) -> No
     ],
 )
 def test_any_arguments_leave_the_episode_valid(harmony: Harmony, arguments: str) -> None:
-    """The transport writes JSON of its own, which has limits that Python's has not."""
+    """The JSON encoder of the transport has limits that Python's encoder does not have."""
     message = ParsedMessage("commentary", "functions.deposit", "<|constrain|>json", arguments)
     sampled = harmony.render_assistant([message], "<|call|>")
     trajectory = play(harmony, make_task({"bank": STDIO}), sampled, final(harmony, "7"))
@@ -347,7 +347,7 @@ def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
     assert late == "wait did not answer within 0.3 s"
     assert long == "abababababababababab\n[1960 characters left out]\nabababababababababab"
     assert picture == "[image/png: cannot be shown]"
-    # The policy asked for too much: not an infrastructure failure.
+    # The policy requested too much text, which is not an infrastructure failure.
     assert trajectory.invalid is None
     assert trajectory.tool_errors == 1
 
@@ -355,7 +355,7 @@ def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
 def test_a_server_that_is_started_again_costs_the_episode_no_time(
     harmony: Harmony, tmp_path: Path
 ) -> None:
-    """Starting one takes longer than all the time that this episode has."""
+    """The restart takes longer than the time limit of the episode."""
     trace = tmp_path / "trace"
     start = f"test -e {trace} && sleep 2; exec {sys.executable} {SERVER}"
     slow = {**STDIO, "command": ["sh", "-c", start]}
@@ -429,7 +429,7 @@ def test_bad_options_are_refused_where_they_are_read() -> None:
 
 
 async def ledger_judge(task: dict[str, Any], answer: str, tools: ToolBox) -> dict[str, float]:
-    """What counts is what is in the ledger, not what the policy says."""
+    """Judge the balance on the server, not the answer of the policy."""
     balance = await tools.call("balance", {})
     return {"score": float(balance.text == task["answer"]), "said": float(answer == balance.text)}
 
@@ -445,7 +445,7 @@ def test_a_judge_asks_the_servers_what_was_done(harmony: Harmony) -> None:
     trajectory = play(
         harmony, task, call(harmony, "deposit", amount=4), final(harmony, "I think 9")
     )
-    # Set to 3 before the episode; ``balance`` was not offered, but the judge has it.
+    # The setup sets the balance to 3. The judge has the tool ``balance``, the policy has not.
     assert trajectory.reward == 1.0
     assert trajectory.reward_parts["said"] == 0.0
     assert "balance" not in trajectory.turns[0].text
@@ -480,7 +480,7 @@ def test_an_episode_that_cannot_be_set_up_is_an_infrastructure_failure(
 
 
 def test_purification_and_retries_set_the_servers_back() -> None:
-    """What was done behind a saved state is undone, though a server cannot take anything back."""
+    """Actions after a saved state are undone, although a server cannot undo an action."""
 
     async def run() -> None:
         environment = environment_of(make_task({"bank": IN_PROCESS}))
@@ -508,7 +508,7 @@ def test_a_shared_server_is_one_for_all_episodes_and_is_opened_again_when_it_bre
     dies = call(harmony, "die_once", trace=str(tmp_path / "trace"))
 
     async def both() -> list[Trajectory]:
-        # One after the other, on one event loop.
+        # Two episodes in sequence on one event loop.
         return [
             await episode(
                 harmony, task, [call(harmony, "deposit", amount=1), final(harmony, "")], LIMITS
@@ -523,7 +523,7 @@ def test_a_shared_server_is_one_for_all_episodes_and_is_opened_again_when_it_bre
 
     first, second = asyncio.run(both())
     assert read(first) == ["1 in it"]
-    # The second episode goes on with the server of the first; a new one knows nothing of either.
+    # The second episode uses the server of the first. A new server would start with 0.
     assert read(second) == ["3 in it", "alive with 100"]
 
 

@@ -37,19 +37,19 @@ SERVER = ROOT / "tests/support/rl_loop/environments/guessing_server.py"
 PYTHON = {"wire": Path(sys.executable), "openenv": ROOT / ".cache/hub/openenv/bin/python"}
 LIMITS = EpisodeLimits(max_turns=8, max_tokens=4000, episode_seconds=60)
 SEED = 7
-"""Of every task here: also the number to be guessed."""
+"""Seed of all tasks, and the number to guess."""
 
 
 class Served:
-    """A server that can be started again at the same place."""
+    """Server that can be restarted at the same address."""
 
     def __init__(self, way: str, trace: Path, interface: str = "step") -> None:
         self.way = way
-        # Nothing else is given this one while the server is away.
+        # No other process gets this port while the server is down.
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.trace = trace
-        """What happens once happens while there is no such file."""
+        """File whose absence enables the faults that happen once."""
         self._command = [PYTHON[way], SERVER, str(self.port), way, interface]
         self.start()
 
@@ -157,7 +157,7 @@ def test_a_game_is_played_by_steps_and_earns_what_they_did(
     assert (low, negative) == ("higher", "guess 2 is negative")
     assert '"number"' in invalid
     assert (trajectory.tool_calls, trajectory.tool_errors) == (4, 2)
-    # -0.25 and 1, between -1 for nothing and 1 for a perfect game.
+    # The game gives -0.25 and 1. The reward is between -1 (idle) and 1 (perfect game).
     assert trajectory.reward_parts["score"] == 0.75
     assert trajectory.reward == 0.5
     prompt = trajectory.turns[0].text
@@ -179,7 +179,7 @@ def test_the_last_reward_counts_and_giving_up_ends_the_game(
 
 
 def test_a_game_of_words_is_one_between_policy_and_user(harmony: Harmony, served: Served) -> None:
-    """The number is a text here, which the server refuses or reads as pydantic does."""
+    """The number is a text, which the server parses or rejects like pydantic."""
     task = make_task(served.url, interface="text", text_field="figure")
     trajectory = play(harmony, task, said(harmony, "seven"), said(harmony, "eight"))
     [first] = heard(trajectory, "user")
@@ -203,7 +203,7 @@ def test_a_game_is_played_by_the_environments_own_tools(
     low, negative, invalid, rules = heard(trajectory)
     assert (low, negative) == ("higher", "Error calling tool 'guess': guess 2 is negative")
     assert "number" in invalid
-    # Of a result without structured content, too, it is the content that is read.
+    # The policy also reads the content of a result without structured content.
     assert rules == RULES
     assert (trajectory.tool_calls, trajectory.tool_errors) == (5, 2)
     assert trajectory.reward_parts["score"] == 0.75
@@ -250,7 +250,7 @@ def test_an_environment_without_tools_is_named(harmony: Harmony, served: Served)
 @pytest.mark.hub
 @pytest.mark.parametrize("interface", ["step", "tools"])
 def test_the_wire_of_these_tests_is_the_packages(interface: str, tmp_path: Path) -> None:
-    """Message by message; of what is wrong with an action the texts are the package's own."""
+    """All messages are compared, except for the package's texts of errors."""
     calls: list[tuple[str, dict[str, object]]] = [
         ("guess", {"number": 3}),
         ("guess", {"number": -1}),
@@ -300,7 +300,7 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
         try:
             await connect(self)
         except InfrastructureFailure:
-            # Its sockets close before the process has ended, so that poll() would still find it there.
+            # The sockets close before the process ends, so poll() would still find the process.
             await asyncio.to_thread(served.process.wait, PATIENCE_SECONDS)
             await asyncio.to_thread(served.start)
             await connect(self)
@@ -310,7 +310,7 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     first = served.process.pid
     trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, ONCE), guess(harmony, 7))
     assert served.process.pid != first, "it has not died"
-    # The first guess was made again in the new game: its reward counts once.
+    # The first guess is repeated in the new game, but its reward counts once.
     assert heard(trajectory) == ["higher", "guess 2 is negative"]
     assert trajectory.reward_parts["score"] == 0.75
     assert trajectory.invalid is None
@@ -337,7 +337,7 @@ def test_a_server_that_is_full_and_one_that_is_away_are_infrastructure(
     harmony: Harmony, served: Served
 ) -> None:
     async def begin(session: OpenEnvSession) -> None:
-        # The server may not yet have noticed that those of other tests are over.
+        # The server may still count sessions of other tests.
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 try:
@@ -406,7 +406,7 @@ def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
         try:
             await environment.call("functions.step", '{"number": 3}')
             environment.restore_state(environment.save_state())
-            # As if the server had another game under the same seed.
+            # Another seed simulates a server whose game differs under the same seed.
             environment.row["reset"] = {"seed": seed}
             await environment.call("functions.step", '{"number": 3}')
         finally:

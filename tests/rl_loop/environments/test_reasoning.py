@@ -25,7 +25,7 @@ async def judge(text: str, task: Task = TASK) -> StepResult:
 
 
 class Scorer:
-    """A data set whose scorer is told what to do with the right answer and with others."""
+    """Data set with given scores, or exceptions, for the right answer and for others."""
 
     def __init__(self, right: Any, other: Any) -> None:
         self.right, self.other = right, other
@@ -43,7 +43,7 @@ def broken() -> float:
 
 
 def scored_slowly(question: tuple[Any, str | None]) -> float:
-    """Take half a second of processor time for the right answer, and all of it for others."""
+    """Use 0.5 s of processor time for the right answer, and unlimited time for others."""
     _, answer = question
     end = time.process_time() + (0.5 if answer in (None, TASK.ground_truth) else 1e9)
     while time.process_time() < end:
@@ -71,7 +71,7 @@ def test_right_and_wrong_answers_are_scored() -> None:
 def test_garbage_over_which_a_working_scorer_raises_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise garbage would be a way out of tasks that go badly."""
+    """Otherwise the policy could escape from difficult tasks with answers that break the scorer."""
     monkeypatch.setattr(reasoning, "_dataset", lambda *place: Scorer(1.0, broken))
     assert reasoning.score((TASK.metadata["place"], "garbage")) == 0.0
 
@@ -91,7 +91,7 @@ def test_a_scorer_that_does_not_work_is_a_checker_failure(
 
 
 def test_unknown_generator_is_an_infrastructure_failure() -> None:
-    """What a worker raises arrives in the episode."""
+    """The exception of a worker arrives in the episode."""
     place = ["no_generator", 1, "{}", 0]
     task = replace(TASK, metadata={**TASK.metadata, "place": place})
     with pytest.raises(InfrastructureFailure, match="no_generator") as failure:
@@ -117,7 +117,7 @@ def test_slow_scorer_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatc
 
 
 def test_answer_that_hangs_a_scorer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right answer takes its time, too, but less than the limit."""
+    """The scorer needs time for the right answer, too, but less than the limit."""
     pool = processes(monkeypatch, "scored_slowly")
     assert asyncio.run(judge(r"\boxed{hangs}")).reward == RewardConfig().wrong
     pool.close()

@@ -1,4 +1,4 @@
-"""Environments by name. Classes with wrong signatures are rejected before the start."""
+"""Lookup of environments. Classes with wrong signatures are rejected before the start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallWithoutArguments(Environment):
 
 
 class OtherNames(Environment):
-    """Arguments that are passed by position may have any name, and more may follow if they need no value."""
+    """Environment with other names of positional arguments, and with optional arguments."""
 
     async def call(self, name: str, text: str, more: int = 0) -> str:
         return "done"

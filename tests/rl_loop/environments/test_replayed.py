@@ -26,7 +26,7 @@ from rl_loop.infrastructure import InfrastructureFailure
 
 
 class Counting(ReplayedEnvironment[ReplayedOptions]):
-    """A world in which numbers are added up. Adding 13 adds it, and then the connection is lost, once."""
+    """World that adds numbers. The first addition of 13 succeeds, then the connection is lost."""
 
     Options: ClassVar = ReplayedOptions
 
@@ -70,7 +70,7 @@ def test_a_world_that_is_set_back_is_a_new_one_in_which_the_episode_goes_on() ->
         assert await environment.act(2) == 3
         environment.restore_state(state)
         assert await environment.act(5) == 6
-        # Set back once, it is no other world each time.
+        # The world is replayed once. The next action continues in it.
         assert await environment.act(1) == 7
         return environment.worlds
 
@@ -99,9 +99,9 @@ def test_action_that_ends_every_world_is_the_policys() -> None:
                 await environment.act(666)
         with pytest.raises(ToolError, match="ended the server"):
             await environment.act(666)
-        # It was not done in the world in which the episode continues.
+        # The failed action is not part of the world in which the episode continues.
         assert await environment.act(2) == 3
-        # Counted from the beginning in another place of the episode.
+        # Attempts are counted separately for each action of the episode.
         with pytest.raises(ServerLost):
             await environment.act(666)
         return environment.worlds
