@@ -1,4 +1,4 @@
-"""Which assembler the plugin of SGLang's servers lets Triton use."""
+"""Choice of Triton's assembler by the plugin of SGLang's servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLUGIN))
     for variable in (VARIABLE, "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
-    # Known to monkeypatch now, which takes away what the module sets.
+    # Set and delete the variable, so that monkeypatch also undoes the module's change.
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv(VARIABLE)
     module = importlib.import_module("gptoss_assembler")
@@ -32,7 +32,7 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write_assembler(path: Path, version: str, *, is_executable: bool = True) -> str:
-    """Write a program that says it is ptxas of some version of CUDA."""
+    """Write a program that prints the version of a ptxas, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.37'\n")
     path.chmod(0o755 if is_executable else 0o644)

@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(fault: s
             await engine.sync_weights([*named.items(), *extra], 2)
         assert engine._scheduler.weight_version == 1
         after = await engine.generate(request(prompt(20), 5, temperature=0.0))
-        assert after.cached_tokens == 19  # not even the cache was dropped
+        assert after.cached_tokens == 19  # the cache is kept, too
         assert after.output_ids == before.output_ids
         np.testing.assert_allclose(
             await engine.score(prompt(40)), plain_log_probs(MODEL, prompt(40)), atol=1e-5
@@ -260,7 +260,7 @@ def test_values_that_overflowed_in_one_request_do_not_reach_later_ones() -> None
         prompts = [
             [1, 2, 3],
             [token for token in prompt(40) if token != 7],
-        ]  # the short one takes the row that failed
+        ]  # the short prompt gets the row of the failed request
         with held(engine):
             tasks = [
                 asyncio.create_task(engine.generate(request(p, 2, temperature=0.0)))
@@ -304,13 +304,13 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
         gc.collect()
         return gone() is None
 
-    # Its thread holds it while it puts the last step's work away, and ends when it is gone.
+    # The engine's thread refers to the engine until the last step ends. Then the thread ends.
     wait_until(is_gone)
     wait_until(lambda: threading.active_count() <= threads)
 
 
 def test_a_request_begins_when_it_leaves_the_queue() -> None:
-    """Until then the time of its episode does not run."""
+    """The time limit of an episode does not include the time in the queue."""
 
     engine = engine_of(MODEL, max_batch_size=1)
 
@@ -339,7 +339,7 @@ def test_a_request_begins_when_it_leaves_the_queue() -> None:
 
 
 def test_engine_without_weights_refuses_to_compute() -> None:
-    """Random weights are not version 0: their tokens would pass for those of a run's first policy."""
+    """Tokens of random weights would count as tokens of version 0, the first policy of a run."""
     empty = TransformersEngine.from_config(MODEL.config)
     with pytest.raises(RuntimeError, match="the engine has no weights yet"):
         asyncio.run(empty.generate(request(prompt(5), 3)))

@@ -100,7 +100,7 @@ def test_servers_with_packed_experts_have_it() -> None:
 
 @pytest.mark.gpu
 def test_products_are_the_same_to_the_last_bit() -> None:
-    """As triton_kernels', for both matrices of a layer of GPT-OSS's width."""
+    """The products of both matrices equal those of triton_kernels, at the width of GPT-OSS."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     ours = hashes_of_products("gptoss_expert_values", "gptoss_expert_matmul")
     assert ours == hashes_of_products()
@@ -108,8 +108,10 @@ def test_products_are_the_same_to_the_last_bit() -> None:
 
 @pytest.mark.gpu
 def test_products_are_the_same_in_every_run() -> None:
-    """A register that is overwritten before a tensor core has read it shows in some runs only
-    (docs/quantization.md)."""
+    """A register that is overwritten before a tensor core reads it changes only some runs.
+
+    See docs/quantization.md.
+    """
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     mends = ("gptoss_assembler", "gptoss_expert_values", "gptoss_expert_products")
     for few_tokens in ((), ("gptoss_expert_matmul",)):

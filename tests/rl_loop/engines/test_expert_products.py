@@ -1,4 +1,4 @@
-"""The plugin's shapes of expert products, in triton_kernels' place and against it."""
+"""The plugin's kernel shapes for expert GEMMs: their choice, and results against triton_kernels."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_products_of_our_layout_get_their_shapes_and_others_are_as_they_were(
         "2880 64 128 128 4 4 {}",
         "5760 128 256 128 8 4 {}",
         "2880 128 256 128 8 4 {}",
-        # More rows, or fewer, than triton_kernels 3.6 takes.
+        # 8 rows and other layouts keep the shapes of triton_kernels.
         "5760 8 1 2 3 9 {}",
         "2880 8 1 2 3 9 {}",
         *["2880 16 1 2 3 9 {}"] * 3,
@@ -103,6 +103,6 @@ def test_servers_of_packed_experts_have_it(deterministic: bool) -> None:
 
 @pytest.mark.gpu
 def test_products_are_the_same_to_the_last_bit() -> None:
-    """As with the shapes that triton_kernels chooses, for both matrices of a layer of GPT-OSS's width."""
+    """The products equal those with triton_kernels' shapes, at the width of GPT-OSS."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     assert hashes_of_products("gptoss_expert_products") == hashes_of_products()

@@ -1,4 +1,4 @@
-"""The plugin's routing and sums: in Triton's interpreter, in SGLang's place, and against triton_kernels."""
+"""The plugin's routing and sums: in Triton's interpreter, in SGLang and against triton_kernels."""
 
 from __future__ import annotations
 
@@ -120,8 +120,10 @@ def test_kernels_route_and_sum_as_torch_does() -> None:
 
 
 def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
-    """Without a GPU: the interpreter takes what the compiler may not. Tokens of the same power of two
-    share what has been compiled."""
+    """Runs without a GPU. The interpreter accepts some programs that the compiler rejects.
+
+    Numbers of tokens with the same next power of 2 share a compiled variant.
+    """
     program = "tests.support.rl_loop.engines.expert_routing_compiled"
     assert run_with_plugin("-m", program) == "13 tables in 12 variants\n"
 
@@ -134,7 +136,7 @@ def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) ->
     }
     write_modules(tmp_path, modules)
     printed = run_with_plugin("-c", PROGRAM, packages=tmp_path, interpreted=True)
-    # Experts 1 and 3 of the first token, 0 and 3 of the second: entries 0 and 1, 2 and 3.
+    # Token 0 uses experts 1 and 3 (entries 0, 1), token 1 uses experts 0 and 3 (entries 2, 3).
     assert printed.splitlines() == [
         "[] 4 2 [1, 1, 0, 2]",
         "[2, 0, 1, 3] [1, 2, 0, 3]",
@@ -194,7 +196,7 @@ def test_routes_are_those_of_triton_kernels(
     assert torch.equal(ours.block_starts, metadata.block_offs_data)
     assert torch.equal(ours.schedule, metadata.block_schedule_data)
     gates = theirs.vals.flatten()[by_expert].float()
-    # Summed in another order, so that one in many is rounded to the bf16 beside it.
+    # The order of summation differs, so a few values round to the adjacent bf16 number.
     assert ((ours.gates.float() - gates).abs() <= 2**-7 * gates).all()
     differing = int((ours.gates != gates).sum())
     assert differing <= max(1, 0.05 * len(gates))

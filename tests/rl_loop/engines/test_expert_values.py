@@ -15,7 +15,7 @@ from tests.support.rl_loop.engines.ptx_emulated import as_bf16, run_assembly
 from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-"""Values of codes without their sign."""
+"""Absolute values of the codes."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_one_factor_makes_what_code_and_scale_mean(values: ModuleType, layout: ModuleType) -> None:
-    """Of all codes at all places of a word, with every scale that weights may have."""
+    """Covers all codes at all places of a word, with all scales that weights may have."""
     byte = torch.arange(256)
     scales = torch.arange(129)[:, None, None]  # before [bytes, halves]
     factors = scale_factors(values, scales.flatten()).double().view(-1, 1, 1)
@@ -39,19 +39,19 @@ def test_one_factor_makes_what_code_and_scale_mean(values: ModuleType, layout: M
     meant = CODES[code & 7] * (1 - 2 * (code >> 3)) * 2.0 ** (scales.double() - 127)
 
     for place in range(4):
-        # Whatever the other bytes are.
+        # The other bytes of the word are random.
         others = torch.randint(0, 256, (4, 256), generator=torch.Generator().manual_seed(place))
         others[place] = byte
         word = sum(layout._spread(others[other], other) for other in range(4))
         pairs = run_assembly(values.UNPACK.value, 4, [word])
         made = as_bf16(pairs[place]).double() * factors
         assert torch.equal(made, meant), place
-        # What bf16 rounds to, of a product that it has exactly.
+        # The products are exact in bf16.
         assert torch.equal(made.bfloat16().double(), made)
 
 
 def scale_factors(values: ModuleType, scales: torch.Tensor) -> torch.Tensor:
-    """Return bf16 factors of scale bytes, of which a register has four at a time as they are stored."""
+    """Return the bf16 factors of scale bytes. A register holds 4 stored bytes."""
     padded = torch.cat([scales, scales.new_zeros(-len(scales) % 4)]).view(-1, 4) + 126
     register = sum(padded[:, place] << (8 * place) for place in range(4))
     halves = run_assembly(values.FACTORS.value, 2, [register])
@@ -73,7 +73,7 @@ def test_it_compiles_for_hopper_and_spills_no_registers() -> None:
 
 
 def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_path: Path) -> None:
-    """Always: triton_kernels' own would make other values of the plugin's layouts."""
+    """The conversion of triton_kernels would give wrong values for the plugin's layouts."""
     module = "triton_kernels/matmul_ogs_details/_matmul_ogs.py"
     write_modules(tmp_path, {module: "mxfp4_to_bf16_triton = None\n"})
     program = (

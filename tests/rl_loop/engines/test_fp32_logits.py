@@ -1,4 +1,4 @@
-"""Logits of SGLang's servers in fp32: the plugin's product, and which output layers it serves."""
+"""Logits of SGLang's servers in fp32: the plugin's product and its supported output layers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def logits_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256])
 def test_fp32_product_is_not_rounded_on_a_gpu(logits_module: ModuleType, tokens: int) -> None:
-    """Its error is that of an fp32 sum, which a bf16 result would exceed a thousand times."""
+    """The error is that of an fp32 sum. The error of a bf16 result would be 1000x larger."""
     hidden_size, vocabulary = 2880, 20_000
     generator = torch.Generator("cuda").manual_seed(tokens)
     hidden = torch.randn(tokens, hidden_size, device="cuda", generator=generator).bfloat16()
@@ -120,7 +120,7 @@ def test_fp32_product_is_not_rounded_on_a_gpu(logits_module: ModuleType, tokens:
     logits = logits_module.fp32_product(hidden, weight)
 
     assert logits.dtype == torch.float32
-    # Each of the sum's roundings is at most 2^-24 of a partial sum, which the products' absolute sum bounds.
+    # Each rounding is at most 2^-24 of a partial sum. The sum of absolute products bounds it.
     magnitude = hidden.double().abs() @ weight.double().abs().t()
     bound = hidden_size * 2.0**-24 * magnitude
     assert ((logits - exact).abs() <= bound).all()

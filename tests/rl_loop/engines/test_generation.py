@@ -66,7 +66,7 @@ def test_greedy_decoding_of_ragged_batch_equals_transformers_generate() -> None:
 def test_log_probs_of_sampled_tokens_equal_a_plain_forward_alone_and_batched(
     temperature: float,
 ) -> None:
-    engine = engine_of(MODEL, max_batch_size=5)  # fewer places than requests
+    engine = engine_of(MODEL, max_batch_size=5)  # fewer rows than requests
     prompts = [prompt(3 + 4 * i, seed=i) for i in range(12)]
     results = gather(
         engine,
@@ -114,7 +114,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     tokens = prompt(60)
 
     async def all_at_once() -> list[GenerateResult]:
-        with held(engine):  # or the first would have started before the second comes
+        with held(engine):  # otherwise the first would start before the second arrives
             samples = [
                 asyncio.create_task(engine.generate(request(tokens, 6, seed=i))) for i in range(8)
             ]
@@ -129,7 +129,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
 
 
 def test_finished_sequences_are_kept_until_newer_ones_need_their_rows() -> None:
-    engine = engine_of(MODEL, max_batch_size=1)  # two rows: one to run in, one to keep
+    engine = engine_of(MODEL, max_batch_size=1)  # two rows: one runs, one is kept
     for seed in (0, 1, 2):
         gather(engine, [request(prompt(30, seed), 2, temperature=0.0)])
     again = [
@@ -164,7 +164,7 @@ def test_routes_that_are_all_zero_are_refused_naming_the_layer() -> None:
     ) -> tuple[torch.Tensor, ...]:
         return output[0], output[1], torch.zeros_like(output[2])
 
-    # runs before the engine's hook, as a router would that never filled its buffer
+    # This hook runs before the engine's hook, like a router that does not fill its buffer.
     model.model.layers[2].mlp.router.register_forward_hook(no_choice, prepend=True)
     with pytest.raises(RuntimeError, match="routed experts of layer 2"):
         gather(engine, [request(prompt(9), 3, routes=True)])
@@ -303,7 +303,7 @@ def test_requests_that_cannot_run_are_refused_naming_the_fault(bad: object, mess
 
 def test_deterministic_answers_have_the_same_bits_whatever_else_the_engine_does() -> None:
     wanted = [request(prompt(20 + 7 * i, seed=i), 20, seed=i) for i in range(4)]
-    # Longer than the wanted ones, so that the cache grows, and with prefixes of theirs.
+    # These prompts are longer, so that the cache grows, and begin with prefixes of ``wanted``.
     others = [request([*prompt(20, seed=0), *prompt(150, seed=9)], 12, seed=7), *wanted[:2]]
     others = [request(r.input_ids, 12 + i, seed=50 + i) for i, r in enumerate(others)]
 
@@ -316,7 +316,7 @@ def test_deterministic_answers_have_the_same_bits_whatever_else_the_engine_does(
         return [result.output_log_probs for result in gather(engine, [*again, *wanted])[3:]]
 
     assert answers(deterministic=True, busy=True) == answers(deterministic=True, busy=False)
-    # Batches do leave their mark, which is what the setting is for.
+    # Without the setting, batches change the bits.
     assert answers(deterministic=False, busy=True) != answers(deterministic=False, busy=False)
 
 
@@ -328,14 +328,14 @@ def test_an_answer_to_another_request_is_refused() -> None:
         check_result(asked, answer, shape)
     with pytest.raises(EngineFault, match=f"this is the answer to request {second.request_id}"):
         check_result(first, answers[1], shape)
-    # An engine that does not say is believed.
+    # Results without a request id are accepted.
     check_result(first, replace(answers[1], request_id=None), shape)
 
 
 def test_bf16_engine_has_the_trainers_log_probs() -> None:
-    """From equal hidden states, sampled and scored: neither side rounds logits to bf16."""
+    """For equal hidden states, neither the engine nor the trainer rounds logits to bf16."""
     model = reference_model(dtype=torch.bfloat16)
-    model.lm_head.weight.mul_(20)  # so that rounded logits would be off by up to 0.06
+    model.lm_head.weight.mul_(20)  # the error of rounded logits would be up to 0.06
     engine = engine_of(model)
     seen: list[torch.Tensor] = []
     engine._model.model.norm.register_forward_hook(

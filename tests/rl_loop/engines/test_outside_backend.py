@@ -1,4 +1,4 @@
-"""A rollout backend from outside the project: a module of the user's, named as MODULE:CLASS, trains a policy."""
+"""Training with a rollout backend in a user's module, named as MODULE:CLASS."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ScriptedBackend(RolloutBackend):
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory in sys.path with the module in it, and a Ray whose workers find it too."""
+    """Directory with the module, in the search path of this process and of Ray's workers."""
     (tmp_path / "my_engine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
@@ -136,7 +136,7 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
         ]
         return load_config(CONFIG, RlConfig, [*RL, *options])
 
-    # not a legal message, which is punished: the two kinds of episodes earn differently
+    # A malformed turn has a lower reward, so the rewards of the episodes differ.
     script = [build_tasks(config([0])).codec.stop_token_ids[0]]
     run = run_rl(config(script), Quiet())
 
@@ -151,7 +151,7 @@ def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> N
 
 
 def test_engines_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
-    """The trainer's optimizer state is on the GPU by then. In a fresh run it comes later."""
+    """A resumed trainer has its optimizer state on the GPU before the first sync."""
 
     def config(steps: int) -> RlConfig:
         options = f"{{script: [0], log: {outside}/log, shares_gpus: true}}"

@@ -19,7 +19,7 @@ from rl_loop.weight_sync.canary import CanaryError, check_packed_experts
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
 
-# rows of whole MXFP4 blocks
+# Rows consist of whole MXFP4 blocks.
 WIDTH = 32
 MODEL = reference_model(0, intermediate_size=WIDTH)
 BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(change: object, message:
 
 
 class Holds:
-    """A trainer, or engines, with these experts."""
+    """Trainer or engines with these digests of experts."""
 
     def __init__(self, digests: object) -> None:
         self.digests = digests
@@ -120,7 +120,7 @@ def test_bits_that_differ_from_the_trainers_are_named_with_the_worker() -> None:
     assert check_packed_experts(Holds(expected), Holds([expected, expected]), 1) == expected
     assert check_packed_experts(Holds(expected), Holds([]), 1) == {}
 
-    # A swapped scale, a bit of a block, an expert that did not arrive.
+    # A changed bit of a scale or block, and a missing expert.
     for name in (SCALES, BLOCKS):
         changed = packed_weights()
         changed[name][1].view(-1)[5] ^= 1

@@ -17,7 +17,7 @@ TINY = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 
 
 class Source:
-    """A policy that is updated, and counts how often it was gathered."""
+    """Policy that counts how often its weights are gathered."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -29,7 +29,7 @@ class Source:
 
 
 class Workers:
-    """Remember which weights came under which version."""
+    """Workers that record the loaded weights and their versions."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[int, int]] = []
@@ -52,7 +52,7 @@ def test_weights_are_gathered_once_for_each_version_and_are_the_newest() -> None
         backend.sync_weights(source, source.version)
     assert source.gathered == 3
 
-    # A sync that was not prepared, as after a resume, and one from somewhere else.
+    # A sync without preparation, like after a resume, and a sync from another source.
     source.version = 3
     backend.sync_weights(source, 3)
     source.version = 4

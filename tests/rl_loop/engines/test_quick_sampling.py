@@ -1,4 +1,4 @@
-"""The plugin's sampling: in Triton's interpreter, in SGLang's place, and against torch on a GPU."""
+"""The plugin's sampling: in Triton's interpreter, in SGLang and against torch on a GPU."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_step_of_256_requests_is_sampled_as_torch_does(sampling: ModuleType) -
     assert torch.equal(repeated[0], tokens)
     assert torch.equal(repeated[1], log_probs)
 
-    # In fp32, as SGLang: quotients of up to 30 are rounded, and so are sums of 200,000 exponentials.
+    # SGLang computes in fp32. It rounds quotients of up to 30 and sums of 200,000 exponentials.
     scaled = logits / temperatures[:, None]
     theirs = scaled.softmax(-1).log().gather(1, tokens.long()[:, None])[:, 0]
     exact_logits = logits.double() / temperatures.double()[:, None]
@@ -235,7 +235,7 @@ def test_likely_tokens_come_as_often_as_torch_says(sampling: ModuleType) -> None
         tokens, _ = sampling.sample(logits, temperatures, uniforms)
         counts += torch.bincount(tokens, minlength=vocabulary)
 
-    # The likeliest one by one, and all others together by the slices that they are in.
+    # Compare the most likely tokens separately and all other tokens per slice.
     draws = requests * rounds
     likely = probabilities.topk(20).indices
     check_counts(counts[likely], probabilities[likely], draws)
@@ -249,7 +249,7 @@ def test_likely_tokens_come_as_often_as_torch_says(sampling: ModuleType) -> None
 
 
 def check_counts(counts: torch.Tensor, probabilities: torch.Tensor, draws: int) -> None:
-    """Allow five standard deviations of each number of draws, and one draw."""
+    """Check that counts differ by at most 5 standard deviations plus one draw."""
     expected = draws * probabilities
     deviation = (expected * (1 - probabilities)).sqrt()
     assert ((counts - expected).abs() <= 5 * deviation + 1).all()

@@ -19,7 +19,7 @@ AGAIN = "@P0 BRA 0x100"
 
 
 def machine_code(*instructions: str) -> str:
-    """Write instructions, from address 0x100 on, as cuobjdump does."""
+    """Return the output of cuobjdump for instructions from address 0x100 on."""
     lines = ["\t\tFunction : kernel"]
     for number, text in enumerate(instructions):
         lines.append(f"        /*{0x100 + 16 * number:04x}*/    {text} ;    /* 0x0 */")
@@ -37,7 +37,7 @@ def wait(left: int) -> str:
 
 
 def inspect(*instructions: str) -> tuple[int, int | None]:
-    """Return the hazards of a loop's instructions, and how near the nearest is."""
+    """Return the number of hazards of a loop, and the distance of the nearest."""
     (loop,) = hazards.inspect_kernel(machine_code(*instructions, AGAIN))
     assert loop.instructions == len(instructions) + 1
     return loop.hazards, loop.nearest
@@ -45,7 +45,7 @@ def inspect(*instructions: str) -> tuple[int, int | None]:
 
 def test_what_is_written_before_the_wait_is_counted() -> None:
     assert inspect("LDS R40, [R4]", multiply(40), wait(0)) == (0, None)
-    # The groups of both turns before are pending when the third one writes.
+    # The groups of the two previous iterations are pending when the third iteration writes.
     assert inspect("LDS R40, [R4]", multiply(40)) == (2, 2)
     assert inspect("LDS R40, [R4]", multiply(40), wait(1)) == (1, 3)
     assert inspect("LDS R44, [R4]", multiply(40), wait(1)) == (0, None)
@@ -53,7 +53,7 @@ def test_what_is_written_before_the_wait_is_counted() -> None:
 
 def test_a_wait_leaves_the_youngest_groups() -> None:
     two_groups = ("MOV R40, R1", multiply(40), wait(1), "MOV R50, R1", multiply(50))
-    # Each wait comes behind the group that reads the other registers.
+    # Each wait follows the group that reads the other registers.
     assert inspect(*two_groups, wait(1)) == (0, None)
     assert inspect("MOV R50, R1", *two_groups, wait(1)) == (1, 3)
 

@@ -1,4 +1,4 @@
-"""Sampling draws from the distribution it says."""
+"""Sampled tokens have the distribution of the reported log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGITS = torch.tensor([1.5, -0.3, 0.2, 2.1, -30.0, 0.9, -1.2, 0.0])
 
 
 def draw(temperature: float, top_p: float) -> torch.Tensor:
-    """Counts of DRAWS tokens, [vocab_size]."""
+    """Return the counts of DRAWS sampled tokens, [vocab_size]."""
     uniforms = torch.rand(DRAWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     log_probs = sampling_log_probs(LOGITS.expand(DRAWS, -1), torch.full((DRAWS,), temperature))
     tokens = sample(
@@ -46,7 +46,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_its_mass(top_p: float, kept: 
     order = probs.argsort(descending=True)
     assert (
         probs[order[: kept - 1]].sum() < top_p <= probs[order[:kept]].sum()
-    )  # the case is what it says
+    )  # ``kept`` is correct for this case
     nucleus = torch.zeros_like(probs)
     nucleus[order[:kept]] = probs[order[:kept]]
     assert chi_square(draw(1.0, top_p), nucleus / nucleus.sum()) < 24.3

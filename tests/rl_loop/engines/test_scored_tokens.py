@@ -1,4 +1,4 @@
-"""Answers of SGLang to a prompt that it has scored."""
+"""Log-probs in SGLang's responses to scored prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SENT = [5, 511, 0, 511]
 
 
 def entries(ids: list[int]) -> list[list[float | int | None]]:
-    """As /generate has them: the first token has no log-prob."""
+    """Return entries in the format of /generate. The first token has no log-prob."""
     return [[-0.5 * i if i else None, token, None] for i, token in enumerate(ids)]
 
 

@@ -54,7 +54,7 @@ def anyio_backend() -> str:
 
 
 class Servers:
-    """Local servers and what is said of their states."""
+    """Local servers and their reported states."""
 
     def __init__(self, servers: Sequence[LocalServer]) -> None:
         self.all = list(servers)
@@ -97,7 +97,7 @@ def request(
 def continuation(
     tokens: list[int], count: int, weights: str = RANDOM_WEIGHTS
 ) -> tuple[list[int], list[float]]:
-    """What the servers' model says."""
+    """Return the ids and log-probs that the servers' model samples after ``tokens``."""
     state = prefix_state(tokens, weights)
     ids, log_probs = [], []
     for _ in range(count):
@@ -108,7 +108,7 @@ def continuation(
 
 
 def check(result: GenerateResult, prompt: list[int]) -> None:
-    """Every token and log-prob once and in its place, under the weights that were served."""
+    """Check that the result has every token and log-prob once, with the served weight version."""
     ids, log_probs = continuation(prompt, len(result.output_ids))
     assert result.output_ids == ids
     assert result.output_log_probs == log_probs
@@ -200,7 +200,7 @@ async def test_a_turn_of_a_server_that_dies_goes_on_elsewhere_from_its_tokens() 
 async def test_only_servers_that_hold_the_policy_answer() -> None:
     restarted, good = LocalServer(), LocalServer()
     async with engine_over(restarted, good) as (engine, fleet):
-        restarted.version = "default"  # came back behind the state that is still believed
+        restarted.version = "default"  # restarted, but its last known state is still valid
         results = await asyncio.gather(
             *(engine.generate(request(PROMPT, 5, f"{i}/0/0/0")) for i in range(20))
         )
@@ -257,13 +257,13 @@ async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplica
         assert len(met) > 0.04 * 3000
         assert len(episodes) == len({tuple(tokens) for tokens in episodes}) == 1000
         assert all(len(tokens) == 16 + 3 * (16 + 5) for tokens in episodes)
-        # requests that nobody waits for are not served any longer
+        # Servers end requests without a waiting client.
         await wait_until_async(lambda: not any(server.running for server in servers[:3]))
 
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_what_a_server_cannot_mean_is_its_fault_and_is_named(lie: str) -> None:
-    """From one server only, so that there is nowhere else to go, and from one of two."""
+    """Covers one server, where no other can answer, and one of two servers."""
     liar, honest = LocalServer(), LocalServer()
     liar.always = lie
     async with engine_over(liar) as (engine, _):

@@ -64,7 +64,7 @@ def test_needs_are_those_of_the_tensors_and_of_every_layer_s_keys_and_values() -
 
 @pytest.mark.parametrize("free_share", [1.0, 0.8, 0.52])
 def test_what_a_server_holds_is_its_share_whatever_else_is_on_the_gpu(free_share: float) -> None:
-    """As SGLang counts: weights and cache get its fraction of what is free once it has a context."""
+    """SGLang gives weights and cache its fraction of the memory that is free after its start."""
     fraction = static_fraction(0.5, [gpu(free_share)], TWENTY_B)
     weights_and_cache = fraction * (free_share * TOTAL - CONTEXT_BYTES)
     assert weights_and_cache + CONTEXT_BYTES + WORKING_BYTES == pytest.approx(0.5 * TOTAL)
@@ -73,11 +73,11 @@ def test_what_a_server_holds_is_its_share_whatever_else_is_on_the_gpu(free_share
 def test_ranks_that_share_a_model_have_process_groups_and_buffers_for_their_sums() -> None:
     halves = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
     assert (TWENTY_B.context, TWENTY_B.working) == (CONTEXT_BYTES, WORKING_BYTES)
-    # Two H200, by the server's log: 1.07 GiB in process groups, about 1.7 GB with contexts.
+    # Server log on 2 H200: 1.07 GiB in process groups, about 1.7 GB with contexts.
     assert halves.context == pytest.approx(1.7e9, rel=0.05)
 
-    # FlashInfer logs where the values of both ranks end in a buffer. One and three that take turns,
-    # twice.
+    # FlashInfer logs the end of both ranks' values in a buffer. There are two sets of 4 buffers:
+    # one buffer, and three that alternate.
     assert halves.working - WORKING_BYTES == 2 * (1 + 3) * 23_592_960
     assert halves.all == halves.weights + halves.cache + halves.working + halves.context
 
@@ -95,8 +95,10 @@ def on_trainer_gpus(**settings: Any) -> EngineMemory:
 
 @pytest.mark.parametrize(("ranks", "measured"), [(2, [2.9, 2.8]), (4, [5.1, 4.3])])
 def test_a_sleeping_server_keeps_more_with_every_rank(ranks: int, measured: list[float]) -> None:
-    """By difference, beside trainers of as many ranks, 26 November 2026: the 120B's widths and the 20B. One
-    figure of four ranks is of another GPU than the other."""
+    """Measured as a difference with trainers of equal size: the 120B's widths and the 20B.
+
+    The two figures for 4 ranks are of different GPUs.
+    """
     more = on_trainer_gpus(tensor_parallel=ranks).asleep_bytes - on_trainer_gpus().asleep_bytes
     for gigabytes in measured:
         assert more / 1e9 == pytest.approx(gigabytes, abs=1)
@@ -113,7 +115,7 @@ def test_ranks_on_other_gpus_than_the_sender_copy_what_they_are_sent() -> None:
 def test_a_sender_holds_two_of_the_buckets_that_are_made(
     packed: bool, experts: int, limit: int
 ) -> None:
-    """Only experts' tensors: the others are the parameters themselves."""
+    """Only tensors of experts count, because other tensors are the parameters themselves."""
     model = GptOssModelConfig(num_layers=9, num_experts=experts)
     sizes = []
     for bucket in buckets(sent_tensors(model, packed), limit):
@@ -125,8 +127,8 @@ def test_a_sender_holds_two_of_the_buckets_that_are_made(
     inputs = MemoryInputs(model, ParallelConfig(), OptimizerConfig(), 16_384, engine=engine)
     sent = sent_tensor_bytes(inputs)
     if packed or limit >= 1 << 30:
-        # A bucket is closed when it is half full, and counted as full. Blocks and scales of one matrix
-        # are made together.
+        # A bucket may close half full and counts as full. Blocks and scales of a matrix are
+        # allocated together.
         assert held / 1.001 <= sent <= 2.05 * held
     else:
         assert sent == pytest.approx(held, rel=0.01)
@@ -155,7 +157,7 @@ def test_buckets_of_packed_experts_are_larger_unless_the_run_says_how_large() ->
 def test_the_20b_s_packed_experts_take_fewer_requests_with_larger_buckets(
     limit: int, requests: int, largest: float
 ) -> None:
-    """Gigabytes (docs/quantization.md)."""
+    """docs/quantization.md lists these sizes in GB."""
     sizes = []
     for bucket in buckets(sent_tensors(MODEL_20B, packed=True), limit):
         sizes.append(sum(tensor.nbytes for _, tensor in bucket))
@@ -240,7 +242,7 @@ def test_a_log_that_ends_for_want_of_memory_names_the_key_and_a_value(
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose nvidia-smi speaks of two GPUs; the second has less free."""
+    """Machine whose nvidia-smi reports two GPUs with different free memory."""
     program = tmp_path / "bin/nvidia-smi"
     program.parent.mkdir()
     lines = ["0, GPU-8aa1-07, 43000, 100000", "1, GPU-8ab2-0f, 63000, 80000"]
@@ -289,7 +291,7 @@ def test_gpus_are_those_that_a_process_sees_in_its_order(
 def test_what_is_none_of_the_gpus_is_refused_by_its_name(
     visible: str, message: str, two_gpus: None
 ) -> None:
-    """CUDA would show the GPUs before it only, and a share would be of others than the server's."""
+    """CUDA ignores all GPUs after an invalid entry, so the share would be of other GPUs."""
     with pytest.raises(EngineUnavailable, match=re.escape(message)):
         visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
 

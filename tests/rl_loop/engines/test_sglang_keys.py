@@ -15,7 +15,7 @@ from rl_loop.engines.sglang.server import ServerState, SglangServer
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
-KEY = "0123456789" * 6  # YAML would read it as a number
+KEY = "0123456789" * 6  # a number in YAML
 PROTECTED = {
     "/generate": {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}},
     "/update_weights_from_disk": {"model_path": "/tmp"},
@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_server_answers_only_with_its_key(model: Path) -> None:
-    """A real process, which gets the key as SGLang would, and a client that lacks it."""
+    """A real process gets the key like SGLang, and one client does not have the key."""
 
     def command(host: str, port: int) -> list[str]:
         words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -62,7 +62,7 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
             await friend.call("/server_info", seconds=PATIENCE_SECONDS)
             await friend.close()
 
-            # Neither the command line, which all users see, nor a file that stays, has the key.
+            # Neither the command line, which all users see, nor a remaining file contains the key.
             (process,) = (
                 child
                 for child in psutil.Process().children()

@@ -10,7 +10,10 @@ from rl_loop.engines.sglang.config import MOE_CONFIGS, SglangConfig
 FILES = sorted(MOE_CONFIGS.glob("configs/triton_*/*.json"))
 UP_FILES = [path for path in FILES if not path.stem.endswith("_down")]
 NAME = re.compile(r"E=(32|128),N=(2880|1440|720|360),device_name=[A-Za-z0-9_]+?(_down)?")
-"""As SGLang 0.5.17 asks (``get_config_file_name``): experts, their size over the tensor-parallel size, the GPU."""
+"""File names of SGLang 0.5.17 (``get_config_file_name``).
+
+They contain the number of experts, their size per tensor-parallel rank, and the GPU.
+"""
 FIELDS = {"BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"}
 
 
@@ -37,14 +40,17 @@ def test_a_file_has_a_name_and_fields_that_sglang_knows(path):
     for tokens, choice in settings.items():
         assert int(tokens) > 0 and choice.keys() == FIELDS
 
-        # Two tiles per stage in bf16 fit into the 227 KB of shared memory that a block may use on Hopper.
+        # Two bf16 tiles per stage must fit into the 227 KB of shared memory of a Hopper block.
         tiles = (choice["BLOCK_SIZE_M"] + choice["BLOCK_SIZE_N"]) * choice["BLOCK_SIZE_K"] * 2
         assert tiles * choice["num_stages"] <= 227 * 1024
 
 
 @pytest.mark.parametrize("path", UP_FILES, ids=lambda path: path.stem)
 def test_both_products_of_a_layer_use_the_same_blocks_of_tokens(path):
-    """Both read one sorting of the tokens; SGLang would override the down product's BLOCK_SIZE_M with a warning."""
+    """Both use one sorting of the tokens.
+
+    Otherwise SGLang would override BLOCK_SIZE_M of the down projection with a warning.
+    """
     up, down = (
         json.loads(file.read_text()) for file in (path, path.with_stem(f"{path.stem}_down"))
     )

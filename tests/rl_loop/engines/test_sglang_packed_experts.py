@@ -54,7 +54,10 @@ MODEL = GptOssModelConfig(
     num_layers=2, num_experts=3, experts_per_token=2, hidden_size=96, intermediate_size=192, num_attention_heads=4,
     num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
 )  # fmt: skip
-"""Neither its rows nor its blocks fill the layouts; one of two ranks has 96 of 192, padded to 128."""
+"""Model whose rows and blocks do not fill the layouts.
+
+With two ranks, a rank has 96 of 192 intermediate columns, padded to 128.
+"""
 ODD_SHAPES = [(2, 160, 176), (1, 64, 64), (2, 33, 17), (1, 520, 48)]
 
 
@@ -79,8 +82,11 @@ def codes_of(byte: int) -> tuple[int, int]:
 def test_a_word_makes_bf16_numbers_of_its_codes_by_shifts_and_masks(
     experts: int, rows: int, row_bytes: int
 ) -> None:
-    """Sign, two bits of exponent and one of mantissa stand where bf16 has them, after the word is rotated by
-    0, 4 and 10 bits; the fourth is in two pieces."""
+    """A word holds 4 bytes of 2 codes. Rotated by 0, 4 and 10 bits, it has codes in bf16's bits.
+
+    A code is a sign, two bits of the exponent and one bit of the mantissa. The fourth byte is in
+    two pieces.
+    """
     packed = random_bytes(experts, rows, row_bytes)
     storage = random_bytes(experts, *layout.value_storage_shape(rows, row_bytes), seed=1)
     layout.swizzle_values(packed, storage)
@@ -150,7 +156,7 @@ def test_layouts_are_those_of_triton_kernels_but_for_bits_of_a_word_and_a_scale_
     ours = random_bytes(experts, *layout.scale_storage_shape(rows, blocks), seed=1)
     layout.swizzle_scales(some, (rows, blocks), ours)
     assert torch.equal(theirs + 126, ours[:, : theirs.shape[1]])
-    # Of whole programs of 256 rows, the rest.
+    # The rest pads the rows to whole programs of 256 rows.
     assert (ours[:, theirs.shape[1] :] == 126).all()
 
 
@@ -165,7 +171,7 @@ def test_what_is_read_back_is_what_was_written_and_padding_is_counted(
     assert torch.equal(back, packed)
     assert stale == 0
 
-    # Of every other byte of the storage, a bit of the matrix or of its padding changes.
+    # A change of every second byte of the storage changes a bit of the matrix or of its padding.
     storage[0, -1, 1::2] ^= 1
     back, stale = layout.unswizzle_values(storage, rows, row_bytes)
     changed = int((back != packed).sum())
@@ -225,7 +231,7 @@ def test_the_ranks_parts_of_all_experts_make_the_whole(ranks: int) -> None:
         assert torch.equal(whole, weights[prefix + expert_storage.SOURCES[f"{name}_scale"]])
     biases = torch.cat([part["w13_weight_bias"] for part in parts], 1)
     assert torch.equal(biases, weights[f"{prefix}gate_up_proj_bias"].float())
-    # The ranks' outputs are added up.
+    # The outputs of the ranks are summed, so the biases are, too.
     assert torch.equal(
         sum(part["w2_weight_bias"] for part in parts), weights[f"{prefix}down_proj_bias"].float()
     )
@@ -376,13 +382,13 @@ def test_a_stale_byte_of_padding_is_named(name: str) -> None:
         rows, inputs = experts.shape(name, padded=True)
         tensor = experts.storage[name]
         if name == "w2_weight_bias":
-            return  # has no padding
+            return  # this bias has no padding
         if name.endswith("_bias"):
             tensor[0, -1] = 1
         elif name.endswith("_scale"):
             tensor[0, -1, -1] ^= 1
         else:
-            # The last byte of a padded matrix, through the layout itself.
+            # Change the last byte of the padded matrix through the layout.
             padded, _ = layout.unswizzle_values(tensor, rows, inputs // 2)
             padded[0, -1, -1] = 1
             layout.swizzle_values(padded, tensor)
@@ -395,8 +401,11 @@ def test_a_stale_byte_of_padding_is_named(name: str) -> None:
 
 
 def stand_in_for_sglang() -> Any:
-    """Put the classes that the plugin changes into place. Returns the scheduler's, which answers as
-    SGLang's does: whatever goes wrong is this rank's answer."""
+    """Install mocks of the classes that the plugin patches.
+
+    Returns:
+        The scheduler's class. Like SGLang's class, it returns an error as the result of its rank.
+    """
     checker = ModuleType("weight_checker")
     checker.WeightChecker = type(
         "WeightChecker",
@@ -439,8 +448,11 @@ LAST = "model.layers.0.mlp.experts.down_proj_scales"
 
 
 def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
-    """Sync a rank of a server that loses nothing, with a fault on each rank, and with a scale that is
-    too large on the second one. Returns the answers to the ends of the syncs."""
+    """Run syncs on one of two ranks and return the results of their ends.
+
+    The first sync has no fault. Others have a fault on one rank, or a scale on the second rank that
+    is too large.
+    """
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     manager_class = stand_in_for_sglang()
@@ -465,7 +477,7 @@ def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
 
 
 def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
-    """Load a sync; the last tensor of a faulty rank fails, as when memory is short."""
+    """Load the weights of a sync. On a faulty rank the last tensor fails, like out of memory."""
     weights = packed_weights(1)
     weights[LAST] = weights.pop(LAST)
     if is_faulty:
@@ -525,7 +537,7 @@ def test_a_tensor_that_comes_twice_is_refused_until_the_next_sync_begins() -> No
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where a value of a tensor is asked for, which waits if the tensor is on a GPU."""
+    """Mode in which reading a value of a tensor fails, because on a GPU it would synchronize."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -550,7 +562,7 @@ def test_loading_waits_for_no_scale_and_the_end_of_a_sync_refuses_one_that_is_to
     with pytest.raises(expert_storage.WrongWeights, match=f"^{TOO_LARGE}$"):
         synced.end_sync()
 
-    # What failed, or was broken off, is forgotten.
+    # A failed or interrupted sync does not affect the next sync.
     list(synced.load_experts(packed_weights(1).items()))
     synced.end_sync()
     list(synced.load_experts({LAST: weights_with_a_large_scale()[LAST]}.items()))
@@ -593,7 +605,7 @@ def test_a_server_with_a_scale_that_is_too_large_does_not_serve_until_the_next_s
     run_with_server(2, work)
 
 
-# -- SGLang's classes, and what starts a server ----------------------------------------------------
+# -- SGLang's classes and the start of a server ----------------------------------------------------
 
 TOPK = """
 import types, torch
@@ -630,7 +642,7 @@ def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_p
     printed = run_in_stub(tmp_path, TOPK, CAPTURE).splitlines()
     assert printed == [
         "['triton_kernel', 'other']",
-        "[('config', 7, [[1, 3], [0, 3]])]",  # once: the other kernel records by itself
+        "[('config', 7, [[1, 3], [0, 3]])]",  # once, because SGLang records for the other kernel
     ]
 
 
@@ -671,7 +683,7 @@ def test_servers_whose_layouts_the_plugin_does_not_write_are_refused(
 
 @pytest.mark.parametrize(("ranks", "measured"), [(1, 13.32), (2, 6.86)])
 def test_weights_of_a_server_of_the_20b_are_what_sglang_counts(ranks: int, measured: float) -> None:
-    """GiB of each rank on H200s (docs/quantization.md)."""
+    """The values are GiB per rank on H200 (docs/quantization.md)."""
     model = GptOssModelConfig(num_layers=24, num_experts=32)
     needs = ServerNeeds.of(model, "bfloat16", ranks, packed=True)
     assert needs.weights / (1 << 30) == pytest.approx(measured, rel=0.01)
@@ -680,7 +692,7 @@ def test_weights_of_a_server_of_the_20b_are_what_sglang_counts(ranks: int, measu
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_experts_of_a_rank_are_counted_as_the_plugin_keeps_them(ranks: int) -> None:
     model = GptOssModelConfig(num_layers=3, num_experts=32)
-    # As SGLang pads what a rank has.
+    # SGLang pads the columns of a rank to a multiple of 64.
     inner = -(-model.intermediate_size // ranks // 64) * 64
     kept = 0
     for rows, inputs in ((2 * inner, model.hidden_size), (model.hidden_size, inner)):

@@ -101,7 +101,7 @@ asyncio.run(pause())
 
 MENDS = "GPTOSS_SGLANG_MENDS"
 ALWAYS = "hidden_key,bound_store"
-"""Mends of every server."""
+"""Patches of every server."""
 TRITON: dict[str, object] = {"attention_backend": "triton"}
 COLOCATED: dict[str, object] = {"colocated": True, "weight_sync": "cuda_ipc"}
 
@@ -116,7 +116,7 @@ def run(
         "sglang/srt/managers/tokenizer_manager.py": MANAGER,
     }
     write_modules(tmp_path, modules)
-    # What is not at stake here would look for more of SGLang, or for torch.
+    # Disable patches that are not tested here, because they need more of SGLang, or torch.
     environment = SglangConfig(
         fp32_logits=False, env={"PYTHONPATH": str(tmp_path)}, **settings
     ).environment
@@ -161,7 +161,7 @@ def test_a_pause_ends_with_the_last_request_and_not_a_second_later(tmp_path: Pat
 
 
 def test_a_server_of_another_version_pauses_as_it_does_and_serves(tmp_path: Path) -> None:
-    """Nothing but time is lost, so that is no reason to refuse."""
+    """Without the patch a pause only takes longer, so the server starts."""
     done = run(tmp_path, "0.5.18", {}, PAUSE)
     assert done.stdout.split()[3] == "False", done.stderr
     assert "without quick_pause, which is for SGLang 0.5.17" in done.stderr
@@ -222,7 +222,7 @@ def test_the_real_sglang_runs_the_plugin() -> None:
 
 
 def imported_packages(source: str) -> set[str]:
-    """Return what modules import, in functions too, by the first part of the name."""
+    """Return the top-level packages that a source imports, also in functions."""
     packages = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -274,8 +274,11 @@ class ServerArgs:
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.6.0"])
 def test_key_is_hidden_and_groups_are_closed(version: str, tmp_path: Path) -> None:
-    """SGLang prints its arguments, torch opens a store on every address of the machine, and gloo
-    takes any process as a rank. The latter two are changes of torch, for all versions of SGLang."""
+    """The plugin patches SGLang, which prints its arguments, and torch.
+
+    torch opens a store on every address of the machine, and gloo accepts any process as a rank. The
+    patches of torch apply to all versions of SGLang.
+    """
     modules = {"sglang/version.py": f'__version__ = "{version}"\n'}
     write_modules(tmp_path, modules | {"sglang/srt/server_args.py": SERVER_ARGS})
     stores = tmp_path / "stores"

@@ -1,4 +1,4 @@
-"""The real SGLang server on a CPU, with the sink attention of ``sglang_cpu``: it still speaks the recorded protocol.
+"""The real SGLang server on a CPU uses the recorded protocol. ``sglang_cpu`` adds sink attention.
 
 Opt-in: GPTOSS_SGLANG_PYTHON names the interpreter of an environment with sglang==0.5.17 (without sglang-kernel).
 
@@ -106,7 +106,7 @@ def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path)
                 await asyncio.sleep(1)
             sent = {
                 n: t.mT.contiguous().mT if n.endswith("_proj") else t for n, t in weights.items()
-            }  # of experts
+            }  # the matrices of experts are not contiguous
             await send_weights(
                 (sent if transport == "shared_memory" else weights).items(), MODEL, plan
             )

@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 
 def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
-    """Nobody awaits the supervisor: without this a server that can never start looks like one that has not yet."""
+    """No caller awaits the supervisor. Otherwise a server that cannot start seems to be starting."""
 
     def command(host, port):
         raise ImportError("no module named ray")
@@ -59,12 +59,18 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
-"""A server that counts its starts and ends with a message, or serves."""
+"""Program of a server that counts its starts, then serves or ends with a message."""
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def make_server(tmp_path: Path, *starts: str) -> SglangServer:
-    """``starts``: what each start ends with; "serve" for one that is healthy. The last counts for all later ones."""
+    """Return a server whose starts have these results.
+
+    Args:
+        tmp_path: directory of the counter and the log.
+        starts: message with which each start ends, or "serve" for a healthy server. The last entry
+            applies to all later starts.
+    """
 
     def command(host: str, port: int) -> list[str]:
         return [sys.executable, "-c", PROGRAM, str(port), str(tmp_path / "starts"), *starts]
@@ -150,7 +156,7 @@ def test_no_process_is_started_while_the_trainer_has_the_gpu(tmp_path: Path) -> 
         await server.hold_starts()
         server._kill()
         await reach(server, ServerState.DEAD)
-        await asyncio.sleep(2)  # longer than the pause after a first failure
+        await asyncio.sleep(2)  # longer than the pause after the first failure
         assert (await server.status()).state is ServerState.DEAD
         assert count_starts(tmp_path) == 1
         await server.allow_starts()
@@ -173,7 +179,7 @@ def test_a_start_under_way_is_ended_when_the_trainer_takes_the_gpu_and_counts_as
 
     async def main() -> None:
         server = SglangServer(command, {}, tmp_path / "log", health_seconds=1)
-        for _ in range(7):  # more than the failures after which a server is given up
+        for _ in range(7):  # more than the limit of failures
             await server.allow_starts()
             await reach(server, ServerState.STARTING)
             while server._process is None:

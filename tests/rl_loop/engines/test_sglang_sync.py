@@ -344,7 +344,7 @@ def one_ray() -> Iterator[None]:
 
 
 class Trainer:
-    """Sends weights as trainer rank 0 does; dies before tensor ``dies_at``."""
+    """Trainer that sends weights like trainer rank 0. It dies before tensor ``dies_at``."""
 
     def __init__(
         self, seed: int, dies_at: int | None = None, model: GptOssModelConfig = MODEL
@@ -368,7 +368,7 @@ class Trainer:
 
 @pytest.fixture
 def config(tmp_path: Path, one_ray: None) -> RlConfig:
-    """Two local servers, each a process that takes the place of SGLang."""
+    """Configuration of two mock SGLang servers, each in its own process."""
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     config = load_config(
         ROOT / "configs/rl/tiny_retool.yaml",
@@ -432,7 +432,7 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     fleet.heal()
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
-    # weights that are not those the others have: the canary of the healed server says so
+    # If the recovered server gets other weights than the rest, its canary detects them.
     fleet._held = HeldWeights(Trainer(2), 1)
     kill_first_server(fleet)
     wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
@@ -444,7 +444,7 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
 def test_a_checkpoint_is_served_by_a_server_that_has_its_weights(
     config: RlConfig, tmp_path: Path
 ) -> None:
-    """``gptoss serve`` with ``rollout.engine.type: sglang``, but for its command line."""
+    """Covers ``gptoss serve`` with ``rollout.engine.type: sglang``, except for its command line."""
     codec = codec_of(config)
     model = MODEL.model_copy(update={"vocab_size": codec.vocabulary.size})
     checkpoint = tmp_path / "checkpoint"
@@ -506,7 +506,7 @@ def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_l
     with fleet.updating_weights(2):
         kill_first_server(fleet)
         wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
-        healer = Thread(target=fleet.heal)  # as the thread of rollouts does
+        healer = Thread(target=fleet.heal)  # like the thread of rollouts
         healer.start()
         healer.join()
         assert trainer.sends == 1
@@ -594,7 +594,7 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
 def test_episodes_outlive_servers_that_die_during_a_sync_and_go_on_from_their_exact_prefix(
     config: RlConfig, tmp_path: Path
 ) -> None:
-    # The local server samples any of VOCAB ids: to a smaller model most would be none of its tokens.
+    # The mock server samples all of VOCAB ids. A smaller model would not have most of them.
     model = MODEL.model_copy(update={"vocab_size": VOCAB})
     slow = config.rollout.engine.env | {"TOKEN_SECONDS": "0.05"}
     engine = config.rollout.engine.model_copy(update={"env": slow})

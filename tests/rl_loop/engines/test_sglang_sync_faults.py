@@ -33,9 +33,9 @@ from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scor
 from tests.support.waiting import wait_until
 
 LIMIT_SECONDS = 60.0
-"""A sync that failed has gone on or ended by then."""
+"""Time limit for a failed sync to succeed or end."""
 HANG_SECONDS = 6.0
-"""After which a server that does not answer has failed."""
+"""Time without a response after which a server counts as failed."""
 
 UPDATES = {
     "shared_memory": "/update_weights_from_tensor",
@@ -45,23 +45,23 @@ KINDS_OF_SERVER = ("die", "hang", "cut", "refuse")
 KINDS_OF_SENDER = ("begin", "read", "assemble", "send")
 
 IN_DTYPE = gather._in_dtype
-"""As it is without a fault."""
+"""Original function, without a fault."""
 
 pytestmark = pytest.mark.slow  # minutes; ``pytest -m slow`` on this file
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in one sync."""
+    """Fault of one sync."""
 
     kind: str
-    """"die", "hang", "cut", "refuse": of a server; others: memory that a trainer rank does not get."""
+    """"die", "hang", "cut" or "refuse" for a server. Otherwise a trainer rank runs out of memory."""
     path: str
-    """Of the call at which a server fails."""
+    """Path of the HTTP call at which a server fails."""
     call: int
-    """At which of these calls, tensors or reads."""
+    """Number of the call, tensor or read at which the fault occurs."""
     rank: int
-    """The trainer rank."""
+    """Trainer rank of the fault."""
 
     @property
     def is_of_server(self) -> bool:
@@ -69,7 +69,7 @@ class Fault:
 
 
 def choose_fault(seed: int, transport: str, asleep: bool) -> Fault:
-    """One of every kind within eight seeds; the place within the sync is drawn."""
+    """Return a fault. Eight consecutive seeds give all kinds; the place in the sync is random."""
     generator = random.Random(seed)
     kind = (*KINDS_OF_SERVER, *KINDS_OF_SENDER)[seed % 8]
     paths = [UPDATES[transport]] * 3 + [
@@ -84,8 +84,8 @@ def choose_fault(seed: int, transport: str, asleep: bool) -> Fault:
     if path == UPDATES[transport]:
         call = generator.randint(1, 4)
     if kind in KINDS_OF_SENDER:
-        call = generator.randint(1, 8)  # rank 1 has eight parameters that rank 0 has not
-    # Only rank 0 sends by gloo; the other one sends it its experts.
+        call = generator.randint(1, 8)  # rank 1 has 8 parameters that rank 0 lacks
+    # With gloo only rank 0 sends to servers. Rank 1 sends its experts to rank 0.
     sends = transport == "shared_memory" or kind in ("begin", "read")
     return Fault(kind, path, call, rank=generator.randrange(2) if sends else 0)
 
@@ -194,7 +194,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, one_ray: None) -> Iterat
 def sync_with_faults(run: Run, seeds: range) -> None:
     for seed in seeds:
         run.learn()
-        # Every other step the servers were asleep while the trainer learned.
+        # In every second step the servers sleep before the sync, like after an update.
         asleep = seed % 2 == 1 and run.transport == "shared_memory"
         if asleep:
             run.fleet.pause()
@@ -224,7 +224,7 @@ def test_a_server_that_ends_while_the_trainer_works_comes_back_with_the_next_syn
     asleep = asyncio.run(statuses(run.fleet.actors))
     assert sorted(status.state for status in asleep) == [ServerState.DEAD, ServerState.STALE]
 
-    # One that is killed in its sleep stays away too: its memory is the trainer's now.
+    # Servers that are killed asleep do not restart either, because the trainer uses the memory.
     ray.get(
         [actor.__ray_call__.remote(lambda server: server._kill()) for actor in run.fleet.actors]
     )
@@ -245,8 +245,8 @@ def test_a_sync_that_fails_each_time_ends_with_its_cause_in_one_line(
     run: Run, tmp_path: Path
 ) -> None:
     run.learn()
-    # Every rank that may send: the next try is made as soon as one of two servers is back, and the
-    # other server's rank then sends nothing.
+    # The fault is on all ranks that may send. The next attempt begins as soon as one of two servers
+    # is back. The rank of the other server then sends nothing.
     senders = run.ranks if run.transport == "shared_memory" else run.ranks[:1]
     for number, rank in enumerate(senders):
         fault = Fault("assemble", "", call=5, rank=number)
@@ -276,7 +276,7 @@ def _add_to_weights(rank: Any) -> None:
 
 
 def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
-    """Let the next gathering, or all, run out of memory on a rank where ``fault`` says."""
+    """Let the next gathering (``once``), or all of them, run out of memory at ``fault``."""
 
     def plant(rank: Any) -> None:
         worker = rank.worker

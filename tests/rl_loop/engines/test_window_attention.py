@@ -1,4 +1,4 @@
-"""The plugin's attention of windows: in Triton's interpreter, in SGLang's place, and against FlashAttention."""
+"""The plugin's window attention: in Triton's interpreter, in SGLang and against FlashAttention."""
 
 from __future__ import annotations
 
@@ -200,9 +200,10 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def call_of_a_step(requests: int, key_heads: int, longest: int) -> dict[str, Any]:
-    """Return what SGLang's backend gives for a step of random requests, on the GPU.
+    """Return the arguments from SGLang's backend for a step of random requests, on the GPU.
 
-    The slots of a request are anywhere in the pool. What no request sees there is NaN.
+    The slots of a request are random positions of the pool. Keys and values outside its length and
+    window are NaN.
     """
     generator = torch.Generator("cuda").manual_seed(requests)
     on_gpu = {"device": "cuda", "generator": generator}
@@ -283,7 +284,7 @@ def test_outputs_are_no_further_off_than_those_of_flash_attention(
     call = call_of_a_step(requests, key_heads, longest)
     expected = attend_in_float64(call)
     ours = attention.windows_at_once(refuse)(**call)
-    # FlashAttention multiplies weights of 0 with what a tile has besides.
+    # FlashAttention multiplies masked values of a tile by 0, so they must not be NaN.
     theirs = flash_attention(
         **call | {name: call[name].nan_to_num(0.0) for name in ("k_cache", "v_cache")}
     )
@@ -291,14 +292,14 @@ def test_outputs_are_no_further_off_than_those_of_flash_attention(
     error = (ours - expected).abs()
     their_error = (theirs - expected).abs()
     assert error.mean() <= 1.2 * their_error.mean()
-    assert error.max() <= 2 * their_error.max()  # of one number among many
+    assert error.max() <= 2 * their_error.max()  # the maximum varies more than the mean
 
 
 @pytest.mark.gpu
 def test_a_captured_step_follows_lengths_tables_and_queries(attention: ModuleType) -> None:
     call = call_of_a_step(requests=16, key_heads=8, longest=400)
     attend = attention.windows_at_once(refuse)
-    attend(**call)  # compiles it
+    attend(**call)  # compile the kernel before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = attend(**call)
@@ -319,7 +320,7 @@ def test_a_captured_step_follows_lengths_tables_and_queries(attention: ModuleTyp
 def test_sglangs_backend_decodes_windows_with_it(
     attention: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the page table of the pool that windowed layers have, after new keys and values are saved."""
+    """The call uses the page table of the windowed layers' pool, after new keys are saved."""
     name = "sglang.srt.layers.attention.flashattention_backend"
     backend = pytest.importorskip(name, reason="SGLang is not installed", exc_type=ImportError)
     layers = importlib.import_module("sglang.srt.layers.radix_attention")
