@@ -16,7 +16,7 @@ Result = tuple[dict[str, float], dict[str, float], dict[tuple[int, int], float]]
 
 
 def evaluate(name: str, rank: int, size: int) -> Result:
-    """Return this rank's sums (including the loss), maxima, and gradients by sample and position."""
+    """Return this rank's sums (with the loss), maxima, and gradients by sample and position."""
     everyone = samples((25, 9, 3, 14))
     batch = in_fp64(batch_of(everyone, align=2))
     part = batch.context_parallel_shard(rank, size)

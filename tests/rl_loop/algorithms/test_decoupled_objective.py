@@ -20,7 +20,7 @@ SWITCH = 1
 
 
 def tables(seed: int) -> torch.Tensor:
-    """Return the logits of a policy: fp64 [state, token]. State 0 is the start, 1 + t is token t."""
+    """Return the logits of a policy: fp64 [state, token]. States: 0 is the start, 1 + t token t."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1 + TOKENS, TOKENS, generator=generator, dtype=torch.float64)
 

@@ -349,7 +349,7 @@ HF_CONFIGS = {
 def test_model_may_be_a_hugging_face_directory(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths are relative to the working directory. Values below the key and its origin are known."""
+    """Paths are relative to the working directory. Single values have origins and overrides."""
     expected = HF_CONFIGS[family]
     directory = tmp_path / "model"
     directory.mkdir()

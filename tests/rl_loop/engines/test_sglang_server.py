@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 
 def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
-    """No caller awaits the supervisor. Otherwise a server that cannot start seems to be starting."""
+    """No caller awaits the supervisor, so its errors would be lost and the server seem to start."""
 
     def command(host, port):
         raise ImportError("no module named ray")

@@ -55,7 +55,7 @@ class Fault:
     """Fault of one sync."""
 
     kind: str
-    """"die", "hang", "cut" or "refuse" for a server. Otherwise a trainer rank runs out of memory."""
+    """"die", "hang", "cut" or "refuse" for a server. Other kinds: a rank runs out of memory."""
     path: str
     """Path of the HTTP call at which a server fails."""
     call: int
