@@ -58,7 +58,7 @@ def test_a_parquet_bomb_of_repeated_text_is_refused_without_being_written_out(
 def test_a_parquet_file_that_takes_all_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One batch exceeds the memory limit of the process that counts the rows."""
+    """One batch exceeds the memory limit of the process that measures the decoded size."""
     path = tmp_path / "bomb.parquet"
     monkeypatch.setattr(untrusted_data, "MOST_MEMORY", 1 << 30)
     text = pa.array(["x" * 8_000_000])

@@ -95,9 +95,9 @@ def on_trainer_gpus(**settings: Any) -> EngineMemory:
 
 @pytest.mark.parametrize(("ranks", "measured"), [(2, [2.9, 2.8]), (4, [5.1, 4.3])])
 def test_a_sleeping_server_keeps_more_with_every_rank(ranks: int, measured: list[float]) -> None:
-    """Measured as a difference with trainers of equal size: the 120B's widths and the 20B.
+    """Differences in GB to a server of one rank, for the 120B's widths and for the 20B.
 
-    The two figures for 4 ranks are of different GPUs.
+    The trainers had as many ranks as the servers. The two figures of 4 ranks are of different GPUs.
     """
     more = on_trainer_gpus(tensor_parallel=ranks).asleep_bytes - on_trainer_gpus().asleep_bytes
     for gigabytes in measured:

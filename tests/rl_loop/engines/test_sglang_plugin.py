@@ -1,4 +1,4 @@
-"""The plugin that servers get, as SGLang finds and runs it."""
+"""The plugin of SGLang's servers: how SGLang finds and runs it, and its patches."""
 
 from __future__ import annotations
 
