@@ -229,26 +229,27 @@ def schedule(
     multiple: int = 1,
     names: Sequence[str] = (),
 ) -> Schedule:
-    """Distribute sequences over data-parallel ranks and micro-batches, from their lengths alone.
+    """Distribute sequences over data-parallel ranks and micro-batches by their lengths.
 
-    The most costly sequence comes first, into the micro-batch that has least to do among those
-    with room. Where sequences are too few, a micro-batch has none.
+    Sequences are assigned in the order of decreasing cost, each to the cheapest micro-batch with
+    enough space. If there are too few sequences, some micro-batches are empty.
 
     Args:
-        lengths: int64 [n], tokens of each sequence.
-        max_tokens: of one micro-batch.
+        lengths: int64 [n]: tokens of each sequence.
+        max_tokens: limit of tokens in one micro-batch.
         data_parallel_size: number of ranks.
-        work: what a sequence of so many tokens costs.
-        multiple: of how many micro-batches each rank takes a multiple.
-        names: what messages call the sequences; by default by their numbers.
+        work: cost of a sequence as a function of its tokens.
+        multiple: divisor of each rank's number of micro-batches.
+        names: names of the sequences in messages; by default their indices.
 
     Raises:
-        ValueError: when there are no sequences, or naming one that is longer than ``max_tokens``.
+        ValueError: if there are no sequences, or one is longer than ``max_tokens``. The message
+            names it.
     """
     if len(lengths) == 0:
         raise ValueError("there are no samples to pack")
 
-    # The last token of a sequence is no input: nothing comes after it.
+    # The last token of a sequence is not an input, because it has no successor to predict.
     inputs = lengths - 1
     if inputs.max() > max_tokens:
         too_long = int((inputs > max_tokens).argmax())
@@ -260,25 +261,26 @@ def schedule(
             f"ranks (parallel.context: each holds 1 / context of it)"
         )
 
-    # The smallest number of micro-batches that could hold all tokens may not do: sequences are
-    # not cut.
+    # The smallest number of micro-batches that holds all tokens may not suffice, because sequences
+    # are not cut.
     step = data_parallel_size * multiple
     count = max(1, -(-int(inputs.sum()) // (max_tokens * step))) * step
     micro_batches = _fill(inputs, count, max_tokens, work)
     while micro_batches is None:
         count += step
         micro_batches = _fill(inputs, count, max_tokens, work)
-    # They come sorted by cost and are dealt out like cards: what ranks take at the same time, a
-    # round, is adjacent in that order, hence of about equal cost. Ranks wait for each other in every
-    # micro-batch (experts' messages), so this counts for more than equal sums.
+    # Micro-batches are sorted by cost and assigned round-robin. The micro-batches of a round, which
+    # ranks process at the same time, are neighbors in this order and have about equal costs. Ranks
+    # wait for each other in every micro-batch (expert communication), so equal costs per round
+    # matter more than equal sums per rank.
     rounds = list(batched(micro_batches, data_parallel_size))
 
     def most_tokens(taken: Sequence[list[int]]) -> int:
         return max((int(inputs[sequences].sum()) for sequences in taken if sequences), default=0)
 
-    # The round with most tokens first, so that the memory of its tensors has room for those of the
-    # others. Where tensors grow from one micro-batch to the next, torch's allocator asks for new
-    # memory beside what it keeps of smaller ones.
+    # The round with most tokens comes first, so that later tensors fit into its memory. If tensors
+    # grew from one micro-batch to the next, torch's allocator would request new memory and also
+    # keep the memory of smaller tensors.
     rounds.sort(key=most_tokens, reverse=True)
     return Schedule([[taken[rank] for taken in rounds] for rank in range(data_parallel_size)])
 
@@ -291,8 +293,10 @@ def pack(
     work: Callable[[int], float] = float,
     multiple: int = 1,
 ) -> list[list[PackedBatch]]:
-    """Return the micro-batches of every data-parallel rank; arguments as of ``schedule`` and
-    ``build_batch``."""
+    """Return the micro-batches of every data-parallel rank.
+
+    See ``schedule`` and ``build_batch`` for the arguments.
+    """
     plan = schedule(samples.lengths, max_tokens, data_parallel_size, work, multiple, samples.names)
     return [
         [build_batch(samples, sequences, align) for sequences in micro_batches]
@@ -303,16 +307,17 @@ def pack(
 def _fill(
     lengths: np.ndarray, count: int, max_tokens: int, work: Callable[[int], float]
 ) -> list[list[int]] | None:
-    """Distribute sequences over ``count`` micro-batches; None if these are too few.
+    """Distribute sequences over ``count`` micro-batches, most expensive micro-batch first.
 
-    The most costly micro-batch comes first.
+    Returns:
+        Indices of the sequences in each micro-batch; None if ``count`` is too small.
     """
     micro_batches: list[list[int]] = [[] for _ in range(count)]
     tokens = np.zeros(count, dtype=np.int64)
     cost = np.zeros(count)
     for i in np.argsort(-lengths, kind="stable"):
-        # By cost and not by length: attention makes one long sequence dearer than several short
-        # ones. Of equal costs the first.
+        # By cost and not by length, because attention makes one long sequence more expensive than
+        # several short ones. argmin takes the first of equal costs.
         length = int(lengths[i])
         has_room = tokens + length <= max_tokens
         if not has_room.any():

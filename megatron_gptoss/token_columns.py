@@ -54,7 +54,7 @@ class TokenColumns[Array]:
     token_ids: Annotated[Array, Column("int32", belongs_to="token")]
     """Index of the token in the vocabulary."""
     loss_mask: Annotated[Array, Column("bool")]
-    """True if the policy sampled the token (RL) or if the token is to be learned (SFT)."""
+    """True if the policy sampled the token (RL), or if the token is trained on (SFT)."""
     advantages: Annotated[Array | None, Column("float32", "driver")] = None
     """Advantage of the token."""
     rollout_log_probs: Annotated[Array | None, Column("float32")] = None

@@ -43,12 +43,12 @@ def family_of(model_type: object, where: str) -> type[ModelConfig]:
 
 
 def read_hf_config(source: Path | str | dict[str, Any]) -> ModelConfig:
-    """Read a ``config.json`` of any family.
+    """Read a ``config.json`` of any family, or of OpenAI's original releases of GPT-OSS.
+
+    The original releases have other keys and no model_type.
 
     Args:
         source: a file, its directory, or the parsed content.
-
-    OpenAI's original releases of GPT-OSS have keys of their own and no model_type.
 
     Raises:
         ValueError: a key is missing or unsupported. The message names file and key.

@@ -140,7 +140,7 @@ class BackendContext:
     directory: Path
     """Directory for files of the backend. All nodes see it."""
     routed_experts: bool = False
-    """Whether requests ask for the experts that the engine chose for every token."""
+    """True if requests ask for the engine's choice of experts for every token."""
     quantization: Quantization | None = None
     """Format in which experts are trained. None: not quantized.
 

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from numbers import Real
-from typing import assert_never
+from typing import Any, assert_never
 
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.environments.base import Environment, StepResult
@@ -49,14 +49,7 @@ class EnvironmentGuard:
         was_running = self._clock.is_running
         self._clock.stop()
         try:
-            await asyncio.wait_for(self.environment.open(), OPEN_SECONDS)
-        except InfrastructureFailure:
-            raise
-        except TimeoutError:
-            reason = f"open() did not return within {OPEN_SECONDS:g} s"
-            raise InfrastructureFailure("environment", reason) from None
-        except Exception as error:
-            raise InfrastructureFailure("environment", f"open(): {describe(error)}") from error
+            await _limit(self.environment.open(), "open", OPEN_SECONDS)
         finally:
             if was_running:
                 self._clock.start()
@@ -93,15 +86,7 @@ class EnvironmentGuard:
         """
         name = getattr(method, "__name__", "a method")
         call = call_users_code(partial(method, *arguments, **options), f"{self.name}.{name}")
-        try:
-            return await asyncio.wait_for(call, self._seconds)
-        except InfrastructureFailure:
-            raise
-        except TimeoutError:
-            reason = f"{name}() did not return within {self._seconds:g} s"
-            raise InfrastructureFailure("environment", reason) from None
-        except Exception as error:
-            raise InfrastructureFailure("environment", f"{name}(): {describe(error)}") from error
+        return await _limit(call, name, self._seconds)
 
     async def outcome(self, ending: Ending) -> StepResult:
         """Return the outcome of an episode without an answer. Raises InfrastructureFailure."""
@@ -115,6 +100,23 @@ class EnvironmentGuard:
             case _:
                 assert_never(ending)
         return checked_end(result)
+
+
+async def _limit[T](call: Coroutine[Any, Any, T], name: str, seconds: float) -> T:
+    """Await the call of a method.
+
+    Raises:
+        InfrastructureFailure: if the method raises an exception, or exceeds the time limit.
+    """
+    try:
+        return await asyncio.wait_for(call, seconds)
+    except InfrastructureFailure:
+        raise
+    except TimeoutError:
+        reason = f"{name}() did not return within {seconds:g} s"
+        raise InfrastructureFailure("environment", reason) from None
+    except Exception as error:
+        raise InfrastructureFailure("environment", f"{name}(): {describe(error)}") from error
 
 
 def checked_end(result: StepResult) -> StepResult:
