@@ -505,6 +505,8 @@ class Watch:
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Record the metrics of a finished step."""
+        if Name.STEP_SECONDS not in values:
+            return  # an evaluation, which the loop reports separately
         values = {**values, MAX_STALENESS: self.max_staleness}
         if self.loads is not None:
             values |= self.loads.take()
