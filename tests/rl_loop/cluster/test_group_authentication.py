@@ -205,7 +205,8 @@ def test_nccl_meets_at_an_encrypted_store(tmp_path: Path) -> None:
         **os.environ,
         **environment_of(tmp_path, "token"),
         "NCCL_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        # Packages may lie outside the interpreter's directories, as on machines without a registry.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path]),
     }
     ranks = [
         subprocess.Popen(
