@@ -65,14 +65,28 @@ def serve(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def next_line(process: subprocess.Popen[str], start: str) -> str:
+    """Return the next line of output that starts with ``start``.
+
+    The tokenizers library prints warnings to standard output, too.
+    """
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        if line.startswith(start):
+            return line
+        printed.append(line)
+    raise AssertionError(f"no line starts with {start!r}: {printed}, {process.communicate()[1]}")
+
+
 def test_a_checkpoint_is_served_until_the_process_is_asked_to_end(
     config: RlConfig, checkpoint: Path
 ) -> None:
     process = serve(str(CONFIG), "--weights", str(checkpoint), "--port", "0", "--name", "tiny")
     assert process.stdout is not None
     try:
-        first = process.stdout.readline()
-        assert first.startswith("serving tiny at http://127.0.0.1:"), process.communicate()[1]
+        first = next_line(process, "serving ")
+        assert first.startswith("serving tiny at http://127.0.0.1:"), first
         base_url = first.split(" at ")[1].split(";")[0]
         key = process.stdout.readline().removeprefix("API key: ").strip()
 
@@ -122,8 +136,8 @@ def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
     process = serve(str(dense), "dtype=float32", "--port", "0")
     assert process.stdout is not None
     try:
-        first = process.stdout.readline()
-        assert first.startswith("serving qwen2 at http://127.0.0.1:"), process.communicate()[1]
+        first = next_line(process, "serving ")
+        assert first.startswith("serving qwen2 at http://127.0.0.1:"), first
         base_url = first.split(" at ")[1].split(";")[0]
         key = process.stdout.readline().removeprefix("API key: ").strip()
         with openai.OpenAI(base_url=base_url, api_key=key) as client:
