@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import psutil
 
+from launch.attempts import Result
 from rl_loop.config.errors import ConfigError
 
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "CANCELLING"}
@@ -156,13 +157,18 @@ class AttemptStatus:
     head: dict[str, Any] = field(default_factory=dict)
     """Content of head.json; empty until the head node has started."""
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether this attempt completed the run."""
+        return self.outcome.get("result") == Result.FINISHED
+
 
 @dataclass
 class Status:
     """Current status of a run."""
 
     state: str
-    """Slurm's state; RUNNING or ENDED for a local run, UNKNOWN if Slurm does not have the job."""
+    """Slurm's state; RUNNING, COMPLETING or ENDED for a local run, UNKNOWN if Slurm has no such job."""
     detail: str
     """Elapsed time, time limit and nodes, or the reason for waiting."""
     step: int
@@ -186,13 +192,14 @@ def query(launch: Launch) -> Status:
         state, detail = _local_state(launch)
     else:
         state, detail = _slurm_state(launch, queue, accounting)
-    if launch.cancelled and state == "RUNNING":
-        state = "CANCELLING"  # the run saves a checkpoint
-
-    step = int(json.loads(metrics[0])["step"]) if metrics else 0
-
     # The remaining sections are "attempt NAME".
     attempts = [_parse_attempt(title, lines) for title, lines in answers.items()]
+    if state == "RUNNING" and launch.cancelled:
+        state = "CANCELLING"  # the run saves a checkpoint
+    elif state == "RUNNING" and attempts and attempts[-1].is_finished:
+        state = "COMPLETING"  # the run is complete, its processes stop
+
+    step = int(json.loads(metrics[0])["step"]) if metrics else 0
     return Status(state=state, detail=detail, step=step, attempts=attempts)
 
 

@@ -108,7 +108,8 @@ def rl(
         resume_or_new=resume_or_new,
         overwrite=overwrite,
     )
-    evaluation = ["gptoss", "eval", str(path), *(overrides or [])]
+    # The run's own configuration, because PATH may be gone, as in a launched job.
+    evaluation = ["gptoss", "eval", str(directory / "config.yaml")]
     evaluation += ["--weights", str(directory / "export")]
     print(f"evaluate the exported checkpoint: {shlex.join(evaluation)}")
 

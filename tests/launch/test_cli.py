@@ -21,7 +21,7 @@ from transformers.models.gpt_oss import GptOssForCausalLM
 from typer.testing import CliRunner
 
 from launch.cli import app
-from rl_loop.config.load import load_config
+from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.tracking.run_lock import locked_run
 from tests.support.waiting import PATIENCE_SECONDS
@@ -395,11 +395,13 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_the_hint_at_the_end_of_a_run_can_be_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evaluation that it starts reads the configuration of the run, overrides included."""
+    """The evaluation reads the run's own configuration file, which includes overrides."""
     trained, evaluated = [], []
 
     def run_rl(config: RlConfig, *arguments: object, **options: object) -> Path:
         trained.append(config)
+        config.directory.mkdir(parents=True)
+        (config.directory / "config.yaml").write_text(dump_config(config))
         return config.directory
 
     def run_evaluation(config: RlConfig, *arguments: object) -> list[object]:
