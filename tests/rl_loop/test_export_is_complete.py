@@ -56,7 +56,7 @@ def test_what_the_template_does_not_know_it_refuses(tmp_path: Path) -> None:
 
 
 class ForeignVocabulary:
-    """A codec whose vocabulary is that of the model the run began with."""
+    """A codec with the tokenizer of the initial model, which is copied and not written."""
 
     stop_token_ids = (7,)
 
@@ -96,7 +96,7 @@ def test_export_has_tokenizer_and_settings_of_its_start(folder: str, tmp_path: P
     assert export.extras.config == {"bos_token_id": 3}
     assert export.eos_token_ids == (7,)
 
-    # A tokenizer of its own leaves the settings of the weights as they are.
+    # The settings belong to the weights, so a separate tokenizer does not change them.
     (tmp_path / "tokenizer").mkdir()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "tokenizer" / name).write_text("{}")
@@ -131,7 +131,7 @@ def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
 
 def test_what_is_too_large_for_a_cpu_is_not_decoded_from(caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig)
-    # It has neither a trainer nor tasks: whoever decodes fails.
+    # The session has neither a trainer nor tasks, so any decoding would fail.
     session: Any = SimpleNamespace(run=SimpleNamespace(export=Path("runs/large/export")))
     with caplog.at_level(logging.INFO):
         assert run._compare_answers(config, session) == {}

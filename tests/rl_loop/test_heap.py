@@ -27,7 +27,7 @@ print(resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 @pytest.mark.parametrize(("how", "least", "most"), [("keep", 85, 140), ("return", 0, 20)])
 def test_freed_columns_stay_or_go(how: str, least: int, most: int) -> None:
-    """The largest stays, and no more than that: columns of other sizes lie where it was."""
+    """If freed memory is kept, only the largest column counts: smaller ones reuse its memory."""
     answer = subprocess.run(
         [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
     )

@@ -86,7 +86,7 @@ def test_configuring_twice_says_everything_once(capsys: pytest.CaptureFixture[st
 def test_lines_go_to_the_stream_that_is_standard_error_by_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the progress display replaces it."""
+    """The progress display replaces ``sys.stderr`` after logging was configured."""
     configure_logging(LogSettings())
     later = io.StringIO()
     monkeypatch.setattr("sys.stderr", later)

@@ -1,4 +1,4 @@
-"""The closed loop with all its real parts: Ray actors, Megatron, the sandbox, Harmony, checkpoints and export."""
+"""The closed loop with real Ray actors, Megatron, sandbox, Harmony, checkpoints and export."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> RlConfig:
-    """The configuration of three steps that went on from there, uninterrupted."""
+    """The configuration of an uninterrupted RL run of three steps, started from ``trained``."""
     options = [f"initial_weights={trained}", "training.steps=3", "evaluate_every=1"]
     config = rl_config(tmp_path_factory.mktemp("whole"), *options)
     run_rl(config, Quiet())
@@ -133,7 +133,7 @@ def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
     assert steps[0]["kl_reference"] == 0
     assert max(step["grad_norm"] for step in steps) > 0
 
-    # An adapter on its base is the export.
+    # The adapter merged into its base equals the export.
     settings = json.loads((run / "adapter/adapter_config.json").read_text())
     assert (settings["r"], settings["base_model_name_or_path"]) == (4, str(start))
     merge_adapter(start, run / "adapter", tmp_path / "merged", dtype="fp32")
@@ -144,7 +144,7 @@ def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
         changed += not torch.equal(exported.get(name), HfDirectory(start).get(name))
     assert changed == 2 * 6, "q, k, v, o and the two of experts in either layer"
 
-    # What cannot go on is refused, and the run stays as it was.
+    # A rejected resume does not change the run's directory.
     kept = (run / "config.yaml").read_text()
     for override, message in (
         ("adapter.rank=2", r"--resume cannot change adapter.rank: 4 -> 2"),
@@ -156,7 +156,7 @@ def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
 
 
 def test_all_outputs_number_steps_alike(tmp_path: Path) -> None:
-    """Step N of the terminal is step N of every file and page: N steps are completed."""
+    """In the terminal, files and pages, step N means that N steps are completed."""
     terminal = io.StringIO()
     config = rl_config(tmp_path, "training.steps=3", "evaluate_every=2", "tracking.episodes=all")
     run = run_rl(config, lambda *title: TrainingProgress(*title, Console(file=terminal, width=500)))
@@ -244,7 +244,9 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.slow  # tests/slurm runs two ranks over Ray, tests/megatron_gptoss compares every layout with one process
+# Slow, because tests/slurm runs two ranks over Ray, and tests/megatron_gptoss compares every
+# layout with one process.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "layout"),
     [
@@ -350,8 +352,10 @@ def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Pat
 def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_ends(
     victim: int, tmp_path: Path
 ) -> None:
-    """As optimizer state is gathered for a checkpoint on GPUs. NCCL does not see that a rank has gone:
-    without the driver the other one would wait for ten minutes."""
+    """A checkpoint on GPUs gathers the optimizer state of all ranks.
+
+    NCCL does not detect a dead rank. Without the driver the other rank would wait for 10 minutes.
+    """
 
     def gather_before_saving(rank: TrainerProcess, is_victim: bool) -> None:
         def gather(shard: torch.Tensor, *arguments: object, **options: object) -> None:
@@ -365,7 +369,7 @@ def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_end
             bucket = SimpleNamespace(param_to_index={})
             gathered_state._gather_parameters(torch.zeros(8), bucket, torch.distributed.group.WORLD)
 
-        # The optimizer of CPUs is not distributed, and has nothing to gather.
+        # The optimizer on CPUs is not distributed, so a real save would gather nothing.
         writer, _ = rank.worker._checkpoints._writers[0]
         writer.start = start
 
@@ -451,7 +455,7 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
         trainer.ready()
         weights = trainer.weights()
         pool.sync_weights(LoadedWeights(weights), 1)
-        # Workers read what the rank has stored; the driver copies nothing.
+        # Workers read the rank's objects from Ray's store. The driver copies nothing.
         assert isinstance(weights, StoredTensors)
         assert pool._last_sync == ("load_weights", weights.stored, 1)
         with pytest.raises(AttributeError, match="no_such_method"):
@@ -511,7 +515,7 @@ def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(
         assert math.isfinite(step["reward"])
         assert step["rollout/skipped_tasks"] == 0
 
-    # counted as they come: the generator's first tasks may all have prompts that fit
+    # The count grows with the tasks drawn. The generator's first tasks may all have short prompts.
     left_out = [step["tasks_left_out"] for step in steps]
     assert left_out == sorted(left_out)
     assert left_out[-1] > 0

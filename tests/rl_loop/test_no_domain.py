@@ -18,7 +18,7 @@ PRODUCT = [
     if not path.is_relative_to(ROOT / "rl_loop/environments")
 ]
 
-# "instructions" is also the word of chat formats: there it counts only as a text of its own.
+# Chat formats also use the word "instructions", so only a whole string constant counts as a name.
 WORDS = [name for name in ENVIRONMENTS if name != "instructions"]
 ENVIRONMENT_MODULES = {
     f"rl_loop.environments.{path.stem}"

@@ -25,7 +25,7 @@ released = threading.Event()
 
 @pytest.fixture(autouse=True)
 def release() -> Iterator[None]:
-    """Let the functions return that hang in a test."""
+    """Let the functions that hang in a test return after it."""
     released.clear()
     yield
     released.set()
@@ -38,7 +38,7 @@ def judge(task: dict[str, Any], answer: str, tools: Any) -> float:
 
 
 async def cancelled_calls(count: int, name: str) -> None:
-    """Wait for functions that hang, and give up."""
+    """Start calls of a function that hangs, and cancel them."""
     calls = [
         asyncio.create_task(call_users_code(partial(released.wait, 60), name)) for _ in range(count)
     ]
@@ -61,7 +61,7 @@ def test_users_code_returns_and_raises_as_called() -> None:
 
 
 def test_judges_run_while_others_hang() -> None:
-    """A few more hang than there are default threads."""
+    """More calls hang than asyncio has default threads."""
     server = ToolServerConfig(url="http://127.0.0.1:1/mcp")
     options = McpOptions(servers={"s": server}, judge=f"{__name__}:judge")
     task = McpEnvironment.from_record({"prompt": "p", "answer": "a"}, "t", options)
@@ -88,7 +88,7 @@ def test_too_many_hanging_calls_name_the_function() -> None:
         await cancelled_calls(MOST_HANGING, "judges:slow")
         with pytest.raises(TooManyHanging, match="judges:slow: 64 calls have not returned"):
             await call_users_code(lambda: 1, "judges:slow")
-        # Other functions are called, and this one too when its calls have returned.
+        # The limit applies per function, and ends when the calls have returned.
         assert await call_users_code(lambda: 2, "judges:other") == 2
         released.set()
         async with asyncio.timeout(30):

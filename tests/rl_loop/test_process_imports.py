@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = "configs/rl/tiny_retool.yaml"
 
 HEAVY = ("megatron", "transformers", "torch._dynamo", "sglang", "matplotlib", "pandas")
-"""What takes a second to import, or much of one."""
+"""Modules that take up to a second or more to import."""
 
 DRIVER = """
 import os, sys
@@ -60,7 +60,7 @@ print("heavy:", *[name for name in heavy if name in sys.modules])
 
 
 def heavy_imports(program: str, *arguments: str) -> list[list[str]]:
-    """Run a program and return which of HEAVY it had imported each time that it said so."""
+    """Run a program and return the modules of HEAVY in each of its reports."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
@@ -81,7 +81,7 @@ def test_a_driver_imports_nothing_heavy_and_a_worker_what_its_engine_needs(tmp_p
     worker = tmp_path / "worker"
     assert heavy_imports(DRIVER, run, " ".join(HEAVY), str(worker)) == [[]]
 
-    # A client of servers needs none of it; a model of transformers comes with torch's compiler.
+    # A client of servers needs none of them. A model of transformers imports torch's compiler.
     client, embedded = heavy_imports(WORKER, " ".join(HEAVY), str(worker))
     assert client == []
     assert embedded == ["transformers", "torch._dynamo"]

@@ -1,4 +1,4 @@
-"""A run closes all that it started, and few modules use the whole configuration."""
+"""A run closes everything that it started, and few modules use the whole configuration."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
     "rl_loop/run.py",
     "rl_loop/session.py",
 }
-"""All others are given the sections that they need."""
+"""All other modules receive the sections that they need."""
 WHOLE_CONFIGURATIONS = {"RunConfig", "RlConfig", "SftConfig"}
 
 
 def knows_a_whole_configuration(source: str) -> bool:
-    """Whether a module imports the types of whole configurations, from wherever, or names one."""
+    """Return True if a module imports or names a type of whole configurations."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom):

@@ -1,7 +1,4 @@
-"""SFT on a user's conversations with all real parts.
-
-They are rendering processes, Ray, Megatron, checkpoints and export.
-"""
+"""SFT on a user's conversations with real rendering, Ray, Megatron, checkpoints and export."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def one_ray() -> Iterator[None]:
 
 
 def write_chats(folder: Path, count: int, bad: int = 0) -> Path:
-    """Conversations of one turn or two, and lines that are none."""
+    """Write conversations of one or two turns, and lines that are not conversations."""
     path = folder / "chats.jsonl"
     lines = []
     for i in range(count):
@@ -53,7 +50,7 @@ def write_chats(folder: Path, count: int, bad: int = 0) -> Path:
 
 
 def write_plain_chats(folder: Path) -> Path:
-    """Conversations that ChatML can say, too."""
+    """Write conversations without thinking, which ChatML can also represent."""
     path = folder / "chats.jsonl"
     lines = [json.dumps(chat(user(f"What is {i}?"), said(f"A number, {i}."))) for i in range(40)]
     path.write_text("\n".join(lines) + "\n")
@@ -79,7 +76,7 @@ def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
     assert sorted(measured) == [0, 4, 6]
     assert sorted(losses(run)) == list(range(1, 7))
     assert measured[6] < measured[0]
-    # Before the first step the policy is random, and says nothing in particular.
+    # Before the first step the policy is random, so all tokens are about equally likely.
     assert measured[0] == pytest.approx(math.log(600), rel=0.2)
 
     summary = read_json(run / "summary.json")
@@ -111,7 +108,7 @@ def test_a_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
     measured = losses(run, "validation/loss")
     assert measured[0] == pytest.approx(math.log(600), rel=0.2)
     assert measured[6] < measured[0] - 0.5
-    # The export speaks what was learned.
+    # The chat template of the export is the trained format.
     shown = AutoTokenizer.from_pretrained(run / "export").apply_chat_template(
         [user("What is 3?")], tokenize=False, add_generation_prompt=True
     )
@@ -124,7 +121,7 @@ def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path:
     overrides = ["training.checkpoint_every=2", "data.validation_share=0.1"]
     whole = run_sft(config(path, "name=whole", *overrides), Quiet())
 
-    # Killed in step 5. A step that is saved is complete before the next update.
+    # The run is killed in step 5. A checkpoint is complete before the next update.
     program = f"""
     import os, signal
     from pathlib import Path
@@ -169,7 +166,7 @@ def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--resume cannot change data.seed: 0 -> 1"):
         run_sft(config(path, "name=stopped", "data.seed=1"), Quiet(), resume=True)
 
-    # How fast the data is rendered may change.
+    # The number of rendering processes may change, because the samples do not depend on it.
     resumed = run_sft(config(path, "name=stopped", "data.workers=0"), Quiet(), resume=True)
     assert losses(resumed) == losses(whole)
 
@@ -192,7 +189,7 @@ def test_an_interrupt_in_the_last_step_leaves_the_export_to_a_resume(
     assert not (settings.directory / "export").exists()
     assert not unfinished.exists(), "it takes the room of a whole model"
 
-    # A driver that was killed has deleted nothing; the room may be needed to go on.
+    # A killed driver has deleted nothing, and the resumed run may need the disk space.
     unfinished.mkdir()
     check = session.check_what_a_run_needs
 
@@ -214,7 +211,7 @@ def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
     assert (run / "checkpoints/latest").read_text() == "step_000005"
     assert read_json(run / "summary.json")["steps"] == 5
 
-    # There is nothing left to go on with.
+    # No data is left, so a resumed run takes no step.
     again = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet(), resume=True)
     assert sorted(losses(again)) == [1, 2, 3, 4, 5]
 
@@ -223,7 +220,7 @@ def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
 def test_a_tiny_model_answers_held_out_conversations_with_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures of docs/data.md."""
+    """docs/data.md publishes the shares of these runs."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     from chat_with_tools import evaluate, write_files
 

@@ -1,4 +1,4 @@
-"""Engines with packed experts are compared with the trainer before they end and the run exports."""
+"""MXFP4 engines are compared with the trainer before they close and the run exports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_loop.weight_sync.source import SyncFailed
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """Records, in order, what the run asks of engines and export."""
+    """Recorder of the run's calls to engines and export, in order."""
     recorder = MagicMock()
     session = MagicMock(rollouts=recorder.rollouts)
     session.__enter__.return_value = session

@@ -97,7 +97,7 @@ def on_trainer_gpus(**settings: Any) -> EngineMemory:
 def test_a_sleeping_server_keeps_more_with_every_rank(ranks: int, measured: list[float]) -> None:
     """Differences in GB to a server of one rank, for the 120B's widths and for the 20B.
 
-    The trainers had as many ranks as the servers. The two figures of 4 ranks are of different GPUs.
+    Trainers and servers had equal numbers of ranks. The two figures of 4 ranks are of different GPUs.
     """
     more = on_trainer_gpus(tensor_parallel=ranks).asleep_bytes - on_trainer_gpus().asleep_bytes
     for gigabytes in measured:
