@@ -102,7 +102,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "with_openai"])
 @pytest.mark.parametrize(("answer", "score"), [("Hello", 1.0), ("Bye", 0.0)])
-def test_an_episode_earns_what_its_program_returns(
+def test_episode_has_the_score_returned_by_its_agent(
     tiny: Harmony, name: str, answer: str, score: float
 ) -> None:
     episode = episode_of(tiny, name, [says(tiny, answer)])
@@ -121,7 +121,7 @@ def test_an_episode_earns_what_its_program_returns(
     ]
 
 
-def test_every_sampled_span_of_a_forest_is_trained_once_and_shares_the_reward(
+def test_every_sampled_span_of_a_branching_episode_trains_once(
     tiny: Harmony,
 ) -> None:
     texts = ["Hello", "One", "Two", "Three"]
@@ -142,7 +142,7 @@ def test_every_sampled_span_of_a_forest_is_trained_once_and_shares_the_reward(
 
 
 @pytest.mark.parametrize("name", ["with_openai", "branching"])
-def test_a_program_plays_with_a_model_that_speaks_chatml(name: str) -> None:
+def test_external_agent_uses_a_chatml_model(name: str) -> None:
     codec = ChatMl(tiny_vocabulary(512, "Hello One Two Three"), ChatMlConfig(system=None))
 
     def said(text: str) -> list[int]:
@@ -163,7 +163,7 @@ def test_a_program_plays_with_a_model_that_speaks_chatml(name: str) -> None:
         assert trained == spoken
 
 
-def test_rewards_over_http_add_up_and_replace_what_was_said_of_the_same(tiny: Harmony) -> None:
+def test_rewards_over_http_sum_and_replace_those_of_equal_name(tiny: Harmony) -> None:
     episode = episode_of(tiny, "posting", [says(tiny, "Hello")])
     assert episode.invalid is None, episode.invalid
     assert episode.reward_parts["score"] == 0.75
@@ -180,7 +180,7 @@ def test_rewards_over_http_add_up_and_replace_what_was_said_of_the_same(tiny: Ha
         ("greedy_for_memory", "environment", "MemoryError"),
     ],
 )
-def test_what_the_policy_cannot_cause_is_never_a_reward_and_names_the_culprit(
+def test_failure_of_an_agent_is_invalid_and_names_the_component(
     tiny: Harmony, name: str, component: str, reason: str, tmp_path: Path
 ) -> None:
     turns = [says(tiny, "Hello")] * 3
@@ -194,21 +194,21 @@ def test_what_the_policy_cannot_cause_is_never_a_reward_and_names_the_culprit(
         assert (tmp_path / "count").read_text() == "3", "it is played again first"
 
 
-def test_answer_that_ends_its_agents_process_earns_nothing(tiny: Harmony) -> None:
+def test_answer_that_kills_its_agents_process_is_wrong(tiny: Harmony) -> None:
     """The last attempt runs alone in its process: no other episode can have ended that."""
     episode = episode_of(tiny, "killed_by_an_answer", [says(tiny, "Hello")] * 3)
     assert episode.invalid is None, episode.invalid
     assert episode.reward == -1.0
 
 
-def test_process_that_ends_before_the_policy_spoke_is_invalid(tiny: Harmony) -> None:
+def test_agent_process_that_ends_before_any_request_is_invalid(tiny: Harmony) -> None:
     episode = episode_of(tiny, "killed_before_the_policy", [says(tiny, "Hello")] * 3)
     assert episode.invalid is not None
     assert "its process was ended by SIGSEGV" in episode.invalid.reason
 
 
 @pytest.mark.parametrize("name", ["broken_once", "killed_once"])
-def test_an_episode_that_infrastructure_spoiled_is_played_again(
+def test_episode_is_repeated_after_an_infrastructure_failure(
     tiny: Harmony, name: str, tmp_path: Path
 ) -> None:
     turns = [says(tiny, "Hello")] * 2
@@ -218,7 +218,7 @@ def test_an_episode_that_infrastructure_spoiled_is_played_again(
     assert (tmp_path / "count").read_text() == "2"
 
 
-def test_a_module_that_cannot_be_imported_is_named(tiny: Harmony) -> None:
+def test_agent_module_that_cannot_be_imported_is_named(tiny: Harmony) -> None:
     async def run() -> Trajectory:
         async with running(tiny, ScriptedEngine([])) as runner:
             options = BlackBoxOptions.model_construct(agent="no_such_module:run")
@@ -234,7 +234,7 @@ def test_a_module_that_cannot_be_imported_is_named(tiny: Harmony) -> None:
 # ---- mistakes of the policy
 
 
-def test_an_illegal_message_earns_a_format_error_whatever_the_program_says(tiny: Harmony) -> None:
+def test_malformed_message_is_a_format_error_despite_a_reward(tiny: Harmony) -> None:
     episode = episode_of(tiny, "plain", [says(tiny, "x", channel="nonsense")])
     assert episode.invalid is None
     assert episode.finish_reason is FinishReason.FORMAT_ERROR
@@ -251,7 +251,7 @@ def test_an_illegal_message_earns_a_format_error_whatever_the_program_says(tiny:
         ({"max_sampled_tokens": 30}, FinishReason.MAX_SAMPLED_TOKENS),
     ],
 )
-def test_a_program_that_is_refused_for_a_limit_is_not_infrastructure(
+def test_agent_that_reaches_a_limit_truncates_its_episode(
     tiny: Harmony, limits: dict[str, int], reason: FinishReason
 ) -> None:
     turns = [says(tiny, "Hello")] * 10
@@ -273,7 +273,7 @@ def test_a_program_that_is_refused_for_a_limit_is_not_infrastructure(
         ([(None, 3), (None, 3)], [True, True]),
     ],
 )
-def test_only_sequences_that_were_cut_off_are_masked(
+def test_only_truncated_sequences_are_masked(
     tiny: Harmony, plan: list[tuple[int | None, int | None]], excluded: list[bool]
 ) -> None:
     limits = LIMITS.model_copy(update={"truncated_episodes": "mask"})
@@ -298,7 +298,7 @@ def group_of(episode: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup("task", [episode, other])
 
 
-def test_a_limit_of_the_episode_masks_all_its_sequences(tiny: Harmony) -> None:
+def test_episode_limit_masks_all_sequences(tiny: Harmony) -> None:
     """The episode has the reward of a truncated episode, whatever its conversations contain."""
     limits = LIMITS.model_copy(update={"truncated_episodes": "mask", "max_turns": 2})
     plan = [(None, None), (None, None), (None, None)]
@@ -308,7 +308,7 @@ def test_a_limit_of_the_episode_masks_all_its_sequences(tiny: Harmony) -> None:
 
 
 @pytest.mark.parametrize("name", ["hanging", "sleeping"])
-def test_an_episode_ends_with_its_time_whether_its_program_does_or_not(
+def test_episode_ends_at_its_time_limit_even_if_the_agent_hangs(
     tiny: Harmony, name: str, tmp_path: Path
 ) -> None:
     limits = LIMITS.model_copy(update={"episode_seconds": 3.0})
@@ -357,7 +357,7 @@ class SyncedEngine:
     async def abort(self, request_id: str | None = None) -> None: ...
 
 
-def test_many_episodes_share_a_process_and_see_nothing_of_a_weight_sync(tiny: Harmony) -> None:
+def test_many_episodes_share_a_process_across_a_weight_sync(tiny: Harmony) -> None:
     async def run() -> None:
         engine = SyncedEngine(says(tiny, "Hello"))
         async with running(tiny, engine) as runner:
@@ -380,7 +380,7 @@ def test_many_episodes_share_a_process_and_see_nothing_of_a_weight_sync(tiny: Ha
     asyncio.run(run())
 
 
-def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
+def test_agent_process_ends_with_its_worker(tiny: Harmony) -> None:
     """The system closes the input of the process, however the worker ends."""
 
     async def run() -> None:
@@ -396,7 +396,7 @@ def test_a_process_ends_with_the_worker_that_started_it(tiny: Harmony) -> None:
     asyncio.run(run())
 
 
-def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episode(
+def test_openai_sdk_agents_run_an_episode_with_tools_and_handoff(
     tiny: Harmony,
 ) -> None:
     """The agents of examples/sdk_agents.py run in a separate process."""
@@ -430,7 +430,7 @@ def test_agents_of_the_sdk_with_a_function_a_handoff_and_a_server_play_an_episod
     assert sampled == [turns[0], [token for turn in turns[1:] for token in turn]]
 
 
-def test_an_agent_runs_with_an_interpreter_that_has_nothing_of_this_project(
+def test_agent_runs_in_an_interpreter_without_this_project(
     tiny: Harmony, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base interpreter of this virtual environment has no torch, aiohttp or openai."""
@@ -467,7 +467,7 @@ def run(task, base_url, api_key):
 
 
 @pytest.mark.hub
-def test_an_environment_of_verifiers_is_an_agent(
+def test_verifiers_environment_runs_as_an_agent(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real package runs in a separate environment, with this test's taskset and harness."""

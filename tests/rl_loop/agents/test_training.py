@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RlConfig:
     return settings
 
 
-def test_what_an_agent_samples_through_the_gateway_is_trained_on_as_it_was_sampled(
+def test_tokens_sampled_through_the_gateway_train_unchanged(
     whole: RlConfig,
 ) -> None:
     summary = json.loads((whole.directory / "summary.json").read_text())
@@ -91,9 +91,7 @@ def test_what_an_agent_samples_through_the_gateway_is_trained_on_as_it_was_sampl
             assert row["advantage"] == pytest.approx(same["advantage"])
 
 
-def test_a_run_goes_on_after_an_interrupt_as_if_there_had_been_none(
-    whole: RlConfig, tmp_path: Path
-) -> None:
+def test_interrupted_agent_run_resumes_with_the_same_curve(whole: RlConfig, tmp_path: Path) -> None:
     interrupted = config(tmp_path, "two_talks", "rollout.routed_experts=true",
                          "algorithm.routing_replay=R3")  # fmt: skip
 
@@ -107,7 +105,7 @@ def test_a_run_goes_on_after_an_interrupt_as_if_there_had_been_none(
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 
 
-def test_episodes_that_were_begun_ahead_go_on_through_weight_syncs(tmp_path: Path) -> None:
+def test_off_policy_agent_episodes_continue_across_weight_syncs(tmp_path: Path) -> None:
     run = run_rl(
         config(tmp_path, "two_talks", "algorithm.max_staleness=2", "training.steps=4"), Quiet()
     )
@@ -119,7 +117,7 @@ def test_episodes_that_were_begun_ahead_go_on_through_weight_syncs(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_agent_trains_a_dense_model_as_it_was_sampled(tmp_path: Path) -> None:
+def test_dense_model_trains_on_agent_tokens_unchanged(tmp_path: Path) -> None:
     settings = config(
         tmp_path,
         "two_talks",
@@ -140,6 +138,6 @@ def test_an_agent_trains_a_dense_model_as_it_was_sampled(tmp_path: Path) -> None
     assert len(rows) > len({(row["step"], row["group"], row["sample"]) for row in rows})
 
 
-def test_a_broken_agent_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_broken_agent_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureOutage, match=rf"{PROGRAMS}:exiting: SystemExit: enough"):
         run_rl(config(tmp_path, "exiting"), Quiet())

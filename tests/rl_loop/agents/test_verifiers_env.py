@@ -24,12 +24,12 @@ def episode(
 AWAY = SimpleNamespace(type="ToolError", message="the database is away")
 
 
-def test_an_episode_earns_the_mean_of_its_agents() -> None:
+def test_verifiers_episode_has_the_mean_reward_of_its_agents() -> None:
     assert score_of(episode(trace(1.0), trace(0.5))) == 0.75
     assert score_of(episode()) == 0.0
 
 
-def test_what_was_earned_before_a_limit_of_time_counts() -> None:
+def test_verifiers_reward_before_a_time_limit_counts() -> None:
     late = SimpleNamespace(type="Timeout", message="60 s are over")
     assert score_of(episode(trace(0.25, late, is_timeout=True), ok=False)) == 0.25
     assert score_of(episode(trace(0.25), ok=False, errors=(late,), is_timeout=True)) == 0.25
@@ -43,7 +43,7 @@ def test_what_was_earned_before_a_limit_of_time_counts() -> None:
         (episode(trace(1.0), ok=False), "the episode is not ok"),
     ],
 )
-def test_every_other_error_is_infrastructure_whatever_was_earned(
+def test_other_verifiers_errors_are_infrastructure_failures(
     broken: SimpleNamespace, reason: str
 ) -> None:
     with pytest.raises(InfrastructureFailure) as failure:
