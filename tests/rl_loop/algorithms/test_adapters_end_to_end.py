@@ -60,7 +60,7 @@ def train(
     ],
     ids=["grpo", "R3", "R2", "ppo"],
 )
-def test_adapters_train_on_policy_and_leave_their_reference_step_by_step(
+def test_adapters_train_on_policy_and_leave_the_reference(
     algorithm: list[str], tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
     settings = config(tmp_path, *algorithm, "training.steps=4")
@@ -89,7 +89,9 @@ def test_adapters_train_on_policy_and_leave_their_reference_step_by_step(
         assert is_changed == (not name.endswith(frozen)), name
 
 
-def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
+def test_resumed_adapter_run_continues_the_same_curve(
+    tmp_path: Path, rollouts: LocalRollouts
+) -> None:
     options = [*PPO, KL, "optimizer.schedule=constant"]
     whole = train(config(tmp_path / "whole", *options, "training.steps=4"), rollouts)
     train(config(tmp_path / "cut", *options, "training.steps=2"), rollouts)

@@ -54,7 +54,7 @@ DEVIATIONS = {"sample": statistics.stdev, "population": statistics.pstdev}
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 @given(rewards)
-def test_group_advantages_are_those_of_the_papers(deviation: str, values: list[float]) -> None:
+def test_group_advantages_equal_the_papers_formulas(deviation: str, values: list[float]) -> None:
     mean, spread, n = statistics.fmean(values), DEVIATIONS[deviation](values), len(values)
     names = ("grpo", "dr_grpo", "leave_one_out")
     got = {name: group_advantages(tensor(values), name, deviation).tolist() for name in names}
@@ -66,7 +66,7 @@ def test_group_advantages_are_those_of_the_papers(deviation: str, values: list[f
     )
 
 
-def test_a_group_of_one_or_of_equal_rewards_has_no_advantage() -> None:
+def test_group_of_one_or_of_equal_rewards_has_zero_advantage() -> None:
     assert group_advantages(tensor([1.0])).tolist() == [0.0]
     assert not group_advantages(tensor([1.0, 1.0])).any()
 
@@ -79,7 +79,7 @@ def test_a_group_of_one_or_of_equal_rewards_has_no_advantage() -> None:
         max_size=8,
     )
 )
-def test_gdpo_normalises_every_reward_by_itself(
+def test_gdpo_normalizes_every_reward_separately(
     deviation: str, parts: list[tuple[float, float]]
 ) -> None:
     weights = [1.0, -0.3]
@@ -97,7 +97,7 @@ def test_gdpo_normalises_every_reward_by_itself(
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 @given(rewards)
-def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(
+def test_reinforce_subtracts_the_mean_and_whitening_scales(
     deviation: str, values: list[float]
 ) -> None:
     mean, spread = statistics.fmean(values), DEVIATIONS[deviation](values)
@@ -109,9 +109,7 @@ def test_reinforce_subtracts_the_mean_and_whitening_gives_unit_spread(
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
-def test_generalized_advantages_are_the_discounted_sum_of_residuals(
-    gamma: float, lam: float
-) -> None:
+def test_gae_is_the_discounted_sum_of_residuals(gamma: float, lam: float) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 2, 7]
     reward, value = torch.zeros(2, 3, 7, dtype=torch.float64)
@@ -128,7 +126,7 @@ def test_generalized_advantages_are_the_discounted_sum_of_residuals(
         assert not advantages[i, n:].any()
 
 
-def test_without_discount_the_return_of_every_token_is_the_reward() -> None:
+def test_return_of_every_token_is_the_reward_without_discount() -> None:
     reward, value = tensor([[0.0, 0.0, 1.0]]), tensor([[0.3, 0.1, 0.9]])
     advantages, returns = generalized_advantages(reward, value)
     assert returns.tolist() == [pytest.approx([1.0, 1.0, 1.0])]
@@ -213,7 +211,7 @@ LOSSES: dict[
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_policy_losses_and_their_gradients_are_those_of_the_formula(name: str) -> None:
+def test_policy_losses_and_gradients_equal_their_formulas(name: str) -> None:
     plain, ours = LOSSES[name]
     log_probs = tensor(LOG_PROBS).requires_grad_()
     loss = ours(log_probs).loss
@@ -227,7 +225,7 @@ def test_policy_losses_and_their_gradients_are_those_of_the_formula(name: str) -
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_on_policy_every_loss_has_the_gradient_of_reinforce_and_clips_nothing(name: str) -> None:
+def test_every_policy_loss_has_reinforces_gradient_on_policy(name: str) -> None:
     log_probs = tensor(LOG_PROBS).requires_grad_()
     arguments = AlgorithmConfig.model_validate({"policy_loss": name}).policy_loss.arguments
     policy_loss = POLICY_LOSSES.resolve(name)
@@ -238,7 +236,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce_and_clips_nothing(na
     assert torch.equal(log_probs.grad, -tensor(SEQUENCE_ADVANTAGES))
 
 
-def test_the_value_loss_is_clipped_around_the_old_values() -> None:
+def test_value_loss_is_clipped_around_the_old_values() -> None:
     new, old, returns = [0.0, 1.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 1.0, -3.0]
     want = [
         max((v - r) ** 2, (clip(v, o - 0.5, o + 0.5) - r) ** 2) / 2
@@ -250,7 +248,7 @@ def test_the_value_loss_is_clipped_around_the_old_values() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_are_those_of_their_definition(estimator: str) -> None:
+def test_kl_estimators_equal_their_definitions(estimator: str) -> None:
     d = [a - b for a, b in zip(LOG_PROBS, OLD, strict=True)]
     want = {
         "k1": d,
@@ -332,9 +330,7 @@ def evaluate(
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(
-    name: str, aggregation: str
-) -> None:
+def test_batch_without_loss_tokens_has_zero_loss_and_gradient(name: str, aggregation: str) -> None:
     config = CONFIGS[name].model_copy(update={"aggregation": aggregation})
     masked = [s | {"loss_mask": [0] * len(s["token_ids"])} for s in samples()]
     batch = in_fp64(batch_of(masked, align=4))
@@ -352,7 +348,7 @@ def test_a_batch_without_loss_tokens_has_a_loss_and_a_gradient_of_zero(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cutting_a_batch_into_micro_batches_does_not_change_loss_or_sums(name: str) -> None:
+def test_micro_batches_do_not_change_loss_or_sums(name: str) -> None:
     everyone = samples()
     whole = evaluate(CONFIGS[name], everyone, [[0, 1, 2, 3]])
     cut = evaluate(CONFIGS[name], everyone, [[2, 0], [3], [1]])
@@ -363,7 +359,7 @@ def test_cutting_a_batch_into_micro_batches_does_not_change_loss_or_sums(name: s
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(list(CONFIGS)), st.integers(0, 22), st.floats(-30, 30))
-def test_nothing_outside_the_mask_changes_a_gradient(
+def test_values_outside_the_mask_do_not_change_gradients(
     name: str, position: int, change: float
 ) -> None:
     config, everyone = CONFIGS[name], samples()
@@ -395,7 +391,7 @@ def test_nothing_outside_the_mask_changes_a_gradient(
     assert torch.equal(gradients[0][~off], gradients[1][~off])
 
 
-def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
+def test_objective_reports_ratio_1_and_no_clipping_on_policy() -> None:
     everyone = [s | {"old_log_probs": None} for s in samples()]
     config = AlgorithmConfig()
     batch = batch_of(everyone)
@@ -410,7 +406,7 @@ def test_on_policy_the_objective_reports_ratio_one_and_no_clipping() -> None:
 # ---- mismatch
 
 
-def test_mismatch_estimators_agree_with_their_definitions_and_ignore_unmasked_tokens() -> None:
+def test_mismatch_estimators_equal_their_definitions() -> None:
     train, rollout = tensor([-1.0, -2.0, -0.5, -9.0]), tensor([-1.1, -1.7, -0.5, 0.0])
     mask = torch.tensor([True, True, True, False])
     sums, maxima = mismatch_sums(train, rollout, mask, Sequences(torch.tensor([0, 1, 1, 1]), 2))

@@ -73,18 +73,18 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         ),
     ],
 )
-def test_wrong_combinations_are_refused_with_the_reason(overrides: list[str], reason: str) -> None:
+def test_wrong_combinations_are_rejected_with_the_reason(overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(TINY, RlConfig, [f"algorithm.{item}" for item in overrides])
 
 
-def test_a_group_of_one_needs_an_advantage_without_groups() -> None:
+def test_group_of_one_needs_an_advantage_without_groups() -> None:
     with pytest.raises(ConfigError, match="samples_per_task is 1"):
         load_config(TINY, RlConfig, ["rollout.samples_per_task=1"])
     load_config(TINY, RlConfig, ["rollout.samples_per_task=1", "algorithm=reinforce"])
 
 
-def test_servers_on_the_trainer_s_gpus_cannot_generate_while_it_learns() -> None:
+def test_colocated_servers_with_staleness_are_rejected() -> None:
     overlap = ["algorithm.max_staleness=1", "rollout.engine.type=sglang"]
     assert load_config(TINY, RlConfig, overlap).algorithm.old_log_probs_from == "forward"
     with pytest.raises(ConfigError, match="gives its GPUs to one of them at a time"):
@@ -95,17 +95,17 @@ def test_servers_on_the_trainer_s_gpus_cannot_generate_while_it_learns() -> None
         )
 
 
-def test_a_critic_that_warms_up_for_the_whole_run_is_refused() -> None:
+def test_critic_that_warms_up_for_the_whole_run_is_rejected() -> None:
     with pytest.raises(ConfigError, match="leaves none of the 20 steps"):
         load_config(TINY, RlConfig, ["algorithm=ppo", "training.steps=20"])
 
 
-def test_a_penalty_on_every_length_is_refused() -> None:
+def test_length_penalty_on_every_length_is_rejected() -> None:
     with pytest.raises(ConfigError, match="every episode is punished for its length"):
         load_config(TINY, RlConfig, ["algorithm=dapo"])
 
 
-def test_an_unknown_algorithm_names_those_there_are() -> None:
+def test_unknown_algorithm_is_rejected_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match="cispo, dapo"):
         load_config(TINY, RlConfig, ["algorithm=pppo"])
 
@@ -131,7 +131,7 @@ def chosen_keys(name: str, section: str) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda p: p.stem)
 @pytest.mark.parametrize("section", ["policy_loss", "advantage"])
-def test_printed_defaults_are_the_same_however_chosen(path: Path, section: str) -> None:
+def test_printed_defaults_do_not_depend_on_the_chosen_spelling(path: Path, section: str) -> None:
     """A loss chosen by its key has the defaults of the named algorithm with that loss.
 
     Only keys in the algorithm's file differ. Otherwise gspo would run with the bounds of ppo.
@@ -163,14 +163,14 @@ def printed(section: object) -> dict[str, Any]:
 
 
 def test_every_loss_and_advantage_is_in_a_named_algorithm() -> None:
-    """``test_printed_defaults_are_the_same_however_chosen`` covers all names of the registries."""
+    """``test_printed_defaults_do_not_depend_on_the_chosen_spelling`` covers all names of the registries."""
     algorithms = [algorithm_with(f"algorithm={p.stem}") for p in CONFIGS.glob("algorithm/*.yaml")]
     assert {algorithm.policy_loss.type for algorithm in algorithms} == set(POLICY_LOSSES)
     assert {algorithm.advantage.type for algorithm in algorithms} == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_loss_functions_have_no_defaults_of_their_own(name: str) -> None:
+def test_loss_functions_have_no_default_arguments(name: str) -> None:
     """A second default could differ from the configuration's. None disables a parameter."""
     parameters = inspect.signature(POLICY_LOSSES.resolve(name)).parameters.values()
     assert all(p.default in (p.empty, None) for p in parameters)
@@ -188,12 +188,12 @@ def test_another_type_drops_the_bounds_of_the_named_one() -> None:
 
 
 @pytest.mark.parametrize("value", ["null", "3", "[ppo]"])
-def test_a_loss_that_is_no_section_is_refused(value: str) -> None:
+def test_policy_loss_that_is_not_a_section_is_rejected(value: str) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss"):
         algorithm_with(f"algorithm.policy_loss={value}")
 
 
-def test_printed_origins_of_a_choice_name_the_file_or_the_command_line() -> None:
+def test_printed_origins_name_the_file_or_the_command_line() -> None:
     lines = config_lines(TINY, "rl", ["algorithm=gspo", "algorithm.advantage=dr_grpo"])
     shown = dict(line.split("  # ") for line in lines)
     origins = {text.split(":")[0]: (text.strip(), origin) for text, origin in shown.items()}

@@ -73,7 +73,7 @@ RULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @settings(max_examples=20, deadline=None)
 @given(log_ratios, log_ratios, st.booleans())
-def test_weights_are_those_of_the_rule(
+def test_correction_weights_equal_those_of_the_rule(
     rule: dict[str, Any], log_rho: list[float], drift: list[float], negative: bool
 ) -> None:
     config = CorrectionConfig(**rule)
@@ -135,7 +135,7 @@ def test_a_drop_in_one_token_of_a_sequence_drops_the_sequence() -> None:
     assert sums["tokens"] == 3  # still in the denominator
 
 
-def test_tokens_older_than_allowed_are_left_out() -> None:
+def test_tokens_beyond_the_staleness_limit_are_dropped() -> None:
     config = AlgorithmConfig.model_validate(
         {"max_staleness": 1, "old_log_probs": "rollout", "correction": {"weight": "none"}}
     )
@@ -146,7 +146,7 @@ def test_tokens_older_than_allowed_are_left_out() -> None:
     assert sums["correction/dropped_stale"] == 1
 
 
-def test_grafted_tokens_learn_but_enter_neither_weights_nor_mismatch() -> None:
+def test_spliced_tokens_train_without_correction_or_mismatch() -> None:
     weights, sums = run(
         AlgorithmConfig(),
         sample(is_grafted=[False, False, True, False]),

@@ -56,7 +56,7 @@ def train(
     return read_training_steps(settings.directory / "metrics.jsonl")
 
 
-def test_every_named_algorithm_is_tried() -> None:
+def test_every_named_algorithm_is_tested() -> None:
     assert set(ALGORITHMS) == {path.stem for path in CONFIGS.glob("algorithm/*.yaml")}
 
 
@@ -98,9 +98,7 @@ EXTRA = {"dapo": ["algorithm.overlong_buffer=2"], "ppo": ["algorithm.critic.warm
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gdpo"])
-def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(
-    name: str, tmp_path: Path
-) -> None:
+def test_step_with_all_tokens_masked_changes_no_weight(name: str, tmp_path: Path) -> None:
     options = [
         f"algorithm={name}",
         "algorithm.mini_batches=2",
@@ -122,9 +120,7 @@ def test_a_step_whose_every_token_is_masked_changes_nothing_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gdpo"])
-def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(
-    name: str, tmp_path: Path
-) -> None:
+def test_groups_without_signal_have_zero_gradient(name: str, tmp_path: Path) -> None:
     steps = train(config(tmp_path, f"algorithm={name}", *NOTHING_ENDS, *EXTRA.get(name, [])), None)
     for step in steps:
         assert all(value is not None and math.isfinite(value) for value in step.values())
@@ -132,7 +128,7 @@ def test_groups_without_signal_give_a_gradient_of_zero_and_no_nan(
         assert (step["loss"], step["grad_norm"]) == (0, 0)
 
 
-def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
+def test_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
     options = [
         "algorithm=ppo",
         "algorithm.critic.warmup_steps=1",
@@ -147,7 +143,7 @@ def test_a_resumed_critic_continues_the_same_curve(tmp_path: Path, rollouts: Loc
         assert got == pytest.approx(want, rel=1e-4, abs=1e-6), name
 
 
-def test_stale_tokens_are_not_taken_for_on_policy(tmp_path: Path, rollouts: LocalRollouts) -> None:
+def test_stale_tokens_are_not_treated_as_on_policy(tmp_path: Path, rollouts: LocalRollouts) -> None:
     settings = config(tmp_path, "training.steps=1")
     with local_loop(settings, rollouts) as loop:
         loop.sync_engines(3, loop.recorder.begin_step(3))

@@ -81,14 +81,14 @@ def vector(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_the_guides_functions_have_twenty_lines(workplace: Path) -> None:
+def test_guides_functions_have_at_most_20_lines(workplace: Path) -> None:
     code = (workplace / "my_algorithms.py").read_text()
     functions = code[code.index("def sapo") :].split("def ")[1:]
     assert len(functions) == 2
     assert all(function.count("\n") <= 20 for function in functions)
 
 
-def test_the_guides_loss_is_its_formula_and_on_policy_that_of_reinforce(workplace: Path) -> None:
+def test_guides_loss_equals_its_formula_and_reinforce_on_policy(workplace: Path) -> None:
     options = load(workplace).policy_loss.arguments
     assert options == {"tau_negative": 1.1}
     loss = POLICY_LOSSES.resolve("my_algorithms:sapo")
@@ -116,7 +116,7 @@ def test_the_guides_loss_is_its_formula_and_on_policy_that_of_reinforce(workplac
     assert on_policy.grad.tolist() == pytest.approx([-a for a in advantages], rel=1e-6)
 
 
-def test_the_guides_advantage_compares_with_a_quantile_of_the_group(workplace: Path) -> None:
+def test_guides_advantage_subtracts_a_quantile_of_the_group(workplace: Path) -> None:
     config = load(workplace)
     assert config.advantage_arguments == {"share": 0.5}
     groups = [[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0], [1.0], [0.3, 0.3]]
@@ -159,7 +159,7 @@ def test_the_guides_advantage_compares_with_a_quantile_of_the_group(workplace: P
         ("policy_loss.dual_clip=3", "policy_loss.dual_clip: unknown key for this"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+def test_custom_function_with_wrong_signature_is_rejected_early(
     workplace: Path, override: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -174,7 +174,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
         (vector([1.0, math.nan, 2.0]), "returned .*nan"),
     ],
 )
-def test_an_advantage_of_the_wrong_form_stops_the_run(
+def test_custom_advantage_with_invalid_result_stops_the_run(
     result: Any, message: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load(workplace)
@@ -206,7 +206,7 @@ def test_an_advantage_of_the_wrong_form_stops_the_run(
         ),
     ],
 )
-def test_a_loss_of_the_wrong_form_stops_the_run(
+def test_custom_loss_with_invalid_result_stops_the_run(
     change: Callable[[PolicyLoss], Any],
     message: str,
     workplace: Path,
@@ -241,7 +241,7 @@ def test_metrics_of_a_custom_loss_are_logged(workplace: Path) -> None:
     assert metrics.values()["policy_loss/gate"] == pytest.approx(mean)
 
 
-def test_a_sum_of_unknown_name_is_an_error() -> None:
+def test_custom_sum_of_unknown_name_is_an_error() -> None:
     """If the sum were dropped, the author of the loss would see no curve and no reason."""
     sums = {"loss": 0.0, "tokens": 1.0, "comparable": 1.0, "sequences": 1.0}
     add_update_metrics(StepMetrics(step=0), updates_of(sums))
@@ -257,7 +257,7 @@ def updates_of(sums: dict[str, float]) -> RlUpdates:
 
 
 @pytest.mark.slow  # tests/rl_loop/engines/test_outside_backend.py trains with a module that only workers import
-def test_the_guide_pasted_as_it_is_trains_in_processes_that_import_it_anew(workplace: Path) -> None:
+def test_guides_commands_train_in_separate_processes(workplace: Path) -> None:
     commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[
         1
     ]

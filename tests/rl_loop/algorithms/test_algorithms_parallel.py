@@ -40,7 +40,7 @@ def on_two_ranks(rank: int, port: int) -> list[Result]:
     return results
 
 
-def test_sharing_sequences_over_ranks_changes_no_sum_and_no_gradient() -> None:
+def test_context_parallel_ranks_do_not_change_sums_or_gradients() -> None:
     first, second = run_distributed(on_two_ranks, 2, free_port())
     for name, (sums, maxima, gradients), other in zip(NAMES, first, second, strict=True):
         whole_sums, whole_maxima, whole_gradients = evaluate(name, 0, 1)

@@ -91,7 +91,7 @@ def config(**settings: Any) -> AlgorithmConfig:
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo", "reinforce"])
-def test_with_sequence_weights_the_gradient_is_exact_for_episodes_of_two_versions(
+def test_sequence_weights_make_the_off_policy_gradient_exact(
     policy_loss: str,
 ) -> None:
     now, *versions = tables(0), tables(1), tables(2)
@@ -102,7 +102,7 @@ def test_with_sequence_weights_the_gradient_is_exact_for_episodes_of_two_version
     torch.testing.assert_close(got, exact_gradient(now), rtol=1e-5, atol=1e-5)
 
 
-def test_token_weights_are_exact_for_the_first_token_and_biased_behind_it() -> None:
+def test_token_weights_bias_the_off_policy_gradient() -> None:
     now, *versions = tables(0), tables(1), tables(2)
     uncapped = config(correction={"weight": "token_tis", "cap": 1e9})
     got = gradient_of_objective(uncapped, now, (versions[0], versions[1]))
@@ -113,7 +113,7 @@ def test_token_weights_are_exact_for_the_first_token_and_biased_behind_it() -> N
     torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_calling_stale_tokens_on_policy_would_be_wrong() -> None:
+def test_gradient_is_biased_if_stale_tokens_count_as_on_policy() -> None:
     now, *versions = tables(0), tables(1), tables(2)
     unclipped = {"type": "ppo", "clip_low": 1, "clip_high": 9e9}
     none = config(correction={"weight": "none"}, old_log_probs="rollout", policy_loss=unclipped)
@@ -121,7 +121,7 @@ def test_calling_stale_tokens_on_policy_would_be_wrong() -> None:
     assert not torch.allclose(got, exact_gradient(now), atol=1e-2)
 
 
-def test_sums_by_age_add_up_to_those_of_all_tokens() -> None:
+def test_sums_by_staleness_add_up_to_those_of_all_tokens() -> None:
     now, *versions = tables(0), tables(1), tables(2)
     samples = []
     for place, episode in enumerate(EPISODES):

@@ -61,7 +61,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRollouts
     shared.close()
 
 
-def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
+def test_dense_sft_trains_on_whole_turns_that_parse(
     tmp_path: Path,
 ) -> None:
     settings = sft_config(tmp_path)
@@ -88,7 +88,7 @@ def test_two_steps_of_supervised_fine_tuning_learn_what_a_policy_would_sample(
     assert before < after < 0
 
 
-def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
+def test_dense_rl_has_ratio_1_and_exports_the_policy(
     tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
     settings = rl_config(tmp_path)
@@ -122,7 +122,7 @@ def test_every_step_of_rl_has_a_ratio_of_exactly_1_and_the_export_is_the_policy(
     assert tokenizer.eos_token_id in codec.stop_token_ids
 
 
-def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
+def test_dense_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
     settings = sft_config(tmp_path)
     codec = build_tasks(settings).codec
     (tmp_path / "run/export").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_a_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
         (["ablation.router_noise=0.1"], "a qwen2 model has no router"),
     ],
 )
-def test_what_a_dense_model_has_not_is_refused(
+def test_gpt_oss_settings_are_rejected_for_a_dense_model(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -162,7 +162,7 @@ def refused(config: RunConfig, message: str) -> None:
         check_chat_format(config)
 
 
-def test_what_only_harmony_can_say_is_refused_before_a_run_starts(tmp_path: Path) -> None:
+def test_settings_of_another_model_family_are_rejected(tmp_path: Path) -> None:
     refused(
         rl_config(tmp_path, "vocabulary=gptoss"), "vocabulary gptoss is not that of a qwen2 model"
     )
@@ -173,7 +173,7 @@ def test_what_only_harmony_can_say_is_refused_before_a_run_starts(tmp_path: Path
     refused(gpt_oss, "GPT-OSS has gptoss, the released one, or tiny")
 
 
-def test_the_vocabulary_of_a_run_that_names_none_is_its_familys() -> None:
+def test_default_vocabulary_is_that_of_the_model_family() -> None:
     dense = load_config(CONFIGS / "rl/smollm2-135m_1x1.yaml", RlConfig).model_dump(mode="json")
     del dense["vocabulary"]
     assert RlConfig.model_validate(dense).vocabulary == "tokenizer"

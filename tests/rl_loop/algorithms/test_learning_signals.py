@@ -53,7 +53,7 @@ REJECTIONS: dict[str, dict[str, Any]] = {
 """Settings that drop tokens, by the field of CorrectionConfig or by the kind of weight."""
 
 
-def test_every_rejection_is_tried() -> None:
+def test_every_rejection_rule_is_tested() -> None:
     not_rejecting = {"weight", "cap", "bounds"}
     fields = set(CorrectionConfig.model_fields) - not_rejecting
     rejecting_weights = {name for name in CORRECTIONS if CorrectionConfig(weight=name).rejects}
@@ -120,7 +120,7 @@ finite = st.floats(-1e30, 1e30)
 @example(reward=-0.8, sizes=[8])
 @example(reward=10.1, sizes=[8])
 @example(reward=0.1, sizes=[3, 5])
-def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(
+def test_batch_of_equal_rewards_has_exactly_zero_advantages(
     reward: float, sizes: list[int]
 ) -> None:
     groups = [group([reward] * size, f"t{i}") for i, size in enumerate(sizes)]
@@ -133,7 +133,7 @@ def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero(
 @settings(max_examples=100, deadline=None)
 @given(reward=finite, size=st.integers(1, 17), others=st.lists(finite, min_size=2, max_size=6))
 @example(reward=-0.8, size=8, others=[-1.0, 1.0, 0.3])
-def test_a_task_of_equal_rewards_has_advantages_of_exactly_zero_beside_others(
+def test_task_of_equal_rewards_has_exactly_zero_advantages(
     reward: float, size: int, others: list[float]
 ) -> None:
     groups = [group([reward] * size, "silent"), group(others, "other")]
@@ -152,7 +152,7 @@ def test_a_task_of_equal_rewards_has_advantages_of_exactly_zero_beside_others(
     st.lists(st.integers(-2, 2), min_size=2, max_size=16),
 )
 @example(10.1, [0, 1, 0, 0, -1, 0, 0, 0])
-def test_rewards_that_differ_by_rounding_are_equal(
+def test_rewards_that_differ_by_rounding_count_as_equal(
     estimator: str, dtype: torch.dtype, reward: float, ulps: list[int]
 ) -> None:
     step = np.spacing(np.float32(reward)).item()
@@ -165,7 +165,7 @@ def test_rewards_that_differ_by_rounding_are_equal(
 @pytest.mark.parametrize(
     "config", list(every_advantage()), ids=lambda config: config.advantage.type
 )
-def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConfig) -> None:
+def test_advantages_are_finite_if_tasks_lost_episodes(config: AlgorithmConfig) -> None:
     groups = [group([]), group([1.0]), group([0.0, 1.0, 1.0]), group([])]
     samples = credited(groups, config)
     assert len(samples) == 4
@@ -176,7 +176,7 @@ def test_tasks_may_have_lost_some_or_all_of_their_episodes(config: AlgorithmConf
     assert not has_signal(groups[0], config)
 
 
-def test_real_differences_of_any_scale_are_told_apart() -> None:
+def test_reward_differences_of_any_scale_have_advantages() -> None:
     for scale in (1e-3, 1.0, 1e6):
         got = group_advantages(torch.tensor([0.0, 1.0, 1.0, 0.0]) * scale, "grpo", "population")
         assert got.tolist() == pytest.approx([-1, 1, 1, -1], rel=3e-3)
@@ -185,13 +185,13 @@ def test_real_differences_of_any_scale_are_told_apart() -> None:
     )
 
 
-def test_whitening_does_not_blow_up_what_a_perfect_critic_leaves() -> None:
+def test_whitening_does_not_amplify_rounding_errors() -> None:
     noise = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 1e-7
     assert whiten(noise).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_names_its_task(reward: float) -> None:
+def test_reward_that_is_not_a_number_is_rejected_with_its_task(reward: float) -> None:
     with pytest.raises(ValueError, match="task odd: a reward must be a finite number"):
         credited([group([0.0, 1.0]), group([1.0, reward], "odd")], algorithm("grpo"))
 
@@ -288,9 +288,7 @@ GARBAGE = [math.nan, math.inf, -math.inf, -1e30, -77.0, 0.0]
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("kind", EXCLUSIONS)
-def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence(
-    kind: str, loss: str
-) -> None:
+def test_excluded_tokens_have_no_gradient_and_no_influence(kind: str, loss: str) -> None:
     config, samples, out = exclusion(kind, loss)
     batch = packed(samples)
     mask = label_mask(out, batch)
@@ -320,7 +318,7 @@ def test_a_token_that_is_left_out_has_no_gradient_from_any_term_and_no_influence
 
 
 @pytest.mark.parametrize("kind", sorted(set(EXCLUSIONS) - {"off_policy_limit"}))
-def test_the_critic_leaves_out_what_the_policy_leaves_out(kind: str) -> None:
+def test_critic_excludes_the_tokens_that_the_policy_excludes(kind: str) -> None:
     config, samples, out = exclusion(kind, "ppo")
     config = config.model_copy(update={"advantage": "gae", "critic": algorithm("gae").critic})
     batch = packed(samples)
@@ -350,7 +348,7 @@ def combinations() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("advantage", "loss", "correction"), list(combinations()))
-def test_equal_rewards_move_no_policy_whatever_loss_and_correction(
+def test_equal_rewards_give_zero_gradient_for_all_losses(
     advantage: str, loss: str, correction: str
 ) -> None:
     config = algorithm(
@@ -420,7 +418,7 @@ SEQUENCE_RULES = {name: rule for name, rule in REJECTIONS.items() if name != "ic
     st.lists(st.lists(st.floats(-6, 6, width=16), min_size=1, max_size=4), min_size=1, max_size=4),
     st.data(),
 )
-def test_neither_grafted_tokens_nor_other_sequences_change_the_verdict_on_a_sequence(
+def test_sequence_is_dropped_independently_of_spliced_tokens(
     name: str, log_rho: list[list[float]], data: st.DataObject
 ) -> None:
     grafted = [data.draw(st.integers(0, 5)) for _ in log_rho]
@@ -432,7 +430,7 @@ def test_neither_grafted_tokens_nor_other_sequences_change_the_verdict_on_a_sequ
         assert extra == 0 or (not any(weights[len(row) :])) == dropped
 
 
-def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -> None:
+def test_spliced_tokens_do_not_dilute_the_mean_of_a_sequence() -> None:
     one = {
         "token_ids": [1, 2, 3, 4],
         "loss_mask": [0, 1, 1, 1],
@@ -451,7 +449,7 @@ def test_a_sequence_that_is_dropped_alone_is_dropped_with_two_grafted_tokens() -
     assert output.sums["correction/dropped_geometric"] == 3
 
 
-def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
+def test_spliced_tokens_train_with_any_engine_log_probs() -> None:
     config, samples, _ = exclusion("masked", "ppo")
     samples[0]["loss_mask"] = [0, 1, 1, 1, 1, 1]
     samples[0]["is_grafted"] = [False, False, True, True, False, False]
@@ -473,7 +471,7 @@ def test_grafted_tokens_learn_whatever_the_engine_said_of_them() -> None:
 # ---- clamps
 
 
-def test_sequence_products_are_clamped_as_a_whole_and_not_token_by_token() -> None:
+def test_sequence_products_are_not_clamped_per_token() -> None:
     # 30 - 25 - 4.5 = 0.5. Clamped at 20 nats per token it would be -4.5 and drop the sequence.
     weights = correction_of({"weight": "sequence_mis"}, [[30.0, -25.0, -4.5]], [0])
     assert weights[0] == pytest.approx([math.exp(0.5)] * 3, rel=1e-5)
@@ -483,7 +481,7 @@ def test_sequence_products_are_clamped_as_a_whole_and_not_token_by_token() -> No
     assert weights[0] == [1.0, 1.0]
 
 
-def test_k1_and_k2_know_no_limit_and_k3_is_finite() -> None:
+def test_k1_and_k2_are_not_clamped_and_k3_is_finite() -> None:
     log_probs = torch.tensor([-1.0, -60.0, -200.0], requires_grad=True)
     reference = torch.tensor([-51.0, -10.0, -1.0])
     assert kl_estimate(log_probs, reference, "k1").tolist() == [50.0, -50.0, -199.0]
@@ -493,7 +491,7 @@ def test_k1_and_k2_know_no_limit_and_k3_is_finite() -> None:
     assert k3.isfinite().all()
 
 
-def test_mismatch_beyond_twenty_nats_is_seen() -> None:
+def test_mismatch_beyond_20_nats_is_reported() -> None:
     mask = torch.ones(2, dtype=torch.bool)
     sums, maxima = mismatch_sums(
         torch.tensor([-60.0, -1.0]), torch.tensor([-1.0, -1.0]), mask, Sequences(mask.long(), 2)
@@ -506,7 +504,7 @@ def test_mismatch_beyond_twenty_nats_is_seen() -> None:
 # ---- rewards made of parts
 
 
-def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
+def test_gdpo_treats_the_length_penalty_as_another_reward() -> None:
     lengths = [3, 3, 9, 11]
     episodes = [episode(1.0, n, reward_parts={"score": 1.0}) for n in lengths]
     config = algorithm(
@@ -525,7 +523,7 @@ def test_gdpo_takes_the_penalty_on_length_as_one_more_reward() -> None:
     assert got[0] > got[2] > got[3]
 
 
-def test_a_reward_part_that_an_episode_does_not_have_counts_as_zero() -> None:
+def test_missing_reward_part_counts_as_zero() -> None:
     episodes = [
         episode(1.0, reward_parts={"score": 1.0}),
         episode(-1.0, reward_parts={}),
@@ -537,7 +535,7 @@ def test_a_reward_part_that_an_episode_does_not_have_counts_as_zero() -> None:
     assert [np.sign(row[-1]) for row in got.rows("advantages")] == [1, -1, -1]
 
 
-def test_the_penalty_on_length_counts_what_the_policy_sampled() -> None:
+def test_length_penalty_counts_sampled_tokens() -> None:
     config = algorithm("dr_grpo", overlong_buffer=4)
     terse = Trajectory(
         "t", token_ids=list(range(90)), loss_mask=[0] * 85 + [1] * 5, rollout_log_probs=[0.0] * 90
@@ -569,7 +567,7 @@ def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
 
 
 @pytest.mark.parametrize("prompt", [1, 30, 70, 95])
-def test_penalty_on_length_is_full_where_the_context_ends(prompt: int) -> None:
+def test_length_penalty_is_full_at_the_end_of_the_context(prompt: int) -> None:
     """After a long prompt the context ends before the limit of sampled tokens."""
     config = algorithm("dr_grpo", overlong_buffer=40)
     room = 100 - prompt
@@ -582,7 +580,7 @@ def test_penalty_on_length_is_full_where_the_context_ends(prompt: int) -> None:
 # ---- signal
 
 
-def test_dynamic_sampling_judges_what_the_advantage_compares() -> None:
+def test_dynamic_sampling_compares_the_rewards_of_the_advantage() -> None:
     parts = TrajectoryGroup(
         "t",
         [
@@ -603,7 +601,7 @@ def test_dynamic_sampling_judges_what_the_advantage_compares() -> None:
     assert not has_signal(rounded, algorithm("grpo"))
 
 
-def test_a_group_whose_episodes_are_all_excluded_has_no_signal() -> None:
+def test_group_with_all_episodes_excluded_has_no_signal() -> None:
     excluded = TrajectoryGroup("t", [replace(episode(r), excluded=True) for r in (0.0, 1.0)])
     assert not has_signal(excluded, algorithm("grpo"))
     metrics = StepMetrics(0)
@@ -613,7 +611,7 @@ def test_a_group_whose_episodes_are_all_excluded_has_no_signal() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_stale_token_is_no_part_of_a_kl_penalty_in_the_reward(estimator: str) -> None:
+def test_stale_tokens_do_not_enter_a_kl_penalty_in_the_reward(estimator: str) -> None:
     config = algorithm(
         "dr_grpo", kl=KlConfig(place="reward", estimator=estimator, coefficient=1.0), old_log_probs="rollout",
         correction={"weight": "none"},

@@ -55,7 +55,7 @@ def steps_of(settings: RlConfig) -> list[dict[str, Any]]:
     ],
     ids=["plain", "kl, R3", "ppo"],
 )
-def test_every_step_samples_and_trains_the_same_bits_and_its_ratio_is_1(
+def test_mxfp4_engine_and_trainer_have_equal_values_and_ratio_1(
     algorithm: list[str], tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=3", *algorithm)
@@ -78,7 +78,7 @@ def test_every_step_samples_and_trains_the_same_bits_and_its_ratio_is_1(
         assert abs(steps_of(settings)[0]["kl_reference"]) < 1e-6
 
 
-def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkpoint(
+def test_exported_mxfp4_values_equal_those_of_the_engines(
     tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=2")
@@ -126,7 +126,7 @@ def test_the_export_has_the_bits_that_were_sampled_and_so_has_that_of_the_checkp
     assert compared == 4
 
 
-def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> None:
+def test_damaged_mxfp4_export_is_rejected(tmp_path: Path, rollouts: LocalRollouts) -> None:
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
     with local_loop(settings, rollouts) as loop:
         export_policy(loop.trainer, loop.tasks.codec, tmp_path / "hf", quantization="mxfp4")
@@ -145,7 +145,9 @@ def test_a_damaged_export_is_found(tmp_path: Path, rollouts: LocalRollouts) -> N
             check_packed_experts(tmp_path / "hf", tmp_path / "hf", trained)
 
 
-def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalRollouts) -> None:
+def test_resumed_mxfp4_run_continues_the_same_curve(
+    tmp_path: Path, rollouts: LocalRollouts
+) -> None:
     options = ["quantization=mxfp4", "optimizer.schedule=constant"]
 
     def train(directory: Path, steps: int, resume: bool = False) -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ def test_a_resumed_run_continues_the_same_curve(tmp_path: Path, rollouts: LocalR
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), name
 
 
-def test_nothing_is_counted_of_engines_that_tell_no_digests(
+def test_engines_without_digests_are_not_counted_as_compared(
     tmp_path: Path, rollouts: LocalRollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang servers report no digests. Their weights are compared by checksums."""
@@ -175,7 +177,7 @@ def test_nothing_is_counted_of_engines_that_tell_no_digests(
     assert "mismatch/packed_experts_compared" not in step
 
 
-def test_sampling_four_bits_of_a_policy_that_was_trained_without_stops_the_run_or_shows(
+def test_canary_detects_mxfp4_engine_of_unquantized_trainer(
     tmp_path: Path,
 ) -> None:
     faulty = ["rollout.engine.quantization=mxfp4", "training.steps=1"]
