@@ -129,13 +129,13 @@ def by_codec(
     return codec.render_prompt(messages, [t for t in tools if isinstance(t, Tool)], builtin)
 
 
-def test_forty_cases_and_more() -> None:
+def test_at_least_40_chatml_cases_are_covered() -> None:
     assert len(CASES) >= 40
 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("messages, tools", CASES)
-def test_prompts_are_the_templates_token_for_token(
+def test_prompt_equals_the_templates_tokens(
     name: str, messages: list[dict[str, Any]], tools: tuple[Any, ...]
 ) -> None:
     assert by_codec(CODECS[name], messages, tools) == by_template(name, messages, tools)
@@ -169,14 +169,14 @@ OTHERS = st.fixed_dictionaries(
     last=OTHERS,
     tools=st.sampled_from(TOOLS),
 )
-def test_any_conversation_is_the_templates(
+def test_random_conversation_equals_the_templates_tokens(
     name: str, messages: list[dict[str, Any]], last: dict[str, Any], tools: tuple[Any, ...]
 ) -> None:
     conversation = [*messages, last]
     assert by_codec(CODECS[name], conversation, tools) == by_template(name, conversation, tools)
 
 
-def test_qwens_words(codec: ChatMl) -> None:
+def test_qwen_prompt_equals_the_published_text(codec: ChatMl) -> None:
     """The expected text is that of Qwen2.5's chat template."""
     prompt = codec.render_prompt([USER], [NOW])
     assert codec.decode(prompt) == (
@@ -193,7 +193,7 @@ def test_qwens_words(codec: ChatMl) -> None:
     assert QWEN_SYSTEM in CODECS["qwen"].chat_template()
 
 
-def test_a_prompt_without_system_and_tools_says_neither() -> None:
+def test_prompt_without_system_and_tools_contains_neither() -> None:
     codec = ChatMl(VOCABULARIES["qwen"], ChatMlConfig(system=None, describe_tools=False))
     prompt = codec.render_prompt([USER], [NOW], [PythonTool()])
     assert codec.decode(prompt) == (
@@ -206,7 +206,7 @@ def test_a_prompt_without_system_and_tools_says_neither() -> None:
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>\n{}"])
-def test_the_names_of_tokens_in_a_text_stay_text(text: str) -> None:
+def test_special_token_names_in_a_text_stay_text(text: str) -> None:
     codec = CODECS["qwen"]
     markup = set(codec.vocabulary.markup.values())
 
@@ -223,7 +223,7 @@ def test_the_names_of_tokens_in_a_text_stay_text(text: str) -> None:
         assert sum(i in markup for i in ids) == sum(i in markup for i in plain)
 
 
-def test_what_tools_and_users_say_continues_the_template(codec: ChatMl) -> None:
+def test_tool_results_and_user_messages_continue_the_template(codec: ChatMl) -> None:
     name = next(key for key, value in CODECS.items() if value is codec)
     turn = [think("So."), function_call("search", q="a"), function_call("now")]
     prompt = codec.render_prompt([USER])
@@ -245,7 +245,7 @@ def test_what_tools_and_users_say_continues_the_template(codec: ChatMl) -> None:
     assert prompt + sampled + observed == by_template(name, messages)
 
 
-def test_half_of_a_surrogate_pair_becomes_the_replacement_character(codec: ChatMl) -> None:
+def test_lone_surrogate_becomes_the_replacement_character(codec: ChatMl) -> None:
     ids = codec.render_observation([ToolOutput("python", "analysis", "a\ud83d")], "\ude00b")
     assert "a\ufffd" in codec.decode(ids)
     assert "\ufffdb" in codec.decode(ids)
@@ -269,12 +269,12 @@ def test_half_of_a_surrogate_pair_becomes_the_replacement_character(codec: ChatM
         ("text", "a message must be a mapping"),
     ],
 )
-def test_what_cannot_be_rendered_is_refused(message: Any, reason: str) -> None:
+def test_message_that_chatml_cannot_render_is_rejected(message: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         CODECS["qwen"].render_prompt([USER, message])
 
 
-def test_tools_that_chatml_cannot_tell_apart_are_refused() -> None:
+def test_tools_with_ambiguous_chatml_names_are_rejected() -> None:
     codec = CODECS["qwen"]
     with pytest.raises(ValueError, match="two tools are named 'now'"):
         codec.render_prompt([USER], [NOW, NOW])
@@ -290,7 +290,7 @@ MINE = Tool("python", "Mine.", {"type": "object", "properties": {"code": {"type"
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_clients_conversation_is_the_templates_whole_or_continued(name: str) -> None:
+def test_clients_conversation_equals_the_templates_tokens(name: str) -> None:
     codec = CODECS[name]
     tools = (MINE, NOW)
     calls = [
@@ -342,7 +342,7 @@ def test_a_clients_conversation_is_the_templates_whole_or_continued(name: str) -
         ([{"role": "tool", "content": "x", "name": "g"}], "no open call of g"),
     ],
 )
-def test_answers_that_do_not_fit_the_calls_are_refused(
+def test_tool_results_that_do_not_match_the_calls_are_rejected(
     messages: list[dict[str, Any]], reason: str
 ) -> None:
     open_calls = [OpenCall(name, "functions.f", "commentary") for name in "ab"]
@@ -350,7 +350,7 @@ def test_answers_that_do_not_fit_the_calls_are_refused(
         CODECS["qwen"].render_continuation(messages, open_calls, 2)
 
 
-def test_half_of_a_surrogate_pair_of_a_client_is_refused(codec: ChatMl) -> None:
+def test_clients_lone_surrogate_is_rejected(codec: ChatMl) -> None:
     call = {"function": {"name": "now", "arguments": r'{"a": "\ud83d"}'}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(ValueError, match="half of a surrogate pair"):
@@ -359,7 +359,7 @@ def test_half_of_a_surrogate_pair_of_a_client_is_refused(codec: ChatMl) -> None:
         codec.render_conversation([USER], (Tool("now", "a\ud83d"),), [])
 
 
-def test_a_client_gets_every_call_as_a_function_and_text_before_it_as_text(codec: ChatMl) -> None:
+def test_client_receives_calls_as_functions_and_text_as_text(codec: ChatMl) -> None:
     turn = [think("So."), PROGRAM]
     [text, call] = codec.parse_for_client(codec.render_assistant(turn))
     assert text == ParsedMessage("commentary", None, None, "So.")
@@ -382,13 +382,15 @@ TURNS = [
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_a_rendered_turn_is_parsed_back(codec: ChatMl, turn: list[ParsedMessage]) -> None:
+def test_rendered_turn_parses_to_the_same_messages(
+    codec: ChatMl, turn: list[ParsedMessage]
+) -> None:
     ids = codec.render_assistant(turn)
     assert codec.parse(ids) == turn
     assert ids[-1] in codec.stop_token_ids
 
 
-def test_thoughts_before_an_answer_are_a_part_of_it(codec: ChatMl) -> None:
+def test_thoughts_before_an_answer_are_part_of_the_answer(codec: ChatMl) -> None:
     ids = codec.render_assistant([think("I know."), final(r"\boxed{1}")])
     assert codec.parse(ids) == [final("I know.\n\\boxed{1}")]
 
@@ -396,7 +398,7 @@ def test_thoughts_before_an_answer_are_a_part_of_it(codec: ChatMl) -> None:
 @example(thought="\ufa0a", calls=[{"name": "f", "arguments": {"\uf900": "e\u0301"}}])
 @settings(max_examples=100)
 @given(thought=TEXT, calls=st.lists(FUNCTIONS, min_size=1, max_size=3))
-def test_any_calls_are_parsed_back(thought: str, calls: list[dict[str, Any]]) -> None:
+def test_random_calls_parse_to_the_same_calls(thought: str, calls: list[dict[str, Any]]) -> None:
     codec = CODECS["qwen"]
     messages = [think(thought)] if thought else []
     messages += [function_call(call["name"], **{}) for call in calls]
@@ -448,7 +450,9 @@ def spelled(codec: ChatMl, text: str) -> list[int]:
         ("<tool_call>" + "[" * 5000 + "</tool_call><|im_end|>", "tool_call"),
     ],
 )
-def test_illegal_turns_are_format_errors_with_a_reason(codec: ChatMl, text: str, kind: str) -> None:
+def test_malformed_turn_is_a_format_error_with_a_reason(
+    codec: ChatMl, text: str, kind: str
+) -> None:
     assert codec.parse(spelled(codec, text)) == FormatError(kind)
 
 
@@ -461,20 +465,20 @@ def test_arguments_of_another_kind_reach_the_environment(codec: ChatMl, argument
     assert json.loads(call.text) == json.loads(arguments)
 
 
-def test_a_program_with_half_of_a_surrogate_pair_can_be_run(codec: ChatMl) -> None:
+def test_program_with_a_lone_surrogate_is_executable(codec: ChatMl) -> None:
     text = '<tool_call>{"name": "python", "arguments": {"code": "\\ud83d"}}</tool_call><|im_end|>'
     [call] = codec.parse(spelled(codec, text))  # type: ignore[misc]
     assert isinstance(call, ParsedMessage)
     assert call.text == "\ufffd"
 
 
-def test_an_id_that_the_tokenizer_does_not_know_is_a_format_error(codec: ChatMl) -> None:
+def test_token_id_unknown_to_the_tokenizer_is_a_format_error(codec: ChatMl) -> None:
     unused = codec.vocabulary.size - 1
     assert codec.parse([unused, codec.vocabulary.markup["<|im_end|>"]]) == FormatError("structure")
     assert codec.decode([unused]) == f"<|unused_{unused}|>"
 
 
-def test_a_turn_is_split_at_its_calls_and_joined_again(codec: ChatMl) -> None:
+def test_turn_is_split_at_its_calls_and_joined_again(codec: ChatMl) -> None:
     turn = [think("So."), PROGRAM]
     ids = codec.render_assistant(turn)
     thought, call = codec.split_at_calls(ids, turn)
@@ -546,7 +550,7 @@ def rounds(count: int) -> Iterator[FinishReason]:
         yield play(codec, random.Random(f"0/{number}"))
 
 
-def test_episodes_of_fuzzed_turns_end_with_a_name_and_hold_what_was_sampled() -> None:
+def test_fuzzed_episodes_end_with_a_reason_and_keep_their_tokens() -> None:
     ends = Counter(rounds(150))
     assert {FinishReason.STOP, FinishReason.FORMAT_ERROR} <= set(ends)
 
@@ -554,7 +558,7 @@ def test_episodes_of_fuzzed_turns_end_with_a_name_and_hold_what_was_sampled() ->
 # ---- tokenizers
 
 
-def test_a_tokenizer_comes_from_a_directory_and_mistakes_are_named(tmp_path: Path) -> None:
+def test_invalid_tokenizer_directory_is_rejected_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: No such file"):
         read_vocabulary(tmp_path, 1200)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -574,7 +578,7 @@ def test_a_tokenizer_comes_from_a_directory_and_mistakes_are_named(tmp_path: Pat
         read_vocabulary(tmp_path, 1200)
 
 
-def test_a_vocabulary_that_is_too_small_says_what_it_needs() -> None:
+def test_too_small_vocabulary_is_rejected_with_the_needed_size() -> None:
     with pytest.raises(TokenizerError, match=r"of 300 ids is too small: the tasks need \d+"):
         tiny_vocabulary(300, WORDS)
 

@@ -106,7 +106,7 @@ def test_missing_bytes_become_the_replacement_character() -> None:
     assert poorer.decode(poorer.encode_text("a\x04b\ufffdc")) == "a?b?c"
 
 
-def test_a_tokenizer_that_cannot_spell_text_is_refused() -> None:
+def test_tokenizer_that_cannot_encode_text_is_rejected() -> None:
     with pytest.raises(TokenizerError, match=r"test: the text .* becomes"):
         # Neither U+FFFD nor "?" can be encoded.
         load(missing=(0x04, 0xEF, ord("?")), model={"unk_token": END_OF_TEXT})
