@@ -32,7 +32,7 @@ except ACTOR_DEATHS as death:
 """
 
 
-def test_rays_memory_monitor_causes_a_death() -> None:
+def test_kill_by_rays_memory_monitor_counts_as_a_death() -> None:
     """With a threshold of 1% of the machine's memory, the monitor kills any actor."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -50,13 +50,13 @@ def test_rays_memory_monitor_causes_a_death() -> None:
     assert done.stdout.split() == ["OutOfMemoryError", "True"], done.stderr[-2000:]
 
 
-def test_an_error_of_a_constructor_is_no_death() -> None:
+def test_exception_in_a_constructor_is_not_a_death() -> None:
     assert died_by_itself(RayActorError())
     assert not died_by_itself(RayActorError(actor_init_failed=True))
     assert not died_by_itself(ValueError("a mistake"))
 
 
-def test_recent_deaths_forget_earlier_ones() -> None:
+def test_recent_deaths_exclude_earlier_ones() -> None:
     """11 deaths within weeks are normal. 11 deaths within an hour suggest a broken machine."""
     deaths = RecentDeaths(3600)
     assert [deaths.add(day * 86_400.0) for day in range(20)] == [1] * 20

@@ -19,7 +19,7 @@ def nodes_are(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: list(nodes))
 
 
-def test_a_place_is_lost_with_its_node_and_the_error_names_it(
+def test_placement_on_a_dead_node_raises_an_error_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GPTOSS_PLACED", "1")
@@ -32,7 +32,7 @@ def test_a_place_is_lost_with_its_node_and_the_error_names_it(
         check_place(ROLLOUT_WORKER, 1)
 
 
-def test_without_a_plan_a_worker_may_be_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_runs_on_any_node_without_a_placement_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GPTOSS_PLACED", raising=False)
     nodes_are(monkeypatch, DEAD)
     check_place(ROLLOUT_WORKER, 1)

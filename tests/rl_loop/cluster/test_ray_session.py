@@ -79,7 +79,7 @@ def start_program(code: str, folder: Path, **environment: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize("agent", ["dashboard_agent", "runtime_env_agent"])
-def test_ray_starts_before_its_slow_agents_do(agent: str, tmp_path: Path) -> None:
+def test_ray_starts_before_its_slow_agents(agent: str, tmp_path: Path) -> None:
     """Here the agent begins its imports only at the end. On two busy cores they need 30 s.
 
     By default Ray waits 15 s, ends its raylet and reports after 30 s that the node timed out.
@@ -97,7 +97,7 @@ def test_ray_starts_before_its_slow_agents_do(agent: str, tmp_path: Path) -> Non
     assert run_program(program, tmp_path).splitlines()[:2] == ["up before the agent", "a task ran"]
 
 
-def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path) -> None:
+def test_start_waits_for_a_raylet_beyond_rays_time_limit(tmp_path: Path) -> None:
     """Ray's clock is 100 times too fast, so Ray's limit is 0.3 s. The raylet starts after 3 s."""
     program = """
         from ray._private import node
@@ -117,9 +117,7 @@ def test_a_raylet_that_needs_longer_than_ray_waits_is_waited_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("part", ["raylet", "control_store"])
-def test_a_part_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_process(
-    part: str, tmp_path: Path
-) -> None:
+def test_failed_ray_start_is_one_sentence_and_leaves_no_process(part: str, tmp_path: Path) -> None:
     """By default Ray reports after 30 s that it timed out waiting for a file or for the node."""
     program = f"""
         from rl_loop.cluster.ray_session import RayStartError, start_local_ray
@@ -140,7 +138,7 @@ def test_a_part_that_never_comes_is_an_error_in_one_sentence_and_leaves_no_proce
     assert left == "[]"
 
 
-def test_a_local_ray_starts_no_idle_programs_and_workers_at_the_priority_of_who_started_them(
+def test_local_ray_has_no_idle_programs_and_keeps_priorities(
     tmp_path: Path,
 ) -> None:
     program = """
@@ -167,7 +165,7 @@ def test_a_local_ray_starts_no_idle_programs_and_workers_at_the_priority_of_who_
     assert run_program(program, tmp_path).splitlines() == ["0", "[]", "True"]
 
 
-def test_nothing_starts_a_ray_but_ray_session() -> None:
+def test_only_ray_session_starts_ray() -> None:
     """A Ray that is started elsewhere has Ray's default limits and priority."""
     own = {"rl_loop/cluster/ray_session.py", "tests/rl_loop/cluster/test_ray_session.py"}
     files = [
@@ -179,7 +177,7 @@ def test_nothing_starts_a_ray_but_ray_session() -> None:
     assert starting - own == set()
 
 
-def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
+def test_threads_of_a_local_ray_do_not_spin_for_long_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With libgomp's default and one busy loop, the demo's SFT on two threads was 9x slower."""
@@ -196,7 +194,7 @@ def test_threads_of_a_local_ray_do_not_spin_for_long_unless_the_user_says_so(
 
 
 @pytest.mark.parametrize("killed", ["node", "control store", None])
-def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not(
+def test_death_of_a_ray_process_is_reported_unless_it_is_closed(
     killed: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other processes replace the parts of Ray, and ``os._exit`` does not end this process."""
@@ -220,7 +218,7 @@ def test_the_death_of_a_part_of_ray_is_named_and_its_end_with_the_session_is_not
     assert statuses == ([] if killed is None else [1])
 
 
-def test_the_death_of_a_node_is_named_after_a_driver_that_died_of_it(tmp_path: Path) -> None:
+def test_death_of_a_node_is_reported_after_the_drivers_death(tmp_path: Path) -> None:
     """The driver ends at once, before its threads can act, as if Ray's C++ code had ended it."""
     program = """
         import ctypes, signal, subprocess
@@ -238,7 +236,7 @@ def test_the_death_of_a_node_is_named_after_a_driver_that_died_of_it(tmp_path: P
     assert "gptoss: Ray's node on this machine (raylet, process" in done.stderr
 
 
-def test_a_run_without_its_control_store_ends_at_once_and_says_why(tmp_path: Path) -> None:
+def test_run_ends_at_once_with_the_reason_if_its_gcs_dies(tmp_path: Path) -> None:
     """By default Ray waits for a minute, here to store a function."""
     program = """
         from rl_loop.cluster.ray_session import ray_session, _local_processes
@@ -261,7 +259,7 @@ def test_a_run_without_its_control_store_ends_at_once_and_says_why(tmp_path: Pat
     wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(pid)], lambda: pids)
 
 
-def test_the_control_store_keeps_few_records_of_calls(tmp_path: Path) -> None:
+def test_gcs_keeps_few_records_of_calls(tmp_path: Path) -> None:
     """By default it keeps 100,000 and grows to hundreds of megabytes in a long run."""
     program = """
         from rl_loop.cluster.ray_session import ray_session
