@@ -99,7 +99,7 @@ def learned_spans(sample: RenderedSample) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("vocabulary", CODECS)
-def test_the_mask_is_the_one_written_by_hand(name: str, vocabulary: str) -> None:
+def test_chatml_mask_equals_the_one_written_by_hand(name: str, vocabulary: str) -> None:
     record, expected = BY_HAND[name]
     codec = CODECS[vocabulary]
     sample = rendered(record, codec)
@@ -113,7 +113,7 @@ def test_the_mask_is_the_one_written_by_hand(name: str, vocabulary: str) -> None
 
 
 @pytest.mark.parametrize("vocabulary", CODECS)
-def test_a_turn_begins_where_the_prompt_of_inference_ends(vocabulary: str) -> None:
+def test_turn_begins_where_the_prompt_of_inference_ends(vocabulary: str) -> None:
     """These texts would merge with the header or the next text if they were encoded together."""
     codec = CODECS[vocabulary]
     texts = ["\n\n two\n", " x", "3.\n"]
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_no_policy_samples_is_refused(message: str) -> None:
+def test_turn_that_no_policy_samples_is_rejected(message: str) -> None:
     tools = [{"name": "other"}] if "describe" in message else []
     record = {"messages": REFUSED[message], "tools": tools}
     with pytest.raises(ConversationError, match=message):
@@ -173,12 +173,12 @@ def test_what_no_policy_samples_is_refused(message: str) -> None:
         ({"messages": [USER, ANSWER], "tools": [{"name": "python"}]}, "another name"),
     ],
 )
-def test_what_only_harmony_can_say_is_refused(record: Any, message: str) -> None:
+def test_harmony_fields_are_rejected_in_chatml(record: Any, message: str) -> None:
     with pytest.raises(ConversationError, match=message):
         ChatMlRenderer(CODECS["qwen"], OPTIONS).render_record(record, "auto")
 
 
-def test_a_long_conversation_is_refused_or_cut() -> None:
+def test_long_conversation_is_rejected_or_truncated() -> None:
     record = {"messages": [USER, ANSWER]}
     codec = CODECS["qwen"]
     whole = rendered(record, codec)
@@ -195,7 +195,7 @@ def test_a_long_conversation_is_refused_or_cut() -> None:
     )
 
 
-def test_other_processes_render_the_same(tmp_path: Path) -> None:
+def test_other_processes_render_equal_samples(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": [USER, ANSWER]}) + "\n" for _ in range(3)))
     codec = ChatMl(tiny_vocabulary(600, "Hi? Yes."), ChatMlConfig())

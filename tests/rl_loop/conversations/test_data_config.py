@@ -16,7 +16,7 @@ SHOP = ROOT / "configs/sft/tiny_shop.yaml"
 RETOOL = ROOT / "configs/sft/tiny_retool.yaml"
 
 
-def test_a_path_alone_is_a_source_and_survives_being_written(tmp_path: Path) -> None:
+def test_path_alone_is_a_source_and_survives_serialization(tmp_path: Path) -> None:
     config = load_config(SHOP, SftConfig, ["data.format=sharegpt"])
     assert config.data is not None
     assert list(config.data.sources) == ["data"]
@@ -45,12 +45,12 @@ def test_a_path_alone_is_a_source_and_survives_being_written(tmp_path: Path) -> 
         ("data={path: x, weight: 0}", "data.sources.data.weight"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_named(override: str, named: str) -> None:
+def test_invalid_data_setting_is_named(override: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         load_config(RETOOL, SftConfig, ["model.max_length=8192", override])
 
 
-def test_the_longest_sample_is_what_a_row_and_the_model_have_room_for() -> None:
+def test_longest_sample_is_limited_by_row_and_model_length() -> None:
     def longest(*overrides: str) -> int:
         return load_config(SHOP, SftConfig, [*overrides]).longest_sample
 

@@ -55,14 +55,14 @@ def shown(sample: RenderedSample, harmony: Harmony) -> str:
     return text
 
 
-def test_there_are_thirty_cases_of_all_formats() -> None:
+def test_at_least_30_cases_cover_all_formats() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 30
     assert {case.form for case in CASES} == {"messages", "sharegpt", "harmony"}
     assert {case.history for case in CASES} == {"append", "harmony"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_mask_is_the_one_written_by_hand(case: Case) -> None:
+def test_harmony_mask_equals_the_one_written_by_hand(case: Case) -> None:
     harmony = Harmony(GptOssVocabulary(), case.prompt)
     samples = rendered(case, harmony)
     assert [shown(sample, harmony) for sample in samples] == case.samples
@@ -79,14 +79,14 @@ def test_the_mask_is_the_one_written_by_hand(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_small_vocabulary_has_the_same_mask(case: Case, tiny: Harmony) -> None:
+def test_small_vocabulary_gives_the_same_mask(case: Case, tiny: Harmony) -> None:
     harmony = Harmony(tiny.vocabulary, case.prompt)
     samples = rendered(case, harmony)
     assert [shown(sample, harmony) for sample in samples] == case.samples
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_format_is_found_out(case: Case) -> None:
+def test_format_of_conversations_is_detected(case: Case) -> None:
     assert recognise(case.record) == case.form
     harmony = Harmony(GptOssVocabulary(), case.prompt)
     assert rendered(replace(case, form="auto"), harmony) == rendered(case, harmony)
@@ -103,7 +103,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
-def test_what_precedes_a_turn_is_the_prompt_that_inference_renders(case: Case) -> None:
+def test_context_of_a_trained_turn_is_the_inference_prompt(case: Case) -> None:
     """The streams use a faster rendering than the codec."""
     harmony = Harmony(GptOssVocabulary(), case.prompt)
     tools = [
@@ -142,7 +142,7 @@ def as_record(episode: Episode) -> list[tuple[int, dict[str, object]]]:
 
 
 @pytest.mark.parametrize(("environment", "options"), KINDS)
-def test_an_episode_that_is_written_down_is_learned_like_its_demonstration(
+def test_recorded_episode_trains_like_its_demonstration(
     environment: str, options: dict[str, object], harmony: Harmony
 ) -> None:
     harmony = Harmony(harmony.vocabulary, SHORT_PROMPT)
@@ -173,7 +173,7 @@ def test_an_episode_that_is_written_down_is_learned_like_its_demonstration(
     [case[1:] for case in MALFORMED],
     ids=[case[0] for case in MALFORMED],
 )
-def test_a_malformed_conversation_is_refused_with_the_reason(
+def test_malformed_conversation_is_rejected_with_the_reason(
     form: Format, content: bytes, reason: str, full: Harmony
 ) -> None:
     renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "refuse"))
@@ -181,11 +181,11 @@ def test_a_malformed_conversation_is_refused_with_the_reason(
         renderer.render(read_conversation(Row(1, content).record({}), form))
 
 
-def test_there_are_twenty_malformed_lines() -> None:
+def test_at_least_20_malformed_lines_are_covered() -> None:
     assert len(MALFORMED) >= 20
 
 
-def test_a_sample_that_is_too_long_is_refused_or_loses_its_end(full: Harmony) -> None:
+def test_too_long_sample_is_rejected_or_truncated(full: Harmony) -> None:
     case = next(case for case in CASES if case.name.startswith("a later turn"))
     conversation = read_conversation(case.record, case.form)
     first, second = rendered(replace(case), Harmony(GptOssVocabulary(), SHORT_PROMPT))
@@ -215,7 +215,7 @@ def test_a_sample_that_is_too_long_is_refused_or_loses_its_end(full: Harmony) ->
     assert f"its first {few} tokens (data.max_tokens) have no token in the loss" in refused[-1]
 
 
-def test_the_openings_of_conversations_are_not_mixed_up(full: Harmony) -> None:
+def test_cached_prompt_prefixes_are_not_mixed_up(full: Harmony) -> None:
     """A prompt prefix is rendered once for all conversations with this prefix."""
     cases = [replace(case, history="append") for case in CASES if case.prompt != SHORT_PROMPT]
     for effort in ("high", None):
@@ -233,7 +233,7 @@ def test_the_openings_of_conversations_are_not_mixed_up(full: Harmony) -> None:
     assert len(openings) == len(cases)
 
 
-def test_no_mask_is_all_ones_or_empty() -> None:
+def test_every_mask_has_trained_and_other_tokens() -> None:
     for case in CASES:
         for sample in rendered(case, Harmony(GptOssVocabulary(), case.prompt)):
             assert 0 < sum(sample.loss_mask) < len(sample.loss_mask)

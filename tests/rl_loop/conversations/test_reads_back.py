@@ -79,7 +79,7 @@ def taught_turns(ids: list[int], mask: list[bool]) -> list[list[int]]:
 @pytest.mark.parametrize("name", CODECS)
 @settings(deadline=None, max_examples=400)
 @given(record=RECORDS)
-def test_what_is_taught_is_read_back(name: str, record: dict[str, Any]) -> None:
+def test_trained_turns_parse_to_the_original_messages(name: str, record: dict[str, Any]) -> None:
     codec = CODECS[name]
     for form in ("messages", "harmony") if name == "harmony" else ("messages",):
         try:
@@ -104,7 +104,7 @@ HEADERS = [
 
 
 @pytest.mark.parametrize(("channel", "recipient", "given", "sampled"), HEADERS)
-def test_a_header_is_taught_as_it_is_sampled(
+def test_trained_header_parses_like_a_sampled_one(
     channel: str, recipient: str | None, given: str, sampled: str
 ) -> None:
     codec = CODECS["harmony"]
@@ -125,7 +125,7 @@ MISREAD = [("analysis", "python", "to=f"), ("final", "functions.f", None)]
 
 
 @pytest.mark.parametrize(("channel", "recipient", "content_type"), MISREAD)
-def test_a_header_that_is_misread_is_refused(
+def test_header_that_would_parse_differently_is_rejected(
     channel: str, recipient: str, content_type: str | None
 ) -> None:
     message = {
@@ -140,7 +140,7 @@ def test_a_header_that_is_misread_is_refused(
         RENDERERS["harmony"].render_record(record, "harmony")
 
 
-def test_a_call_of_no_tool_is_refused() -> None:
+def test_call_of_an_unknown_tool_is_rejected() -> None:
     for recipient in ("json", "assistant", "search", "functionsf"):
         call = {"role": "assistant", "recipient": recipient, "content": "{}"}
         record = {"messages": [{"role": "user", "content": "q"}, call]}
@@ -148,7 +148,7 @@ def test_a_call_of_no_tool_is_refused() -> None:
             RENDERERS["harmony"].render_record(record, "harmony")
 
 
-def test_a_call_of_chatml_that_is_misread_is_refused() -> None:
+def test_chatml_call_that_would_parse_differently_is_rejected() -> None:
     for name, arguments in (('a"b', {}), ("a b", {}), ("python", {"x": 1})):
         call = {"function": {"name": name, "arguments": arguments}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -60,12 +60,14 @@ IDS = [{"content": f"RESULT{n}", "tool_call_id": f"c{n}"} for n in range(3)]
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("names", ["fff", "fgf"])
-def test_results_follow_their_calls(codec: Any, order: tuple[int, ...], names: str) -> None:
+def test_results_are_rendered_after_their_calls(
+    codec: Any, order: tuple[int, ...], names: str
+) -> None:
     calls = [call(n, f"c{n}", name) for n, name in enumerate(names)]
     check_order(codec, rendered(codec, record(calls, [IDS[n] for n in order])), 3)
 
 
-def test_a_result_without_id_belongs_to_the_call_that_is_left(codec: Any) -> None:
+def test_result_without_id_belongs_to_the_remaining_call(codec: Any) -> None:
     calls = [call(n, f"c{n}") for n in range(2)]
     nameless = {"content": "RESULT0"}
     check_order(codec, rendered(codec, record(calls, [IDS[1], nameless])), 2)
@@ -79,7 +81,7 @@ def test_a_result_without_id_belongs_to_the_call_that_is_left(codec: Any) -> Non
     check_order(codec, rendered(codec, record(calls, named)), 2)
 
 
-def test_a_result_of_another_call_is_refused(codec: Any) -> None:
+def test_result_of_an_unknown_call_is_rejected(codec: Any) -> None:
     calls = [call(n, f"c{n}") for n in range(2)]
     other = {"content": "RESULT0", "tool_call_id": "another"}
     for results in ([other, IDS[1]], [IDS[1], other], [IDS[0], IDS[0]]):
@@ -87,7 +89,7 @@ def test_a_result_of_another_call_is_refused(codec: Any) -> None:
             rendered(codec, record(calls, results))
 
 
-def test_results_in_a_prompt_follow_their_calls(codec: Any) -> None:
+def test_results_in_a_prompt_are_rendered_after_their_calls(codec: Any) -> None:
     calls = [call(n, f"c{n}") for n in range(3)]
     for order in itertools.permutations(range(3)):
         messages = record(calls, [IDS[n] for n in order])["messages"][:-1]

@@ -90,9 +90,7 @@ def harmony(tiny: Harmony) -> Harmony:
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_every_sample_comes_once_per_epoch_in_another_order(
-    tmp_path: Path, harmony: Harmony
-) -> None:
+def test_every_epoch_has_all_samples_in_another_order(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(100))
     with data_of(harmony, path=str(path), epochs=2) as data:
         drained = drain(data.stream(Report()), harmony)
@@ -115,7 +113,7 @@ def test_every_sample_comes_once_per_epoch_in_another_order(
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_only_the_window_in_use_and_the_next_one_are_rendered(
+def test_only_the_current_and_the_next_window_are_rendered(
     tmp_path: Path, harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory does not grow with the file, because only one further window is rendered ahead."""
@@ -140,7 +138,7 @@ def test_only_the_window_in_use_and_the_next_one_are_rendered(
     assert len(submitted) == len(used) > 10
 
 
-def test_a_file_of_one_block_is_shuffled_too(tmp_path: Path, harmony: Harmony) -> None:
+def test_file_of_one_block_is_shuffled(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(50))
     orders = []
     for keys in ({"shuffle": False}, {"seed": 0}, {"seed": 1}):
@@ -153,7 +151,7 @@ def test_a_file_of_one_block_is_shuffled_too(tmp_path: Path, harmony: Harmony) -
 
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_stream_that_goes_on_anywhere_is_the_uninterrupted_one(
+def test_stream_resumed_at_any_sample_continues_identically(
     seed: int, tmp_path: Path, harmony: Harmony
 ) -> None:
     sources = {
@@ -179,7 +177,9 @@ def test_a_stream_that_goes_on_anywhere_is_the_uninterrupted_one(
             assert resumed.state() == states[-1]
 
 
-def test_processes_render_what_one_does_by_itself(tmp_path: Path, harmony: Harmony) -> None:
+def test_parallel_rendering_equals_rendering_in_one_process(
+    tmp_path: Path, harmony: Harmony
+) -> None:
     path = write(tmp_path / "chats.jsonl", [*questions(300), {"messages": "none"}])
     drained = []
     for workers in (0, 2):
@@ -213,9 +213,7 @@ def test_sources_are_mixed_by_their_weights(tmp_path: Path, harmony: Harmony) ->
         data_of(harmony, sources=sources)
 
 
-def test_a_source_that_is_over_leaves_its_place_to_the_others(
-    tmp_path: Path, harmony: Harmony
-) -> None:
+def test_exhausted_source_is_replaced_by_the_others(tmp_path: Path, harmony: Harmony) -> None:
     sources = {
         "a": {"path": str(write(tmp_path / "a.jsonl", questions(30, "long"))), "epochs": 1},
         "b": {"path": str(write(tmp_path / "b.jsonl", questions(3, "short"))), "epochs": 1},
@@ -226,7 +224,7 @@ def test_a_source_that_is_over_leaves_its_place_to_the_others(
     assert not any("short" in text for text in drained[20:])
 
 
-def test_a_file_that_has_changed_ends_a_resume(tmp_path: Path, harmony: Harmony) -> None:
+def test_resume_is_rejected_if_a_data_file_has_changed(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(20))
     with data_of(harmony, path=str(path)) as data:
         stream = data.stream(Report())
@@ -240,9 +238,7 @@ def test_a_file_that_has_changed_ends_a_resume(tmp_path: Path, harmony: Harmony)
         data.stream(Report(), saved)
 
 
-def test_a_process_that_dies_is_an_error_and_no_wait_for_ever(
-    tmp_path: Path, harmony: Harmony
-) -> None:
+def test_death_of_a_rendering_process_is_an_error(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(20))
     with data_of(harmony, path=str(path), workers=1) as data:
         data.stream(Report()).take(3)
@@ -284,9 +280,7 @@ def talking() -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("cache")
-def test_parquet_and_data_sets_of_the_hub_give_what_jsonl_does(
-    tmp_path: Path, harmony: Harmony
-) -> None:
+def test_parquet_and_hub_data_sets_equal_jsonl(tmp_path: Path, harmony: Harmony) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -339,7 +333,7 @@ def test_columns_may_have_other_names(tmp_path: Path, harmony: Harmony) -> None:
         ("bad.parquet", "cannot be read"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(
+def test_unreadable_data_files_are_named(
     place: str, reason: str, tmp_path: Path, harmony: Harmony
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
@@ -354,7 +348,7 @@ def test_files_that_cannot_be_read_are_named(
 
 
 @pytest.mark.usefixtures("small_windows")
-def test_what_is_refused_is_reported_once_with_line_and_reason(
+def test_rejected_line_is_reported_once_with_line_and_reason(
     tmp_path: Path, harmony: Harmony
 ) -> None:
     lines = [json.dumps(record) for record in questions(40)]
@@ -388,7 +382,7 @@ def test_what_is_refused_is_reported_once_with_line_and_reason(
     assert resumed.summary() == summary
 
 
-def test_a_file_of_which_too_much_is_refused_ends_the_run(tmp_path: Path, harmony: Harmony) -> None:
+def test_file_with_too_many_rejected_lines_ends_the_run(tmp_path: Path, harmony: Harmony) -> None:
     records = questions(20)
     for i in range(3):
         records[5 * i] = chat(user("a"))
@@ -403,9 +397,7 @@ def test_a_file_of_which_too_much_is_refused_ends_the_run(tmp_path: Path, harmon
         data.stream(Report())
 
 
-def test_a_file_without_anything_to_learn_is_an_error_and_no_endless_loop(
-    tmp_path: Path, harmony: Harmony
-) -> None:
+def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", [chat(user("a"))] * 3)
     with (
         data_of(harmony, path=str(path), max_refused_share=1) as data,
@@ -424,7 +416,7 @@ def test_a_file_without_anything_to_learn_is_an_error_and_no_endless_loop(
          "message 2 (role 'tool'): no open call with id 'a' precedes this answer"),
     ],
 )  # fmt: skip
-def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind(one: str, other: str) -> None:
+def test_reasons_with_other_names_and_numbers_are_one_kind(one: str, other: str) -> None:
     assert kind_of(one) == kind_of(other)
     assert kind_of(one) != kind_of("it has no message of the assistant")
 
@@ -432,7 +424,7 @@ def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind(one: str, othe
 # ---- validation
 
 
-def test_validation_is_never_trained_on_nor_are_copies_of_it(
+def test_validation_samples_and_copies_are_never_trained_on(
     tmp_path: Path, harmony: Harmony
 ) -> None:
     path = write(tmp_path / "chats.jsonl", [*questions(200), *questions(200)])
@@ -453,7 +445,7 @@ def test_validation_is_never_trained_on_nor_are_copies_of_it(
         assert texts(data.validation(Report())["data"], harmony) != measured
 
 
-def test_validation_may_have_a_file_of_its_own(tmp_path: Path, harmony: Harmony) -> None:
+def test_validation_reads_a_separate_file_if_configured(tmp_path: Path, harmony: Harmony) -> None:
     train = str(write(tmp_path / "train.jsonl", questions(30)))
     held_out = str(write(tmp_path / "held_out.jsonl", questions(7, "v")))
     sources = {
@@ -468,9 +460,7 @@ def test_validation_may_have_a_file_of_its_own(tmp_path: Path, harmony: Harmony)
         assert len(drain(data.stream(Report()), harmony)) == 80
 
 
-def test_a_share_that_leaves_nothing_to_measure_on_is_refused(
-    tmp_path: Path, harmony: Harmony
-) -> None:
+def test_validation_share_without_any_sample_is_rejected(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(3))
     with (
         data_of(harmony, path=str(path), validation_share=0.0001) as data,
