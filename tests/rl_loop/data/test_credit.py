@@ -79,7 +79,7 @@ def expected(
 
 @pytest.mark.parametrize("kl", [None, {"coefficient": 0.1, "estimator": "k1", "place": "reward"}])
 @pytest.mark.parametrize("whiten_advantages", [None, "tokens"])
-def test_generalized_advantages_of_any_lengths_are_those_of_the_recursion(
+def test_gae_of_any_lengths_equals_the_recursion(
     whiten_advantages: str | None, kl: dict[str, Any] | None
 ) -> None:
     config = AlgorithmConfig.model_validate(
@@ -106,7 +106,7 @@ def test_generalized_advantages_of_any_lengths_are_those_of_the_recursion(
     assert credited.values is estimates["values"]
 
 
-def test_the_recursion_over_blocks_of_time_has_the_bits_of_one_over_all_of_it() -> None:
+def test_gae_over_time_blocks_is_bitwise_equal_to_one_recursion() -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (3, 2 * TIME_BLOCK + 5)
     rewards = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_the_recursion_over_blocks_of_time_has_the_bits_of_one_over_all_of_it() 
         assert torch.equal(returns[:, t], running + values[:, t])
 
 
-def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -> None:
+def test_only_sampled_tokens_have_the_episodes_advantage() -> None:
     config = AlgorithmConfig.model_validate({"advantage": "dr_grpo"})
     episodes = [
         Trajectory(
@@ -162,7 +162,7 @@ def test_all_sampled_tokens_of_an_episode_have_its_advantage_and_others_none() -
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "leave_one_out", "gdpo", "gae"])
-def test_an_episode_of_several_sequences_counts_once_and_all_of_them_have_its_advantage(
+def test_episode_of_several_sequences_counts_once(
     advantage: str,
 ) -> None:
     """The advantages equal those of the same episodes with one sequence each."""

@@ -28,7 +28,7 @@ def unrelated(count: int, seed: int = 0, length: int = 40) -> list[str]:
 @pytest.mark.parametrize("held_out_prompts", [1, 3, 128])
 @pytest.mark.parametrize("prompts", [500, 1000, 2000])
 @pytest.mark.parametrize("copies", [1, 2, 9, 10, 11, 12, 20, 21, 30])
-def test_near_copies_are_found_however_many_there_are(
+def test_near_copies_are_found_in_any_number(
     copies: int, prompts: int, held_out_prompts: int
 ) -> None:
     held_out = [f"{QUESTION} after two hours?", *unrelated(held_out_prompts - 1, seed=1)]
@@ -44,7 +44,7 @@ def test_near_copies_are_found_however_many_there_are(
 
 
 @pytest.mark.parametrize("held_out_prompts", [3, 40, 128])
-def test_the_words_of_a_form_give_nothing_away(held_out_prompts: int) -> None:
+def test_words_of_a_shared_form_are_not_copies(held_out_prompts: int) -> None:
     held_out = [f"{FORM} {text}" for text in unrelated(held_out_prompts, seed=1)]
     training = [f"{FORM} {text}" for text in unrelated(300)]
     assert not any(find_giveaways(training, held_out))
@@ -56,7 +56,7 @@ def test_the_words_of_a_form_give_nothing_away(held_out_prompts: int) -> None:
     ]
 
 
-def test_one_held_out_prompt_in_a_form_of_the_training_prompts_gives_nothing_away() -> None:
+def test_form_with_one_held_out_prompt_is_not_a_copy() -> None:
     training = [f"{FORM} {i}+1" for i in range(40)]
     assert not any(find_giveaways([*training, "What is y?"], ["Once upon a time", f"{FORM} 77*7"]))
 
@@ -70,7 +70,7 @@ def test_short_prompts_are_compared_as_a_whole() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(0, 40))
-def test_what_few_prompts_share_is_found_as_the_naive_rule_finds_it(
+def test_shared_words_of_few_prompts_match_the_naive_rule(
     seed: int, held_out: int, prompts: int
 ) -> None:
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def test_what_few_prompts_share_is_found_as_the_naive_rule_finds_it(
     assert find_giveaways(training, truth) == [bool(runs(text) & forbidden) for text in training]
 
 
-def test_the_time_grows_with_the_words_and_not_with_the_copies() -> None:
+def test_decontamination_time_grows_with_words_not_copies() -> None:
     held_out = unrelated(200, seed=1)
 
     def seconds(training: list[str]) -> float:
@@ -202,7 +202,7 @@ def test_time_of_short_prompts_grows_with_the_words() -> None:
     assert time.process_time() - began < 10
 
 
-def test_short_question_that_is_a_form_is_no_copy() -> None:
+def test_short_question_that_is_a_form_is_not_a_copy() -> None:
     held_out = ["What is the answer?", *unrelated(5, seed=1)]
     training = [f"{text}. What is the answer?" for text in unrelated(300)]
     assert not any(find_giveaways(training, held_out))

@@ -8,7 +8,7 @@ from rl_loop.data.mixture import BLOCK, Mixture
 
 
 @pytest.mark.parametrize("weights", [[1.0], [3, 1], [1, 1, 1], [0.2, 0.5, 0.3], [1, 0]])
-def test_every_block_has_the_shares(weights: list[float]) -> None:
+def test_every_block_has_the_shares_of_its_sources(weights: list[float]) -> None:
     mixture = Mixture(weights, "seed")
     for block in range(3):
         positions = range(block * BLOCK, (block + 1) * BLOCK)
@@ -17,7 +17,7 @@ def test_every_block_has_the_shares(weights: list[float]) -> None:
             assert counts[number] == pytest.approx(BLOCK * weight / sum(weights), abs=1)
 
 
-def test_earlier_counts_the_turns_of_the_same_source() -> None:
+def test_mixture_counts_earlier_draws_of_the_same_source() -> None:
     mixture = Mixture([3, 2, 1], "seed")
     turns: Counter[int] = Counter()
     for position in range(3 * BLOCK):
@@ -26,7 +26,7 @@ def test_earlier_counts_the_turns_of_the_same_source() -> None:
         turns[source] += 1
 
 
-def test_the_order_is_another_in_each_block_and_for_each_seed() -> None:
+def test_order_of_sources_differs_between_blocks_and_seeds() -> None:
     def order(seed: str, block: int) -> list[int]:
         mixture = Mixture([1, 1], seed)
         return [mixture.source_at(block * BLOCK + offset) for offset in range(BLOCK)]

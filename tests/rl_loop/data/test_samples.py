@@ -36,7 +36,7 @@ def groups(*episodes: Trajectory) -> list[TrajectoryGroup]:
     return [TrajectoryGroup(trajectory.task_id, [trajectory]) for trajectory in episodes]
 
 
-def test_episodes_lie_end_to_end_under_the_names_of_their_tasks() -> None:
+def test_episodes_are_concatenated_with_their_task_names() -> None:
     short, long = episode("a", 4), episode("b", 7)
     samples = to_samples([TrajectoryGroup("a", [short]), *groups(long)], ON_POLICY, version=5)
     assert samples.offsets.tolist() == [0, 4, 11]
@@ -49,19 +49,19 @@ def test_episodes_lie_end_to_end_under_the_names_of_their_tasks() -> None:
     assert max_staleness(samples) == 0
 
 
-def test_no_episode_makes_no_samples() -> None:
+def test_zero_episodes_make_zero_samples() -> None:
     samples = to_samples([TrajectoryGroup("a", [])], ON_POLICY, version=5)
     assert (len(samples), samples.tokens, max_staleness(samples)) == (0, 0, 0)
 
 
-def test_an_excluded_episode_stays_and_no_token_of_it_learns() -> None:
+def test_excluded_episode_stays_without_loss_tokens() -> None:
     excluded = episode("a", 5, excluded=True)
     samples = to_samples(groups(excluded, episode("b", 4)), ON_POLICY, version=5)
     assert samples.loss_mask.tolist() == [False] * 7 + [True] * 2
     assert excluded.loss_mask.any(), "the episode itself stays as it was"
 
 
-def test_tokens_have_the_age_of_their_weights_and_grafted_ones_none() -> None:
+def test_sampled_tokens_have_staleness_and_spliced_ones_none() -> None:
     spans = [WeightVersionSpan(2, 4, 3), WeightVersionSpan(4, 7, 2), WeightVersionSpan(7, 9, 5)]
     old = episode("a", 9, weight_versions=spans, grafted=[(3, 5)])
     samples = to_samples(groups(episode("b", 4), old), STALE, version=5)
@@ -71,13 +71,13 @@ def test_tokens_have_the_age_of_their_weights_and_grafted_ones_none() -> None:
     assert max_staleness(samples) == 3
 
 
-def test_weights_that_do_not_exist_yet_have_sampled_nothing() -> None:
+def test_future_weight_versions_are_rejected() -> None:
     for config in (ON_POLICY, STALE):
         with pytest.raises(OffPolicyError, match="task a: the engine says that weights 6 sampled"):
             to_samples(groups(episode("b", 4), episode("a", 5, version=6)), config, version=5)
 
 
-def test_stale_tokens_do_not_count_as_on_policy_unless_they_are_grafted() -> None:
+def test_stale_tokens_are_rejected_on_policy_unless_spliced() -> None:
     with pytest.raises(OffPolicyError, match="task a: tokens sampled 2 weight versions ago"):
         to_samples(groups(episode("b", 4), episode("a", 5, version=3)), ON_POLICY, version=5)
 
@@ -86,7 +86,7 @@ def test_stale_tokens_do_not_count_as_on_policy_unless_they_are_grafted() -> Non
     assert samples.staleness is None, "an age of nothing is no age"
 
 
-def test_routes_are_handed_on_as_they_are_and_missed_by_name() -> None:
+def test_routes_are_passed_unchanged_and_missing_ones_are_named() -> None:
     routes = np.zeros((4, 2, 4), dtype=np.uint8)
     with_routes = episode("a", 5, routed_experts=routes)
     replayed = AlgorithmConfig(routing_replay="R3")
@@ -99,7 +99,7 @@ def test_routes_are_handed_on_as_they_are_and_missed_by_name() -> None:
         to_samples(groups(with_routes, episode("b", 5)), replayed, version=5)
 
 
-def test_estimates_become_columns_or_are_refused_by_name() -> None:
+def test_estimates_become_columns_or_are_rejected_by_name() -> None:
     samples = to_samples(groups(episode("a", 4), episode("b", 5)), ON_POLICY, version=5)
     values = np.arange(9, dtype=np.float32)
     assert samples.with_columns(values=values).values is values

@@ -20,7 +20,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("names", [*([name] for name in TENSORS), list(TENSORS)], ids=str)
-def test_tensors_come_back_as_they_were(names: list[str]) -> None:
+def test_tensors_survive_pickling_unchanged(names: list[str]) -> None:
     sent = {name: TENSORS[name] for name in names}
     restored = pickle.loads(pickle.dumps(TensorBytes.of(sent))).tensors()
 
@@ -32,7 +32,7 @@ def test_tensors_come_back_as_they_were(names: list[str]) -> None:
         assert not restored[name].requires_grad
 
 
-def test_bytes_are_pickled_beside_the_rest_and_as_one() -> None:
+def test_tensor_bytes_are_one_out_of_band_buffer() -> None:
     """Ray writes such buffers to shared memory without a copy."""
     weights = {str(number): torch.randn(64, 64) for number in range(20)}
     beside: list[pickle.PickleBuffer] = []
@@ -42,7 +42,7 @@ def test_bytes_are_pickled_beside_the_rest_and_as_one() -> None:
     assert len(rest) < 20 * 200
 
 
-def test_what_is_restored_may_be_written_and_the_store_is_not() -> None:
+def test_restored_tensors_are_writable_copies_of_the_store() -> None:
     content = TensorBytes.of({"a": torch.zeros(8)})
     content.content.flags.writeable = False  # like an array in Ray's store
     restored = content.tensors()
@@ -51,7 +51,7 @@ def test_what_is_restored_may_be_written_and_the_store_is_not() -> None:
     assert not content.content.any()
 
 
-def test_the_bytes_are_those_of_the_moment() -> None:
+def test_stored_bytes_do_not_change_with_the_parameters() -> None:
     """The next update changes parameters in place, which must not change the bytes."""
     parameter = torch.zeros(8)
     content = TensorBytes.of({"a": parameter})
@@ -59,7 +59,7 @@ def test_the_bytes_are_those_of_the_moment() -> None:
     assert not content.tensors()["a"].any()
 
 
-def test_stored_tensors_are_made_when_one_is_looked_at() -> None:
+def test_stored_tensors_are_restored_on_first_access() -> None:
     stored = StoredTensors(lambda: TensorBytes.of(TENSORS))
     assert not vars(stored).keys() & {"stored", "_tensors"}
     assert list(stored) == list(TENSORS)

@@ -32,7 +32,7 @@ def batch() -> tuple[TrainingSamples, TrainedTokens]:
     return samples, TrainedTokens(log_probs, np.zeros_like(log_probs))
 
 
-def test_the_episode_whose_log_probs_are_out_of_place_is_named() -> None:
+def test_episode_with_mismatching_log_probs_is_named() -> None:
     samples, trained = batch()
     check_sampled_by_policy(samples, trained, limit=0.1, step=4)
     trained.log_probs[28:40] += 0.5
@@ -41,7 +41,7 @@ def test_the_episode_whose_log_probs_are_out_of_place_is_named() -> None:
     check_sampled_by_policy(samples, trained, limit=1.0, step=4)
 
 
-def test_prompts_few_tokens_and_old_ones_say_nothing() -> None:
+def test_prompts_few_tokens_and_stale_ones_are_not_reported() -> None:
     samples, trained = batch()
     trained.log_probs[20:28] += 9  # tokens of a prompt
     trained.log_probs[28:40] += 0.5
@@ -56,7 +56,7 @@ def test_prompts_few_tokens_and_old_ones_say_nothing() -> None:
     check_sampled_by_policy(samples, None, limit=0.1, step=0)
 
 
-def test_any_episode_is_named_however_its_tokens_are_cut_into_blocks(
+def test_mismatching_episode_is_named_for_any_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trained_tokens, "BLOCK_TOKENS", 64)

@@ -32,7 +32,7 @@ def episode(**others: Any) -> Trajectory:
     return Trajectory("algebra/7", **columns(**others))
 
 
-def test_lists_become_columns_and_columns_stay_what_they_are() -> None:
+def test_lists_become_columns_and_columns_stay_unchanged() -> None:
     listed = Trajectory(
         "t", token_ids=[1, 2, 3], loss_mask=[0, 1, True], rollout_log_probs=[0.0, -1.0, -0.25]
     )  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_column_that_is_none_is_refused_naming_column_and_task(kind: str) -> None:
+def test_invalid_column_is_rejected_with_column_and_task(kind: str) -> None:
     name, column = REFUSED[kind]
     with pytest.raises(ColumnError, match=rf"column {name} of task algebra/7 "):
         episode(**{name: column})
@@ -93,7 +93,7 @@ def test_a_column_that_is_none_is_refused_naming_column_and_task(kind: str) -> N
         replace(episode(), **{name: column})
 
 
-def test_what_cannot_be_trained_on_is_refused_naming_the_task() -> None:
+def test_untrainable_episode_is_rejected_with_the_task() -> None:
     def refused(match: str, **others: Any) -> None:
         with pytest.raises(ValueError, match=f"trajectory of task algebra/7: {match}"):
             episode(**others).validate()

@@ -40,7 +40,7 @@ def refused(path: Path, message: str) -> None:
         assert str(path) in str(error.value)
 
 
-def test_a_parquet_bomb_of_repeated_text_is_refused_without_being_written_out(
+def test_parquet_bomb_of_repeated_text_is_rejected_undecoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text of 1 MB is stored once and referenced 40,000 times: 40 GB of text."""
@@ -55,7 +55,7 @@ def test_a_parquet_bomb_of_repeated_text_is_refused_without_being_written_out(
     refused(path, "bytes may become .* it becomes more than that; it was not read")
 
 
-def test_a_parquet_file_that_takes_all_memory_is_refused(
+def test_parquet_file_that_exceeds_the_memory_limit_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One batch exceeds the memory limit of the process that measures the decoded size."""
@@ -71,7 +71,7 @@ def test_a_parquet_file_that_takes_all_memory_is_refused(
         check_parquet(path)
 
 
-def test_a_parquet_bomb_that_says_what_it_becomes_is_refused_by_its_footer(
+def test_parquet_bomb_with_true_footer_is_rejected_by_the_footer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(untrusted_data, "ALWAYS_ALLOWED_BYTES", 1 << 24)
@@ -83,13 +83,13 @@ def test_a_parquet_bomb_that_says_what_it_becomes_is_refused_by_its_footer(
     refused(path, "it says that it becomes 20,97.*; it was not read")
 
 
-def test_rows_that_take_no_room_are_refused(tmp_path: Path) -> None:
+def test_parquet_rows_without_stored_bytes_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"messages": pa.nulls(5_000_000, pa.string())}), path)
     refused(path, "5,000,000 rows in .* bytes cannot be text")
 
 
-def test_text_that_repeats_itself_is_no_bomb(tmp_path: Path) -> None:
+def test_repetitive_text_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "honest.parquet"
     pq.write_table(chat(20_000, "The same answer to everybody. " * 10), path)
     check_parquet(path)
@@ -99,7 +99,7 @@ def test_text_that_repeats_itself_is_no_bomb(tmp_path: Path) -> None:
 # -- JSONL -----------------------------------------------------------------------------------------
 
 
-def test_a_line_without_end_is_refused_by_its_number(
+def test_too_long_line_is_rejected_with_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(untrusted_data, "MAX_LINE_BYTES", 1 << 20)
@@ -119,7 +119,7 @@ def test_a_line_without_end_is_refused_by_its_number(
 # -- YAML ------------------------------------------------------------------------------------------
 
 
-def test_recursive_alias_and_endless_nesting_are_refused(tmp_path: Path) -> None:
+def test_recursive_alias_and_deep_nesting_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "strange.yaml"
     path.write_text("a: &a [*a]")
     with pytest.raises(ConfigError, match="recursive aliases are not supported"):
@@ -129,7 +129,7 @@ def test_recursive_alias_and_endless_nesting_are_refused(tmp_path: Path) -> None
         read_yaml(path)
 
 
-def test_honest_aliases_are_read(tmp_path: Path) -> None:
+def test_yaml_aliases_of_normal_size_are_read(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("a: &a {lr: 1}\nb: *a\nc: [*a, *a]\n")
     assert read_yaml(path).c[1].lr == 1
@@ -138,7 +138,7 @@ def test_honest_aliases_are_read(tmp_path: Path) -> None:
 # -- archives --------------------------------------------------------------------------------------
 
 
-def test_a_zip_bomb_among_recorded_groups_is_not_read(
+def test_zip_bomb_among_recorded_groups_is_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "step_000002.npz"
@@ -156,7 +156,7 @@ def test_a_zip_bomb_among_recorded_groups_is_not_read(
     assert peak < 5 << 20
 
 
-def test_a_pickle_among_recorded_groups_is_not_loaded(
+def test_pickle_among_recorded_groups_is_not_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     np.savez(tmp_path / "step_000002.npz", description=np.array([Path("a pickle")], dtype=object))
