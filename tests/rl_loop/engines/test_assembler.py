@@ -55,7 +55,7 @@ def install_package(
     return path
 
 
-def test_the_environments_package_is_taken_before_a_toolkit(
+def test_ptxas_of_the_environment_is_preferred_to_a_toolkits(
     assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_package = install_package(assembler, monkeypatch, tmp_path / "site", "13.3")
@@ -65,7 +65,7 @@ def test_the_environments_package_is_taken_before_a_toolkit(
     assert assembler.os.environ[VARIABLE] == of_package
 
 
-def test_a_toolkit_stands_in_for_a_package_that_is_too_old(
+def test_ptxas_of_a_toolkit_replaces_a_package_that_is_too_old(
     assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_package(assembler, monkeypatch, tmp_path / "site", "13.2")
@@ -77,7 +77,7 @@ def test_a_toolkit_stands_in_for_a_package_that_is_too_old(
     assert assembler.os.environ[VARIABLE] == of_toolkit
 
 
-def test_one_of_another_major_version_is_left_alone(
+def test_ptxas_of_another_major_version_is_ignored(
     assembler: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_assembler(tmp_path / "bin/ptxas", "14.0")
@@ -90,7 +90,7 @@ def test_one_of_another_major_version_is_left_alone(
     assert assembler.os.environ[VARIABLE] == str(tmp_path / "bin/ptxas")
 
 
-def test_without_one_a_server_warns_and_names_the_package(
+def test_server_without_a_ptxas_warns_and_names_the_package(
     assembler: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     assembler.install()
@@ -101,7 +101,7 @@ def test_without_one_a_server_warns_and_names_the_package(
 
 
 @pytest.mark.parametrize(("version", "warns"), [("12.8", True), ("13.3", False)])
-def test_somebodys_own_choice_is_kept(
+def test_ptxas_chosen_by_the_user_is_kept(
     assembler: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_somebodys_own_choice_is_kept(
     assert [warning.split(",")[0] for warning in warnings] == [expected] * warns
 
 
-def test_servers_with_packed_experts_choose_before_anything_is_compiled() -> None:
+def test_ptxas_is_chosen_before_mxfp4_kernels_are_compiled() -> None:
     mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
     assert mends.index("sound_assembler") < mends.index("quick_products")
     assert "sound_assembler" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]

@@ -70,7 +70,7 @@ def test_abort_returns_partial_tokens_of_that_request_only() -> None:
     asyncio.run(main())
 
 
-def test_abort_all_also_answers_requests_that_wait_for_a_place() -> None:
+def test_abort_all_also_ends_queued_requests() -> None:
     engine = engine_of(MODEL, max_batch_size=1)
 
     async def main() -> None:
@@ -88,7 +88,7 @@ def test_abort_all_also_answers_requests_that_wait_for_a_place() -> None:
     asyncio.run(main())
 
 
-def test_cancelled_task_frees_its_place() -> None:
+def test_cancelled_request_frees_its_row() -> None:
     engine = engine_of(MODEL, max_batch_size=1)
 
     async def main() -> None:
@@ -105,7 +105,7 @@ def test_cancelled_task_frees_its_place() -> None:
     asyncio.run(main())
 
 
-def test_event_loop_goes_on_while_tokens_are_sampled() -> None:
+def test_event_loop_is_not_blocked_while_tokens_are_sampled() -> None:
     engine = engine_of(MODEL)
 
     async def main() -> None:
@@ -122,7 +122,7 @@ def test_event_loop_goes_on_while_tokens_are_sampled() -> None:
     asyncio.run(main())
 
 
-def test_the_same_request_id_twice_at_once_is_refused() -> None:
+def test_request_id_that_is_in_use_is_rejected() -> None:
     engine = engine_of(MODEL)
 
     async def main() -> None:
@@ -136,7 +136,7 @@ def test_the_same_request_id_twice_at_once_is_refused() -> None:
     asyncio.run(main())
 
 
-def test_weight_sync_ends_what_runs_and_the_rest_is_sampled_with_the_new_weights() -> None:
+def test_weight_sync_aborts_requests_that_then_use_new_weights() -> None:
     engine = engine_of(MODEL)
 
     async def main() -> None:
@@ -178,7 +178,7 @@ def test_weight_sync_drops_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize("fault", ["is missing", "is none of", "has shape", "came twice"])
-def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(fault: str) -> None:
+def test_weights_that_do_not_fit_are_named_and_not_loaded(fault: str) -> None:
     engine = engine_of(MODEL)
     named = dict(OTHER.state_dict())
     name = "model.layers.1.mlp.experts.down_proj"
@@ -208,7 +208,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(fault: s
     asyncio.run(main())
 
 
-def test_a_failing_model_fails_all_who_wait_and_serves_later_requests() -> None:
+def test_model_exception_fails_all_requests_but_not_later_ones() -> None:
     model = reference_model()
     engine = TransformersEngine(model, max_batch_size=2)
 
@@ -233,7 +233,7 @@ def test_a_failing_model_fails_all_who_wait_and_serves_later_requests() -> None:
     asyncio.run(main())
 
 
-def test_weights_with_nan_raise_and_good_weights_mend_it() -> None:
+def test_nan_weights_raise_until_good_weights_arrive() -> None:
     engine = engine_of(MODEL)
     bad = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
     bad["model.layers.0.self_attn.k_proj.bias"][0] = float("nan")
@@ -248,7 +248,7 @@ def test_weights_with_nan_raise_and_good_weights_mend_it() -> None:
     asyncio.run(main())
 
 
-def test_values_that_overflowed_in_one_request_do_not_reach_later_ones() -> None:
+def test_overflow_in_a_request_does_not_affect_later_ones() -> None:
     engine = engine_of(MODEL)
     weights = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
     weights["model.embed_tokens.weight"][7] = float("inf")
@@ -275,7 +275,7 @@ def test_values_that_overflowed_in_one_request_do_not_reach_later_ones() -> None
     asyncio.run(main())
 
 
-def test_closing_fails_requests_under_way_and_later_ones() -> None:
+def test_closed_engine_fails_running_and_later_requests() -> None:
     engine = engine_of(MODEL)
 
     async def main() -> None:
@@ -292,7 +292,7 @@ def test_closing_fails_requests_under_way_and_later_ones() -> None:
     asyncio.run(main())
 
 
-def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
+def test_engine_thread_ends_when_the_engine_is_released() -> None:
     threads = threading.active_count()
     engine = engine_of(MODEL)
     asyncio.run(engine.generate(request([VOCAB - 1], 2)))
@@ -309,7 +309,7 @@ def test_a_forgotten_engine_takes_its_thread_with_it() -> None:
     wait_until(lambda: threading.active_count() <= threads)
 
 
-def test_a_request_begins_when_it_leaves_the_queue() -> None:
+def test_request_begins_when_it_leaves_the_queue() -> None:
     """The time limit of an episode does not include the time in the queue."""
 
     engine = engine_of(MODEL, max_batch_size=1)

@@ -29,7 +29,7 @@ async def gather(engine: Any, requests: list[Any]) -> list[GenerateResult]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_decoding_of_a_ragged_batch_is_that_of_transformers(kind: str) -> None:
+def test_dense_greedy_decoding_of_ragged_batch_equals_generate(kind: str) -> None:
     config = MODELS[kind]
     model, engine = dense_hf_model(config), engine_of(config)
     prompts = [prompt(n, seed=n) for n in (1, 2, 9, 30, 47)]
@@ -44,7 +44,7 @@ def test_greedy_decoding_of_a_ragged_batch_is_that_of_transformers(kind: str) ->
     asyncio.run(engine.close())
 
 
-def test_a_turn_that_goes_on_from_the_cache_has_the_log_probs_of_the_whole_text() -> None:
+def test_dense_turn_from_the_cache_equals_a_full_forward() -> None:
     config = MODELS["qwen2, tied"]
     model, engine = dense_hf_model(config), engine_of(config)
     first = asyncio.run(engine.generate(request(prompt(40), 10, seed=3)))
@@ -59,14 +59,14 @@ def test_a_turn_that_goes_on_from_the_cache_has_the_log_probs_of_the_whole_text(
     asyncio.run(engine.close())
 
 
-def test_routes_of_a_model_without_experts_are_refused() -> None:
+def test_routes_of_a_dense_model_are_rejected() -> None:
     engine = engine_of(MODELS["llama"])
     with pytest.raises(ValueError, match="asks for routed experts of a model without experts"):
         asyncio.run(engine.generate(request(prompt(4), 2, routes=True)))
     asyncio.run(engine.close())
 
 
-def test_weights_of_another_kind_are_named() -> None:
+def test_weights_of_another_model_family_are_named() -> None:
     engine = engine_of(MODELS["llama"])
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj\.bias is none"):
         asyncio.run(engine.sync_weights(dense_weights(MODELS["qwen2"]).items(), 2))

@@ -58,7 +58,7 @@ call(0, kind="first")
 """
 
 
-def test_it_takes_the_calls_of_layers_with_few_tokens_and_leaves_others(tmp_path: Path) -> None:
+def test_moe_kernel_takes_only_small_batches_of_moe_layers(tmp_path: Path) -> None:
     theirs = 'def matmul_ogs(x, w, bias, routing_data, **options):\n    return "theirs"\n'
     write_modules(tmp_path, {LAYER: theirs})
     lines = run_with_plugin("-c", PROGRAM, packages=tmp_path).splitlines()
@@ -78,28 +78,28 @@ def test_it_takes_the_calls_of_layers_with_few_tokens_and_leaves_others(tmp_path
     ]
 
 
-def test_products_are_what_codes_and_scales_mean_for_any_number_of_an_experts_tokens() -> None:
+def test_moe_kernel_equals_dequantized_products() -> None:
     said = run_with_plugin(
         "-m", "tests.support.rl_loop.engines.expert_matmul_interpreted", interpreted=True
     )
     assert said == "both products are what they mean\n"
 
 
-def test_four_kernels_for_a_hopper_gpu_do_for_all_numbers_of_tokens() -> None:
+def test_moe_kernel_has_four_variants_for_hopper() -> None:
     assert (
         run_with_plugin("-m", "tests.support.rl_loop.engines.expert_matmul_compiled")
         == "compiled\n"
     )
 
 
-def test_servers_with_packed_experts_have_it() -> None:
+def test_mxfp4_servers_use_the_moe_kernel() -> None:
     mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
     assert "quick_few_tokens" in mends
     assert "quick_few_tokens" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
 
 
 @pytest.mark.gpu
-def test_products_are_the_same_to_the_last_bit() -> None:
+def test_moe_kernel_is_bitwise_equal_to_triton_kernels() -> None:
     """The products of both matrices equal those of triton_kernels, at the width of GPT-OSS."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     ours = hashes_of_products("gptoss_expert_values", "gptoss_expert_matmul")
@@ -107,7 +107,7 @@ def test_products_are_the_same_to_the_last_bit() -> None:
 
 
 @pytest.mark.gpu
-def test_products_are_the_same_in_every_run() -> None:
+def test_moe_kernel_is_deterministic() -> None:
     """A register that is overwritten before a tensor core reads it changes only some runs.
 
     See docs/quantization.md.

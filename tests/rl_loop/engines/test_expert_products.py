@@ -61,7 +61,7 @@ for rows, outputs, config in cases + [(16, 2880, other) for other in others]:
 """
 
 
-def test_products_of_our_layout_get_their_shapes_and_others_are_as_they_were(
+def test_expert_gemms_of_our_layout_only_get_tuned_shapes(
     tmp_path: Path,
 ) -> None:
     modules = {
@@ -85,7 +85,7 @@ def test_products_of_our_layout_get_their_shapes_and_others_are_as_they_were(
     ]
 
 
-def test_programs_of_any_number_of_warps_find_the_scales_of_their_columns() -> None:
+def test_expert_gemms_find_their_scales_for_any_number_of_warps() -> None:
     said = run_with_plugin(
         "-m", "tests.support.rl_loop.engines.expert_scales_interpreted", interpreted=True
     )
@@ -93,7 +93,7 @@ def test_programs_of_any_number_of_warps_find_the_scales_of_their_columns() -> N
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_servers_of_packed_experts_have_it(deterministic: bool) -> None:
+def test_mxfp4_servers_use_the_tuned_gemm_shapes(deterministic: bool) -> None:
     settings = SglangConfig(quantization="mxfp4", deterministic=deterministic)
     mends = settings.environment["GPTOSS_SGLANG_MENDS"].split(",")
     assert "quick_products" in mends
@@ -102,7 +102,7 @@ def test_servers_of_packed_experts_have_it(deterministic: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_products_are_the_same_to_the_last_bit() -> None:
+def test_tuned_gemms_are_bitwise_equal_to_triton_kernels() -> None:
     """The products equal those with triton_kernels' shapes, at the width of GPT-OSS."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     assert hashes_of_products("gptoss_expert_products") == hashes_of_products()

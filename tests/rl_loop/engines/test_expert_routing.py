@@ -113,13 +113,13 @@ print(len(matmul_ogs.reduced))
 """
 
 
-def test_kernels_route_and_sum_as_torch_does() -> None:
+def test_routing_and_sum_kernels_equal_torch() -> None:
     program = "tests.support.rl_loop.engines.expert_routing_interpreted"
     printed = run_with_plugin("-m", program, interpreted=True)
     assert printed == "11 shapes and 5 kinds of logits\n"
 
 
-def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
+def test_routing_kernels_compile_for_hopper_without_spills() -> None:
     """Runs without a GPU. The interpreter accepts some programs that the compiler rejects.
 
     Numbers of tokens with the same next power of 2 share a compiled variant.
@@ -128,7 +128,7 @@ def test_kernels_compile_for_hopper_and_keep_to_their_registers() -> None:
     assert run_with_plugin("-m", program) == "13 tables in 12 variants\n"
 
 
-def test_layers_route_few_tokens_with_it_and_others_as_before(tmp_path: Path) -> None:
+def test_routing_kernel_serves_only_small_batches(tmp_path: Path) -> None:
     modules = {
         "sglang/srt/layers/moe/topk.py": TOPK,
         "triton_kernels/matmul_ogs.py": MATMUL,
@@ -175,7 +175,7 @@ def routing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_routes_are_those_of_triton_kernels(
+def test_routes_equal_those_of_triton_kernels(
     routing: ModuleType, tokens: int, experts: int, kind: str
 ) -> None:
     from triton_kernels.tensor import make_ragged_tensor_metadata
@@ -203,7 +203,7 @@ def test_routes_are_those_of_triton_kernels(
 
 
 @pytest.mark.gpu
-def test_sums_are_those_of_triton_kernels_to_the_last_bit(routing: ModuleType) -> None:
+def test_sums_are_bitwise_equal_to_triton_kernels(routing: ModuleType) -> None:
     from triton_kernels.reduce import reduce
 
     outputs = torch.randn(37, 4, 2880, device="cuda").bfloat16()

@@ -30,7 +30,7 @@ def layout(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gptoss_hopper_layout")
 
 
-def test_one_factor_makes_what_code_and_scale_mean(values: ModuleType, layout: ModuleType) -> None:
+def test_conversion_equals_code_times_scale(values: ModuleType, layout: ModuleType) -> None:
     """Covers all codes at all places of a word, with all scales that weights may have."""
     byte = torch.arange(256)
     scales = torch.arange(129)[:, None, None]  # before [bytes, halves]
@@ -58,21 +58,21 @@ def scale_factors(values: ModuleType, scales: torch.Tensor) -> torch.Tensor:
     return torch.cat([as_bf16(half) for half in halves], -1).flatten()[: len(scales)]
 
 
-def test_values_come_in_the_order_of_the_matrix() -> None:
+def test_converted_values_have_the_order_of_the_matrix() -> None:
     said = run_with_plugin(
         "-m", "tests.support.rl_loop.engines.expert_values_interpreted", interpreted=True
     )
     assert said == "every value is where the matrix has it\n"
 
 
-def test_it_compiles_for_hopper_and_spills_no_registers() -> None:
+def test_conversion_compiles_for_hopper_without_spills() -> None:
     assert (
         run_with_plugin("-m", "tests.support.rl_loop.engines.expert_values_compiled")
         == "compiled\n"
     )
 
 
-def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_path: Path) -> None:
+def test_mxfp4_servers_replace_triton_kernels_conversion(tmp_path: Path) -> None:
     """The conversion of triton_kernels would give wrong values for the plugin's layouts."""
     module = "triton_kernels/matmul_ogs_details/_matmul_ogs.py"
     write_modules(tmp_path, {module: "mxfp4_to_bf16_triton = None\n"})
@@ -89,6 +89,6 @@ def test_servers_of_packed_experts_have_it_in_place_of_triton_kernels_own(tmp_pa
 
 
 @pytest.mark.gpu
-def test_products_are_the_same_to_the_last_bit(values: ModuleType) -> None:
+def test_products_with_the_conversion_are_bitwise_equal(values: ModuleType) -> None:
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
     assert hashes_of_products(values.__name__) == hashes_of_products()

@@ -94,7 +94,7 @@ def test_fp32_logits_are_the_default_on_gpus() -> None:
     assert not has_patch(attention_backend="triton", arguments=["--device", "cpu"])
 
 
-def test_fp32_logits_are_refused_where_they_cannot_be() -> None:
+def test_fp32_logits_are_rejected_where_unsupported() -> None:
     with pytest.raises(ValueError, match=r"rollout\.engine\.fp32_logits.* deterministic"):
         SglangConfig(fp32_logits=True, deterministic=True)
     with pytest.raises(ValueError, match="asks for servers on CPUs: leave fp32_logits out"):

@@ -49,7 +49,7 @@ def assert_log_probs_are_those_of_a_plain_forward(
     np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-5, rtol=0)
 
 
-def test_greedy_decoding_of_ragged_batch_equals_transformers_generate() -> None:
+def test_greedy_decoding_of_a_ragged_batch_equals_generate() -> None:
     engine = engine_of(MODEL)
     prompts = [prompt(n, seed=n) for n in (1, 2, 5, 7, 8, 9, 13, 30, 47)]
     results = gather(engine, [request(p, 25, temperature=0.0) for p in prompts])
@@ -63,7 +63,7 @@ def test_greedy_decoding_of_ragged_batch_equals_transformers_generate() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_of_sampled_tokens_equal_a_plain_forward_alone_and_batched(
+def test_log_probs_equal_a_plain_forward_alone_and_batched(
     temperature: float,
 ) -> None:
     engine = engine_of(MODEL, max_batch_size=5)  # fewer rows than requests
@@ -128,7 +128,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
         assert_log_probs_are_those_of_a_plain_forward(tokens, result)
 
 
-def test_finished_sequences_are_kept_until_newer_ones_need_their_rows() -> None:
+def test_finished_sequence_is_cached_until_its_row_is_needed() -> None:
     engine = engine_of(MODEL, max_batch_size=1)  # two rows: one runs, one is kept
     for seed in (0, 1, 2):
         gather(engine, [request(prompt(30, seed), 2, temperature=0.0)])
@@ -155,7 +155,7 @@ def test_routes_equal_those_of_a_plain_forward_in_a_ragged_batch() -> None:
         np.testing.assert_array_equal(routes, plain_routes(MODEL, p + result.output_ids))
 
 
-def test_routes_that_are_all_zero_are_refused_naming_the_layer() -> None:
+def test_all_zero_routes_are_rejected_with_the_layer() -> None:
     model = reference_model()
     engine = TransformersEngine(model)
 
@@ -171,7 +171,7 @@ def test_routes_that_are_all_zero_are_refused_naming_the_layer() -> None:
     assert len(gather(engine, [request(prompt(9), 3)])[0].output_ids) == 3
 
 
-def test_same_seed_gives_same_tokens_whatever_it_is_batched_with() -> None:
+def test_tokens_of_a_seed_do_not_depend_on_the_batch() -> None:
     engine = engine_of(reference_model(dtype=torch.float64), max_batch_size=6)
     tokens = prompt(17)
     (alone,) = gather(engine, [request(tokens, 40, seed=7, top_p=0.9, temperature=1.2)])
@@ -190,7 +190,7 @@ def test_without_a_seed_continuations_differ() -> None:
     assert first.output_ids != second.output_ids
 
 
-def test_a_stop_token_ends_the_continuation_and_belongs_to_it() -> None:
+def test_stop_token_ends_the_continuation_and_belongs_to_it() -> None:
     engine = engine_of(MODEL)
     (free,) = gather(engine, [request(prompt(12), 30, seed=3)])
     stop = free.output_ids[10]
@@ -203,7 +203,7 @@ def test_a_stop_token_ends_the_continuation_and_belongs_to_it() -> None:
     assert stopped.finish_reason == FinishReason.STOP
 
 
-def test_score_equals_a_plain_forward_over_more_tokens_than_one_chunk() -> None:
+def test_score_of_several_chunks_equals_a_plain_forward() -> None:
     engine = engine_of(MODEL)
     tokens = prompt(1100)
     for temperature in (1.0, 0.5):
@@ -275,7 +275,7 @@ def test_generation_on_a_gpu_equals_a_plain_forward_on_the_cpu() -> None:
         np.testing.assert_allclose(result.output_log_probs, expected, atol=1e-4, rtol=0)
 
 
-def test_rotary_frequencies_are_the_same_in_every_dtype_and_the_config_is_left_alone() -> None:
+def test_rotary_frequencies_are_fp32_in_every_engine_dtype() -> None:
     config = tiny_config()
     engines = [
         TransformersEngine.from_config(config, dtype=dtype)
@@ -296,12 +296,12 @@ def test_rotary_frequencies_are_the_same_in_every_dtype_and_the_config_is_left_a
         (request([1], 1 << 20), "positions"),
     ],
 )
-def test_requests_that_cannot_run_are_refused_naming_the_fault(bad: object, message: str) -> None:
+def test_invalid_requests_are_rejected_with_the_reason(bad: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gather(engine_of(MODEL), [bad])
 
 
-def test_deterministic_answers_have_the_same_bits_whatever_else_the_engine_does() -> None:
+def test_deterministic_log_probs_do_not_depend_on_other_requests() -> None:
     wanted = [request(prompt(20 + 7 * i, seed=i), 20, seed=i) for i in range(4)]
     # These prompts are longer, so that the cache grows, and begin with prefixes of ``wanted``.
     others = [request([*prompt(20, seed=0), *prompt(150, seed=9)], 12, seed=7), *wanted[:2]]
@@ -320,7 +320,7 @@ def test_deterministic_answers_have_the_same_bits_whatever_else_the_engine_does(
     assert answers(deterministic=False, busy=True) != answers(deterministic=False, busy=False)
 
 
-def test_an_answer_to_another_request_is_refused() -> None:
+def test_result_of_another_request_is_rejected() -> None:
     first, second = request(prompt(9), 5, seed=1), request(prompt(9), 5, seed=2)
     answers = gather(engine_of(MODEL), [first, second])
     shape = ModelShape(VOCAB)

@@ -125,7 +125,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ray.shutdown()
 
 
-def test_three_steps_with_a_backend_from_outside_the_project(outside: Path) -> None:
+def test_run_trains_three_steps_with_a_users_backend(outside: Path) -> None:
     def config(script: list[int]) -> RlConfig:
         engine = f"{{type: 'my_engine:ScriptedBackend', options: {{script: {script}, log: {outside}/log}}}}"
         options = [
@@ -176,7 +176,7 @@ def test_engines_sleep_before_a_resumed_run_syncs(outside: Path) -> None:
     assert log.read_text().splitlines() == ["pause", "sync 1", "pause", "sync 2", "close"]
 
 
-def test_options_of_a_backend_from_outside_are_checked_with_the_configuration(
+def test_options_of_a_users_backend_are_checked_on_load(
     outside: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.script: Field required"):

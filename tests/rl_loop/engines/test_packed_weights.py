@@ -39,7 +39,7 @@ def synced(weights: Weights) -> TransformersEngine:
     return engine
 
 
-def test_it_computes_with_the_values_of_the_bits() -> None:
+def test_engine_computes_with_dequantized_mxfp4_values() -> None:
     rounded = reference_model(0, intermediate_size=WIDTH)
     rounded.load_state_dict(fake_quantize_experts(MODEL.state_dict()))
     engine = synced(packed_weights())
@@ -51,7 +51,7 @@ def test_it_computes_with_the_values_of_the_bits() -> None:
     assert (torch.tensor(found) - unrounded).abs().max() > 1e-3
 
 
-def test_it_knows_the_digests_of_its_bits_and_of_none_that_came_otherwise() -> None:
+def test_engine_reports_digests_of_mxfp4_experts_only() -> None:
     sent = packed_weights()
     engine = synced(sent)
     digests = asyncio.run(engine.packed_digests())
@@ -63,7 +63,7 @@ def test_it_knows_the_digests_of_its_bits_and_of_none_that_came_otherwise() -> N
     assert asyncio.run(engine.packed_digests()) == {}
 
 
-def test_what_is_sent_may_change_afterwards() -> None:
+def test_engine_copies_the_weights_that_it_receives() -> None:
     sent = packed_weights()
     engine = synced(sent)
     expected = stack_digests(sent.items())
@@ -71,7 +71,7 @@ def test_what_is_sent_may_change_afterwards() -> None:
     assert asyncio.run(engine.packed_digests()) == expected
 
 
-def test_other_values_than_those_of_the_bits_are_found() -> None:
+def test_changed_dequantized_values_are_detected() -> None:
     engine = synced(packed_weights())
     with torch.no_grad():
         engine._model.model.layers[0].mlp.experts.down_proj[1, 2, 3] += 0.5
@@ -95,7 +95,9 @@ def test_other_values_than_those_of_the_bits_are_found() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(change: object, message: str) -> None:
+def test_mxfp4_weights_that_do_not_fit_are_named_and_not_loaded(
+    change: object, message: str
+) -> None:
     engine = synced(packed_weights())
     before = asyncio.run(engine.packed_digests())
     named = packed_weights(1)
@@ -115,7 +117,7 @@ class Holds:
         return self.digests
 
 
-def test_bits_that_differ_from_the_trainers_are_named_with_the_worker() -> None:
+def test_differing_mxfp4_experts_are_named_with_the_worker() -> None:
     expected = stack_digests(packed_weights().items())
     assert check_packed_experts(Holds(expected), Holds([expected, expected]), 1) == expected
     assert check_packed_experts(Holds(expected), Holds([]), 1) == {}
@@ -135,7 +137,7 @@ def test_bits_that_differ_from_the_trainers_are_named_with_the_worker() -> None:
         check_packed_experts(Holds(expected), Holds([missing]), 4)
 
 
-def test_weights_in_memory_are_packed_by_the_one_quantizer() -> None:
+def test_weights_in_memory_are_packed_by_the_shared_quantizer() -> None:
     named = MODEL.state_dict()
     packed = pack_experts(named)
     others = [name for name in named if not name.endswith(("gate_up_proj", "down_proj"))]

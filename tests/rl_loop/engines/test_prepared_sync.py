@@ -38,7 +38,7 @@ class Workers:
         self.loaded.append((int(weights["version"]), version))
 
 
-def test_weights_are_gathered_once_for_each_version_and_are_the_newest() -> None:
+def test_prepared_sync_gathers_the_newest_weights_once() -> None:
     config = load_config(TINY, RlConfig)
     backend = EmbeddedBackend(config.rollout.engine, backend_context(config))  # type: ignore[arg-type]
     workers: Any = Workers()

@@ -138,18 +138,18 @@ print(run()[2], run(return_logprob=False)[2])
 """
 
 
-def test_tokens_and_log_probs_are_those_of_float64() -> None:
+def test_sampling_kernels_equal_float64() -> None:
     program = ROOT / "tests/support/rl_loop/engines/sampling_interpreted.py"
     assert run_with_plugin(str(program), interpreted=True) == "5 shapes\n"
 
 
-def test_kernels_compile_for_hopper_once_for_all_numbers_of_requests() -> None:
+def test_sampling_kernels_compile_once_for_all_batch_sizes() -> None:
     program = "tests.support.rl_loop.engines.sampling_compiled"
     expected = "6 shapes, 1 variant of GPT-OSS\n" * 2
     assert run_with_plugin("-m", program) == expected
 
 
-def test_plain_batches_are_sampled_with_it_and_others_as_before(tmp_path: Path) -> None:
+def test_sampling_kernels_serve_plain_batches_only(tmp_path: Path) -> None:
     modules = {
         "sglang/srt/layers/sampler.py": SAMPLER,
         "sglang/version.py": '__version__ = "0.5.17"',
@@ -171,7 +171,7 @@ def test_plain_batches_are_sampled_with_it_and_others_as_before(tmp_path: Path) 
     ]
 
 
-def test_servers_sample_in_one_pass_where_they_can() -> None:
+def test_sampling_kernels_are_the_default_where_supported() -> None:
     def mends(**settings: object) -> list[str]:
         return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
 
@@ -194,7 +194,7 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.gpu
-def test_a_step_of_256_requests_is_sampled_as_torch_does(sampling: ModuleType) -> None:
+def test_step_of_256_requests_is_sampled_as_by_torch(sampling: ModuleType) -> None:
     requests, vocabulary = 256, 201_088
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(requests, vocabulary, device="cuda", generator=generator)
@@ -220,7 +220,7 @@ def test_a_step_of_256_requests_is_sampled_as_torch_does(sampling: ModuleType) -
 
 
 @pytest.mark.gpu
-def test_likely_tokens_come_as_often_as_torch_says(sampling: ModuleType) -> None:
+def test_token_frequencies_equal_torchs_probabilities(sampling: ModuleType) -> None:
     requests, vocabulary, rounds = 256, 201_088, 80
     generator = torch.Generator("cuda").manual_seed(1)
     row = 3 * torch.randn(vocabulary, device="cuda", generator=generator)

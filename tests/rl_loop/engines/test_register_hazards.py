@@ -43,7 +43,7 @@ def inspect(*instructions: str) -> tuple[int, int | None]:
     return loop.hazards, loop.nearest
 
 
-def test_what_is_written_before_the_wait_is_counted() -> None:
+def test_registers_written_before_the_wait_are_counted() -> None:
     assert inspect("LDS R40, [R4]", multiply(40), wait(0)) == (0, None)
     # The groups of the two previous iterations are pending when the third iteration writes.
     assert inspect("LDS R40, [R4]", multiply(40)) == (2, 2)
@@ -51,7 +51,7 @@ def test_what_is_written_before_the_wait_is_counted() -> None:
     assert inspect("LDS R44, [R4]", multiply(40), wait(1)) == (0, None)
 
 
-def test_a_wait_leaves_the_youngest_groups() -> None:
+def test_wait_leaves_the_youngest_groups_in_flight() -> None:
     two_groups = ("MOV R40, R1", multiply(40), wait(1), "MOV R50, R1", multiply(50))
     # Each wait follows the group that reads the other registers.
     assert inspect(*two_groups, wait(1)) == (0, None)
@@ -78,18 +78,18 @@ def test_registers_of_a_group_are_those_of_all_its_instructions() -> None:
         ("UMOV UR40, UR4", False),
     ],
 )
-def test_which_instructions_write_a_register(instruction: str, writes: bool) -> None:
+def test_instructions_that_write_a_register_are_recognized(instruction: str, writes: bool) -> None:
     found, _ = inspect(instruction, multiply(40), wait(1))
     assert found == writes
 
 
-def test_loops_without_matrices_in_registers_are_left_out() -> None:
+def test_loops_without_matrices_in_registers_are_ignored() -> None:
     from_shared_memory = "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
     assert hazards.inspect_kernel(machine_code("MOV R40, R1", from_shared_memory, AGAIN)) == []
     assert hazards.inspect_kernel(machine_code("MOV R40, R1", multiply(40))) == []
 
 
-def test_a_compiled_kernel_that_writes_registers_too_early_is_found(tmp_path: Path) -> None:
+def test_compiled_kernel_with_a_register_hazard_is_reported(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     compiling = [sys.executable, "-m", "tests.support.rl_loop.engines.hazardous_product"]
     subprocess.run(compiling, env=environment, cwd=ROOT, check=True, capture_output=True)
@@ -103,7 +103,7 @@ def test_a_compiled_kernel_that_writes_registers_too_early_is_found(tmp_path: Pa
     assert summary == "1 kernels, 1 with matrices in registers within loops"
 
 
-def test_a_directory_without_kernels_and_a_file_that_is_none_are_named(tmp_path: Path) -> None:
+def test_missing_or_invalid_kernel_files_are_named(tmp_path: Path) -> None:
     def run(path: Path) -> tuple[int, str]:
         program = [sys.executable, PROGRAM, path]
         done = subprocess.run(program, capture_output=True, text=True, check=False)

@@ -52,13 +52,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_its_mass(top_p: float, kept: 
     assert chi_square(draw(1.0, top_p), nucleus / nucleus.sum()) < 24.3
 
 
-def test_log_probs_are_before_top_p_and_at_temperature_one_when_greedy() -> None:
+def test_log_probs_ignore_top_p_and_greedy_ones_temperature() -> None:
     log_probs = sampling_log_probs(LOGITS.expand(2, -1), torch.tensor([0.0, 0.5]))
     torch.testing.assert_close(log_probs[0], torch.log_softmax(LOGITS, 0))
     torch.testing.assert_close(log_probs[1], torch.log_softmax(LOGITS * 2, 0))
 
 
-def test_rows_of_one_batch_keep_their_own_settings() -> None:
+def test_rows_of_one_batch_have_separate_settings() -> None:
     log_probs = sampling_log_probs(LOGITS.expand(4, -1), torch.tensor([0.0, 1.0, 1.0, 1.0]))
     tokens = sample(
         log_probs,
@@ -69,12 +69,12 @@ def test_rows_of_one_batch_keep_their_own_settings() -> None:
     assert tokens.tolist() == [3, 0, 3, 7]
 
 
-def test_half_precision_logits_are_normalised_in_fp32() -> None:
+def test_half_precision_logits_are_normalized_in_fp32() -> None:
     assert sampling_log_probs(LOGITS.bfloat16()[None], torch.ones(1)).dtype == torch.float32
     assert sampling_log_probs(LOGITS.double()[None], torch.ones(1)).dtype == torch.float64
 
 
-def test_a_token_of_no_probability_is_never_drawn() -> None:
+def test_token_of_zero_probability_is_never_sampled() -> None:
     log_probs = sampling_log_probs(
         torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]), torch.ones(1)
     )

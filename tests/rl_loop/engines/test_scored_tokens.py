@@ -16,11 +16,11 @@ def entries(ids: list[int]) -> list[list[float | int | None]]:
 
 
 @pytest.mark.parametrize("told", [SENT, [5, 0, 0, 0]], ids=["every id", "0 for the last id"])
-def test_the_tokens_that_were_sent_have_their_log_probs(told: list[int]) -> None:
+def test_scored_tokens_have_their_log_probs(told: list[int]) -> None:
     assert log_probs_of(entries(told), SENT, "http://server") == [-0.5, -1.0, -1.5]
 
 
 @pytest.mark.parametrize("told", [[0, 511, 0, 511], [5, 0, 0, 511], [5, 511, 0], [5, 0, 1, 0]])
-def test_other_tokens_are_refused(told: list[int]) -> None:
+def test_response_with_other_tokens_is_rejected(told: list[int]) -> None:
     with pytest.raises(ServerFailed, match="http://server: the scored tokens are not those"):
         log_probs_of(entries(told), SENT, "http://server")

@@ -132,7 +132,7 @@ async def test_tokens_log_probs_routes_and_versions_arrive_as_sampled() -> None:
         )
 
 
-async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_server() -> None:
+async def test_turns_reuse_their_prefix_and_episodes_balance_servers() -> None:
     servers = [LocalServer(token_seconds=0.002) for _ in range(4)]
     async with engine_over(*servers) as (engine, _):
         pauses = random.Random(0)  # tools take their time, so the servers' loads differ
@@ -152,7 +152,7 @@ async def test_turns_of_an_episode_find_their_prefix_and_new_episodes_the_idle_s
         assert [len(server.served) for server in servers] == [16] * 4
 
 
-async def test_an_aborted_turn_keeps_its_tokens_and_goes_on_from_them() -> None:
+async def test_aborted_turn_continues_from_its_tokens() -> None:
     server = LocalServer(token_seconds=0.01)
     async with engine_over(server) as (engine, _):
         sampling = asyncio.ensure_future(engine.generate(request(PROMPT, 500)))
@@ -170,7 +170,7 @@ async def test_an_aborted_turn_keeps_its_tokens_and_goes_on_from_them() -> None:
         )
 
 
-async def test_an_abort_ends_even_at_a_server_that_hangs() -> None:
+async def test_abort_returns_even_if_a_server_hangs() -> None:
     server = LocalServer()
     async with engine_over(server, abort_seconds=0.2) as (engine, _):
         server.hangs = True
@@ -182,7 +182,7 @@ async def test_an_abort_ends_even_at_a_server_that_hangs() -> None:
         assert (result.finish_reason, result.output_ids) == (FinishReason.ABORT, [])
 
 
-async def test_a_turn_of_a_server_that_dies_goes_on_elsewhere_from_its_tokens() -> None:
+async def test_turn_of_a_dead_server_continues_on_another_server() -> None:
     first, second = LocalServer(token_seconds=0.01), LocalServer(token_seconds=0.001)
     async with engine_over(first, second) as (engine, fleet):
         fleet.states[second.url] = ServerState.STALE
@@ -197,7 +197,7 @@ async def test_a_turn_of_a_server_that_dies_goes_on_elsewhere_from_its_tokens() 
         assert second.met == [] and len(second.served) == 1
 
 
-async def test_only_servers_that_hold_the_policy_answer() -> None:
+async def test_only_servers_with_the_policys_weights_get_requests() -> None:
     restarted, good = LocalServer(), LocalServer()
     async with engine_over(restarted, good) as (engine, fleet):
         restarted.version = "default"  # restarted, but its last known state is still valid
@@ -215,7 +215,7 @@ async def test_only_servers_that_hold_the_policy_answer() -> None:
             await engine.generate(request(PROMPT, 5, "late/0/0/0"))
 
 
-async def test_routes_that_nobody_chose_and_requests_that_nobody_takes_are_errors() -> None:
+async def test_missing_routes_and_rejected_requests_are_errors() -> None:
     server = LocalServer()
     async with engine_over(server) as (engine, _):
         server.zero_routes = True
@@ -226,7 +226,7 @@ async def test_routes_that_nobody_chose_and_requests_that_nobody_takes_are_error
             await engine.generate(request(PROMPT))
 
 
-async def test_score_is_of_every_token_at_temperature_one_only() -> None:
+async def test_score_covers_every_token_at_temperature_1_only() -> None:
     async with engine_over(LocalServer()) as (engine, _):
         ids, log_probs = continuation(PROMPT, 20)
         scores = await engine.score(PROMPT + ids)
@@ -236,7 +236,7 @@ async def test_score_is_of_every_token_at_temperature_one_only() -> None:
             await engine.score(ids, 0.5)
 
 
-async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplicated() -> None:
+async def test_1000_episodes_with_injected_faults_complete_once() -> None:
     servers = [LocalServer(faults=0.05, seed=i) for i in range(4)]
     async with engine_over(*servers) as (engine, _):
 
@@ -262,7 +262,7 @@ async def test_a_thousand_episodes_with_faults_are_all_complete_and_none_duplica
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_what_a_server_cannot_mean_is_its_fault_and_is_named(lie: str) -> None:
+async def test_invalid_response_of_a_server_names_the_server(lie: str) -> None:
     """Covers one server, where no other can answer, and one of two servers."""
     liar, honest = LocalServer(), LocalServer()
     liar.always = lie
@@ -280,7 +280,7 @@ async def test_what_a_server_cannot_mean_is_its_fault_and_is_named(lie: str) -> 
             check(result, PROMPT)
 
 
-async def test_a_request_begins_with_its_first_tokens() -> None:
+async def test_sglang_request_begins_with_its_first_tokens() -> None:
     server = LocalServer()
     async with engine_over(server) as (engine, _):
         begun = asyncio.Event()

@@ -45,7 +45,7 @@ def gpu(free_share: float, name: str = "GPU 0") -> GpuMemory:
     return GpuMemory(name, TOTAL, int(free_share * TOTAL))
 
 
-def test_needs_are_those_of_the_tensors_and_of_every_layer_s_keys_and_values() -> None:
+def test_server_needs_equal_tensor_and_kv_cache_sizes() -> None:
     sizes = {
         name: shape[0] * (shape[1] if len(shape) > 1 else 1) * (shape[2] if len(shape) > 2 else 1)
         for name, shape in hf_shapes(MODEL_20B).items()
@@ -63,14 +63,14 @@ def test_needs_are_those_of_the_tensors_and_of_every_layer_s_keys_and_values() -
 
 
 @pytest.mark.parametrize("free_share", [1.0, 0.8, 0.52])
-def test_what_a_server_holds_is_its_share_whatever_else_is_on_the_gpu(free_share: float) -> None:
+def test_server_memory_is_its_share_of_the_whole_gpu(free_share: float) -> None:
     """SGLang gives weights and cache its fraction of the memory that is free after its start."""
     fraction = static_fraction(0.5, [gpu(free_share)], TWENTY_B)
     weights_and_cache = fraction * (free_share * TOTAL - CONTEXT_BYTES)
     assert weights_and_cache + CONTEXT_BYTES + WORKING_BYTES == pytest.approx(0.5 * TOTAL)
 
 
-def test_ranks_that_share_a_model_have_process_groups_and_buffers_for_their_sums() -> None:
+def test_tensor_parallel_needs_include_groups_and_buffers() -> None:
     halves = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
     assert (TWENTY_B.context, TWENTY_B.working) == (CONTEXT_BYTES, WORKING_BYTES)
     # Server log on 2 H200: 1.07 GiB in process groups, about 1.7 GB with contexts.
@@ -94,7 +94,9 @@ def on_trainer_gpus(**settings: Any) -> EngineMemory:
 
 
 @pytest.mark.parametrize(("ranks", "measured"), [(2, [2.9, 2.8]), (4, [5.1, 4.3])])
-def test_a_sleeping_server_keeps_more_with_every_rank(ranks: int, measured: list[float]) -> None:
+def test_sleeping_server_keeps_more_memory_with_every_rank(
+    ranks: int, measured: list[float]
+) -> None:
     """Differences in GB to a server of one rank, for the 120B's widths and for the 20B.
 
     Trainers and servers had equal numbers of ranks. The two figures of 4 ranks are of different GPUs.
@@ -104,7 +106,7 @@ def test_a_sleeping_server_keeps_more_with_every_rank(ranks: int, measured: list
         assert more / 1e9 == pytest.approx(gigabytes, abs=1)
 
 
-def test_ranks_on_other_gpus_than_the_sender_copy_what_they_are_sent() -> None:
+def test_ranks_on_other_gpus_than_the_sender_copy_buckets() -> None:
     assert on_trainer_gpus(tensor_parallel=2).copies_buckets
     assert not on_trainer_gpus(servers=2).copies_buckets
 
@@ -112,9 +114,7 @@ def test_ranks_on_other_gpus_than_the_sender_copy_what_they_are_sent() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
 @pytest.mark.parametrize("experts", [32, 128])
 @pytest.mark.parametrize("limit", [1 << 28, 1 << 29, 1 << 30, 1 << 31])
-def test_a_sender_holds_two_of_the_buckets_that_are_made(
-    packed: bool, experts: int, limit: int
-) -> None:
+def test_sender_holds_two_buckets_of_expert_tensors(packed: bool, experts: int, limit: int) -> None:
     """Only tensors of experts count, because other tensors are the parameters themselves."""
     model = GptOssModelConfig(num_layers=9, num_experts=experts)
     sizes = []
@@ -141,7 +141,7 @@ def sent_tensors(model: GptOssModelConfig, packed: bool) -> Iterator[tuple[str, 
         yield name, torch.empty(shape, dtype=dtype, device="meta")
 
 
-def test_buckets_of_packed_experts_are_larger_unless_the_run_says_how_large() -> None:
+def test_mxfp4_buckets_are_larger_by_default() -> None:
     assert on_trainer_gpus().bucket_bytes == 1 << 30
     assert on_trainer_gpus(quantization="mxfp4").bucket_bytes == 1 << 31
     for quantization in (None, "mxfp4"):
@@ -154,7 +154,7 @@ def test_buckets_of_packed_experts_are_larger_unless_the_run_says_how_large() ->
 @pytest.mark.parametrize(
     ("limit", "requests", "largest"), [(1 << 30, 20, 1.16), (1 << 31, 11, 1.79)]
 )
-def test_the_20b_s_packed_experts_take_fewer_requests_with_larger_buckets(
+def test_20b_mxfp4_sync_needs_fewer_requests_with_large_buckets(
     limit: int, requests: int, largest: float
 ) -> None:
     """docs/quantization.md lists these sizes in GB."""
@@ -167,7 +167,7 @@ def test_the_20b_s_packed_experts_take_fewer_requests_with_larger_buckets(
 
 
 @pytest.mark.parametrize(("quantization", "expected"), [(None, 1 << 30), ("mxfp4", 1 << 31)])
-def test_a_sync_sends_the_buckets_that_the_plan_counts(
+def test_sync_sends_the_number_of_buckets_in_the_plan(
     quantization: Literal["mxfp4"] | None,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -183,13 +183,13 @@ def test_a_sync_sends_the_buckets_that_the_plan_counts(
     assert senders[0].plans[0].bucket_bytes == expected
 
 
-def test_the_fullest_gpu_of_a_server_counts() -> None:
+def test_memory_fraction_follows_the_fullest_gpu_of_a_server() -> None:
     needs = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
     both = static_fraction(0.5, [gpu(0.9), gpu(0.6)], needs)
     assert both == static_fraction(0.5, [gpu(0.6)], needs)
 
 
-def test_a_share_that_does_not_do_is_answered_with_those_that_do() -> None:
+def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
     with pytest.raises(NotEnoughGpuMemory) as too_small:
         static_fraction(0.3, [gpu(0.9)], TWENTY_B)
     message = str(too_small.value)
@@ -210,7 +210,7 @@ def test_a_share_that_does_not_do_is_answered_with_those_that_do() -> None:
     static_fraction(0.4, [gpu(0.4)], TWENTY_B)
 
 
-def test_a_gpu_that_is_too_full_for_any_share_says_so() -> None:
+def test_gpu_without_enough_free_memory_is_rejected() -> None:
     with pytest.raises(
         NotEnoughGpuMemory, match=r"only 30\.0 GB of 150\.0 GB are free: let the trainer keep less"
     ):
@@ -230,9 +230,7 @@ def test_a_gpu_that_is_too_full_for_any_share_says_so() -> None:
         ),
     ],
 )
-def test_a_log_that_ends_for_want_of_memory_names_the_key_and_a_value(
-    line: str, value: str
-) -> None:
+def test_out_of_memory_log_gives_an_error_with_key_and_value(line: str, value: str) -> None:
     log = (
         f"[2026-11-23 16:00:00] Scheduler hit an exception: Traceback\n  File x\n{line}\n\nkilled\n"
     )
@@ -266,7 +264,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NoDevFiles", []),
     ],
 )
-def test_gpus_are_those_that_a_process_sees_in_its_order(
+def test_gpus_have_the_order_of_cuda_visible_devices(
     visible: str | None, names: list[str], two_gpus: None
 ) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
@@ -288,7 +286,7 @@ def test_gpus_are_those_that_a_process_sees_in_its_order(
         ("8aa1", "8aa1 is none of the GPUs"),
     ],
 )
-def test_what_is_none_of_the_gpus_is_refused_by_its_name(
+def test_unknown_gpu_in_cuda_visible_devices_is_rejected(
     visible: str, message: str, two_gpus: None
 ) -> None:
     """CUDA ignores all GPUs after an invalid entry, so the share would be of other GPUs."""
@@ -296,14 +294,14 @@ def test_what_is_none_of_the_gpus_is_refused_by_its_name(
         visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
 
 
-def test_a_machine_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_machine_without_gpus_reports_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert visible_gpus({}) == []
 
 
-def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
-    tmp_path: Path, two_gpus: None
-) -> None:
+def test_failed_gpu_query_is_an_error_and_not_zero_gpus(tmp_path: Path, two_gpus: None) -> None:
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(
@@ -312,7 +310,7 @@ def test_a_gpu_that_does_not_answer_is_no_machine_without_gpus(
         visible_gpus({})
 
 
-def test_a_gpu_whose_memory_is_not_known_is_named(tmp_path: Path, two_gpus: None) -> None:
+def test_gpu_of_unknown_memory_is_named(tmp_path: Path, two_gpus: None) -> None:
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\necho '3, GPU-8ab2-0f, [N/A], [N/A]'\n")
     with pytest.raises(
@@ -321,7 +319,7 @@ def test_a_gpu_whose_memory_is_not_known_is_named(tmp_path: Path, two_gpus: None
         visible_gpus({})
 
 
-def test_a_server_is_told_of_its_own_gpu_when_it_starts(tmp_path: Path, two_gpus: None) -> None:
+def test_server_start_reads_the_memory_of_its_own_gpu(tmp_path: Path, two_gpus: None) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL_20B.to_hf_config(dtype="bfloat16")))
 
     def options(index: int, **settings: object) -> dict[str, str]:

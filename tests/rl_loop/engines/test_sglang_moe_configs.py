@@ -17,13 +17,13 @@ They contain the number of experts, their size per tensor-parallel rank, and the
 FIELDS = {"BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages"}
 
 
-def test_servers_are_told_where_the_files_are_and_a_user_may_say_otherwise():
+def test_moe_config_directory_is_set_unless_the_user_sets_it():
     assert SglangConfig().environment["SGLANG_MOE_CONFIG_DIR"] == str(MOE_CONFIGS)
     elsewhere = SglangConfig(env={"SGLANG_MOE_CONFIG_DIR": "/elsewhere"})
     assert elsewhere.environment["SGLANG_MOE_CONFIG_DIR"] == "/elsewhere"
 
 
-def test_there_are_files_for_the_20b_on_the_gpus_that_were_measured():
+def test_moe_configs_exist_for_the_20b_on_h100_and_h200():
     names = {path.name for path in FILES}
     for gpu in ("NVIDIA_H200", "NVIDIA_H100_80GB_HBM3"):
         assert {
@@ -33,7 +33,7 @@ def test_there_are_files_for_the_20b_on_the_gpus_that_were_measured():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_has_a_name_and_fields_that_sglang_knows(path):
+def test_moe_configs_have_names_and_fields_that_sglang_reads(path):
     assert NAME.fullmatch(path.stem)
     settings = json.loads(path.read_text())
     assert {"1", "8", "64", "256", "4096"} <= settings.keys()
@@ -46,7 +46,7 @@ def test_a_file_has_a_name_and_fields_that_sglang_knows(path):
 
 
 @pytest.mark.parametrize("path", UP_FILES, ids=lambda path: path.stem)
-def test_both_products_of_a_layer_use_the_same_blocks_of_tokens(path):
+def test_both_gemms_of_a_moe_layer_have_equal_block_size_m(path):
     """Both use one sorting of the tokens.
 
     Otherwise SGLang would override BLOCK_SIZE_M of the down projection with a warning.

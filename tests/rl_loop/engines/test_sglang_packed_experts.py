@@ -79,7 +79,7 @@ def codes_of(byte: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
-def test_a_word_makes_bf16_numbers_of_its_codes_by_shifts_and_masks(
+def test_codes_of_a_word_become_bf16_by_shifts_and_masks(
     experts: int, rows: int, row_bytes: int
 ) -> None:
     """A word holds 4 bytes of 2 codes. Rotated by 0, 4 and 10 bits, it has codes in bf16's bits.
@@ -113,9 +113,7 @@ def test_a_word_makes_bf16_numbers_of_its_codes_by_shifts_and_masks(
 
 
 @pytest.mark.parametrize(("experts", "rows", "blocks"), [(2, 160, 11), (1, 256, 2), (2, 33, 3)])
-def test_scales_lie_where_the_threads_of_four_warps_look_for_them(
-    experts: int, rows: int, blocks: int
-) -> None:
+def test_scales_have_the_layout_of_4_warp_tiles(experts: int, rows: int, blocks: int) -> None:
     padded = (rows + 10, blocks + 1)
     scales = random_bytes(experts, rows, blocks)
     storage = random_bytes(experts, *layout.scale_storage_shape(*padded), seed=1)
@@ -134,7 +132,7 @@ def test_scales_lie_where_the_threads_of_four_warps_look_for_them(
 
 
 @pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
-def test_layouts_are_those_of_triton_kernels_but_for_bits_of_a_word_and_a_scale_s_bias(
+def test_layouts_match_triton_kernels_except_word_bits_and_bias(
     experts: int, rows: int, row_bytes: int
 ) -> None:
     values = pytest.importorskip(
@@ -161,7 +159,7 @@ def test_layouts_are_those_of_triton_kernels_but_for_bits_of_a_word_and_a_scale_
 
 
 @pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
-def test_what_is_read_back_is_what_was_written_and_padding_is_counted(
+def test_layout_round_trips_and_counts_stale_padding(
     experts: int, rows: int, row_bytes: int
 ) -> None:
     packed = random_bytes(experts, rows, row_bytes)
@@ -179,12 +177,12 @@ def test_what_is_read_back_is_what_was_written_and_padding_is_counted(
     assert stale == 0 or rows % 64 or row_bytes % 64
 
 
-def test_kernels_write_and_read_the_same_bytes_in_triton_s_interpreter() -> None:
+def test_layout_kernels_round_trip_in_tritons_interpreter() -> None:
     program = ROOT / "tests/support/rl_loop/engines/hopper_layout_interpreted.py"
     assert run_with_plugin(str(program), interpreted=True) == "2 shapes\n"
 
 
-def test_the_plugin_loads_what_sglang_itself_loads() -> None:
+def test_plugin_loads_the_experts_that_sglang_loads() -> None:
     for package in ("sglang", "triton_kernels"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -205,12 +203,12 @@ def test_the_plugin_loads_what_sglang_itself_loads() -> None:
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_trainer_and_server_have_the_same_names_for_experts() -> None:
+def test_trainer_and_server_name_experts_equally() -> None:
     assert expert_storage.SOURCES == PACKED_EXPERT_PARAMETERS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_ranks_parts_of_all_experts_make_the_whole(ranks: int) -> None:
+def test_expert_shards_of_all_ranks_make_the_whole(ranks: int) -> None:
     weights = packed_weights(1)
     parts: list[dict[str, torch.Tensor]] = []
     for rank in range(ranks):
@@ -237,7 +235,7 @@ def test_the_ranks_parts_of_all_experts_make_the_whole(ranks: int) -> None:
     )
 
 
-def test_five_blocks_on_two_ranks_are_three_and_two() -> None:
+def test_five_blocks_are_sharded_as_three_and_two() -> None:
     shards = [expert_storage.Shard.of(rank, 2, 160) for rank in range(2)]
     assert [(shard.first, shard.last) for shard in shards] == [(0, 96), (96, 160)]
 
@@ -294,7 +292,7 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
     run_with_server(ranks, work)
 
 
-def test_the_memory_that_graphs_read_stays_and_is_whole_again_after_sleep() -> None:
+def test_sleeping_server_keeps_addresses_and_reloads_experts() -> None:
     weights = packed_weights(1)
 
     async def work(server: PackedServer) -> None:
@@ -321,7 +319,7 @@ def test_the_memory_that_graphs_read_stays_and_is_whole_again_after_sleep() -> N
 
 
 @pytest.mark.parametrize("lost", [0, 3, -1])
-def test_a_lost_bucket_is_named_and_the_server_does_not_serve(
+def test_lost_bucket_is_named_and_the_server_does_not_serve(
     lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = send.buckets
@@ -345,7 +343,7 @@ def test_a_lost_bucket_is_named_and_the_server_does_not_serve(
     run_with_server(1, work)
 
 
-def test_a_swapped_scale_is_named_and_the_server_does_not_serve(
+def test_swapped_scale_is_named_and_the_server_does_not_serve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "model.layers.0.mlp.experts.down_proj_scales"
@@ -373,7 +371,7 @@ def test_a_swapped_scale_is_named_and_the_server_does_not_serve(
 
 
 @pytest.mark.parametrize("name", list(expert_storage.SOURCES))
-def test_a_stale_byte_of_padding_is_named(name: str) -> None:
+def test_stale_byte_of_padding_is_named(name: str) -> None:
     weights = packed_weights(1)
 
     async def work(server: PackedServer) -> None:
@@ -488,7 +486,7 @@ def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
         assert is_faulty
 
 
-def test_a_tensor_that_any_rank_of_a_server_could_not_load_or_compute_with_ends_the_sync() -> None:
+def test_fault_on_any_rank_of_a_server_ends_the_sync() -> None:
     lost = f"1 tensors have not come, the first is {LAST}: a part of the sync was lost"
     for answers in run_distributed(sync_on_two_ranks, 2, free_port()):
         assert answers == [
@@ -515,14 +513,14 @@ def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows])
-def test_a_tensor_that_the_server_has_no_place_for_is_refused(change: Any) -> None:
+def test_tensor_unknown_to_the_server_is_rejected(change: Any) -> None:
     sent, message = change(packed_weights(1))
     synced = SyncedModel(ServedModel(MODEL))
     with pytest.raises(expert_storage.WrongWeights, match=message):
         list(synced.load_experts(sent.items()))
 
 
-def test_a_tensor_that_comes_twice_is_refused_until_the_next_sync_begins() -> None:
+def test_tensor_sent_twice_is_rejected_until_the_next_sync() -> None:
     weights = packed_weights(1)
     synced = SyncedModel(ServedModel(MODEL))
     others = [name for name, _ in synced.load_experts(weights.items())]
@@ -555,7 +553,7 @@ def weights_with_a_large_scale() -> dict[str, torch.Tensor]:
 TOO_LARGE = f"{LAST} has the scale byte 130, which means values of up to 48; servers multiply with bytes up to 128"
 
 
-def test_loading_waits_for_no_scale_and_the_end_of_a_sync_refuses_one_that_is_too_large() -> None:
+def test_too_large_scale_is_rejected_at_the_end_of_a_sync() -> None:
     synced = SyncedModel(ServedModel(MODEL))
     with NoWaiting():
         list(synced.load_experts(weights_with_a_large_scale().items()))
@@ -572,7 +570,7 @@ def test_loading_waits_for_no_scale_and_the_end_of_a_sync_refuses_one_that_is_to
 
 
 @pytest.mark.parametrize("largest", [128, 129])
-def test_the_largest_scale_that_kernels_multiply_with_is_served_and_the_next_one_is_not(
+def test_largest_supported_scale_is_served_and_the_next_is_not(
     largest: int,
 ) -> None:
     synced = SyncedModel(ServedModel(MODEL))
@@ -588,7 +586,7 @@ def test_the_largest_scale_that_kernels_multiply_with_is_served_and_the_next_one
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "disk"])
-def test_a_server_with_a_scale_that_is_too_large_does_not_serve_until_the_next_sync(
+def test_server_with_a_too_large_scale_serves_after_a_new_sync(
     transport: str, tmp_path: Path
 ) -> None:
     async def work(server: PackedServer) -> None:
@@ -638,7 +636,7 @@ def run_in_stub(tmp_path: Path, source: str, code: str) -> str:
     return run_with_plugin("-c", code, packages=tmp_path)
 
 
-def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_path: Path) -> None:
+def test_routes_are_recorded_for_triton_kernels(tmp_path: Path) -> None:
     printed = run_in_stub(tmp_path, TOPK, CAPTURE).splitlines()
     assert printed == [
         "['triton_kernel', 'other']",
@@ -646,7 +644,7 @@ def test_the_experts_of_every_token_are_recorded_where_sglang_records_none(tmp_p
     ]
 
 
-def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: Path) -> None:
+def test_mxfp4_servers_require_mxfp4_training(tmp_path: Path) -> None:
     path = ROOT / "configs/rl/tiny_retool.yaml"
     options = ["rollout.engine.type=sglang", "rollout.engine.quantization=mxfp4"]
     with pytest.raises(ValueError, match="train all weights with quantization=mxfp4"):
@@ -674,7 +672,7 @@ def test_a_run_with_quantization_may_have_servers_with_packed_experts(tmp_path: 
         ({"attention_backend": "trtllm_mha"}, "on Hopper GPUs"),
     ],
 )
-def test_servers_whose_layouts_the_plugin_does_not_write_are_refused(
+def test_servers_with_unsupported_layouts_are_rejected(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -682,7 +680,7 @@ def test_servers_whose_layouts_the_plugin_does_not_write_are_refused(
 
 
 @pytest.mark.parametrize(("ranks", "measured"), [(1, 13.32), (2, 6.86)])
-def test_weights_of_a_server_of_the_20b_are_what_sglang_counts(ranks: int, measured: float) -> None:
+def test_estimated_weights_of_a_20b_server_equal_sglangs(ranks: int, measured: float) -> None:
     """The values are GiB per rank on H200 (docs/quantization.md)."""
     model = GptOssModelConfig(num_layers=24, num_experts=32)
     needs = ServerNeeds.of(model, "bfloat16", ranks, packed=True)
@@ -690,7 +688,7 @@ def test_weights_of_a_server_of_the_20b_are_what_sglang_counts(ranks: int, measu
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_experts_of_a_rank_are_counted_as_the_plugin_keeps_them(ranks: int) -> None:
+def test_estimated_experts_of_a_rank_equal_the_plugins(ranks: int) -> None:
     model = GptOssModelConfig(num_layers=3, num_experts=32)
     # SGLang pads the columns of a rank to a multiple of 64.
     inner = -(-model.intermediate_size // ranks // 64) * 64
@@ -704,7 +702,7 @@ def test_experts_of_a_rank_are_counted_as_the_plugin_keeps_them(ranks: int) -> N
     assert packed_expert_bytes(model, ranks) == 3 * 32 * kept
 
 
-def test_another_version_of_sglang_is_refused_by_name(tmp_path: Path) -> None:
+def test_other_sglang_version_is_rejected_for_mxfp4_experts(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/version.py").write_text('__version__ = "0.5.18"\n')
     settings = SglangConfig(quantization="mxfp4", env={"PYTHONPATH": str(tmp_path)})

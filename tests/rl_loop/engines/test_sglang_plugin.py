@@ -132,42 +132,42 @@ def run(
     )
 
 
-def test_triton_decodes_with_the_query_and_the_keys_of_its_window(tmp_path: Path) -> None:
+def test_triton_backend_decodes_the_window_of_a_query(tmp_path: Path) -> None:
     done = run(tmp_path, "0.5.17", TRITON, RUN)
     assert done.stdout == "[(128, False), (None, True)]\n", done.stderr
 
 
-def test_another_sglang_is_refused_before_it_serves(tmp_path: Path) -> None:
+def test_other_sglang_version_is_rejected_before_it_serves(tmp_path: Path) -> None:
     done = run(tmp_path, "0.5.18", TRITON, RUN)
     assert done.returncode == 1
     assert "mended for SGLang 0.5.17 and this is 0.5.18: use attention_backend fa3" in done.stderr
 
 
-def test_a_sleeping_server_gives_both_pools_of_its_cache_back(tmp_path: Path) -> None:
+def test_sleeping_server_releases_both_pools_of_its_cache(tmp_path: Path) -> None:
     done = run(tmp_path, "0.5.17", COLOCATED, CREATE_POOL)
     pools = [{"size": n, "dtype": 2, "enable_memory_saver": True} for n in (8, 4)]
     assert done.stdout == f"{pools}\n", done.stderr
 
 
-def test_a_server_of_its_own_gpus_keeps_its_cache_as_sglang_makes_it(tmp_path: Path) -> None:
+def test_server_on_separate_gpus_has_sglangs_own_cache(tmp_path: Path) -> None:
     done = run(tmp_path, "0.5.17", TRITON, CREATE_POOL)
     assert "True" not in done.stdout
     assert "False" in done.stdout, done.stderr
 
 
-def test_a_pause_ends_with_the_last_request_and_not_a_second_later(tmp_path: Path) -> None:
+def test_pause_ends_with_the_last_request(tmp_path: Path) -> None:
     done = run(tmp_path, "0.5.17", {}, PAUSE)
     assert done.stdout == "True True True True ['retract']\n", done.stderr
 
 
-def test_a_server_of_another_version_pauses_as_it_does_and_serves(tmp_path: Path) -> None:
+def test_other_sglang_version_serves_without_the_pause_patch(tmp_path: Path) -> None:
     """Without the patch a pause only takes longer, so the server starts."""
     done = run(tmp_path, "0.5.18", {}, PAUSE)
     assert done.stdout.split()[3] == "False", done.stderr
     assert "without quick_pause, which is for SGLang 0.5.17" in done.stderr
 
 
-def test_servers_get_what_their_settings_need() -> None:
+def test_servers_get_the_patches_of_their_settings() -> None:
     def mends(**settings: object) -> str:
         return SglangConfig(**settings).environment[MENDS]
 
@@ -181,7 +181,7 @@ def test_servers_get_what_their_settings_need() -> None:
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
 
-def test_an_interpreter_that_hides_the_plugin_is_refused(tmp_path: Path) -> None:
+def test_interpreter_that_hides_the_plugin_is_rejected(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     (packages / "sglang").mkdir(parents=True)
     (packages / "sglang/__init__.py").touch()
@@ -209,7 +209,7 @@ def test_an_interpreter_that_hides_the_plugin_is_refused(tmp_path: Path) -> None
 @pytest.mark.skipif(
     "GPTOSS_SGLANG_PYTHON" not in os.environ, reason="GPTOSS_SGLANG_PYTHON is not set"
 )
-def test_the_real_sglang_runs_the_plugin() -> None:
+def test_real_sglang_runs_the_plugin() -> None:
     code = "from sglang.srt.plugins import load_plugins; load_plugins()\n"
     code += "from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as backend\n"
     code += "print(backend.__init__.__code__.co_name)"
@@ -232,7 +232,7 @@ def imported_packages(source: str) -> set[str]:
     return packages
 
 
-def test_the_plugin_needs_nothing_that_a_servers_environment_does_not_have() -> None:
+def test_plugin_imports_only_packages_of_a_server_environment() -> None:
     modules = {path.stem: path.read_text() for path in PLUGIN.glob("*.py")}
     assert "gptoss_mxfp4_experts" in modules
     available = {"torch", "triton", "triton_kernels", "sglang"} | set(modules)

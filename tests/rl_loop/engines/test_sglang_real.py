@@ -62,7 +62,7 @@ def gap(a: list[float], b: list[float]) -> float:
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
 
 
-def test_generate_abort_score_and_weight_sync_of_the_real_server(tmp_path: Path) -> None:
+def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf_config(dtype="bfloat16")))
     arguments = ["--device", "cpu", "--max-total-tokens", "4096", "--max-running-requests", "8"]
     settings = SglangConfig(

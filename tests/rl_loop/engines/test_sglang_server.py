@@ -14,7 +14,7 @@ from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServe
 from tests.support.waiting import PATIENCE_SECONDS
 
 
-def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
+def test_supervisor_exception_is_raised_by_a_status_request(tmp_path):
     """No caller awaits the supervisor, so its errors would be lost and the server seem to start."""
 
     def command(host, port):
@@ -30,7 +30,7 @@ def test_a_fault_in_the_supervisor_reaches_who_asks_for_the_status(tmp_path):
         asyncio.run(wait_for_the_server())
 
 
-def test_a_server_outside_a_job_gets_an_address_without_ray():
+def test_server_outside_a_job_gets_an_address_without_ray():
     program = (
         "import sys; sys.modules['ray'] = None; "
         "from rl_loop.cluster.placement import free_address; print(*free_address())"
@@ -95,7 +95,7 @@ async def reach(server: SglangServer, *states: ServerState, given_up: bool = Fal
     return status
 
 
-def test_a_server_without_memory_is_started_once_and_says_what_to_change(tmp_path: Path) -> None:
+def test_server_without_memory_starts_once_and_names_the_remedy(tmp_path: Path) -> None:
     async def main() -> None:
         server = make_server(tmp_path, f"many\nlines\n{OUT_OF_MEMORY}\nand more")
         status = await reach(server, ServerState.DEAD, given_up=True)
@@ -109,7 +109,7 @@ def test_a_server_without_memory_is_started_once_and_says_what_to_change(tmp_pat
     assert count_starts(tmp_path) == 1
 
 
-def test_a_share_that_does_not_suit_the_gpu_is_said_without_a_start(tmp_path: Path) -> None:
+def test_unusable_memory_fraction_is_reported_without_a_start(tmp_path: Path) -> None:
     def command(host: str, port: int) -> list[str]:
         raise NotEnoughGpuMemory("rollout.engine.memory_fraction: set 0.36 to 0.40")
 
@@ -123,7 +123,7 @@ def test_a_share_that_does_not_suit_the_gpu_is_said_without_a_start(tmp_path: Pa
     assert not (tmp_path / "log").exists()
 
 
-def test_another_fault_is_tried_again(tmp_path: Path) -> None:
+def test_server_with_another_fault_is_restarted(tmp_path: Path) -> None:
     async def main() -> None:
         server = make_server(tmp_path, "no such port", "serve")
         await reach(server, ServerState.STALE)
@@ -133,7 +133,7 @@ def test_another_fault_is_tried_again(tmp_path: Path) -> None:
     assert count_starts(tmp_path) == 2
 
 
-def test_a_server_that_once_served_is_started_again_when_memory_is_short_for_a_moment(
+def test_server_that_has_served_restarts_after_lack_of_memory(
     tmp_path: Path,
 ) -> None:
     async def main() -> None:
@@ -149,7 +149,7 @@ def test_a_server_that_once_served_is_started_again_when_memory_is_short_for_a_m
     assert count_starts(tmp_path) == 3
 
 
-def test_no_process_is_started_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
+def test_no_server_starts_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
     async def main() -> None:
         server = make_server(tmp_path, "serve")
         await reach(server, ServerState.STALE)
@@ -167,7 +167,7 @@ def test_no_process_is_started_while_the_trainer_has_the_gpu(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_a_start_under_way_is_ended_when_the_trainer_takes_the_gpu_and_counts_as_no_failure(
+def test_server_start_ended_for_the_trainer_is_not_a_failure(
     tmp_path: Path,
 ) -> None:
     hangs = "import time; time.sleep(600)"

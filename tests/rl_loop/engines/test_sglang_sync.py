@@ -74,9 +74,7 @@ def test_buckets_are_bounded_and_keep_every_tensor() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "disk"])
-def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(
-    transport: str, tmp_path: Path
-) -> None:
+def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_path: Path) -> None:
     async def main() -> None:
         server = LocalServer(token_seconds=0.005)
         server.weights, server.version = weights_of(1), "1"
@@ -141,7 +139,7 @@ def test_a_request_is_served_before_or_after_a_sync_and_its_spans_say_so(
         ),
     ],
 )
-def test_weights_of_another_model_are_named_and_never_served(change: object, message: str) -> None:
+def test_weights_of_another_model_are_named_and_not_served(change: object, message: str) -> None:
     async def main() -> None:
         server = LocalServer()
         server.weights, server.version = weights_of(1), "1"
@@ -172,7 +170,7 @@ def test_weights_of_another_model_are_named_and_never_served(change: object, mes
         ("", ""),
     ],
 )
-def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_never_served(
+def test_dropped_or_transposed_tensor_is_named_and_not_served(
     fault: str, name: str, ranks: int
 ) -> None:
     square = MODEL.model_copy(update={"hidden_size": 64, "intermediate_size": 64})
@@ -210,7 +208,7 @@ def test_a_tensor_that_a_server_drops_or_transposes_in_silence_is_named_and_neve
 @pytest.mark.parametrize(
     "lost", ["model.layers.1.self_attn.sinks", "model.embed_tokens.weight", None]
 )
-def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | None) -> None:
+def test_sent_weights_are_compared_without_sending_them_again(lost: str | None) -> None:
     after = {name: tensor + 1 for name, tensor in weights_of(1).items()}
 
     async def main() -> None:
@@ -241,7 +239,7 @@ def test_all_that_was_sent_can_be_compared_without_sending_it_again(lost: str | 
     asyncio.run(main())
 
 
-def test_every_tensor_is_compared_in_its_turn() -> None:
+def test_every_tensor_is_compared_within_a_rotation() -> None:
     turns = [sampled_parameters(MODEL, version) for version in range(6)]
     assert {name for turn in turns for names in turn.values() for name in names} == set(
         hf_shapes(MODEL)
@@ -251,7 +249,7 @@ def test_every_tensor_is_compared_in_its_turn() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, tied", "qwen2", "qwen2, tied"])
-def test_every_tensor_of_a_dense_model_is_compared_in_its_turn(kind: str) -> None:
+def test_every_dense_tensor_is_compared_within_a_rotation(kind: str) -> None:
     model = DENSE_MODELS[kind]
     turns = [sampled_parameters(model, version) for version in range(12)]
     assert {name for turn in turns for names in turn.values() for name in names} == set(
@@ -263,7 +261,7 @@ def test_every_tensor_of_a_dense_model_is_compared_in_its_turn(kind: str) -> Non
     ]
 
 
-def test_a_rank_of_a_dense_server_holds_its_share_of_every_projection() -> None:
+def test_rank_of_a_dense_server_holds_its_shard_of_projections() -> None:
     model = DENSE_MODELS["qwen2"]
     info = {"ep_size": 1, "enable_dp_attention": False, "device": "cpu", "dtype": "float32"}
     layout = SglangLayout(model, 2, info)
@@ -294,9 +292,7 @@ def test_a_rank_of_a_dense_server_holds_its_share_of_every_projection() -> None:
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(
-    length: int, expected: int, device: str
-) -> None:
+def test_hash_of_gpu_weights_equals_sglangs_kernel(length: int, expected: int, device: str) -> None:
     values = (torch.arange(length, device=device) * 7 % 251).to(torch.bfloat16)
     assert (
         gpu_hash([values])
@@ -305,7 +301,7 @@ def test_the_hash_of_gpu_weights_is_that_of_sglang_s_kernel(
     )
 
 
-def test_a_wait_for_servers_says_how_many_are_ready_and_where_they_print(
+def test_wait_for_servers_logs_the_ready_count_and_log_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     starting = ServerStatus("http://b", ServerState.STARTING)
@@ -415,7 +411,7 @@ def kill_first_server(fleet: SglangFleet) -> None:
     )
 
 
-def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weights(
+def test_killed_server_serves_again_after_it_gets_the_weights(
     fleet: SglangFleet,
 ) -> None:
     fleet.ready()
@@ -441,7 +437,7 @@ def test_a_killed_server_comes_back_stale_and_serves_again_once_it_has_the_weigh
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
 
 
-def test_a_checkpoint_is_served_by_a_server_that_has_its_weights(
+def test_checkpoint_is_served_by_a_server_with_its_weights(
     config: RlConfig, tmp_path: Path
 ) -> None:
     """Covers ``gptoss serve`` with ``rollout.engine.type: sglang``, except for its command line."""
@@ -477,7 +473,7 @@ def test_a_checkpoint_is_served_by_a_server_that_has_its_weights(
     assert answers == ["Hello", "Hello", ["mine"]]
 
 
-def test_syncs_share_one_process_group_until_a_server_is_another(fleet: SglangFleet) -> None:
+def test_syncs_share_a_process_group_until_a_server_restarts(fleet: SglangFleet) -> None:
     def groups_joined() -> list[int]:
         urls = tuple(status.url for status in asyncio.run(statuses(fleet.actors)))
         return [
@@ -497,7 +493,7 @@ def test_syncs_share_one_process_group_until_a_server_is_another(fleet: SglangFl
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
 
 
-def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_learned(
+def test_server_restarted_during_an_update_gets_the_new_weights(
     fleet: SglangFleet,
 ) -> None:
     fleet.ready()
@@ -516,7 +512,7 @@ def test_a_server_that_restarts_while_the_trainer_learns_waits_for_what_it_has_l
     assert fleet.score(TEXT, 1.0)[0] == scores_under(trainer.named)
 
 
-def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to_serve(
+def test_death_during_a_sync_leaves_no_partial_weights_served(
     fleet: SglangFleet, tmp_path: Path
 ) -> None:
     (tmp_path / "fault").write_text("die /update_weights_from_distributed:2")
@@ -544,9 +540,7 @@ def test_a_server_or_trainer_that_dies_in_mid_sync_leaves_nothing_half_loaded_to
     assert again.compared[-2:] == [False, True]
 
 
-def test_the_canary_is_told_by_the_servers_that_live_and_by_successors_if_none_does(
-    fleet: SglangFleet, tmp_path: Path
-) -> None:
+def test_canary_uses_live_servers_or_their_replacements(fleet: SglangFleet, tmp_path: Path) -> None:
     fleet.ready()
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
@@ -561,7 +555,7 @@ def test_the_canary_is_told_by_the_servers_that_live_and_by_successors_if_none_d
     assert trainer.sends == 2
 
 
-def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_computes_something_else(
+def test_canary_detects_wrong_server_weights(
     config: RlConfig,
 ) -> None:
     parallel = config.parallel.model_copy(update={"world_size": 2, "expert": 2})
@@ -591,7 +585,7 @@ def test_the_trainer_s_own_weights_arrive_and_the_canary_sees_that_a_server_comp
         trainer.close()
 
 
-def test_episodes_outlive_servers_that_die_during_a_sync_and_go_on_from_their_exact_prefix(
+def test_episodes_continue_their_prefix_after_server_deaths(
     config: RlConfig, tmp_path: Path
 ) -> None:
     # The mock server samples all of VOCAB ids. A smaller model would not have most of them.

@@ -210,12 +210,12 @@ def sync_with_faults(run: Run, seeds: range) -> None:
         run.wait_until_all_serve()
 
 
-def test_a_sync_that_failed_is_tried_again_and_no_rank_hangs(run: Run) -> None:
+def test_failed_sync_is_repeated_and_no_rank_hangs(run: Run) -> None:
     sync_with_faults(run, range(4, 7))
 
 
 @pytest.mark.parametrize("run", ["shared_memory"], indirect=True)
-def test_a_server_that_ends_while_the_trainer_works_comes_back_with_the_next_sync(run: Run) -> None:
+def test_server_dead_during_training_returns_with_the_next_sync(run: Run) -> None:
     run.learn()
     run.fleet.sync(run.trainer, run.version)
     run.fault_file.write_text("die /release_memory_occupation:1")
@@ -237,13 +237,11 @@ def test_a_server_that_ends_while_the_trainer_works_comes_back_with_the_next_syn
     run.wait_until_all_serve()
 
 
-def test_twenty_syncs_that_failed_are_tried_again_and_no_rank_hangs(run: Run) -> None:
+def test_twenty_failed_syncs_are_repeated_and_no_rank_hangs(run: Run) -> None:
     sync_with_faults(run, range(20))
 
 
-def test_a_sync_that_fails_each_time_ends_with_its_cause_in_one_line(
-    run: Run, tmp_path: Path
-) -> None:
+def test_sync_that_always_fails_ends_with_its_cause_in_one_line(run: Run, tmp_path: Path) -> None:
     run.learn()
     # The fault is on all ranks that may send. The next attempt begins as soon as one of two servers
     # is back. The rank of the other server then sends nothing.

@@ -141,17 +141,17 @@ print(backend.flash_attn_with_kvcache(*PLAIN.values()), len(backend.calls[-1][1]
 """
 
 
-def test_outputs_are_those_of_float64_for_any_lengths_windows_and_sinks() -> None:
+def test_window_kernel_equals_float64_for_any_lengths_and_sinks() -> None:
     program = ROOT / "tests/support/rl_loop/engines/window_attention_interpreted.py"
     assert run_with_plugin(str(program), interpreted=True) == "5 shapes\n"
 
 
-def test_six_programs_of_gpt_oss_fit_on_a_processor_of_a_hopper_gpu() -> None:
+def test_window_kernel_fits_six_programs_on_a_hopper_sm() -> None:
     program = "tests.support.rl_loop.engines.window_attention_compiled"
     assert run_with_plugin("-m", program) == "compiled\n"
 
 
-def test_plain_decoding_of_windows_is_computed_with_it_and_all_else_as_before(
+def test_window_kernel_serves_plain_windowed_decoding_only(
     tmp_path: Path,
 ) -> None:
     modules = {
@@ -174,7 +174,7 @@ def test_plain_decoding_of_windows_is_computed_with_it_and_all_else_as_before(
     ]
 
 
-def test_servers_decode_windows_in_own_kernel_where_they_can() -> None:
+def test_window_kernel_is_the_default_where_supported() -> None:
     def mends(**settings: object) -> list[str]:
         return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
 
@@ -274,7 +274,7 @@ def flash_attention() -> Callable[..., Tensor]:
 @pytest.mark.parametrize(
     ("requests", "key_heads", "longest"), [(1, 8, 700), (7, 8, 130), (256, 8, 640), (64, 2, 300)]
 )
-def test_outputs_are_no_further_off_than_those_of_flash_attention(
+def test_window_kernel_is_as_accurate_as_flash_attention(
     attention: ModuleType,
     flash_attention: Callable[..., Tensor],
     requests: int,
@@ -296,7 +296,7 @@ def test_outputs_are_no_further_off_than_those_of_flash_attention(
 
 
 @pytest.mark.gpu
-def test_a_captured_step_follows_lengths_tables_and_queries(attention: ModuleType) -> None:
+def test_captured_step_reads_new_lengths_tables_and_queries(attention: ModuleType) -> None:
     call = call_of_a_step(requests=16, key_heads=8, longest=400)
     attend = attention.windows_at_once(refuse)
     attend(**call)  # compile the kernel before the capture
@@ -317,7 +317,7 @@ def test_a_captured_step_follows_lengths_tables_and_queries(attention: ModuleTyp
 
 
 @pytest.mark.gpu
-def test_sglangs_backend_decodes_windows_with_it(
+def test_sglangs_backend_decodes_windows_with_the_kernel(
     attention: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call uses the page table of the windowed layers' pool, after new keys are saved."""
