@@ -17,20 +17,20 @@ def test_no_problem_is_in_both_splits_by_expression_or_text() -> None:
     assert all(split_of(p.expression) == "held_out" for p in HELD_OUT)
 
 
-def test_equal_texts_have_equal_expressions_so_a_text_is_in_one_split() -> None:
+def test_equal_problem_texts_have_equal_expressions() -> None:
     expressions: dict[str, set[str]] = {}
     for p in TRAIN + HELD_OUT:
         expressions.setdefault(p.text, set()).add(p.expression)
     assert all(len(found) == 1 for found in expressions.values())
 
 
-def test_a_problem_is_a_function_of_split_seed_and_index() -> None:
+def test_problem_depends_only_on_split_seed_and_index() -> None:
     assert problem("train", 0, 2999) == TRAIN[2999]
     assert problem("train", 1, 2999) != TRAIN[2999]
     assert problem("train", 0, 10**12) == problem("train", 0, 10**12)
 
 
-def test_problems_are_varied() -> None:
+def test_arithmetic_problems_are_varied() -> None:
     assert len({p.expression for p in TRAIN}) > 0.95 * len(TRAIN)
     assert len({p.answer for p in TRAIN}) > 0.5 * len(TRAIN)
     words = {"".join(c for c in p.text if c.isalpha()) for p in TRAIN}
@@ -42,7 +42,7 @@ def test_problems_are_varied() -> None:
     assert signs == {expression for _, expression in shapes}
 
 
-def test_answers_are_what_the_text_says() -> None:
+def test_answer_is_the_value_of_the_problem_text() -> None:
     by_hand = arithmetic.Problem("", "(12+30)*2-5")
     assert by_hand.answer == 79
     for p in TRAIN[:200]:

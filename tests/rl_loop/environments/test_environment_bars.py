@@ -52,9 +52,7 @@ def test_every_environment_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_tasks_are_functions_of_split_seed_and_index_and_survive_json(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_tasks_are_reproducible_and_survive_json(name: str, options: dict[str, Any]) -> None:
     tasks = [task_of(name, options, i) for i in range(6)]
     assert tasks == [task_of(name, options, i) for i in range(6)]
     assert Task(**json.loads(tasks[0].to_json())) == tasks[0]
@@ -67,7 +65,7 @@ def test_tasks_are_functions_of_split_seed_and_index_and_survive_json(
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_an_episode_has_the_same_reward_parts_however_it_ends(
+def test_episode_has_the_same_reward_parts_for_every_ending(
     tiny: Harmony, name: str, options: dict[str, Any]
 ) -> None:
     task = task_of(name, options, 0)
@@ -82,7 +80,7 @@ def test_an_episode_has_the_same_reward_parts_however_it_ends(
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_the_expert_script_scores_the_maximum_and_an_empty_agent_the_minimum(
+def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
     tiny: Harmony, name: str, options: dict[str, Any]
 ) -> None:
     scores = []
@@ -158,9 +156,7 @@ def random_message(rng: random.Random, known: list[str]) -> ParsedMessage:
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_a_thousand_random_agents_end_without_an_exception(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_1000_random_policies_end_without_an_exception(name: str, options: dict[str, Any]) -> None:
     tasks = [task_of(name, options, i) for i in range(10)]
 
     async def play(agent: int) -> StepResult:
@@ -185,7 +181,7 @@ def test_a_thousand_random_agents_end_without_an_exception(
     asyncio.run(main())
 
 
-def test_a_format_error_does_not_undo_the_harm_done_before() -> None:
+def test_format_error_does_not_undo_an_earlier_penalty() -> None:
     async def reward(*turns: list[ParsedMessage]) -> float:
         environment = make_environment(task_of("incident", {}, 0), arithmetic.interpret, REWARD)
         return [(await environment.step(turn)).reward for turn in turns][-1]
@@ -195,7 +191,7 @@ def test_a_format_error_does_not_undo_the_harm_done_before() -> None:
     assert asyncio.run(reward(harm, illegal)) == pytest.approx(-5.0 - 5.0 * 0.5 / 9)
 
 
-def test_a_function_is_called_by_its_namespace_and_name_only() -> None:
+def test_function_is_called_by_its_namespace_and_name_only() -> None:
     async def call(recipient: str) -> tuple[StepResult, list[dict[str, Any]]]:
         environment = make_environment(task_of("incident", {}, 0), arithmetic.interpret, REWARD)
         assert isinstance(environment, IncidentEnvironment)
@@ -211,7 +207,7 @@ def test_a_function_is_called_by_its_namespace_and_name_only() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [kind for kind in KINDS if kind[0] != "retool"])
-def test_a_thousand_steps_take_a_second_of_one_core(name: str, options: dict[str, Any]) -> None:
+def test_1000_steps_take_at_most_one_second_of_one_core(name: str, options: dict[str, Any]) -> None:
     options = options | ({"tools": False} if name == "gsm8k" else {})
     tasks = [task_of(name, options, i) for i in range(20)]
     turns = {

@@ -53,7 +53,7 @@ def run(workplace: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_guides_environment_is_forty_lines_and_passes_its_test(workplace: Path) -> None:
+def test_guides_environment_has_40_lines_and_passes_its_test(workplace: Path) -> None:
     lines = [line for line in (workplace / "guessing.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 45
     said = run(
@@ -70,7 +70,7 @@ def test_the_guides_environment_is_forty_lines_and_passes_its_test(workplace: Pa
 
 
 @pytest.mark.slow
-def test_the_guide_pasted_as_it_is_leads_to_a_policy_that_learns(workplace: Path) -> None:
+def test_guides_commands_train_a_policy_that_improves(workplace: Path) -> None:
     commands = re.search(r"```bash\n(export PYTHONPATH=\.\n.*?)```", GUIDE.read_text(), flags=re.S)[
         1
     ]

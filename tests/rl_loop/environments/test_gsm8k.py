@@ -39,7 +39,7 @@ ROW = {
         ("", -1.0),
     ],
 )
-def test_an_answer_counts_however_its_number_is_written(boxed: str, reward: float) -> None:
+def test_answer_is_correct_in_any_number_format(boxed: str, reward: float) -> None:
     task = Gsm8kEnvironment.from_record(ROW, "gsm8k-0", Gsm8kOptions())
     environment = Gsm8kEnvironment(task, arithmetic.interpret, RewardConfig())
     assert asyncio.run(environment.step([final(rf"So \boxed{{{boxed}}}.")])).reward == reward
@@ -68,13 +68,13 @@ CLIPS = (
         ("Not exactly, <<1/3=.33>>, <<.33*3=1>>", "0.99", None),
     ],
 )
-def test_a_solution_is_one_expression_where_it_calculates_the_answer(
+def test_solution_becomes_one_expression_if_it_gives_the_answer(
     solution: str, answer: str, expression: str | None
 ) -> None:
     assert expression_of(solution, answer) == expression
 
 
-def test_a_solution_that_doubles_itself_stays_short() -> None:
+def test_expression_of_a_doubling_solution_stays_short() -> None:
     """Without a limit the last expression would have 2^60 numbers."""
     doublings = "".join(f"<<{2**i}+{2**i}={2 ** (i + 1)}>>" for i in range(60))
     expression = expression_of(doublings, str(2**60))
@@ -86,7 +86,7 @@ def demonstration(task: Task, seed: int, faulty: bool) -> Episode:
     return asyncio.run(play(environment, Gsm8kEnvironment.solve(task, Random(seed), faulty)))
 
 
-def test_published_problems_are_demonstrated_with_the_calculation_of_their_solution() -> None:
+def test_demonstration_runs_the_calculation_of_the_solution() -> None:
     row = {"question": "How many clips?", "answer": CLIPS}
     task = Gsm8kEnvironment.from_record(row, "gsm8k-0", Gsm8kOptions(tools=True))
     episodes = [demonstration(task, seed, faulty=False) for seed in range(20)]
@@ -100,7 +100,7 @@ def test_published_problems_are_demonstrated_with_the_calculation_of_their_solut
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_a_problem_without_a_calculation_is_answered_from_the_head(tools: bool) -> None:
+def test_demonstration_without_a_calculation_answers_directly(tools: bool) -> None:
     row = {"question": "How many?", "answer": "Equating both, p = 1000.\n#### 1,000"}
     task = Gsm8kEnvironment.from_record(row, "gsm8k-0", Gsm8kOptions(tools=tools))
     episode = demonstration(task, 0, faulty=False)
@@ -110,7 +110,7 @@ def test_a_problem_without_a_calculation_is_answered_from_the_head(tools: bool) 
     assert -1 in guesses
 
 
-def test_programs_of_demonstrations_print_what_python_prints() -> None:
+def test_demonstrated_programs_print_the_output_of_python() -> None:
     expressions = ["48+(48/2)", "847/7", "2*20*.01*1000", "7-(3*2)", ".1+.2", "10//4", "1/0"]
 
     async def printed() -> list[str]:

@@ -84,9 +84,7 @@ def with_nltk_data(monkeypatch, tmp_path: Path) -> None:
     instructions_util._get_sentence_tokenizer.cache_clear()
 
 
-def test_a_row_whose_checker_lacks_data_is_an_error_that_says_how_to_get_it(
-    tmp_path, without_nltk_data
-) -> None:
+def test_row_whose_checker_lacks_data_is_rejected_with_remedy(tmp_path, without_nltk_data) -> None:
     rows = [row("punctuation:no_comma"), row(SENTENCES, num_sentences=2, relation="at least")]
     with pytest.raises(
         TaskFileError,
@@ -96,12 +94,12 @@ def test_a_row_whose_checker_lacks_data_is_an_error_that_says_how_to_get_it(
     assert len(tasks_of(tmp_path / "ifeval.jsonl", rows, skip_unavailable=True)) == 1
 
 
-def test_a_checker_that_loses_its_data_fails_and_is_not_unmet(without_nltk_data) -> None:
+def test_checker_that_loses_its_data_is_a_checker_failure(without_nltk_data) -> None:
     with pytest.raises(CheckerFailure, match="punkt_tab"):
         check(Constraint(SENTENCES, {"num_sentences": 2, "relation": "at least"}), "One. Two.", "")
 
 
-def test_with_its_data_sentences_are_counted(with_nltk_data) -> None:
+def test_sentences_are_counted_if_nltk_data_is_present(with_nltk_data) -> None:
     constraint = Constraint(SENTENCES, {"num_sentences": 3, "relation": "at least"})
     assert check(constraint, "One here. Two here. Three here.", "").strict
     assert not check(constraint, "One here. Two here.", "").strict
@@ -123,7 +121,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckerPool]:
     pool.close()
 
 
-def test_slow_text_does_not_hold_the_event_loop(hasty: CheckerPool) -> None:
+def test_slow_checker_does_not_block_the_event_loop(hasty: CheckerPool) -> None:
     """The time of the published bullet checker grows with the square of empty lines."""
     record = row("detectable_format:number_bullet_lists", num_bullets=2)
     task = InstructionEnvironment.from_record(record, "t", InstructionOptions())
@@ -150,7 +148,7 @@ def test_slow_text_does_not_hold_the_event_loop(hasty: CheckerPool) -> None:
     assert turns >= 10
 
 
-def test_all_checkers_that_read_data_of_nltk_are_known() -> None:
+def test_all_checkers_that_read_nltk_data_are_listed() -> None:
     reading = re.compile(
         r"word_tokenize|pos_tag|count_stopwords|\bcount_sentences\(|sent_tokenize|nltk\.corpus"
     )
@@ -161,7 +159,7 @@ def test_all_checkers_that_read_data_of_nltk_are_known() -> None:
     assert found == {*NLTK_DATA, CAPITALS}
 
 
-def test_no_checker_fails_for_want_of_something(without_nltk_data) -> None:
+def test_every_checker_runs_without_missing_packages(without_nltk_data) -> None:
     """An exception of a checker would count as a constraint that is not met."""
     random.seed(0)
     text = "This is a NOTE about tea. It has two sentences, and * a list\n* of points.\n\nA second PARAGRAPH ends it."
@@ -174,7 +172,7 @@ def test_no_checker_fails_for_want_of_something(without_nltk_data) -> None:
         meets(make_checker(Constraint(name, arguments), "Write."), name, text)
 
 
-def test_importingifbench_checkers_downloads_nothing(monkeypatch) -> None:
+def test_importing_ifbench_checkers_downloads_no_data(monkeypatch) -> None:
     import nltk
 
     def download(*arguments: Any, **settings: Any) -> None:
@@ -198,13 +196,13 @@ def test_importingifbench_checkers_downloads_nothing(monkeypatch) -> None:
         ("", 0),
     ],
 )
-def test_words_of_capital_letters_are_counted_without_data(
+def test_capital_words_are_counted_without_nltk_data(
     without_nltk_data, text: str, count: int
 ) -> None:
     assert count_capital_words(text) == count
 
 
-def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data) -> None:
+def test_capital_words_are_counted_as_nltk_counts_them(with_nltk_data) -> None:
     from nltk import word_tokenize
 
     words = [
@@ -235,7 +233,7 @@ def test_words_of_capital_letters_are_counted_as_nltk_counts_them(with_nltk_data
 
 
 @pytest.mark.parametrize("letter", ["#", "!"])
-def test_a_letter_that_is_none_is_counted_as_the_prompt_asks(letter: str) -> None:
+def test_character_that_is_not_a_letter_is_counted_as_prompted(letter: str) -> None:
     """For IFEval 1122 and 1129 the published checker draws a random letter instead."""
     record = row(
         "keywords:letter_frequency", letter=letter, let_frequency=4, let_relation="at least"
@@ -245,13 +243,13 @@ def test_a_letter_that_is_none_is_counted_as_the_prompt_asks(letter: str) -> Non
         assert reward(record, "abcdefghijklmnopqrstuvwxyz" * 4) == -1.0
 
 
-def test_what_a_row_leaves_out_is_drawn_by_the_row_and_not_by_chance() -> None:
+def test_missing_checker_arguments_depend_only_on_the_row() -> None:
     record = row("keywords:letter_frequency", let_frequency=1, let_relation="at least")
     for letter in "aeiouxyz":
         assert len({reward(record, letter * 3) for _ in range(10)}) == 1
 
 
-def test_what_precedes_a_marker_of_thoughts_counts() -> None:
+def test_text_before_a_thought_marker_is_checked() -> None:
     """Answers come from the channel ``final``, so they contain no thoughts to remove."""
     assert reward(row("punctuation:no_comma"), "first, second </think> third") == -1.0
     assert reward(row("keywords:existence", keywords=["first"]), "first </think> second") == 1.0
@@ -277,11 +275,11 @@ def test_what_precedes_a_marker_of_thoughts_counts() -> None:
         ),
     ],
 )
-def test_a_row_that_is_none_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+def test_malformed_row_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskFileError, match=f"line 1: .*{re.escape(message)}"):
         tasks_of(tmp_path / "ifeval.jsonl", [record])
 
 
-def test_unknown_checkers_are_named_when_the_configuration_is_read() -> None:
+def test_unknown_checkers_are_rejected_by_the_configuration() -> None:
     with pytest.raises(ValueError, match="unknown checkers length_constraints:number_sentences"):
         InstructionOptions(checkers=[SENTENCES])

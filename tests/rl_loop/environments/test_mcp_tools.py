@@ -126,7 +126,7 @@ def read(trajectory: Trajectory) -> list[str]:
 # ---- the three ways to reach a server
 
 
-def test_a_server_in_process_serves_an_episode(harmony: Harmony) -> None:
+def test_in_process_server_serves_an_episode(harmony: Harmony) -> None:
     task = make_task({"bank": IN_PROCESS}, {"opening": 3})
     trajectory = play(
         harmony,
@@ -143,7 +143,7 @@ def test_a_server_in_process_serves_an_episode(harmony: Harmony) -> None:
     assert "amount: number" in described
 
 
-def test_a_server_on_standard_streams_is_the_episodes_own_and_ends_with_it(
+def test_stdio_server_belongs_to_one_episode_and_ends_with_it(
     harmony: Harmony,
 ) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -156,7 +156,7 @@ def test_a_server_on_standard_streams_is_the_episodes_own_and_ends_with_it(
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_a_server_by_http_serves_an_episode_and_its_death_makes_one_invalid(
+def test_http_server_serves_an_episode_and_its_death_is_invalid(
     harmony: Harmony,
 ) -> None:
     with http_server() as (url, process):
@@ -177,7 +177,7 @@ def test_a_server_by_http_serves_an_episode_and_its_death_makes_one_invalid(
 # ---- errors of tools, failures of servers
 
 
-def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
+def test_tool_errors_of_the_policy_are_shown_to_it(harmony: Harmony) -> None:
     task = make_task({"bank": IN_PROCESS})
     broken = ParsedMessage("commentary", "functions.deposit", "<|constrain|>json", "{amount")
     trajectory = play(
@@ -199,7 +199,7 @@ def test_what_the_policy_did_wrong_it_reads(harmony: Harmony) -> None:
     assert trajectory.invalid is None
 
 
-def test_of_the_protocols_errors_only_those_of_the_arguments_are_the_policys(
+def test_only_invalid_argument_errors_are_the_policys_errors(
     harmony: Harmony,
 ) -> None:
     REFUSED.clear()
@@ -220,14 +220,14 @@ def test_of_the_protocols_errors_only_those_of_the_arguments_are_the_policys(
     assert REFUSED[1:] == [INTERNAL_ERROR] * (1 + len(agent.TOOL_PAUSES))
 
 
-def test_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) -> None:
+def test_call_of_a_tool_that_is_not_offered_is_a_format_error(harmony: Harmony) -> None:
     task = make_task({"bank": IN_PROCESS | {"tools": ["balance"]}})
     trajectory = play(harmony, task, call(harmony, "deposit", amount=1))
     assert trajectory.format_error == "unknown_tool"
     assert "deposit" not in trajectory.turns[0].text
 
 
-def test_a_server_that_dies_in_a_call_is_replaced_and_brought_to_where_it_was(
+def test_server_that_dies_in_a_call_is_replaced_and_replayed(
     harmony: Harmony, tmp_path: Path
 ) -> None:
     task = make_task({"bank": STDIO}, {"answer": "105"})
@@ -245,7 +245,7 @@ def test_a_server_that_dies_in_a_call_is_replaced_and_brought_to_where_it_was(
     assert trajectory.invalid is None
 
 
-def test_call_that_always_ends_its_server_is_the_policys(harmony: Harmony) -> None:
+def test_call_that_always_kills_its_server_is_a_policy_error(harmony: Harmony) -> None:
     task = make_task({"bank": STDIO}, {"answer": "7"})
     trajectory = play(
         harmony,
@@ -273,7 +273,7 @@ def test_call_that_always_ends_its_server_is_the_policys(harmony: Harmony) -> No
         '{"": {"__proto__": []}}',
     ],
 )
-def test_any_arguments_leave_the_episode_valid(harmony: Harmony, arguments: str) -> None:
+def test_any_tool_arguments_leave_the_episode_valid(harmony: Harmony, arguments: str) -> None:
     """The JSON encoder of the transport has limits that Python's encoder does not have."""
     message = ParsedMessage("commentary", "functions.deposit", "<|constrain|>json", arguments)
     sampled = harmony.render_assistant([message], "<|call|>")
@@ -281,7 +281,7 @@ def test_any_arguments_leave_the_episode_valid(harmony: Harmony, arguments: str)
     assert trajectory.invalid is None, trajectory.invalid
 
 
-def test_without_replay_a_spoiled_call_is_not_repeated(harmony: Harmony, tmp_path: Path) -> None:
+def test_failed_call_is_not_repeated_without_replay(harmony: Harmony, tmp_path: Path) -> None:
     task = make_task({"bank": STDIO}, replay=False)
     trajectory = play(
         harmony, task, call(harmony, "die_once", trace=str(tmp_path / "trace")), final(harmony, "")
@@ -290,7 +290,7 @@ def test_without_replay_a_spoiled_call_is_not_repeated(harmony: Harmony, tmp_pat
     assert "tool server bank" in trajectory.invalid.reason
 
 
-def test_a_server_that_answers_otherwise_when_it_is_set_back_is_an_infrastructure_failure() -> None:
+def test_replay_with_another_result_is_an_infrastructure_failure() -> None:
     async def run() -> None:
         environment = environment_of(make_task({"bank": IN_PROCESS}))
         await environment.open()
@@ -305,7 +305,7 @@ def test_a_server_that_answers_otherwise_when_it_is_set_back_is_an_infrastructur
         asyncio.run(run())
 
 
-def test_a_server_that_does_not_start_is_named_after_the_last_attempt(harmony: Harmony) -> None:
+def test_server_that_does_not_start_is_named(harmony: Harmony) -> None:
     missing = {"command": ["/nowhere/server"]}
     task = make_task({"bank": IN_PROCESS, "lost": missing})
     trajectory = play(harmony, task, final(harmony, "7"))
@@ -314,7 +314,7 @@ def test_a_server_that_does_not_start_is_named_after_the_last_attempt(harmony: H
     assert "No such file" in trajectory.invalid.reason
 
 
-def test_a_server_that_says_nothing_is_given_up_in_time(harmony: Harmony) -> None:
+def test_silent_server_fails_at_its_time_limit(harmony: Harmony) -> None:
     silent = {
         "command": [sys.executable, "-c", "import time; time.sleep(60)"],
         "connect_seconds": 0.5,
@@ -329,7 +329,7 @@ def test_a_server_that_says_nothing_is_given_up_in_time(harmony: Harmony) -> Non
 # ---- bounds
 
 
-def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
+def test_tool_call_is_limited_in_time_and_size(harmony: Harmony) -> None:
     bounded = {
         "slow": IN_PROCESS | {"call_seconds": 0.3, "tools": ["wait"], "prefix": "slow_"},
         "bank": IN_PROCESS | {"max_output_bytes": 40},
@@ -352,7 +352,7 @@ def test_a_call_is_bounded_in_time_and_size(harmony: Harmony) -> None:
     assert trajectory.tool_errors == 1
 
 
-def test_a_server_that_is_started_again_costs_the_episode_no_time(
+def test_restart_of_a_server_does_not_count_as_episode_time(
     harmony: Harmony, tmp_path: Path
 ) -> None:
     """The restart takes longer than the time limit of the episode."""
@@ -374,7 +374,7 @@ def test_a_server_that_is_started_again_costs_the_episode_no_time(
 # ---- names, schemas, options
 
 
-def test_tools_of_one_name_are_refused_until_a_prefix_parts_them() -> None:
+def test_tools_of_equal_name_are_rejected_without_a_prefix() -> None:
     servers = {"bank": IN_PROCESS, "shop": {"in_process": f"{LEDGER}:other"}}
     with pytest.raises(ValueError, match="bank and shop both have a tool 'balance'"):
         _offered(servers)
@@ -384,7 +384,7 @@ def test_tools_of_one_name_are_refused_until_a_prefix_parts_them() -> None:
     assert {"balance", "s_balance", "deposit"} <= names
 
 
-def test_a_name_that_no_header_can_carry_and_a_tool_that_is_missing_are_refused() -> None:
+def test_invalid_or_missing_tool_names_are_rejected() -> None:
     with pytest.raises(ValueError, match="a tool is named 'to/do'"):
         _offered({"bad": {"in_process": f"{LEDGER}:badly_named"}})
     with pytest.raises(ValueError, match="tool server bank has no tool 'fly'; it has: deposit"):
@@ -396,7 +396,7 @@ def _offered(servers: dict[str, Any]) -> list[Tool]:
     return offered_without_episode(checked, {})
 
 
-def test_schemas_of_pydantic_are_shown_and_not_any(harmony: Harmony) -> None:
+def test_pydantic_schemas_are_rendered_with_their_types(harmony: Harmony) -> None:
     offered = {tool.name: tool for tool in _offered({"bank": IN_PROCESS})}
     prompt = harmony.decode(
         harmony.render_prompt([{"role": "user", "content": "x"}], [offered["transfer"]])
@@ -409,7 +409,7 @@ def test_schemas_of_pydantic_are_shown_and_not_any(harmony: Harmony) -> None:
     assert "memo?: string | null" in shown
 
 
-def test_bad_options_are_refused_where_they_are_read() -> None:
+def test_invalid_options_are_rejected_by_the_configuration() -> None:
     def refused(match: str, **server: Any) -> None:
         with pytest.raises(ValueError, match=match):
             SourceConfig(environment="mcp", options={"servers": {"bank": server}})
@@ -434,7 +434,7 @@ async def ledger_judge(task: dict[str, Any], answer: str, tools: ToolBox) -> dic
     return {"score": float(balance.text == task["answer"]), "said": float(answer == balance.text)}
 
 
-def test_a_judge_asks_the_servers_what_was_done(harmony: Harmony) -> None:
+def test_judge_reads_the_state_of_the_servers(harmony: Harmony) -> None:
     task = make_task(
         {"bank": IN_PROCESS | {"tools": ["deposit", "open_with"]}},
         {"setup": {"amount": 3}},
@@ -465,7 +465,7 @@ def test_a_judge_asks_the_servers_what_was_done(harmony: Harmony) -> None:
         ({"twice": True}, {}, "tool", "tool servers bank and shop both have a tool 'balance'"),
     ],
 )
-def test_an_episode_that_cannot_be_set_up_is_an_infrastructure_failure(
+def test_failed_setup_of_an_episode_is_infrastructure(
     harmony: Harmony, options: dict[str, Any], setup: object, component: str, reason: str
 ) -> None:
     servers = {"bank": IN_PROCESS}
@@ -479,7 +479,7 @@ def test_an_episode_that_cannot_be_set_up_is_an_infrastructure_failure(
     assert math.isnan(trajectory.reward)
 
 
-def test_purification_and_retries_set_the_servers_back() -> None:
+def test_purification_and_retries_restore_the_servers() -> None:
     """Actions after a saved state are undone, although a server cannot undo an action."""
 
     async def run() -> None:
@@ -500,7 +500,7 @@ def test_purification_and_retries_set_the_servers_back() -> None:
     asyncio.run(run())
 
 
-def test_a_shared_server_is_one_for_all_episodes_and_is_opened_again_when_it_breaks(
+def test_shared_server_serves_all_episodes_and_is_reopened(
     harmony: Harmony, tmp_path: Path
 ) -> None:
     task = make_task({"bank": STDIO | {"shared": True}}, {"answer": "101"})
@@ -527,7 +527,7 @@ def test_a_shared_server_is_one_for_all_episodes_and_is_opened_again_when_it_bre
     assert read(second) == ["3 in it", "alive with 100"]
 
 
-def test_a_class_of_ones_own_needs_no_more_than_its_tasks(harmony: Harmony) -> None:
+def test_custom_mcp_class_needs_only_its_tasks(harmony: Harmony) -> None:
     name = f"{__name__}:BankEnvironment"
     assert environment_class(name) is not None
     source = SourceConfig(environment=name, options={"servers": {"bank": IN_PROCESS}})
@@ -556,7 +556,7 @@ class BankEnvironment(McpEnvironment):
         return float(balance.text == str(self.task.metadata["record"]["want"]))
 
 
-def test_an_environment_that_cannot_be_closed_is_logged_and_its_episode_stays(
+def test_failure_to_close_an_environment_keeps_its_episode(
     harmony: Harmony, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def close(self: McpEnvironment) -> None:
@@ -569,7 +569,7 @@ def test_an_environment_that_cannot_be_closed_is_logged_and_its_episode_stays(
     assert "McpEnvironment.close() of t: RuntimeError: it stays open" in caplog.text
 
 
-def test_the_failure_of_a_task_without_an_answer_is_one_of_the_file() -> None:
+def test_task_without_an_answer_raises_an_error() -> None:
     with pytest.raises(KeyError, match="answer"):
         McpEnvironment.from_record(
             {"prompt": "?"}, "t", McpOptions.model_validate({"servers": {"bank": IN_PROCESS}})

@@ -142,9 +142,7 @@ def heard(trajectory: Trajectory, role: str = "tool") -> list[str]:
     ]
 
 
-def test_a_game_is_played_by_steps_and_earns_what_they_did(
-    harmony: Harmony, served: Served
-) -> None:
+def test_step_game_has_the_reward_of_its_steps(harmony: Harmony, served: Served) -> None:
     trajectory = play(
         harmony,
         make_task(served.url),
@@ -167,9 +165,7 @@ def test_a_game_is_played_by_steps_and_earns_what_they_did(
     assert "Find my number.\n\nguess a number" in prompt
 
 
-def test_the_last_reward_counts_and_giving_up_ends_the_game(
-    harmony: Harmony, served: Served
-) -> None:
+def test_last_reward_counts_and_giving_up_ends_the_game(harmony: Harmony, served: Served) -> None:
     task = make_task(served.url, score="last", perfect=2.0)
     assert play(harmony, task, guess(harmony, 3), guess(harmony, 7)).reward_parts["score"] == 0.5
     given_up = play(harmony, task, guess(harmony, 3), said(harmony, "I give up"))
@@ -178,7 +174,7 @@ def test_the_last_reward_counts_and_giving_up_ends_the_game(
     assert unknown.format_error == "unknown_tool"
 
 
-def test_a_game_of_words_is_one_between_policy_and_user(harmony: Harmony, served: Served) -> None:
+def test_text_game_alternates_policy_and_user_messages(harmony: Harmony, served: Served) -> None:
     """The number is a text, which the server parses or rejects like pydantic."""
     task = make_task(served.url, interface="text", text_field="figure")
     trajectory = play(harmony, task, said(harmony, "seven"), said(harmony, "eight"))
@@ -187,7 +183,7 @@ def test_a_game_of_words_is_one_between_policy_and_user(harmony: Harmony, served
     assert trajectory.tool_calls == 0
 
 
-def test_a_game_is_played_by_the_environments_own_tools(
+def test_game_is_played_with_the_tools_of_its_server(
     harmony: Harmony, served_tools: Served
 ) -> None:
     served_tools.trace.touch()
@@ -217,7 +213,7 @@ def test_a_game_is_played_by_the_environments_own_tools(
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_tool_that_its_environment_does_not_reach_is_called_again_and_is_infrastructure(
+def test_unreachable_tool_is_called_again_or_is_infrastructure(
     harmony: Harmony, served_tools: Served, replay: bool
 ) -> None:
     served_tools.trace.unlink(missing_ok=True)
@@ -241,7 +237,7 @@ def test_a_tool_that_its_environment_does_not_reach_is_called_again_and_is_infra
         assert math.isnan(trajectory.reward)
 
 
-def test_an_environment_without_tools_is_named(harmony: Harmony, served: Served) -> None:
+def test_openenv_server_without_tools_is_named(harmony: Harmony, served: Served) -> None:
     trajectory = play(harmony, make_task(served.url, interface="tools"), call(harmony, "guess"))
     assert trajectory.invalid is not None
     assert trajectory.invalid.reason.startswith(f"OpenEnv at {served.url} lists no tools: [")
@@ -249,7 +245,7 @@ def test_an_environment_without_tools_is_named(harmony: Harmony, served: Served)
 
 @pytest.mark.hub
 @pytest.mark.parametrize("interface", ["step", "tools"])
-def test_the_wire_of_these_tests_is_the_packages(interface: str, tmp_path: Path) -> None:
+def test_mock_server_messages_equal_those_of_the_package(interface: str, tmp_path: Path) -> None:
     """All messages are compared, except for the package's texts of errors."""
     calls: list[tuple[str, dict[str, object]]] = [
         ("guess", {"number": 3}),
@@ -291,7 +287,7 @@ async def answers_of(server: Served, messages: list[dict[str, Any]]) -> list[Any
     return answers
 
 
-def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
+def test_restarted_server_is_replayed_to_its_state(
     harmony: Harmony, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = OpenEnvSession.open
@@ -316,7 +312,9 @@ def test_a_server_that_dies_and_is_there_again_is_brought_to_where_it_was(
     assert trajectory.invalid is None
 
 
-def test_step_that_always_ends_its_session_is_the_policys(harmony: Harmony, served: Served) -> None:
+def test_step_that_always_ends_its_session_is_a_policy_error(
+    harmony: Harmony, served: Served
+) -> None:
     if served.way != "wire":
         pytest.skip("only the mock server cuts connections")
     task = make_task(served.url)
@@ -326,16 +324,14 @@ def test_step_that_always_ends_its_session_is_the_policys(harmony: Harmony, serv
     assert trajectory.reward_parts["score"] == 0.75
 
 
-def test_a_step_that_takes_too_long_is_the_policys_doing(harmony: Harmony, served: Served) -> None:
+def test_step_beyond_its_time_limit_is_a_policy_error(harmony: Harmony, served: Served) -> None:
     task = make_task(served.url, step_seconds=1.0)
     trajectory = play(harmony, task, guess(harmony, 3), guess(harmony, SLOW))
     assert trajectory.invalid is None
     assert trajectory.reward_parts["score"] == -0.25
 
 
-def test_a_server_that_is_full_and_one_that_is_away_are_infrastructure(
-    harmony: Harmony, served: Served
-) -> None:
+def test_full_or_unreachable_server_is_infrastructure(harmony: Harmony, served: Served) -> None:
     async def begin(session: OpenEnvSession) -> None:
         # The server may still count sessions of other tests.
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -376,7 +372,7 @@ def test_a_server_that_is_full_and_one_that_is_away_are_infrastructure(
     assert "OpenEnv at http://127.0.0.1:9 cannot be reached" in away.invalid.reason
 
 
-def test_tasks_have_numbers_and_seeds_that_no_other_task_has() -> None:
+def test_tasks_have_unique_numbers_and_seeds() -> None:
     options = OpenEnvOptions(url="ws://127.0.0.1:9", prompt="Game {number}.")
     tasks = [
         OpenEnvEnvironment.generate(split, 3, index, options)  # type: ignore[arg-type]
@@ -397,7 +393,7 @@ def test_tasks_have_numbers_and_seeds_that_no_other_task_has() -> None:
     ("seed", "what"),
     [(2, "number': 3} gave another result"), (12, "gave another observation at its reset")],
 )
-def test_a_game_that_goes_otherwise_when_it_is_played_again_is_infrastructure(
+def test_game_with_another_replay_is_an_infrastructure_failure(
     served: Served, seed: int, what: str
 ) -> None:
     async def run() -> None:

@@ -68,7 +68,7 @@ def test_right_and_wrong_answers_are_scored() -> None:
     assert asyncio.run(judge("no box")).reward == RewardConfig().wrong
 
 
-def test_garbage_over_which_a_working_scorer_raises_is_wrong(
+def test_answer_that_makes_a_working_scorer_raise_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the policy could escape from difficult tasks with answers that break the scorer."""
@@ -82,7 +82,7 @@ def test_garbage_over_which_a_working_scorer_raises_is_wrong(
     ids=["broken", "nan", "none"],
 )
 @pytest.mark.parametrize("answer", ["garbage", TASK.ground_truth])
-def test_a_scorer_that_does_not_work_is_a_checker_failure(
+def test_broken_scorer_is_a_checker_failure(
     monkeypatch: pytest.MonkeyPatch, scorer: Scorer, answer: str
 ) -> None:
     monkeypatch.setattr(reasoning, "_dataset", lambda *place: scorer)
@@ -99,7 +99,7 @@ def test_unknown_generator_is_an_infrastructure_failure() -> None:
     assert failure.value.component == "checker"
 
 
-def test_slow_scorer_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_scorer_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = processes(monkeypatch, "scored_slowly")
 
     async def main() -> tuple[StepResult, int]:
@@ -123,7 +123,9 @@ def test_answer_that_hangs_a_scorer_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     pool.close()
 
 
-def test_scorer_that_hangs_on_the_truth_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scorer_that_hangs_on_the_right_answer_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = processes(monkeypatch, "never_scored")
     with pytest.raises(InfrastructureFailure, match="the scorer answers no question"):
         asyncio.run(judge(r"\boxed{1}"))

@@ -53,16 +53,16 @@ class OtherNames(Environment):
         ),
     ],
 )
-def test_a_method_with_other_arguments_is_named_when_its_class_is(name: str, message: str) -> None:
+def test_environment_class_with_wrong_signature_is_rejected(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         environment_class(f"{__name__}:{name}")
 
 
-def test_arguments_may_have_other_names() -> None:
+def test_environment_methods_may_name_arguments_differently() -> None:
     assert environment_class(f"{__name__}:OtherNames") is OtherNames
 
 
-def test_a_script_that_calls_python_is_told_what_it_lacks() -> None:
+def test_scripted_policy_without_python_is_rejected_with_reason() -> None:
     class Calls(Environment):
         async def call(self, tool: str, arguments: str) -> str:
             return (await self.execute(arguments)).output
@@ -77,6 +77,6 @@ def test_a_script_that_calls_python_is_told_what_it_lacks() -> None:
         asyncio.run(environment.step([ParsedMessage("analysis", "python", "code", "print(1)")]))
 
 
-def test_an_offline_environment_answers_the_programs_of_scripts() -> None:
+def test_offline_environment_runs_programs_of_scripted_policies() -> None:
     environment = make_offline_environment(Task("t", [{"role": "user", "content": "1+1?"}], "2"))
     assert asyncio.run(environment.execute("print(2*(3+4))")).output == "14\n"

@@ -62,7 +62,7 @@ class Counting(ReplayedEnvironment[ReplayedOptions]):
         return self.finished(0.0)
 
 
-def test_a_world_that_is_set_back_is_a_new_one_in_which_the_episode_goes_on() -> None:
+def test_restored_world_is_a_new_one_with_the_actions_replayed() -> None:
     async def run() -> list[int]:
         environment = Counting()
         await environment.act(1)
@@ -77,7 +77,7 @@ def test_a_world_that_is_set_back_is_a_new_one_in_which_the_episode_goes_on() ->
     assert asyncio.run(run()) == [3, 7]
 
 
-def test_what_failed_may_be_done_so_the_next_action_is_in_a_new_world() -> None:
+def test_action_after_a_failure_runs_in_a_new_world() -> None:
     async def run() -> list[int]:
         environment = Counting()
         await environment.act(1)
@@ -90,7 +90,7 @@ def test_what_failed_may_be_done_so_the_next_action_is_in_a_new_world() -> None:
     assert asyncio.run(run()) == [14, 3]
 
 
-def test_action_that_ends_every_world_is_the_policys() -> None:
+def test_action_that_ends_every_world_is_a_policy_error() -> None:
     async def run() -> list[int]:
         environment = Counting()
         await environment.act(1)
@@ -125,19 +125,19 @@ def test_action_that_ends_every_world_is_the_policys() -> None:
         ('{"a": ' + "[" * 64 + "]" * 64 + "}", "the arguments have more than 64 levels"),
     ],
 )
-def test_arguments_that_are_none_are_the_policys_to_read(text: str, said: str) -> None:
+def test_invalid_arguments_are_reported_to_the_policy(text: str, said: str) -> None:
     with pytest.raises(ToolError, match=said):
         arguments_of(text)
 
 
-def test_only_functions_are_called_by_their_names() -> None:
+def test_only_function_namespace_calls_are_executed() -> None:
     assert function_of("functions.balance") == "balance"
     for recipient in ("balance", "python", "browser.balance", "functions"):
         with pytest.raises(UnknownTool):
             function_of(recipient)
 
 
-def test_a_row_is_what_a_task_is_made_of() -> None:
+def test_environment_has_the_row_of_its_task() -> None:
     environment: Any = Counting()
     assert environment.row == {"prompt": "Count."}
     assert environment.can_be_restored

@@ -56,7 +56,7 @@ def final(text: str) -> ParsedMessage:
     return ParsedMessage("final", None, None, text)
 
 
-def test_python_runs_and_its_errors_are_answers() -> None:
+def test_python_output_and_errors_are_tool_results() -> None:
     good, error, slow, json = steps(
         python("print(6*7)"),
         python("print(6*7"),
@@ -72,7 +72,7 @@ def test_python_runs_and_its_errors_are_answers() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["print(1)", "[]", "{}", "null", '{"code": {"a": 1}}'])
-def test_bad_arguments_of_the_function_are_told_to_the_agent(arguments: str) -> None:
+def test_invalid_function_arguments_are_reported_to_the_policy(arguments: str) -> None:
     (result,) = steps(function(arguments))
     assert not result.done
     assert result.tool_calls == 1
@@ -97,7 +97,7 @@ def test_final_answer_is_compared_and_ends_the_episode(text: str, reward: float)
     )
 
 
-def test_variables_last_within_an_episode_if_it_is_stateful() -> None:
+def test_variables_last_within_a_stateful_episode() -> None:
     programs = ["x = 40\nprint('no')", "x += 1", "1 / 0", "x + 1"]
 
     async def outputs(stateful: bool) -> list[str]:
@@ -119,7 +119,7 @@ def test_variables_last_within_an_episode_if_it_is_stateful() -> None:
     "ending",
     ["exit()", "import os; os._exit(3)", "import ctypes; ctypes.string_at(0)", "while True: pass"],
 )
-def test_a_session_that_ends_begins_anew_and_says_so_once(ending: str) -> None:
+def test_restarted_session_reports_its_restart_once(ending: str) -> None:
     programs = ["x = 1\nprint('one')", f"print('two')\n{ending}", "x", "y = 5\nprint('three')", "y"]
 
     async def outputs() -> list[str]:
@@ -139,7 +139,7 @@ def test_a_session_that_ends_begins_anew_and_says_so_once(ending: str) -> None:
     assert (fourth, fifth) == ("three\n", "5\n")
 
 
-def test_an_exception_does_not_end_a_session_and_keeps_what_it_had_done() -> None:
+def test_exception_keeps_the_session_and_its_variables() -> None:
     programs = ["x = 1\n1 / 0", "x"]
 
     async def outputs() -> list[str]:
@@ -156,7 +156,7 @@ def test_an_exception_does_not_end_a_session_and_keeps_what_it_had_done() -> Non
     assert second == "1\n"
 
 
-def test_several_calls_of_a_turn_are_answered_in_order() -> None:
+def test_calls_of_a_turn_are_executed_in_order() -> None:
     async def body(environment: Environment) -> StepResult:
         return await environment.step([python("1"), function('{"code": "2"}'), python("3/0")])
 
@@ -165,7 +165,7 @@ def test_several_calls_of_a_turn_are_answered_in_order() -> None:
     assert (result.tool_calls, result.tool_errors) == (3, 1)
 
 
-def test_wrong_episodes_that_used_tools_earn_a_little_more_if_configured() -> None:
+def test_tool_use_raises_the_reward_of_wrong_answers_if_enabled() -> None:
     async def body(_: Environment) -> list[float]:
         rewards = []
         for calls in (0, 2, 20):
@@ -189,7 +189,7 @@ def test_wrong_episodes_that_used_tools_earn_a_little_more_if_configured() -> No
         ParsedMessage("commentary", None, None, "Working on it."),
     ],
 )
-def test_a_turn_that_neither_answers_nor_calls_python_is_a_format_error(
+def test_turn_without_answer_or_python_call_is_a_format_error(
     message: ParsedMessage,
 ) -> None:
     result = step(message)
@@ -198,12 +198,12 @@ def test_a_turn_that_neither_answers_nor_calls_python_is_a_format_error(
     assert result.reward_parts == {"correct": 0.0, "format_error": 1.0, "score": 0.0}
 
 
-def test_an_unfinished_episode_counts_as_wrong() -> None:
+def test_truncated_episode_counts_as_wrong() -> None:
     result = without_sandbox().unfinished()
     assert (result.done, result.reward, result.reward_parts["correct"]) == (True, -3.0, 0.0)
 
 
-def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
+def test_comparison_of_an_answer_does_not_block_the_event_loop() -> None:
     async def main() -> int:
         comparison = asyncio.create_task(
             without_sandbox().step([final(r"\boxed{\binom{10^{9}}{5\cdot 10^{8}}}")])
@@ -218,7 +218,7 @@ def test_the_event_loop_goes_on_while_an_answer_is_compared() -> None:
     assert asyncio.run(main()) > 50
 
 
-def test_an_environment_that_does_not_exist_is_named() -> None:
+def test_unknown_environment_is_named() -> None:
     task = Task("t7", [], "", environment="chess")
     with pytest.raises(
         ValueError, match="there is no environment 'chess'; known: black_box, gsm8k, incident"
