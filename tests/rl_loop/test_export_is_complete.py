@@ -28,7 +28,7 @@ PROMPTS = {"none": SHORT_PROMPT, "system": PromptConfig(model_identity='A "small
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_chat_template_renders_what_the_codec_renders(prompt: str, tmp_path: Path) -> None:
+def test_exported_chat_template_renders_the_codecs_tokens(prompt: str, tmp_path: Path) -> None:
     harmony = Harmony(TinyVocabulary(1024, vocabulary_text()), PROMPTS[prompt])
     harmony.vocabulary.save(tmp_path)
     (tmp_path / CHAT_TEMPLATE_FILE).write_text(harmony.chat_template())
@@ -46,7 +46,7 @@ def test_the_chat_template_renders_what_the_codec_renders(prompt: str, tmp_path:
         assert ids == harmony.render_prompt(conversation)
 
 
-def test_what_the_template_does_not_know_it_refuses(tmp_path: Path) -> None:
+def test_exported_chat_template_rejects_tool_messages(tmp_path: Path) -> None:
     harmony = Harmony(TinyVocabulary(1024, vocabulary_text()), SHORT_PROMPT)
     harmony.vocabulary.save(tmp_path)
     (tmp_path / CHAT_TEMPLATE_FILE).write_text(harmony.chat_template())
@@ -80,7 +80,9 @@ def export_from(tokenizer: Path | None, settings: Path | None = None) -> WeightE
 
 
 @pytest.mark.parametrize("folder", ["", "export", "hugging_face"])
-def test_export_has_tokenizer_and_settings_of_its_start(folder: str, tmp_path: Path) -> None:
+def test_export_has_tokenizer_and_settings_of_the_initial_model(
+    folder: str, tmp_path: Path
+) -> None:
     """A model's directory, a run with an export and an imported checkpoint."""
     source = tmp_path / "first" / folder
     (source / "additional_chat_templates").mkdir(parents=True)
@@ -113,7 +115,7 @@ def test_export_without_tokenizer_is_logged(
     assert "the export gets no tokenizer" in caplog.text
 
 
-def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
+def test_model_card_names_base_model_results_and_serve_commands() -> None:
     config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig)
     card = model_card(
         training_of(config), {"held_out_accuracy_rl": 0.8672341, "steps": 400}, has_template=True
@@ -129,7 +131,7 @@ def test_the_card_says_what_was_trained_from_what_and_how_well() -> None:
     assert "vllm" not in model_card(training_of(tiny), {}, has_template=True)
 
 
-def test_what_is_too_large_for_a_cpu_is_not_decoded_from(caplog: pytest.LogCaptureFixture) -> None:
+def test_greedy_comparison_is_skipped_for_large_models(caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig)
     # The session has neither a trainer nor tasks, so any decoding would fail.
     session: Any = SimpleNamespace(run=SimpleNamespace(export=Path("runs/large/export")))

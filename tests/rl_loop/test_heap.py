@@ -26,7 +26,9 @@ print(resident() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 @pytest.mark.parametrize(("how", "least", "most"), [("keep", 85, 140), ("return", 0, 20)])
-def test_freed_columns_stay_or_go(how: str, least: int, most: int) -> None:
+def test_freed_columns_stay_in_the_process_only_if_configured(
+    how: str, least: int, most: int
+) -> None:
     """If freed memory is kept, only the largest column counts: smaller ones reuse its memory."""
     answer = subprocess.run(
         [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
@@ -59,5 +61,5 @@ assert later() is None, "later garbage is not collected"
 """
 
 
-def test_long_lived_objects_are_not_searched_and_later_garbage_is() -> None:
+def test_garbage_collector_skips_only_long_lived_objects() -> None:
     subprocess.run([sys.executable, "-c", GARBAGE], check=True)

@@ -56,7 +56,7 @@ def test_json_lines_can_be_read_back_with_their_traceback(
     assert record["traceback"].endswith("ValueError: two\nlines")
 
 
-def test_the_level_is_that_of_our_packages_and_libraries_only_warn(
+def test_log_level_applies_to_our_packages_and_not_to_libraries(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging(LogSettings(level="DEBUG"))
@@ -75,7 +75,9 @@ def test_the_level_is_that_of_our_packages_and_libraries_only_warn(
     ]
 
 
-def test_configuring_twice_says_everything_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging_configured_twice_prints_every_record_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     configure_logging(LogSettings())
     configure_logging(LogSettings(format="json"))
     logging.getLogger("rl_loop").warning("once")
@@ -83,7 +85,7 @@ def test_configuring_twice_says_everything_once(capsys: pytest.CaptureFixture[st
     assert json.loads(line)["message"] == "once"
 
 
-def test_lines_go_to_the_stream_that_is_standard_error_by_then(
+def test_log_lines_follow_a_replaced_standard_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The progress display replaces ``sys.stderr`` after logging was configured."""
@@ -101,12 +103,12 @@ def test_lines_go_to_the_stream_that_is_standard_error_by_then(
         ("GPTOSS_LOG_LEVEL", "GPTOSS_LOG_LEVEL is 'LOUD'; use one of DEBUG, INFO, WARNING, ERROR"),
     ],
 )
-def test_a_wrong_variable_is_named_with_what_it_may_be(variable: str, told: str) -> None:
+def test_invalid_log_variable_is_rejected_with_allowed_values(variable: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         LogSettings.from_environment({variable: "loud"})
 
 
-def test_an_actor_logs_as_its_driver_did_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_logs_in_the_format_of_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     class Worker:
         def __init__(self, size: int) -> None:
             self.size = size

@@ -85,7 +85,7 @@ def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> RlConfig:
     return config
 
 
-def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole: RlConfig) -> None:
+def test_sft_then_rl_export_is_decoded_equally_by_transformers(whole: RlConfig) -> None:
     config, run = whole, whole.directory
     summary = json.loads((run / "summary.json").read_text())
     assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
@@ -115,9 +115,7 @@ def test_sft_then_rl_runs_to_an_export_that_transformers_decodes_the_same(whole:
     assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
 
 
-def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_sft_and_rl_export_alone_and_merged(trained: Path, tmp_path: Path) -> None:
     sft = [*SMALL, *ADAPTER, f"output_dir={tmp_path}", f"initial_weights={trained}"]
     sft += ["training.steps=2", "sequences_per_step=8"]
     first = run_sft(load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, sft), Quiet())
@@ -155,7 +153,7 @@ def test_adapters_go_from_sft_to_rl_and_are_exported_alone_and_merged(
         assert (run / "config.yaml").read_text() == kept
 
 
-def test_all_outputs_number_steps_alike(tmp_path: Path) -> None:
+def test_terminal_files_and_pages_have_equal_step_numbers(tmp_path: Path) -> None:
     """In the terminal, files and pages, step N means that N steps are completed."""
     terminal = io.StringIO()
     config = rl_config(tmp_path, "training.steps=3", "evaluate_every=2", "tracking.episodes=all")
@@ -194,7 +192,7 @@ def test_all_outputs_number_steps_alike(tmp_path: Path) -> None:
     assert {0, 3} <= shown <= {*trained, *evaluated}
 
 
-def test_experts_in_four_bits_go_from_sft_to_rl_and_their_bits_are_exported(
+def test_mxfp4_experts_train_in_sft_and_rl_and_export_packed(
     tmp_path: Path,
 ) -> None:
     options = ["quantization=mxfp4", "model.hidden_size=32", "model.intermediate_size=64"]
@@ -217,7 +215,7 @@ def test_experts_in_four_bits_go_from_sft_to_rl_and_their_bits_are_exported(
         run_rl(rl_config(tmp_path, *rl, "quantization=null"), Quiet(), resume=True)
 
 
-def test_an_engines_report_compares_log_probs_and_routes(tmp_path: Path) -> None:
+def test_engine_report_compares_log_probs_and_routes(tmp_path: Path) -> None:
     replayed = [
         "rollout.routed_experts=true",
         "algorithm.routing_replay=R3",
@@ -255,7 +253,7 @@ EVERYTHING = [
         ([*EVERYTHING, *ADAPTER], ["parallel.pipeline=2"]),
     ],
 )
-def test_two_trainer_ranks_give_the_curve_of_one(
+def test_two_trainer_ranks_have_the_curve_of_one(
     algorithm: list[str], layout: list[str], tmp_path: Path
 ) -> None:
     settings = ["training.steps=2", *algorithm]
@@ -264,7 +262,7 @@ def test_two_trainer_ranks_give_the_curve_of_one(
     assert curve(two) == pytest.approx(curve(one), rel=1e-3, abs=1e-5)
 
 
-def test_an_interrupted_run_saves_and_continues_the_same_curve(
+def test_interrupted_run_saves_and_resumes_with_the_same_curve(
     trained: Path, whole: RlConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = rl_config(tmp_path, f"initial_weights={trained}", "training.steps=3")
@@ -285,7 +283,7 @@ def test_an_interrupted_run_saves_and_continues_the_same_curve(
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)
 
 
-def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(
+def test_resume_applies_changed_settings_and_records_them(
     tmp_path: Path,
 ) -> None:
     def config(*overrides: str) -> SftConfig:
@@ -308,7 +306,7 @@ def test_a_resume_trains_with_what_it_was_given_and_the_configuration_says_so(
     )
 
 
-def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) -> None:
+def test_interrupt_ends_rollouts_that_overlap_training(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=40")
     with pytest.raises(Interrupted, match="saved after step 2 of 40"):
         run_rl(
@@ -322,7 +320,7 @@ def test_an_interrupt_ends_the_rollouts_that_overlap_training(tmp_path: Path) ->
     assert (config.directory / "checkpoints/latest").read_text() == "step_000002"
 
 
-def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Path) -> None:
+def test_rank_exempts_its_objects_from_collection_after_a_step(tmp_path: Path) -> None:
     config = load_config(
         CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*SMALL, f"output_dir={tmp_path}"]
     )
@@ -349,9 +347,7 @@ def test_after_its_first_update_a_rank_searches_little_for_garbage(tmp_path: Pat
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_ends(
-    victim: int, tmp_path: Path
-) -> None:
+def test_rank_that_dies_in_a_gather_is_named_and_all_ranks_end(victim: int, tmp_path: Path) -> None:
     """A checkpoint on GPUs gathers the optimizer state of all ranks.
 
     NCCL does not detect a dead rank. Without the driver the other rank would wait for 10 minutes.
@@ -395,7 +391,7 @@ def test_a_rank_that_dies_in_a_gather_is_named_and_the_one_that_waits_for_it_end
     assert not alive
 
 
-def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
+def test_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "rollout.max_new_tokens_per_turn=200", "rollout.workers=2")
     trainer = build_trainer(config)
     pool, tasks = build_rollouts(config), build_tasks(config)
@@ -423,7 +419,7 @@ def test_a_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_a_run_two_steps_ahead_goes_on_with_a_worker_that_was_killed(tmp_path: Path) -> None:
+def test_off_policy_run_continues_after_a_worker_is_killed(tmp_path: Path) -> None:
     ahead = ["algorithm.max_staleness=2", "training.steps=5", "training.checkpoint_every=2"]
     config = rl_config(tmp_path, *ahead, "rollout.workers=2")
     killed: list[int] = []
@@ -446,7 +442,7 @@ def test_a_run_two_steps_ahead_goes_on_with_a_worker_that_was_killed(tmp_path: P
         assert sum(step[f"rollout/invalid/{component}"] for component in COMPONENTS) == 0
 
 
-def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> None:
+def test_canary_detects_one_wrong_weight_tensor(tmp_path: Path) -> None:
     config = rl_config(tmp_path)
     trainer = build_trainer(config)
     pool, tasks = build_rollouts(config), build_tasks(config)
@@ -475,7 +471,7 @@ def test_the_canary_sees_a_single_weight_that_did_not_arrive(tmp_path: Path) -> 
 UNRELIABLE = "tests.support.rl_loop.unreliable_tools:UnreliableEnvironment"
 
 
-def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) -> None:
+def test_unreachable_tool_server_ends_training_with_one_line(tmp_path: Path) -> None:
     only_tools = [f"tasks.sources.tools.environment={UNRELIABLE}", "tasks.sources.retool.weight=0"]
     config = rl_config(
         tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_share=0.05"
@@ -492,7 +488,7 @@ def test_a_tool_server_that_is_away_ends_training_in_one_line(tmp_path: Path) ->
     assert isinstance(outage.value, UserError)
 
 
-def test_a_run_goes_on_without_the_episodes_that_infrastructure_failures_ended(
+def test_run_continues_without_episodes_of_failed_infrastructure(
     tmp_path: Path,
 ) -> None:
     source = f"{{environment: '{UNRELIABLE}', options: {{failing: 0.5, long_prompts: 0.3}}}}"

@@ -28,7 +28,7 @@ ENVIRONMENT_MODULES = {
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_environment_is_named_outside_of_their_room(path: Path) -> None:
+def test_no_environment_is_named_outside_of_their_package(path: Path) -> None:
     text = path.read_text()
     named = set(re.findall(rf"\b({'|'.join(WORDS)})\b", text, flags=re.IGNORECASE))
     assert not named, (

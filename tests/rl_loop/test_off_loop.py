@@ -48,7 +48,7 @@ async def cancelled_calls(count: int, name: str) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-def test_users_code_returns_and_raises_as_called() -> None:
+def test_users_code_returns_values_and_raises_its_exceptions() -> None:
     def fail() -> None:
         raise KeyError("a")
 
@@ -60,7 +60,7 @@ def test_users_code_returns_and_raises_as_called() -> None:
     asyncio.run(run())
 
 
-def test_judges_run_while_others_hang() -> None:
+def test_judge_is_called_while_other_judges_hang() -> None:
     """More calls hang than asyncio has default threads."""
     server = ToolServerConfig(url="http://127.0.0.1:1/mcp")
     options = McpOptions(servers={"s": server}, judge=f"{__name__}:judge")
@@ -99,7 +99,7 @@ def test_too_many_hanging_calls_name_the_function() -> None:
     asyncio.run(run())
 
 
-def test_process_ends_although_users_code_hangs() -> None:
+def test_process_ends_while_users_code_hangs() -> None:
     code = (
         "import asyncio, threading\n"
         "from rl_loop.off_loop import call_users_code\n"

@@ -76,7 +76,7 @@ def heavy_imports(program: str, *arguments: str) -> list[list[str]]:
     return said
 
 
-def test_a_driver_imports_nothing_heavy_and_a_worker_what_its_engine_needs(tmp_path: Path) -> None:
+def test_slow_modules_are_imported_only_by_the_embedded_engine(tmp_path: Path) -> None:
     run = f"rl {CONFIG} initial_weights=null output_dir={tmp_path / 'runs'}"
     worker = tmp_path / "worker"
     assert heavy_imports(DRIVER, run, " ".join(HEAVY), str(worker)) == [[]]

@@ -24,7 +24,7 @@ def test_known_names_give_objects_and_import_on_demand() -> None:
     assert "pathlib:Path" not in PATHS
 
 
-def test_other_modules_are_named_by_module_and_name() -> None:
+def test_objects_of_other_modules_resolve_by_module_and_name() -> None:
     assert PATHS.resolve("pathlib:PosixPath").__name__ == "PosixPath"
     assert FUNCTIONS.resolve("textwrap:dedent")("  a") == "a"
 
@@ -55,12 +55,12 @@ def test_other_modules_are_named_by_module_and_name() -> None:
         ("misfiled", "there is no path 'misfiled': decimal:Decimal is the class Decimal"),
     ],
 )
-def test_wrong_names_say_what_is_wrong(name: str, message: str) -> None:
+def test_wrong_name_is_rejected_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PATHS.resolve(name)
 
 
-def test_a_module_that_fails_while_it_is_imported_gives_its_own_reason(
+def test_module_that_fails_to_import_is_rejected_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

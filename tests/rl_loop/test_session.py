@@ -54,7 +54,7 @@ def stop_at_once(step: int) -> None:
         ),
     ],
 )
-def test_nothing_that_a_run_has_started_is_left_after_it(
+def test_run_leaves_no_process_thread_or_signal_handler(
     on_step: Callable[[int], None], ending: Any, tmp_path: Path
 ) -> None:
     options = ["training.steps=2", "tasks.held_out_tasks=1", f"output_dir={tmp_path}"]
@@ -114,7 +114,7 @@ def knows_a_whole_configuration(source: str) -> bool:
     return False
 
 
-def test_few_modules_know_a_whole_configuration() -> None:
+def test_few_modules_use_a_whole_configuration() -> None:
     files = [file for package in PRODUCT for file in sorted((ROOT / package).rglob("*.py"))]
     definition = ROOT / "rl_loop/config/run.py"
     assert definition in files
@@ -138,7 +138,7 @@ def test_few_modules_know_a_whole_configuration() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rl_loop.session import RunConfig",
     ],
 )
-def test_no_way_to_import_a_whole_configuration_is_overlooked(source: str) -> None:
+def test_every_import_of_a_whole_configuration_is_found(source: str) -> None:
     assert knows_a_whole_configuration(source)
 
 
@@ -150,5 +150,5 @@ def test_no_way_to_import_a_whole_configuration_is_overlooked(source: str) -> No
         "from rl_loop.run import run_rl",
     ],
 )
-def test_a_section_or_a_loader_is_no_whole_configuration(source: str) -> None:
+def test_section_or_loader_does_not_count_as_whole_configuration(source: str) -> None:
     assert not knows_a_whole_configuration(source)

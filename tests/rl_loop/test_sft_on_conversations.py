@@ -66,7 +66,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export/model.safetensors")
 
 
-def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
+def test_sft_run_validates_reports_refused_lines_and_exports(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 40, bad=2)
     quiet = Quiet()
     overrides = ["data.validation_share=0.2", "data.validate_every=4", "data.workers=2"]
@@ -91,7 +91,7 @@ def test_a_run_measures_reports_and_exports(tmp_path: Path) -> None:
     assert (run / "export/tokenizer.json").exists()
 
 
-def test_a_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
+def test_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
     path = write_plain_chats(tmp_path)
     overrides = [
         "model.vocab_size=600",
@@ -116,7 +116,7 @@ def test_a_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path: Path) -> None:
+def test_killed_sft_run_resumes_with_the_next_samples(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 30)
     overrides = ["training.checkpoint_every=2", "data.validation_share=0.1"]
     whole = run_sft(config(path, "name=whole", *overrides), Quiet())
@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_goes_on_with_the_samples_that_come_next(tmp_path:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
 
 
-def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
+def test_interrupted_sft_run_resumes_at_its_place_in_the_data(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 30)
     whole = run_sft(config(path, "name=whole"), Quiet())
     stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None)
@@ -171,7 +171,7 @@ def test_an_interrupt_keeps_the_place_in_the_data(tmp_path: Path) -> None:
     assert losses(resumed) == losses(whole)
 
 
-def test_an_interrupt_in_the_last_step_leaves_the_export_to_a_resume(
+def test_resume_exports_after_an_interrupt_in_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_chats(tmp_path, 12)
@@ -204,7 +204,7 @@ def test_an_interrupt_in_the_last_step_leaves_the_export_to_a_resume(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())
 
 
-def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
+def test_sft_run_ends_with_its_data(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 6)  # nine samples
     run = run_sft(config(path, "data.epochs=2", "training.steps=50"), Quiet())
     assert sorted(losses(run)) == [1, 2, 3, 4, 5]
@@ -217,7 +217,7 @@ def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_model_answers_held_out_conversations_with_tools(
+def test_tiny_model_answers_held_out_conversations_with_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/data.md publishes the shares of these runs."""
@@ -243,7 +243,7 @@ def test_a_tiny_model_answers_held_out_conversations_with_tools(
     assert min(shares) >= 0.9, shares
 
 
-def test_data_that_is_mostly_refused_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+def test_run_is_rejected_when_much_of_its_data_is_malformed(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 10, bad=5)
     with pytest.raises(DataError, match="5 of 15 conversations are refused"):
         run_sft(config(path), Quiet())

@@ -47,7 +47,7 @@ def config(*, packs_experts: bool) -> Any:
 
 
 @pytest.mark.parametrize("packs_experts", [True, False])
-def test_all_weights_are_compared_while_the_engines_still_run(
+def test_mxfp4_weights_are_compared_before_the_engines_close(
     packs_experts: bool, steps: MagicMock
 ) -> None:
     run.run_rl(config(packs_experts=packs_experts), MagicMock())
@@ -56,7 +56,7 @@ def test_all_weights_are_compared_while_the_engines_still_run(
     assert names == ["rollouts.ready", *compared, "rollouts.close", "export"]
 
 
-def test_nothing_is_exported_if_an_engine_holds_something_else(steps: MagicMock) -> None:
+def test_run_does_not_export_if_engine_weights_differ(steps: MagicMock) -> None:
     steps.rollouts.compare_weights.side_effect = SyncFailed("holds something else in a tensor")
     with pytest.raises(SyncFailed, match="holds something else"):
         run.run_rl(config(packs_experts=True), MagicMock())
