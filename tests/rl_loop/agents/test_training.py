@@ -1,7 +1,4 @@
-"""RL of an external agent with all real parts.
-
-They are Ray, Megatron, the embedded engine, HTTP, the agent's process, checkpoints and an export.
-"""
+"""RL of an external agent with real Ray, Megatron, HTTP, agent process, checkpoints and export."""
 
 from __future__ import annotations
 

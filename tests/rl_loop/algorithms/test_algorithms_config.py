@@ -163,7 +163,7 @@ def printed(section: object) -> dict[str, Any]:
 
 
 def test_every_loss_and_advantage_is_in_a_named_algorithm() -> None:
-    """``test_printed_defaults_do_not_depend_on_the_chosen_spelling`` covers all names of the registries."""
+    """Printed defaults are therefore tested for all names of the registries."""
     algorithms = [algorithm_with(f"algorithm={p.stem}") for p in CONFIGS.glob("algorithm/*.yaml")]
     assert {algorithm.policy_loss.type for algorithm in algorithms} == set(POLICY_LOSSES)
     assert {algorithm.advantage.type for algorithm in algorithms} == set(ADVANTAGES)

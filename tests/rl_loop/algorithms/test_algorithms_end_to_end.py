@@ -1,4 +1,4 @@
-"""Every named algorithm through the real loop in one process: engine, sandbox, Harmony, Megatron, checkpoints."""
+"""Every named algorithm through the real loop in one process, with engine and sandbox."""
 
 from __future__ import annotations
 

@@ -196,13 +196,13 @@ def test_reward_that_is_not_a_number_is_rejected_with_its_task(reward: float) ->
         credited([group([0.0, 1.0]), group([1.0, reward], "odd")], algorithm("grpo"))
 
 
-# ---- tokens that are left out
+# ---- excluded tokens
 
 EXCLUSIONS = ("masked", "excluded episode", "stale", *REJECTIONS)
 
 
 def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any]], np.ndarray]:
-    """Return a configuration with every term, samples, and a mask of tokens to leave out.
+    """Return a configuration with every term, samples, and a mask of tokens to exclude.
 
     The mask is for the tokens of the first sample, as labels.
     """
@@ -380,13 +380,13 @@ def test_equal_rewards_give_zero_gradient_for_all_losses(
     assert not gradient.any()
 
 
-# ---- grafted tokens
+# ---- spliced tokens
 
 
 def correction_of(
     rule: dict[str, Any], log_rho: list[list[float]], grafted: list[int]
 ) -> list[list[float]]:
-    """Return the weights of sequences of sampled tokens followed by ``grafted`` grafted tokens."""
+    """Return the weights of sequences of sampled tokens followed by ``grafted`` spliced tokens."""
     rows = [torch.tensor(row + [0.0] * n) for row, n in zip(log_rho, grafted, strict=True)]
     masks = [
         torch.tensor([True] * len(row) + [False] * n)

@@ -46,7 +46,7 @@ def rendered(codec: Any, given: dict[str, Any]) -> str:
 
 
 def check_order(codec: Any, text: str, count: int) -> None:
-    """Check that the results follow their calls: one by one in Harmony, all calls first in ChatML."""
+    """Check that results follow their calls: one by one in Harmony, after all calls in ChatML."""
     places = [(text.index(f"CALL{n}"), text.index(f"RESULT{n}")) for n in range(count)]
     assert places == sorted(places)
     assert [result for _, result in places] == sorted(result for _, result in places)

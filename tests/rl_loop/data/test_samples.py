@@ -1,4 +1,4 @@
-"""From trajectories to training samples: columns end to end, ages, grafts and routes."""
+"""From trajectories to training samples: columns, staleness, spliced turns and routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/register_hazards.py finds registers that are written while tensor cores may still read them."""
+"""Detection of registers that are written while tensor cores may still read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SGLang engine against local servers that speak the recorded protocol, with and without faults."""
+"""The SGLang engine against mock servers with the recorded protocol, with and without faults."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def test_wait_for_servers_logs_the_ready_count_and_log_paths(
     ]
 
 
-# -- the fleet: server processes, Ray actors, gloo -------------------------------------------------------------------
+# -- the fleet: server processes, Ray actors, gloo ------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ class Run:
         return ray.get(self.ranks[fault.rank].__ray_call__.remote(_take_met))  # type: ignore[no-any-return]
 
     def wait_until_all_serve(self) -> None:
-        """Heal restarted servers, as the loop does during rollouts."""
+        """Recover restarted servers, as the loop does during rollouts."""
 
         def all_serve() -> bool:
             self.fleet.heal()

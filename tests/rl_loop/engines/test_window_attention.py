@@ -189,7 +189,7 @@ def test_window_kernel_is_the_default_where_supported() -> None:
         assert "quick_window" not in mends(**settings), settings
 
 
-# -- on a GPU ---------------------------------------------------------------------------------------
+# -- on a GPU -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
