@@ -55,7 +55,7 @@ def test_exported_chat_template_rejects_tool_messages(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "tool", "content": "5"}])
 
 
-class ForeignVocabulary:
+class InitialTokenizerCodec:
     """A codec with the tokenizer of the initial model, which is copied and not written."""
 
     stop_token_ids = (7,)
@@ -74,7 +74,7 @@ class RecordingTrainer:
 
 def export_from(tokenizer: Path | None, settings: Path | None = None) -> WeightExport:
     trainer: Any = RecordingTrainer()
-    codec: Any = ForeignVocabulary()
+    codec: Any = InitialTokenizerCodec()
     export_policy(trainer, codec, Path("out"), tokenizer_source=tokenizer, settings_source=settings)
     return trainer.exported
 

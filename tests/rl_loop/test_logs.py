@@ -16,7 +16,7 @@ from rl_loop.logs import LogSettings, StderrHandler, configure_logging, with_log
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
+def restored_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers = root.handlers[:]
     levels = {name: logging.getLogger(name).level for name in logs.PACKAGES}

@@ -193,11 +193,11 @@ def test_resume_exports_after_an_interrupt_in_the_last_step(
     unfinished.mkdir()
     check = session.check_what_a_run_needs
 
-    def check_with_room(*arguments: object) -> None:
+    def check_disk_space(*arguments: object) -> None:
         assert not unfinished.exists()
         check(*arguments)
 
-    monkeypatch.setattr(session, "check_what_a_run_needs", check_with_room)
+    monkeypatch.setattr(session, "check_what_a_run_needs", check_disk_space)
     expected = weights(whole)
     resumed = weights(run_sft(settings, Quiet(), resume=True))
     assert resumed.keys() == expected.keys()

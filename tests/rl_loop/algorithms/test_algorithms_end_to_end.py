@@ -171,7 +171,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     learning = [threading.Event() for _ in range(4)]
     generated = [threading.Event() for _ in range(4)]
 
-    async def generate_beside_the_trainer(request: Any) -> Any:
+    async def generate_concurrently(request: Any) -> Any:
         """Begin the episodes of a step after the trainer has begun the previous step."""
         seed = int(request.episode.rpartition("/")[2])
         step = seed // (1_000 * 1_000_003)
@@ -181,7 +181,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
         generated[step].set()
         return result
 
-    rollouts._worker.engine.generate = generate_beside_the_trainer  # type: ignore[method-assign]
+    rollouts._worker.engine.generate = generate_concurrently  # type: ignore[method-assign]
     with local_loop(settings, rollouts) as loop:
         learn = loop.trainer.rl_step
 

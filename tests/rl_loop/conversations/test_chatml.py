@@ -90,7 +90,7 @@ def rendered(record: Any, codec: ChatMl) -> RenderedSample:
     return sample
 
 
-def learned_spans(sample: RenderedSample) -> list[tuple[int, int]]:
+def trained_spans(sample: RenderedSample) -> list[tuple[int, int]]:
     """Return begin and end of every run of trained tokens."""
     mask = [False, *sample.loss_mask, False]
     edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
@@ -105,7 +105,7 @@ def test_chatml_mask_equals_the_one_written_by_hand(name: str, vocabulary: str) 
     sample = rendered(record, codec)
 
     shown, at = "", 0
-    for begin, end in learned_spans(sample):
+    for begin, end in trained_spans(sample):
         shown += codec.decode(sample.token_ids[at:begin])
         shown += f"«{codec.decode(sample.token_ids[begin:end])}»"
         at = end
@@ -122,7 +122,7 @@ def test_turn_begins_where_the_prompt_of_inference_ends(vocabulary: str) -> None
         messages += [USER, {"role": "assistant", "content": text}]
     sample = rendered({"messages": messages, "tools": TOOLS}, codec)
 
-    spans = learned_spans(sample)
+    spans = trained_spans(sample)
     assert len(spans) == len(texts)
     tools = [Tool(FIND["name"], FIND["description"], FIND["parameters"])]  # type: ignore[arg-type]
     prompt = codec.render_prompt(messages[:2], tools)

@@ -223,14 +223,14 @@ def test_cached_prompt_prefixes_are_not_mixed_up(full: Harmony) -> None:
         cases.append(replace(cases[0], record=record))
 
     renderer = ConversationRenderer(full, RenderOptions("append", LONG, "refuse"))
-    openings = set()
+    prefixes = set()
     for _ in range(2):
         for case in cases:
             (sample,), _ = renderer.render(read_conversation(case.record, case.form))
             (alone,) = rendered(case, full)
             assert sample == alone
-            openings.add(tuple(sample.token_ids[: sample.loss_mask.index(True)]))
-    assert len(openings) == len(cases)
+            prefixes.add(tuple(sample.token_ids[: sample.loss_mask.index(True)]))
+    assert len(prefixes) == len(cases)
 
 
 def test_every_mask_has_trained_and_other_tokens() -> None:

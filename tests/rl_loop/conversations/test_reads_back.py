@@ -63,7 +63,7 @@ RECORDS = st.lists(ASSISTANT | OTHERS, min_size=1, max_size=4).map(
 )
 
 
-def taught_turns(ids: list[int], mask: list[bool]) -> list[list[int]]:
+def trained_turns(ids: list[int], mask: list[bool]) -> list[list[int]]:
     """Return the runs of trained tokens."""
     turns: list[list[int]] = []
     before = False
@@ -87,7 +87,7 @@ def test_trained_turns_parse_to_the_original_messages(name: str, record: dict[st
         except ConversationError:
             continue
         for sample in samples:
-            for turn in taught_turns(sample.token_ids, sample.loss_mask):
+            for turn in trained_turns(sample.token_ids, sample.loss_mask):
                 read = codec.parse(turn)
                 assert not isinstance(read, FormatError), codec.decode(turn)
                 assert codec.render_assistant(read) == turn, codec.decode(turn)
@@ -117,7 +117,7 @@ def test_trained_header_parses_like_a_sampled_one(
     if recipient is not None:
         message["recipient"] = recipient
     [sample], _ = RENDERERS["harmony"].render_record(record, "harmony")
-    [turn] = taught_turns(sample.token_ids, sample.loss_mask)
+    [turn] = trained_turns(sample.token_ids, sample.loss_mask)
     assert codec.parse(turn) == [read]
 
 

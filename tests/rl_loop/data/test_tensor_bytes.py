@@ -35,10 +35,10 @@ def test_tensors_survive_pickling_unchanged(names: list[str]) -> None:
 def test_tensor_bytes_are_one_out_of_band_buffer() -> None:
     """Ray writes such buffers to shared memory without a copy."""
     weights = {str(number): torch.randn(64, 64) for number in range(20)}
-    beside: list[pickle.PickleBuffer] = []
-    rest = pickle.dumps(TensorBytes.of(weights), protocol=5, buffer_callback=beside.append)
+    out_of_band: list[pickle.PickleBuffer] = []
+    rest = pickle.dumps(TensorBytes.of(weights), protocol=5, buffer_callback=out_of_band.append)
 
-    assert [len(buffer.raw()) for buffer in beside] == [20 * 64 * 64 * 4]
+    assert [len(buffer.raw()) for buffer in out_of_band] == [20 * 64 * 64 * 4]
     assert len(rest) < 20 * 200
 
 

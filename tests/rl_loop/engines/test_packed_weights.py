@@ -107,7 +107,7 @@ def test_mxfp4_weights_that_do_not_fit_are_named_and_not_loaded(
     assert asyncio.run(engine.packed_digests()) == before
 
 
-class Holds:
+class HeldDigests:
     """Trainer or engines with these digests of experts."""
 
     def __init__(self, digests: object) -> None:
@@ -119,8 +119,11 @@ class Holds:
 
 def test_differing_mxfp4_experts_are_named_with_the_worker() -> None:
     expected = stack_digests(packed_weights().items())
-    assert check_packed_experts(Holds(expected), Holds([expected, expected]), 1) == expected
-    assert check_packed_experts(Holds(expected), Holds([]), 1) == {}
+    assert (
+        check_packed_experts(HeldDigests(expected), HeldDigests([expected, expected]), 1)
+        == expected
+    )
+    assert check_packed_experts(HeldDigests(expected), HeldDigests([]), 1) == {}
 
     # A changed bit of a scale or block, and a missing expert.
     for name in (SCALES, BLOCKS):
@@ -129,12 +132,12 @@ def test_differing_mxfp4_experts_are_named_with_the_worker() -> None:
         found = stack_digests(changed.items())
         message = r"weights 4, rollout worker 1 holds other bits of .*down_proj, expert 1 "
         with pytest.raises(CanaryError, match=message):
-            check_packed_experts(Holds(expected), Holds([expected, found]), 4)
+            check_packed_experts(HeldDigests(expected), HeldDigests([expected, found]), 4)
     missing = dict(expected)
     name = missing.popitem()[0]
     assert first_difference(expected, missing) == name
     with pytest.raises(CanaryError, match=r"\(none\)"):
-        check_packed_experts(Holds(expected), Holds([missing]), 4)
+        check_packed_experts(HeldDigests(expected), HeldDigests([missing]), 4)
 
 
 def test_weights_in_memory_are_packed_by_the_shared_quantizer() -> None:

@@ -398,7 +398,7 @@ def test_stale_byte_of_padding_is_named(name: str) -> None:
     run_with_server(2, work)
 
 
-def stand_in_for_sglang() -> Any:
+def mock_sglang_classes() -> Any:
     """Install mocks of the classes that the plugin patches.
 
     Returns:
@@ -453,7 +453,7 @@ def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
     """
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    manager_class = stand_in_for_sglang()
+    manager_class = mock_sglang_classes()
     plugin._install_checker()
     plugin._install_answers_of_all_ranks()
 

@@ -119,7 +119,7 @@ class Run:
         if fault.is_of_server:
             self.fault_file.write_text(f"{fault.kind} {fault.path}:{fault.call}")
         else:
-            ray.get(self.ranks[fault.rank].__ray_call__.remote(_plant(fault, once=True)))
+            ray.get(self.ranks[fault.rank].__ray_call__.remote(_inject_fault(fault, once=True)))
 
     def was_met(self, fault: Fault) -> bool:
         if fault.is_of_server:
@@ -248,7 +248,7 @@ def test_sync_that_always_fails_ends_with_its_cause_in_one_line(run: Run, tmp_pa
     senders = run.ranks if run.transport == "shared_memory" else run.ranks[:1]
     for number, rank in enumerate(senders):
         fault = Fault("assemble", "", call=5, rank=number)
-        ray.get(rank.__ray_call__.remote(_plant(fault, once=False)))
+        ray.get(rank.__ray_call__.remote(_inject_fault(fault, once=False)))
     began = time.monotonic()
     with pytest.raises(SyncFailed) as failure:
         run.fleet.sync(run.trainer, run.version)
@@ -273,7 +273,7 @@ def _add_to_weights(rank: Any) -> None:
             parameter.add_(0.01)
 
 
-def _plant(fault: Fault, once: bool) -> Callable[[Any], None]:
+def _inject_fault(fault: Fault, once: bool) -> Callable[[Any], None]:
     """Let the next gathering (``once``), or all of them, run out of memory at ``fault``."""
 
     def plant(rank: Any) -> None:
