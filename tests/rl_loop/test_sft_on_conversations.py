@@ -66,7 +66,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export/model.safetensors")
 
 
-def test_sft_run_validates_reports_refused_lines_and_exports(tmp_path: Path) -> None:
+def test_sft_run_validates_reports_rejected_lines_and_exports(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 40, bad=2)
     quiet = Quiet()
     overrides = ["data.validation_share=0.2", "data.validate_every=4", "data.workers=2"]

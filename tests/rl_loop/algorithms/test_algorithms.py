@@ -133,7 +133,7 @@ def test_return_of_every_token_is_the_reward_without_discount() -> None:
     assert advantages.tolist() == [pytest.approx([0.7, 0.9, 0.1])]
 
 
-def test_the_overlong_penalty_rises_over_the_buffer() -> None:
+def test_overlong_penalty_rises_over_the_buffer() -> None:
     assert [overlong_penalty(n, 100, 20) for n in (50, 80, 90, 100, 120)] == [0, 0, -0.5, -1, -1]
 
 

@@ -176,12 +176,12 @@ def test_loss_functions_have_no_default_arguments(name: str) -> None:
     assert all(p.default in (p.empty, None) for p in parameters)
 
 
-def test_an_override_keeps_the_type_and_changes_one_bound() -> None:
+def test_override_of_one_bound_keeps_type_and_other_bounds() -> None:
     loss = algorithm_with("algorithm=gspo", "algorithm.policy_loss.clip_low=0.1").policy_loss
     assert printed(loss) == {"type": "gspo", "clip_low": 0.1, "clip_high": 4e-4}
 
 
-def test_another_type_drops_the_bounds_of_the_named_one() -> None:
+def test_another_loss_type_drops_bounds_of_the_named_algorithm() -> None:
     """dr_grpo sets clip_high for ppo, which does not suit the ratio of a sequence."""
     loss = algorithm_with("algorithm=dr_grpo", "algorithm.policy_loss.type=gspo").policy_loss
     assert printed(loss) == {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}

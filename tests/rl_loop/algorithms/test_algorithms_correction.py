@@ -127,7 +127,7 @@ def test_rho_is_the_trainers_probability_over_the_engines() -> None:
     assert sums["correction/dropped_icepop"] == 1
 
 
-def test_a_drop_in_one_token_of_a_sequence_drops_the_sequence() -> None:
+def test_veto_of_one_token_drops_its_sequence() -> None:
     config = AlgorithmConfig.model_validate({"correction": {"veto": 1e-4}})
     weights, sums = run(config, sample(), [-1.0, -1.0, -12.0])
     assert not weights.any()

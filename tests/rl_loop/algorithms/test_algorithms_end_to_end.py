@@ -68,7 +68,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_an_algorithm_trains_without_nan(
+def test_every_algorithm_trains_without_nan(
     name: str, tmp_path: Path, rollouts: LocalRollouts
 ) -> None:
     options = [f"algorithm={name}", *ALGORITHMS[name], f"training.steps={STEPS}"]

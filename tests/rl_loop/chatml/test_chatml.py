@@ -457,7 +457,7 @@ def test_malformed_turn_is_a_format_error_with_a_reason(
 
 
 @pytest.mark.parametrize("arguments", ["3", '"{}"', "[]", '{"program": "x"}', '{"code": 1}'])
-def test_arguments_of_another_kind_reach_the_environment(codec: ChatMl, arguments: str) -> None:
+def test_call_arguments_of_wrong_type_reach_the_environment(codec: ChatMl, arguments: str) -> None:
     text = f'<tool_call>{{"name": "python", "arguments": {arguments}}}</tool_call><|im_end|>'
     [call] = codec.parse(spelled(codec, text))  # type: ignore[misc]
     assert isinstance(call, ParsedMessage)

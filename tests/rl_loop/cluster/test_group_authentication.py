@@ -84,14 +84,14 @@ def test_process_joins_a_group_without_authentication(tmp_path: Path) -> None:
     assert "joined: 1.0" in attacker
 
 
-def test_ranks_with_the_token_meet_on_loopback(tmp_path: Path) -> None:
+def test_ranks_with_the_token_join_on_loopback(tmp_path: Path) -> None:
     environment = environment_of(tmp_path, "token")
     first, second = exchange(tmp_path, environment, environment)
     assert "joined: 666.0 127.0.0.1\n" in first
     assert "joined: 1.0 127.0.0.1\n" in second
 
 
-def test_group_refuses_a_process_with_another_token(tmp_path: Path) -> None:
+def test_group_rejects_a_process_with_another_token(tmp_path: Path) -> None:
     """The attacker can read and write the rendezvous store of the ranks."""
     victim, other = exchange(
         tmp_path, environment_of(tmp_path, "token"), environment_of(tmp_path, "another")
@@ -100,7 +100,7 @@ def test_group_refuses_a_process_with_another_token(tmp_path: Path) -> None:
     assert "connected as rank 1 does not know the run's token" in victim
 
 
-def test_group_refuses_a_process_without_token(tmp_path: Path) -> None:
+def test_group_rejects_a_process_without_token(tmp_path: Path) -> None:
     """The victim unpickles no data. It waits for a challenge from the attacker, which gives up."""
     victim, other = exchange(tmp_path, environment_of(tmp_path, "token"), {"LIMIT": "10"})
     assert "joined" not in victim and "joined" not in other
@@ -137,7 +137,7 @@ def test_store_is_unreadable_without_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forged", [b"", b"short", b"x" * 200])
-def test_store_refuses_a_value_of_another_process(forged: bytes) -> None:
+def test_store_rejects_a_value_of_another_process(forged: bytes) -> None:
     inner = dist.HashStore()
     store = EncryptedStore(inner, b"token")
     store.set("0/1", b"address")
@@ -146,7 +146,7 @@ def test_store_refuses_a_value_of_another_process(forged: bytes) -> None:
         store.get("0/0")
 
 
-def test_store_refuses_a_value_at_another_key() -> None:
+def test_store_rejects_a_value_at_another_key() -> None:
     inner = dist.HashStore()
     store = EncryptedStore(inner, b"token")
     store.set("0/1", b"address")
@@ -198,7 +198,7 @@ print("left", flush=True)
 
 
 @pytest.mark.gpu
-def test_nccl_meets_at_an_encrypted_store(tmp_path: Path) -> None:
+def test_nccl_initializes_over_an_encrypted_store(tmp_path: Path) -> None:
     world = min(2, torch.cuda.device_count())
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {

@@ -301,7 +301,7 @@ def test_parquet_and_hub_data_sets_equal_jsonl(tmp_path: Path, harmony: Harmony)
 
 
 @pytest.mark.usefixtures("cache")
-def test_columns_may_have_other_names(tmp_path: Path, harmony: Harmony) -> None:
+def test_data_columns_are_renamed_by_the_configuration(tmp_path: Path, harmony: Harmony) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -140,7 +140,9 @@ def test_new_column_arrives_in_the_loss(tmp_path: Path) -> None:
     ],
     ids=["not declared", "other dtype"],
 )
-def test_new_column_is_checked(declaration: str, message: str, tmp_path: Path) -> None:
+def test_undeclared_or_mistyped_column_is_rejected(
+    declaration: str, message: str, tmp_path: Path
+) -> None:
     done = run_with(declaration, tmp_path)
     assert done.returncode != 0
     assert message in done.stderr, done.stderr

@@ -110,7 +110,7 @@ def test_estimates_become_columns_or_are_rejected_by_name() -> None:
         samples.with_columns(reference_log_probs=values.astype(np.float64))
 
 
-def test_samples_know_the_episode_of_each_sequence() -> None:
+def test_samples_keep_the_episode_of_each_sequence() -> None:
     """The sequences of an episode stay together through a selection of samples."""
 
     def sequence() -> Trajectory:

@@ -338,7 +338,7 @@ def test_request_begins_when_it_leaves_the_queue() -> None:
     asyncio.run(main())
 
 
-def test_engine_without_weights_refuses_to_compute() -> None:
+def test_engine_without_weights_rejects_requests() -> None:
     """Tokens of random weights would count as tokens of version 0, the first policy of a run."""
     empty = TransformersEngine.from_config(MODEL.config)
     with pytest.raises(RuntimeError, match="the engine has no weights yet"):

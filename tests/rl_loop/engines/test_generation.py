@@ -185,7 +185,7 @@ def test_tokens_of_a_seed_do_not_depend_on_the_batch() -> None:
     assert other_seed.output_ids != alone.output_ids
 
 
-def test_without_a_seed_continuations_differ() -> None:
+def test_continuations_differ_without_a_seed() -> None:
     first, second = gather(engine_of(MODEL), [request(prompt(9), 30), request(prompt(9), 30)])
     assert first.output_ids != second.output_ids
 

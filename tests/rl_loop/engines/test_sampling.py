@@ -33,7 +33,7 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_counts_follow_the_softmax_at_the_temperature(temperature: float) -> None:
+def test_token_counts_follow_the_softmax_at_the_temperature(temperature: float) -> None:
     probs = torch.softmax(LOGITS.double() / temperature, 0)
     assert (
         chi_square(draw(temperature, 1.0), probs) < 24.3

@@ -83,6 +83,6 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
 @pytest.mark.parametrize(
     "argument", ["--api-key", "--admin-api-key=x", "--config", "--tokenizer-worker-num=2"]
 )
-def test_arguments_cannot_open_a_server(argument: str) -> None:
+def test_server_arguments_that_disable_the_key_are_rejected(argument: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.engine.arguments: {argument.split('=')[0]} "):
         SglangConfig(arguments=[argument, "x"])

@@ -273,7 +273,7 @@ class ServerArgs:
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.6.0"])
-def test_key_is_hidden_and_groups_are_closed(version: str, tmp_path: Path) -> None:
+def test_plugin_hides_the_key_and_closes_process_groups(version: str, tmp_path: Path) -> None:
     """The plugin patches SGLang, which prints its arguments, and torch.
 
     torch opens a store on every address of the machine, and gloo accepts any process as a rank. The
