@@ -1,4 +1,4 @@
-"""Memory with an address in use by C is not freed: two rules check the sources."""
+"""Memory with an address in use by C is not freed. Two rules check the sources."""
 
 import ast
 from collections.abc import Iterator
@@ -8,26 +8,26 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 
 TAKES_ADDRESSES = {
-    # ctypes asks it for each argument of a call; the call holds the tensors.
+    # ctypes calls it for each argument of a call. The call holds the tensors.
     "kernels/gptoss_kernels/mxfp4/cpu.py:from_param",
-    # The same for CUDA's driver.
+    # CUDA's driver does the same.
     "kernels/gptoss_kernels/nvrtc.py:_as_ctypes",
-    # The address is returned inside an object that holds the tensor.
+    # Returns the address inside an object that holds the tensor.
     "kernels/gptoss_kernels/nvrtc.py:tensor_map",
     # Compares the storages of two tensors that the caller holds.
     "converters/gathering.py:_shares_memory",
-    # Compares where the tensors of a list lie, which the caller holds.
+    # Compares the addresses of a list of tensors. The caller holds the tensors.
     "megatron_gptoss/layers/adapted_grouped_experts.py:_as_stack",
-    # The caller holds the tensors until the kernel is launched; memory that is freed later is used again in the order
-    # of the stream.
+    # The caller holds the tensors until the kernel is launched. Later kernels reuse freed memory in
+    # stream order.
     "kernels/gptoss_kernels/mxfp4/gpu.py:launch_fake_quantize",
-    # These look only at the alignment.
+    # These check only the alignment.
     "kernels/gptoss_kernels/sink_attention/window.py:_dense",
     "kernels/gptoss_kernels/adapter_merge.py:_check_update",
     "kernels/gptoss_kernels/adapter_merge.py:_aligned",
     "megatron_gptoss/layers/merge.py:_has_kernel",
 }
-"""The functions that may call ``data_ptr()``, each with the reason why no address outlives its tensor."""
+"""Functions that may call ``data_ptr()``. The comments state why no address outlives its tensor."""
 
 
 def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -65,7 +65,7 @@ def test_only_known_functions_take_the_address_of_a_tensor():
 
 
 def test_no_tensor_is_made_by_a_cache_that_threads_can_enter_together():
-    """functools.cache does not lock: two threads make two tensors, and one of them is freed."""
+    """functools.cache does not lock, so two threads can create two tensors. One is freed."""
     assert [
         f"{path}:{f.name}"
         for path, source in sources()
@@ -75,7 +75,7 @@ def test_no_tensor_is_made_by_a_cache_that_threads_can_enter_together():
 
 
 def test_the_rules_find_the_code_that_was_wrong():
-    """The MXFP4 codec as it was when an export wrote wrong weights."""
+    """The source is the MXFP4 codec with a bug that made an export write wrong weights."""
     wrong = """
 @functools.cache
 def limit_table() -> torch.Tensor:

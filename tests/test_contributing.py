@@ -13,7 +13,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def lint_commands() -> list[str]:
-    """What ``make lint`` runs, with the Makefile's variables filled in."""
+    """Return the commands of ``make lint`` with the Makefile's variables expanded."""
     rooms = re.search(r"^TYPED_ROOMS := (.*)$", MAKEFILE, flags=re.M)[1]
     recipe = re.search(r"^lint: setup\n((?:\t.*\n)+)", MAKEFILE, flags=re.M)[1]
     return [line.strip().replace("$(TYPED_ROOMS)", rooms) for line in recipe.splitlines()]
@@ -25,7 +25,7 @@ def test_pre_commit_runs_what_make_lint_runs_and_downloads_nothing() -> None:
     hooks = repositories[0]["hooks"]
     assert all(hook["language"] == "system" for hook in hooks)
 
-    # Hooks get the changed files, and format instead of asking for it.
+    # Hooks get the changed files, and they format files instead of reporting bad formatting.
     entries = [hook["entry"].replace(" --force-exclude", "") for hook in hooks]
     assert entries == [
         command.removesuffix(" .").replace(" --check", "") for command in lint_commands()

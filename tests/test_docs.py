@@ -1,4 +1,4 @@
-"""The documentation is true where a program can tell: links, commands, quoted errors, the reference."""
+"""Links, commands, quoted errors and the reference in the documentation are correct."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_code(text: str) -> str:
 
 @cache
 def anchors_of(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     anchors = set()
     for heading in re.findall(r"^#+ (.*)$", text, flags=re.M):
@@ -65,7 +65,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def commands_in(page: Path) -> Iterator[list[str]]:
-    """The ``gptoss`` commands of a page's code, as words; not those that describe how to write one."""
+    """Yield the ``gptoss`` commands in a page's code as lists of words. Skip synopses."""
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"^(?: {4,})?((?:\.venv/bin/)?gptoss .*)$", text, flags=re.M):
         command = re.split(r" {2,}#| # | {3,}", line)[0]
@@ -90,7 +90,7 @@ def test_there_are_commands_to_look_at() -> None:
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_are_such_as_the_program_takes(words: list[str]) -> None:
-    """Names of commands and options, numbers of arguments, and configurations with their overrides."""
+    """Command names, options, argument counts, configurations and overrides are valid."""
     command = typer.main.get_command(app)
     arguments = words
     while hasattr(command, "commands"):
@@ -136,7 +136,7 @@ def test_commands_without_a_run_run(words: list[str], monkeypatch: pytest.Monkey
 
 @cache
 def texts_in_the_code() -> list[str]:
-    """Every string of the product, those in pieces joined, with an ellipsis for what is put in."""
+    """Return all strings of the product. An ellipsis replaces each placeholder of an f-string."""
 
     class Texts(ast.NodeVisitor):
         def __init__(self) -> None:
@@ -158,7 +158,7 @@ def texts_in_the_code() -> list[str]:
 
 
 def is_in_the_code(quoted: str) -> bool:
-    """Whether the words of a quotation follow each other in the strings of the code."""
+    """Return True if a string of the code contains the longest part of ``quoted``."""
     pieces = [piece.strip() for piece in quoted.split("…") if len(piece.strip()) > 2]
     longest = max(pieces, key=len)
     return any(longest in text for text in texts_in_the_code())
@@ -171,7 +171,7 @@ def quotations() -> list[str]:
 
 
 OF_OTHERS = {"CUDA out of memory"}
-"""What torch says."""
+"""Messages of torch."""
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:

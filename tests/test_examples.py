@@ -23,7 +23,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run(name: str, *arguments: str) -> str:
-    """Run a program of examples/ as a user would; what it printed."""
+    """Run a program of examples/ as a user would, and return its output."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, f"examples/{name}.py", *arguments],
@@ -65,11 +65,11 @@ def test_the_torch_model_with_sink_attention_learns_to_repeat() -> None:
 
 
 def test_the_chat_file_with_tools_holds_questions_out(tmp_path: Path) -> None:
-    """That a model learns it is in tests/rl_loop/test_sft_on_conversations.py."""
+    """tests/rl_loop/test_sft_on_conversations.py tests the training on these conversations."""
     assert "4000 and 100 conversations" in run("chat_with_tools", str(tmp_path))
 
     def asked(name: str) -> list[tuple[str, str]]:
-        """What is asked, and what the tool answers."""
+        """Return the questions of a file and the answers of the tool."""
         pairs = []
         for line in (tmp_path / name).read_text().splitlines():
             messages = json.loads(line)["messages"]
@@ -86,7 +86,7 @@ def test_the_chat_file_with_tools_holds_questions_out(tmp_path: Path) -> None:
 def test_the_clerks_chats_and_tasks_hold_questions_out_and_know_nothing_of_us(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it learns through the gateway is in docs/agents.md, how it is run in tests/rl_loop/agents."""
+    """docs/agents.md shows the training through the gateway, and tests/rl_loop/agents runs it."""
     assert "3000 chats" in run("clerk_agent", str(tmp_path))
     assert "rl_loop" not in (ROOT / "examples/clerk_agent.py").read_text()
 
@@ -107,7 +107,7 @@ def test_the_clerks_chats_and_tasks_hold_questions_out_and_know_nothing_of_us(
 def test_the_agents_of_the_sdk_have_tasks_that_are_held_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """How they are run is in tests/rl_loop/agents/test_programs.py."""
+    """tests/rl_loop/agents/test_programs.py tests the runs of the agents."""
     assert "rl_loop" not in (ROOT / "examples/sdk_agents.py").read_text()
     monkeypatch.syspath_prepend(ROOT / "examples")
     tasks = importlib.import_module("sdk_agents").tasks
@@ -137,7 +137,7 @@ def test_the_custom_environment_tells_an_expert_from_a_greedy_script(
     assert set(rewards["expert"]) == {"+1.00"}
     assert min(map(float, rewards["greedy"])) < 1
 
-    # A configuration takes it, and an agent that says nothing useful earns the least.
+    # A configuration accepts the environment. A useless answer gets the lowest reward.
     monkeypatch.syspath_prepend(ROOT / "examples")
     SourceConfig(environment="custom_environment:CoinEnvironment", options={"largest": 30})
     coins = environment_class("custom_environment:CoinEnvironment")
@@ -147,7 +147,7 @@ def test_the_custom_environment_tells_an_expert_from_a_greedy_script(
 
 
 def test_the_environment_of_an_mcp_server_tells_an_expert_from_a_greedy_script() -> None:
-    """How its servers fail and come back is in tests/rl_loop/environments/test_mcp_tools.py."""
+    """tests/rl_loop/environments/test_mcp_tools.py tests failures and recovery of the servers."""
     printed = run("mcp_environment")
     assert len(re.findall(r"expert: I look it up\. .* shelf \d+ -> reward \+1\.00", printed)) == 3
     assert len(re.findall(r"greedy: I guess\. .* -> reward -1\.00", printed)) == 3

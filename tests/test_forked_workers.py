@@ -1,4 +1,4 @@
-"""Workers of the tests' Ray are forks that behave as workers which Ray starts itself."""
+"""Workers of the tests' Ray are forks. They behave like workers that Ray starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_ray() -> Iterator[None]:
 @ray.remote(num_cpus=0)
 class Actor:
     def process(self) -> tuple[int, int, set[str]]:
-        """Its id, its parent's, and what it has imported."""
+        """Return the process id, the parent's id, and the imported modules."""
         return os.getpid(), os.getppid(), set(sys.modules)
 
     def variable(self, name: str) -> str | None:
@@ -46,12 +46,12 @@ def test_a_worker_is_forked_with_its_imports_and_has_an_environment_and_a_title_
         assert {"torch", "megatron.core", "transformers"} <= modules
         assert "ray::Actor" in psutil.Process(pid).cmdline()[0]
 
-    # What Ray gives a worker, and nobody the server.
+    # Ray sets this variable for a worker, but not for the server.
     raylets = {ray.get(actor.variable.remote("RAY_RAYLET_PID")) for actor in actors}
     processes_of_ray = _local_processes()
     assert processes_of_ray is not None and raylets == {str(processes_of_ray.raylet)}
 
-    # OpenMP has read what it finds in the server's.
+    # OpenMP reads these variables in the server, before the fork.
     servers = psutil.Process(server.pid).environ()
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         assert servers[name] == ray.get(actors[0].variable.remote(name))
@@ -80,7 +80,7 @@ def test_a_worker_that_ends_is_gone_and_so_is_what_stands_for_it(ended_by: str) 
         ray.kill(actor)
     else:
         os.kill(pid, signal.SIGKILL)
-    # What was asked in the same moment may still be answered.
+    # A request that was sent just before the end may still get an answer.
     wait_until(lambda: is_dead(actor))
     wait_until(lambda: not psutil.pid_exists(pid))
     wait_until(lambda: before - standing_for_workers())

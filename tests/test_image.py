@@ -44,9 +44,10 @@ def arguments() -> set[str]:
 
 
 def run_command(part: str, log: Path, **variables: str) -> list[str]:
-    """Run the RUN instruction that has ``part``, with a python that only writes its words down; return those.
+    """Run the RUN instruction that contains ``part``, and return the recorded commands.
 
-    Every interpreter of the instruction is that one."""
+    A program that only records its arguments replaces all interpreters of the instruction.
+    """
     (command,) = [rest for rest in of_kind("RUN") if part in rest]
     python = log.parent / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""A wheel in a fresh environment: commands work from any directory, without a checkout.
+"""A wheel in a new environment: commands work from any directory, without a checkout.
 
-The page for laptops is executed word by word as an ordinary user of a clean machine: see
+The tests run the page for laptops verbatim as a normal user of a clean machine. See
 ``as_a_new_user``.
 """
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a program that sees nothing of this checkout."""
+    """Run a program with an environment that excludes this checkout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command],
@@ -46,10 +46,10 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment that has the wheel."""
+    """Environment in which the wheel is installed."""
 
     programs: Path
-    """Its ``bin``."""
+    """Its ``bin`` directory."""
     elsewhere: Path
     """An empty directory."""
 
@@ -58,7 +58,7 @@ class Installed:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """Build and install a wheel."""
     root = tmp_path_factory.mktemp("installed")
-    # Built from a copy: setuptools leaves files beside the sources.
+    # Build from a copy, because setuptools leaves files next to the sources.
     source = root / "source"
     source.mkdir()
     for name in SOURCES:
@@ -69,7 +69,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     run(*pip, source, "-w", root / "dist", cwd=root)
     (wheel,) = (root / "dist").glob("*.whl")
 
-    # The dependencies are those of this environment, behind what the wheel brings.
+    # Packages of this environment provide the dependencies. The wheel's own files come first in
+    # sys.path.
     run(sys.executable, "-m", "venv", root / "venv", cwd=root)
     python = root / "venv/bin/python"
     run(
@@ -97,15 +98,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture
 def gptoss(installed: Installed) -> Callable[..., str]:
-    """The installed command; returns what it prints, in an empty directory."""
+    """Run the installed command in an empty directory, and return its output."""
     return lambda *words: run(installed.programs / "gptoss", *words, cwd=installed.elsewhere).stdout
 
 
 def as_a_new_user(script: str, programs: Path, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run a bash script as an ordinary user with an empty home on a machine of which nothing else can be written.
+    """Run a bash script as a normal user with an empty home. Nothing outside the home is writable.
 
-    A sandbox as containers are: user 1000, no capabilities, everything read-only but ``home`` and an empty /tmp, no
-    variables of whoever runs the tests but those by which pip finds its index."""
+    The sandbox is like a container: user 1000, no capabilities, and everything read-only except
+    ``home`` and an empty /tmp. It has no variables of the test process except the variables by
+    which
+    pip finds its index.
+    """
     kept = [
         name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")
     ]
@@ -156,9 +160,11 @@ def test_a_dry_run_for_a_shipped_cluster(gptoss: Callable[..., str]) -> None:
 def test_the_page_for_laptops_does_what_it_says_word_by_word(
     installed: Installed, tmp_path: Path
 ) -> None:
-    """Every block of the page but those of installing; ``make setup`` fetches the vocabulary, too.
+    """Run every block of the page except the installation. ``make setup`` also gets the vocabulary.
 
-    Each runs by itself, so that the time limit is that of a block, and a hang names its commands."""
+    Each block runs separately. The time limit therefore applies per block, and a timeout shows the
+    commands of its block.
+    """
     page = (ROOT / "docs/getting_started/laptop.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
     said = [

@@ -67,7 +67,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder for an inner suite that need not wait for what will not end."""
+    """Create a folder for an inner suite with a short grace period for leftover processes."""
     (tmp_path / "conftest.py").write_text(
         "from tests.support import leftover_processes\nleftover_processes.GRACE_SECONDS = 0.5\n"
     )
@@ -80,7 +80,7 @@ def test_a_process_that_a_test_leaves_fails_the_run_and_is_ended(
 ) -> None:
     bystander = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(1000)"]
-    )  # of this run, not the inner
+    )  # a child of this process, not of the inner suite
     try:
         done = run_suite(quick, CARELESS, *options)
         assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
@@ -141,7 +141,7 @@ def test_what_tests_have_started_ends_when_pytest_is_killed(
         assert not has_ended(pid)
     finally:
         suite.kill()
-        suite.communicate()  # its workers have these pipes, too
+        suite.communicate()  # its workers also hold these pipes
     try:
         wait_until(lambda: has_ended(pid), seconds=60)
     finally:

@@ -29,7 +29,7 @@ def called(function: ast.AST) -> set[str]:
 
 
 def renaming(source: str) -> Iterator[tuple[str, set[str]]]:
-    """Functions that rename, and what they call."""
+    """Yield functions that rename files, each with the names of the functions that it calls."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = called(node)

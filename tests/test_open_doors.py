@@ -1,4 +1,4 @@
-"""No socket of a local command lets another user, or another machine, in."""
+"""Sockets of local commands admit no other user and no other machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RL = (
     "training.checkpoint_every=10000",
 )
 COMMANDS = {
-    # Two ranks have to meet; each listens for the other ones of its groups.
+    # Two ranks connect to each other. Each rank listens for the other ranks of its groups.
     "rl": (*RL, "parallel.world_size=2"),
     "sft": ("sft", "configs/sft/tiny_retool.yaml", *SMALL, "training.steps=5000"),
 }
@@ -63,21 +63,21 @@ needs_attackers = pytest.mark.usefixtures("attackers")
 
 @pytest.fixture(scope="module")
 def attackers() -> None:
-    """Skip where neither another user nor a network namespace can be had."""
+    """Skip the test unless another user or a network namespace is available."""
     if reason := missing_parts():
         pytest.skip(f"attackers cannot be tried here: {reason}")
 
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """A directory whose path is short, because Ray's Unix sockets lie below it."""
+    """Create a directory with a short path, because Ray puts Unix sockets there."""
     with tempfile.TemporaryDirectory(prefix="gptoss-doors-", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @contextmanager
 def running(arguments: tuple[str, ...], folder: Path, name: str) -> Iterator[psutil.Process]:
-    """Run a command of gptoss; its output goes to ``folder``/log."""
+    """Run a gptoss command with its output in ``folder``/log."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "launch", *arguments, f"name={name}", f"output_dir={folder}"],
@@ -112,7 +112,7 @@ def steps(run: RunDirectory) -> int:
 @needs_attackers
 @pytest.mark.parametrize("command", ["rl", pytest.param("sft", marks=pytest.mark.slow)])
 def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
-    """The command trains with Ray, ranks and rollout workers while attackers try all it listens on."""
+    """The run has Ray, ranks and rollout workers. Attackers try all of its sockets."""
     folder = short_directory
     run = RunDirectory(folder / "run")
     with running(COMMANDS[command], folder, "run") as process:
@@ -130,7 +130,7 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
                 assert {door.kind for door in doors([rank])} >= {"tcp"}
                 assert rank.environ()["NCCL_RAS_ENABLE"] == "0"
 
-        # Ray's directory is closed, and so is the token.
+        # Only the owner can read Ray's directory and the token.
         assert (folder / f"gptoss-{os.getuid()}").stat().st_mode & 0o777 == 0o700
         (token,) = (folder / f"gptoss-{os.getuid()}").glob("token-*")
         assert token.stat().st_mode & 0o777 == 0o600
@@ -139,7 +139,7 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
 
 @needs_attackers
 def test_local_launch_has_no_open_door(short_directory: Path) -> None:
-    """``gptoss launch`` on this machine: its Ray is that of a cluster's node."""
+    """``gptoss launch`` on this machine starts Ray as on a node of a cluster."""
     folder = short_directory
     run = RunDirectory(folder / "run")
     cluster = folder / "cluster.yaml"
@@ -179,7 +179,7 @@ def test_local_launch_has_no_open_door(short_directory: Path) -> None:
 def places_of(
     secret: str, tree: list[psutil.Process], folders: list[Path], beside: Path
 ) -> list[str]:
-    """Return where a secret stands that others may read: command lines, environments, files."""
+    """Return readable places of a secret: command lines, environments and files."""
     places = []
     for process in tree:
         if secret in " ".join(process.cmdline()):
@@ -195,7 +195,7 @@ def places_of(
 
 @needs_attackers
 def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
-    """A terminal on a machine that others use, too: loopback alone is no protection."""
+    """Other users of the machine can connect to loopback, so loopback alone is no protection."""
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
@@ -248,7 +248,7 @@ def test_server_answers_nothing_without_its_key(tmp_path: Path) -> None:
 
 @needs_attackers
 def test_findings_name_open_doors(tmp_path: Path) -> None:
-    """Doors that are open on purpose: a page, a store, a Unix socket, a port on every address."""
+    """The open sockets are a web page, a store, a Unix socket and a port on all addresses."""
     program = f"""
 import http.server, os, socket, threading, torch.distributed as dist
 os.chdir({str(tmp_path)!r})
@@ -294,7 +294,7 @@ def test_store_of_a_group_listens_on_one_address() -> None:
 
 
 def test_single_rank_opens_no_port() -> None:
-    """gloo would choose an interface that other machines reach. Later groups of the process may."""
+    """gloo would choose an interface that other machines reach. Later process groups may do so."""
     clean = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     program = f"""
 from tests.support.open_doors import doors

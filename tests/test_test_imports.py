@@ -14,7 +14,7 @@ BENCHMARK_TESTS = sorted((ROOT / "benchmarks/tests").rglob("*.py"))
 
 
 def imported_modules(source: str) -> Iterator[str]:
-    """Yield every imported module, also those of imports inside functions and of program texts.
+    """Yield every imported module, including imports in functions and in program texts.
 
     ``from a import b`` yields ``a`` and ``a.b``, because ``b`` may be a module.
     """
@@ -25,7 +25,7 @@ def imported_modules(source: str) -> Iterator[str]:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # A program for another process, or MODULE:NAME of a configuration.
+            # The string may be a program for another process, or MODULE:NAME of a configuration.
             yield from (
                 word.partition(":")[0].strip("\"'`,;()")
                 for word in node.value.split()
@@ -34,7 +34,7 @@ def imported_modules(source: str) -> Iterator[str]:
 
 
 def forbidden_imports(source: str, benchmarks_too: bool = True) -> set[str]:
-    """Return the imported test files and conftests, and the benchmarks."""
+    """Return the imported test files, conftests and benchmarks."""
     found = set()
     for module in imported_modules(source):
         parts = module.split(".")

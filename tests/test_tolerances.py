@@ -1,4 +1,4 @@
-"""Bounds of rounding hold for every order of summation, and are too small for a fault to hide."""
+"""Rounding bounds hold for every summation order, and they are small enough to show faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def sums(terms: Tensor) -> dict[str, Tensor]:
-    """Sums over the last dimension in several orders, each addition rounded."""
+    """Sum over the last dimension in several orders, and round each addition."""
     forward = terms[..., 0].clone()
     for term in terms.unbind(-1)[1:]:
         forward = forward + term
@@ -80,7 +80,7 @@ def test_product_error_shows_a_fault(length: int, fault: str) -> None:
 
 
 def log_softmax_of_parts(logits: Tensor, parts: int) -> Tensor:
-    """Compute it as kernels do that pass over the vocabulary in parts."""
+    """Compute log-probs as kernels that process the vocabulary in parts."""
     largest = logits.amax(-1, keepdim=True)
     total = torch.zeros_like(largest)
     for part in logits.chunk(parts, -1):
@@ -139,7 +139,7 @@ def test_attention_error_holds_and_shows_a_fault(keys: int, sink: float | None) 
     ]
     seen = 0
     for faulty in faults:
-        # A scale does not matter to one key, nor a sink far below the scores.
+        # A scale has no effect with one key. A sink far below the scores has no effect either.
         if (faulty - exact).abs().max() > 1e-3:
             seen += 1
             with pytest.raises(AssertionError, match="values are off"):

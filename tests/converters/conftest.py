@@ -1,4 +1,4 @@
-"""A tiny model with all parameters random, on disk."""
+"""Fixtures of a tiny model with random parameters on disk."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def precision(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def hf_dir(tmp_path: Path, weights: dict[str, torch.Tensor]) -> Path:
-    """fp32, one file."""
+    """Save the model in fp32 as one file."""
     return save_hf(tmp_path / "hf", weights)
 
 
 @pytest.fixture
 def nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of ``verify``, which write what an import would refuse to keep."""
+    """Disable the check of an import, because tests of ``verify`` write wrong checkpoints."""
     monkeypatch.setattr(torch_dist, "check_import", lambda *args: None)

@@ -1,4 +1,4 @@
-"""Directories that two loaders read differently are refused, and the second reading is named."""
+"""Directories that two loaders read differently are rejected with the second reading."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_json_key_that_is_there_twice_is_refused(
 def test_quantization_must_be_that_of_the_tensors(
     tmp_path: Path, hf_dir: Path, weights: Weights
 ) -> None:
-    """transformers makes random experts where config.json says nothing of the blocks."""
+    """transformers creates random experts if config.json does not describe the blocks."""
     edit(hf_dir / "config.json", quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(ConversionError, match="quantization_config says MXFP4, but experts"):
         HfDirectory(hf_dir)
@@ -159,7 +159,7 @@ def test_stored_output_layer_of_tied_embeddings(same: bool, tmp_path: Path) -> N
 def test_config_of_a_reference_is_that_of_the_model(
     tmp_path: Path, hf_dir: Path, weights: Weights
 ) -> None:
-    """The original directory as --reference does not bring a second set into the export."""
+    """The export gets no second configuration if --reference is the original directory."""
     import_checkpoint(hf_dir, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "out", "fp32", reference=hf_dir)
     save_hf(tmp_path / "again", weights)

@@ -64,7 +64,7 @@ TYPES_OF_PARAMETERS = {
 
 
 def known_keys(family: type[ModelConfig], model_type: str) -> list[str]:
-    """Return all keys that transformers, or our own table, has a name for."""
+    """Return all keys with a name in transformers or in the project's key table."""
     config: Any = AutoConfig.for_model(model_type)
     keys = {field.name for field in dataclasses.fields(config)}
     keys |= {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -78,7 +78,7 @@ def known_keys(family: type[ModelConfig], model_type: str) -> list[str]:
 
 
 class Model:
-    """A tiny model of transformers on disk, and what became of changed copies of it."""
+    """A tiny transformers model on disk, and cached results of its changed copies."""
 
     def __init__(self, directory: Path, model_type: str) -> None:
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ class Model:
         return path
 
     def exported_logits(self, directory: Path) -> torch.Tensor | None:
-        """Import and export ``directory``; the same model only once."""
+        """Import and export ``directory``, at most once per model."""
         key = read_hf_config(directory).model_dump_json()
         if key not in self._exports:
             for name in ("megatron", "export"):
@@ -139,7 +139,7 @@ def logits_of(directory: Path) -> torch.Tensor | None:
 def fault_in(
     model: Model, key: str, config: dict[str, Any], compares_logits: bool = True
 ) -> str | None:
-    """Return what is wrong with how ``config`` is read; None if nothing is."""
+    """Return a description of a reading error of ``config``, or None."""
     directory = model.changed(config)
     try:
         HfDirectory(directory)
@@ -188,7 +188,7 @@ def test_config_key_survives_or_is_refused_when_flipped(model: Model) -> None:
             if value != before or isinstance(value, bool) != isinstance(before, bool)
         ]
         for number, value in enumerate(others):
-            # A forward pass reads no key of generation alone, so one of its values is enough.
+            # A forward pass reads no generation-only key, so one value of such a key suffices.
             compares = number == 0 or key not in of_generation
             fault = fault_in(model, key, model.config | {key: value}, compares)
             if fault is not None:
@@ -200,7 +200,7 @@ def test_config_key_survives_or_is_refused_when_removed(model: Model) -> None:
     faults = []
     for key in model.config.keys() - {"model_type"}:
         config = {other: value for other, value in model.config.items() if other != key}
-        # Without the table, transformers has a default of its own.
+        # Without the table, transformers uses a default.
         named = "rope" if key == "rope_parameters" else key
         fault = fault_in(model, named, config)
         if fault is not None:
@@ -209,7 +209,7 @@ def test_config_key_survives_or_is_refused_when_removed(model: Model) -> None:
 
 
 def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
-    """A key that transformers ignores would make one directory two models."""
+    """If transformers ignored the key, one directory would describe two models."""
     table = family_of(model.config["model_type"], "test").hf_keys
     original, architecture = logits_of(model.original), read_hf_config(model.config)
     assert original is not None
@@ -225,13 +225,13 @@ def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
             found = logits_of(directory) if changes else None
             if found is not None and torch.equal(found, original):
                 ignored.append(key)
-    # The start of training, and a length that nothing is computed from.
+    # One key concerns only the start of training. The other is a length that no result depends on.
     assert set(ignored) <= {"initializer_range", "max_position_embeddings"}
 
 
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
 def test_rope_key_survives_or_is_refused(model: Model, section: str) -> None:
-    """All keys of all types of rotary embeddings, in both spellings."""
+    """The test tries all keys of all RoPE types in both spellings."""
     parameters = model.config["rope_parameters"]
     outside = {key: value for key, value in model.config.items() if key != "rope_parameters"}
     changes: list[tuple[str, dict[str, Any]]] = []
@@ -247,7 +247,7 @@ def test_rope_key_survives_or_is_refused(model: Model, section: str) -> None:
 
     faults = []
     for key, rope in changes:
-        # A type asks for keys of its own, which the error names.
+        # A type requires certain keys, and the error names these keys.
         named = "rope" if key in ("type", "rope_type") else key
         fault = fault_in(model, named, outside | {section: rope})
         if fault is not None:

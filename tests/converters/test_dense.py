@@ -1,4 +1,4 @@
-"""Import, export and verify of dense decoders: exact both ways, and mistakes are seen and named."""
+"""Import, export and verify of dense decoders are exact, and errors are found and named."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_file_of_transformers_itself_is_read(tmp_path: Path) -> None:
         assert verify(directory, tmp_path / f"megatron {name}").equal
 
 
-# -- the table ---------------------------------------------------------------------------------
+# -- the table --------------------------------------------------------------------------------
 
 
 def megatron_tensor(mapping: ParameterMapping, weights: Weights) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_local_names_of_both_layer_specifications_become_global(local: str, expe
     assert expected in parameter_mappings(LLAMA)
 
 
-# -- what is wrong is seen and named -------------------------------------------------------------
+# -- detection of mistakes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_local_names_of_both_layer_specifications_become_global(local: str, expe
 def test_verify_sees_a_table_that_is_wrong_in_both_directions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mistake: Any
 ) -> None:
-    """Tensors then come back unharmed, but the layers compute something else."""
+    """The tensors then survive a round trip, but the layers compute wrong results."""
 
     def table(config: Any) -> dict[str, ParameterMapping]:
         return {
@@ -172,7 +172,7 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
 
 
 def _wrong(mapping: ParameterMapping, mistake: Any) -> ParameterMapping:
-    """Return a mapping that is wrong, and inverts its own mistake."""
+    """Return a wrong mapping that inverts its own mistake."""
     rows = [shape[0] for shape in mapping.part_shapes]
     tail = mapping.part_shapes[0][1:]
     numbers = torch.arange(sum(rows)).view(-1, *[1] * len(tail))

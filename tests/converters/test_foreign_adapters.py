@@ -1,6 +1,6 @@
-"""Adapters that PEFT wrote: all its settings are read as PEFT reads them, or refused with the reason.
+"""Adapters written by PEFT: all settings are read as in PEFT, or rejected with a reason.
 
-A merge is compared with PEFT's formula, written out here: W + scale * B A.
+The tests compare a merge with PEFT's formula, W + scale * B A.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def base(tmp_path: Path, weights: Weights) -> Path:
 
 
 def changed_weights(base: Path, merged: Path) -> Weights:
-    """Return what a merge added, for the tensors that it changed."""
+    """Return the difference that a merge made, for each changed tensor."""
     before, after = HfDirectory(base), HfDirectory(merged)
     differences = {name: after.get(name) - before.get(name) for name in hf_shapes(TINY)}
     return {name: update for name, update in differences.items() if update.any()}
 
 
 def products(adapter: Path) -> Weights:
-    """Return B A of the attention adapters, by Hugging Face name of the weight."""
+    """Return B A of the attention adapters by Hugging Face weight name."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     result = {}
     for name, a in tensors.items():
@@ -142,8 +142,7 @@ def write_expert_adapter(
     matrices: Sequence[str] = ("gate_up_proj", "down_proj"),
     model: GptOssModelConfig = TINY,
 ) -> Path:
-    """Write adapters of experts as PEFT's ParamWrapper has them; the values are the same updates in
-    both layouts."""
+    """Write expert adapters like PEFT's ParamWrapper. Both layouts hold the same updates."""
     write_adapter(path, model, [], rank=rank)
     generator = torch.Generator().manual_seed(3)
     tensors = {}
@@ -152,7 +151,7 @@ def write_expert_adapter(
         "down_proj": (model.intermediate_size, model.hidden_size),
     }
     for layer in layers:
-        # Each matrix wraps the module; the last wrapper is the outer one.
+        # Each matrix wraps the module. The last wrapper is the outermost.
         for matrix, inner in zip(matrices, ("base_layer.", "")[-len(matrices) :], strict=True):
             inputs, outputs = widths[matrix]
             a = 0.2 * torch.randn(TINY.num_experts, rank, inputs, generator=generator)
@@ -174,7 +173,7 @@ def write_expert_adapter(
 def test_experts_of_some_layers_are_merged_in_both_layouts(
     exchanged: bool, base: Path, tmp_path: Path
 ) -> None:
-    """peft 0.19 and later with transformers 4 has A and B of experts the other way round."""
+    """peft 0.19 and later swaps A and B of experts if transformers is version 4."""
     adapter = write_expert_adapter(tmp_path / "adapter", [1], exchanged)
     merge_adapter(base, adapter, tmp_path / "out", "fp32")
     found = changed_weights(base, tmp_path / "out")
@@ -196,7 +195,7 @@ def test_experts_of_some_layers_are_merged_in_both_layouts(
 def test_one_matrix_of_experts_is_merged(
     matrix: str, exchanged: bool, base: Path, tmp_path: Path
 ) -> None:
-    """PEFT's target_parameters may name one of the two; it has then no base_layer inside."""
+    """PEFT's target_parameters may name one of the two matrices, without an inner base_layer."""
     adapter = write_expert_adapter(tmp_path / "adapter", [1], exchanged, matrices=[matrix])
     merge_adapter(base, adapter, tmp_path / "out", "fp32")
     found = changed_weights(base, tmp_path / "out")
@@ -217,7 +216,7 @@ def test_one_matrix_of_experts_is_merged(
 
 
 def test_square_matrix_of_experts_alone_is_refused(tmp_path: Path) -> None:
-    """Of the released models, whose down_proj is 2880 x 2880, A and B have the same shape."""
+    """In the released models, down_proj is 2880 x 2880, so A and B have the same shape."""
     square = TINY.model_copy(update={"intermediate_size": TINY.hidden_size})
     for exchanged in (False, True):
         path = tmp_path / str(exchanged)
@@ -226,12 +225,12 @@ def test_square_matrix_of_experts_alone_is_refused(tmp_path: Path) -> None:
             PeftDirectory(path, square)
 
 
-# -- the base ----------------------------------------------------------------------------------
+# -- the base ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def trained(base: Path, tmp_path: Path) -> Path:
-    """checkpoint: adapters that know their base; peft: their export."""
+    """Create ``checkpoint``, adapters that know their base, and ``peft``, their export."""
     write_adapter(tmp_path / "foreign", TINY, ["q_proj", "v_proj"])
     import_adapter(tmp_path / "foreign", tmp_path / "checkpoint", base, "fp32")
     export_adapter(tmp_path / "checkpoint", tmp_path / "peft", str(base))
@@ -264,7 +263,7 @@ def test_exported_adapter_is_not_imported_onto_another_base(
 
 @pytest.mark.parametrize("source", ["foreign", "checkpoint", "peft"])
 def test_adapter_is_not_merged_twice(source: str, trained: Path) -> None:
-    """Nor after its merge went through a checkpoint, or in another format."""
+    """A merge that went through a checkpoint or another format is also recognized."""
     merge_adapter(trained / "base", trained / "foreign", trained / "merged", "fp32")
     import_checkpoint(trained / "merged", trained / "megatron")
     export_checkpoint(trained / "megatron", trained / "exported", "fp32")
@@ -272,7 +271,7 @@ def test_adapter_is_not_merged_twice(source: str, trained: Path) -> None:
         with pytest.raises(ConversionError, match=r"is already merged into"):
             merge_adapter(trained / model, trained / source, trained / "twice", "fp32")
 
-    # Another adapter on top is a training of its own.
+    # Another adapter counts as further training.
     write_adapter(trained / "second", TINY, ["k_proj"])
     merge_adapter(trained / "merged", trained / "second", trained / "both", "fp32")
     with pytest.raises(ConversionError, match=r"is already merged into"):
@@ -310,7 +309,7 @@ def test_adapter_that_names_another_base_is_reported(
             assert re.search(warning, output), output
 
 
-# -- reports -----------------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------------
 
 
 def test_report_of_a_merge_without_loss_is_text(trained: Path) -> None:
@@ -329,7 +328,7 @@ def test_report_measures_what_bf16_loses_of_a_foreign_update(
     error = 0.0
     size = 0.0
     for name, product in products(adapter).items():
-        # bf16 is the precision of the training, to which the base is rounded first
+        # The training uses bf16, so the base is rounded to bf16 first.
         start = before.get(name).bfloat16().double()
         update = 2.0 * product.double()
         error += (merged.get(name).double() - start - update).square().sum().item()
@@ -339,7 +338,7 @@ def test_report_measures_what_bf16_loses_of_a_foreign_update(
     assert f"loses {lost:.1%} of the adapter's updates" in str(report)
 
 
-# -- values that are not finite -----------------------------------------------------------------
+# -- values that are not finite ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -366,7 +365,7 @@ def test_weight_that_is_not_finite_is_named(
 def test_checkpoint_that_is_not_finite_is_not_exported(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a training that diverged. The import that would refuse it is switched off."""
+    """A diverged training writes such a checkpoint. The test disables the import's check for it."""
     with monkeypatch.context() as patch:
         read = HfDirectory.get
 

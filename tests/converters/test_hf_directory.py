@@ -1,4 +1,4 @@
-"""Hugging Face directories: written ones load in transformers, and errors name the fault."""
+"""Hugging Face directories: transformers loads the written ones, and errors name the fault."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
@@ -131,7 +131,7 @@ def test_an_incomplete_or_wrong_set_of_tensors_is_not_written(
     assert not list(tmp_path.iterdir())
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An adapter of PEFT becomes a checkpoint of adapters, from Python and from the command line."""
+"""A PEFT adapter becomes an adapter checkpoint, from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -44,8 +44,11 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base: a model; trained: a checkpoint of adapters; peft: the same in PEFT's format; imported:
-    the same as a checkpoint again."""
+    """Create a directory with a model, an adapter checkpoint and its conversions.
+
+    ``base`` is the model, ``trained`` the checkpoint, ``peft`` the checkpoint in PEFT's format, and
+    ``imported`` a checkpoint made from ``peft``.
+    """
     root = tmp_path_factory.mktemp("adapters")
     weights = base_weights()
     write_hf_directory(root / "base", MODEL, ((name, weights[name]) for name in hf_shapes(MODEL)))
@@ -197,7 +200,7 @@ def test_an_adapter_that_peft_made_is_imported(root: Path, tmp_path: Path) -> No
     assert len(changed) == 6 * MODEL.num_layers + 2
 
 
-# -- the command line --------------------------------------------------------------------------
+# -- the command line -------------------------------------------------------------------------
 
 
 def convert(*arguments: object) -> str:
@@ -233,7 +236,7 @@ def test_the_commands_convert_adapters_and_merge_them(root: Path, tmp_path: Path
         expected = directories[0].get(name)
         assert all(torch.equal(other.get(name), expected) for other in directories[1:]), name
 
-    # The base was held in fp32. Only an adapter without its digest goes onto the base in bf16.
+    # The recorded base is fp32. A base in bf16 is accepted only without the digest.
     wrong = refusal("merge", base, tmp_path / "peft", tmp_path / "packed", "--format=mxfp4")
     assert "in torch.bfloat16, or in another dtype" in wrong
     foreign = shutil.copytree(tmp_path / "peft", tmp_path / "foreign")

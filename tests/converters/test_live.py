@@ -1,4 +1,4 @@
-"""A running Megatron model is filled and read out exactly, whatever its parallel layout."""
+"""Weights are loaded into and read from a running Megatron model exactly, in every layout."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_model_parallel_ranks_hold_only_their_part(two_ranks: list[Any], weights
 def gather_for_several(
     rank: int, world_size: int, layouts: dict[str, Any], dtype: torch.dtype, ports: list[int]
 ) -> Any:
-    """What ranks get by layout and receivers."""
+    """Return the tensors that this rank receives, by layout and receivers."""
     torch.set_num_threads(1)
     weights = tiny_weights()
     result = {}
@@ -148,7 +148,7 @@ def test_every_receiver_gets_all_weights_and_no_other_rank_any(
 
 
 def gather_on_four(rank: int, port: int) -> Any:
-    """Two of four ranks receive: as two servers on the GPUs of four trainer ranks."""
+    """Two of four ranks receive, as for two servers on the GPUs of four trainer ranks."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=4, pipeline=2, tensor=2, expert=2)
     distributed.initialize(parallel, rank, port=port)
@@ -169,8 +169,7 @@ def test_fewer_receivers_than_ranks_get_all_weights_under_mixed_parallelism(
 
 
 def send_in_pace(rank: int, port: int) -> list[float]:
-    """Rank 0 takes its time over every tensor. It returns when it asked for those that it received, and
-    rank 1 when it began to send them."""
+    """Let rank 0 pause after every tensor. Return its request times, or rank 1's send times."""
     torch.set_num_threads(1)
     distributed.initialize(ParallelConfig(world_size=2, expert=2), rank, port=port)
     gathering = WeightGathering(build_model(TINY, ParallelConfig(world_size=2, expert=2)), TINY)
@@ -205,7 +204,7 @@ def test_a_rank_sends_nothing_before_the_receiver_asks_for_it() -> None:
 
 
 def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any]) -> list[Any]:
-    """Try each fault and then again: (error or None, tensors by name) of both tries."""
+    """Try each fault, then retry. Return (error or None, tensors by name) of both attempts."""
     torch.set_num_threads(1)
     distributed.initialize(ParallelConfig(world_size=world_size, expert=2), rank, port=port)
     model = build_model(TINY, ParallelConfig(world_size=world_size, expert=2))
@@ -219,7 +218,7 @@ def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any])
             error = None
             tensors: Weights = {}
             try:
-                # As weight syncs do.
+                # Weight syncs use the same arguments.
                 gathered = gathering.begin(receivers, paced=len(receivers) == 1)
                 for name, tensor in gathered:
                     tensors[name] = tensor.clone()
@@ -241,7 +240,7 @@ GATHERING_FAULTS = [
     for fault in ("buffer", "read1", "read9", "read20", "consumer1", "consumer25")
     for rank in (0, 1)
     for receivers in ((0, 1), (0,))
-    # on rank 1 nothing is consumed if rank 0 receives, and it has 16 parameters to send
+    # if rank 0 receives, rank 1 consumes no tensors, and rank 1 has only 16 parameters to send
     if rank == 0 or receivers == (0, 1) or fault in ("buffer", "read1", "read9")
 ]
 
@@ -315,7 +314,7 @@ def test_a_model_of_another_size_is_named(one_rank: None, weights: Weights) -> N
 def test_random_weights_depend_on_seed_and_name_only() -> None:
     first, again, other = (random_hf_weights(TINY, seed) for seed in (1, 1, 2))
     name = "model.layers.0.self_attn.q_proj.weight"
-    again("lm_head.weight")  # an earlier call changes nothing
+    again("lm_head.weight")  # a repeated call has no effect
     assert torch.equal(first(name), again(name))
     assert not torch.equal(first(name), other(name))
     assert not torch.equal(first(name), first("model.layers.1.self_attn.q_proj.weight"))

@@ -1,4 +1,4 @@
-"""A model that is merged with an adapter has the very bits that the trainer multiplied with."""
+"""A model merged with an adapter has the same bits as the weights in the trainer."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ def test_experts_without_an_update_keep_their_bytes(base: Path, tmp_path: Path) 
     report = merge_adapter(base, adapter, tmp_path / "first", dtype="mxfp4")
     assert all(loss.changed == 0 and loss.relative == 0 for loss in report.tensors.values())
 
-    # 0.5 in every place of a block, which the quantizer would write as 4 with a smaller scale
+    # All values of a block are 0.5. The quantizer would write code 4 with a smaller scale.
     name = "model.layers.1.mlp.experts.down_proj"
     tensors = load_file(tmp_path / "first" / "model.safetensors")
     tensors[f"{name}_blocks"][2, 0, 0] = 0x11
     save_file(tensors, tmp_path / "first" / "model.safetensors")
 
-    # With these two, a second merge onto another base is refused.
+    # Without these two entries, a second merge onto another base is rejected.
     save_file(load_file(adapter / WEIGHTS_FILE), adapter / WEIGHTS_FILE)
     config = json.loads((tmp_path / "first/config.json").read_text())
     del config[MERGED_KEY]

@@ -28,7 +28,7 @@ WAYS = ["export", "export with reference", "merge"]
 
 
 def converted(way: str, source: Path, root: Path) -> Path:
-    """Return the directory that one of the conversions makes of ``source``."""
+    """Convert ``source`` in the given way, and return the written directory."""
     out = root / "out"
     if way == "merge":
         adapter = write_adapter(root / "adapter", TINY, ["q_proj"])
@@ -101,7 +101,7 @@ def test_all_chat_templates_survive(way: str, hf_dir: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("has_generation", [True, False])
 def test_token_ids_survive(has_generation: bool, way: str, hf_dir: Path, tmp_path: Path) -> None:
-    """Those of config.json are not those of generation_config.json, as in the releases."""
+    """config.json and generation_config.json have different ids, as in the released models."""
     ids = {"eos_token_id": [1, 2], "pad_token_id": 0, "bos_token_id": 3, "temperature": 0.6}
     edit(hf_dir / "config.json", **ids, use_cache=False, router_aux_loss_coef=0.9)
     generation = {"eos_token_id": [1, 2, 5], "do_sample": True, "top_k": 7}
@@ -117,7 +117,7 @@ def test_token_ids_survive(has_generation: bool, way: str, hf_dir: Path, tmp_pat
 
 
 def test_files_of_all_tokenizers_are_copied() -> None:
-    """Every name that a tokenizer of transformers has for a file of its own."""
+    """The names are those of all tokenizer files in transformers."""
     names: set[str] = set()
     for module in pkgutil.iter_modules(transformers.models.__path__):
         folder = Path(importlib.util.find_spec(f"transformers.models.{module.name}").origin).parent  # type: ignore[union-attr, attr-defined, arg-type]
@@ -127,7 +127,7 @@ def test_files_of_all_tokenizers_are_copied() -> None:
             ):
                 try:
                     names |= set(ast.literal_eval(found).values())
-                except ValueError:  # names by constants, which other files have as texts
+                except ValueError:  # constants, whose values are literals in other files
                     continue
     assert len(names) > 10
     names |= {"special_tokens_map.json", "added_tokens.json", "tokenizer.model.v3", "tekken.json"}

@@ -284,7 +284,7 @@ def test_verify_sees_a_table_that_is_wrong_in_both_directions(
     monkeypatch.setattr("converters.verify.parameter_mappings", mistaken)
     import_checkpoint(source, tmp_path / "megatron")
     report = verify(source, tmp_path / "megatron")
-    assert not report.differences  # bits go there and back
+    assert not report.differences  # the bits survive both directions
     assert report.first_stage == stage and not report.equal
     assert f"differ first in {stage}" in str(report)
 

@@ -1,4 +1,4 @@
-"""The name table against the definition of each layout, written out element by element."""
+"""The name table against an element-by-element definition of each layout."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_gates_come_from_even_channels_and_ups_from_odd_ones() -> None:
 
 
 def test_expert_matrices_are_transposed(weights: dict[str, torch.Tensor]) -> None:
-    # checked by value: in the released models down_proj is square and no shape could tell
+    # Compare values, because down_proj of the released models is square and its shape shows
+    # nothing.
     down = weights["model.layers.1.mlp.experts.down_proj"]
     mapping = TABLE["decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"]
     assert megatron_tensor(mapping, weights)[7, 2] == down[3, 2, 7]

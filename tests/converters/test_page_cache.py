@@ -1,4 +1,4 @@
-"""A conversion drops only the pages from the page cache that it does not read again."""
+"""A conversion drops pages from the page cache only if it does not read them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Dropped = list[tuple[int, int, int]]
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> Dropped:
-    """Every range that the kernel was advised to drop."""
+    """Record every range that the kernel was advised to drop."""
     calls: Dropped = []
 
     def record(descriptor: int, offset: int, length: int, advice: int) -> None:

@@ -46,7 +46,7 @@ def merged_weights(
     source: Path | None = None,
     quantization: Quantization | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face weights with the test's adapters, or with those of a PEFT directory."""
+    """Return Hugging Face weights merged with the test's adapters or with a PEFT directory."""
     model = adapted_model(parallel, quantization=quantization)
     if source is not None:
         initialize_adapters(model, seed=5)
@@ -66,7 +66,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_an_earlier_adapter_stays_until_the_new_one_is_complete(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a run exports it a second time."""
+    """A run replaces its export when it exports the adapters again."""
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "step_000001").symlink_to(exported.parent / "step_000001")
@@ -88,7 +88,7 @@ def test_an_earlier_adapter_stays_until_the_new_one_is_complete(
 
 
 def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:
-    # as peft 0.21 computes its update, for linear layers, embeddings and parameters of experts
+    # peft 0.21 computes updates of linear layers, embeddings and expert parameters in this way
     tensors = load_file(exported / WEIGHTS_FILE)
     weights = base_weights()
     updated = set()
@@ -160,7 +160,7 @@ LAYOUTS: list[tuple[dict[str, int], Quantization | None]] = [
     ({"expert": 2}, "mxfp4"),
     ({"pipeline": 2}, None),
 ]
-"""Layouts, and formats of the base."""
+"""Parallel layouts, and quantization of the base."""
 
 
 def load_in_every_layout(rank: int, ports: list[int], source: Path) -> list[Any]:
@@ -348,7 +348,7 @@ def test_targets_may_be_a_regular_expression(exported: Path, tmp_path: Path) -> 
 
 
 def test_ranks_come_from_the_settings(exported: Path, tmp_path: Path) -> None:
-    # r is that of the experts here, and every other adapter is named with its rank
+    # r is the rank of the experts here, and rank_pattern has the rank of every other adapter
     shutil.copytree(exported, tmp_path / "changed")
     others = {r"[qkvo]_proj|mlp\.router\.weight|embed_tokens": 8, "lm_head": 8}
     change_settings(r=RANK, rank_pattern=others)(tmp_path / "changed")
@@ -361,7 +361,7 @@ def test_ranks_come_from_the_settings(exported: Path, tmp_path: Path) -> None:
 def test_what_peft_saves_of_the_base_must_be_the_bases(
     name: str, exported: Path, tmp_path: Path
 ) -> None:
-    # PEFT saves embedding and output layer beside their adapters
+    # PEFT saves the embedding and the output layer with their adapters
     base = base_weights()
     weight = base[f"{name}.weight"]
     with_copy, with_another = tmp_path / "copy", tmp_path / "another"

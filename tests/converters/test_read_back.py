@@ -1,4 +1,4 @@
-"""A conversion that wrote something else than it should is found before it has its name, whatever went wrong."""
+"""A conversion that writes wrong data is detected before the output gets its final name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.converters.quantized_models import DOWN, MODEL, quantized_wei
 
 Patch = pytest.MonkeyPatch
 LAYER, EXPERT = 1, 2
-"""What the sample of these tests holds, and where the faults are."""
+"""Layer and expert that the check samples here, and where the tests inject faults."""
 MEGATRON_DOWN = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 MEGATRON_NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
@@ -56,7 +56,7 @@ def quantized(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def floats(tmp_path: Path, quantized: Path) -> Path:
-    """The same in bf16."""
+    """Write the same model in bf16."""
     source = HfDirectory(quantized)
     write_hf_directory(
         tmp_path / "bf16", MODEL, ((name, source.get(name)) for name in source.names())
@@ -65,7 +65,7 @@ def floats(tmp_path: Path, quantized: Path) -> Path:
 
 
 class Conversion:
-    """One of the four, as a user starts it; ``output`` is what it writes."""
+    """One of the four conversions as a user starts it. It writes the directory ``output``."""
 
     def __init__(self, kind: str, tmp_path: Path, quantized: Path, floats: Path) -> None:
         self.is_import, self.quantized = kind.startswith("import"), kind.endswith("mxfp4")
@@ -104,11 +104,14 @@ def conversion(
     return Conversion(request.param, tmp_path, quantized, floats)
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def one_wrong_result(conversion: Conversion, monkeypatch: Patch) -> None:
-    """A thread's codec, or a thread's transform where there is no codec, answers one call wrongly."""
+    """Make one call of the codec return a wrong result.
+
+    Without a codec, one call of the transform returns a wrong result.
+    """
     if not conversion.quantized:
         monkeypatch.setattr(torch_dist, "parameter_mappings", table_that_is_wrong_once)
         return
@@ -168,7 +171,7 @@ def an_expert_at_anothers_place(conversion: Conversion, monkeypatch: Patch) -> N
 def after_writing(
     conversion: Conversion, monkeypatch: Patch, damage: Callable[[Path], None]
 ) -> None:
-    """``damage`` is done to the file of the weights when the writer has finished it."""
+    """Apply ``damage`` to the weight file after the writer has finished it."""
     writer: Any = TorchDistWriter if conversion.is_import else SafetensorsWriter
     close = writer.close
 
@@ -180,7 +183,7 @@ def after_writing(
 
 
 def a_flipped_bit(layer: int | None, conversion: Conversion, monkeypatch: Patch) -> None:
-    """In the expert's matrix of ``layer``, or in a norm if that is None."""
+    """Flip a bit in the expert's matrix of ``layer``, or in a norm if ``layer`` is None."""
 
     def flip(path: Path) -> None:
         if conversion.is_import:
@@ -245,7 +248,7 @@ def test_a_planted_fault_is_named_and_nothing_is_left(
 def test_a_planted_fault_is_missed_when_nothing_is_read_back(
     monkeypatch: Patch, conversion: Conversion, fault: str
 ) -> None:
-    """Or the test above would show nothing."""
+    """This shows that the test above detects the faults by reading back."""
     with monkeypatch.context() as patch:
         patch.setattr(torch_dist, "check_import", lambda *args: None)
         patch.setattr(torch_dist, "check_export", lambda *args, **options: None)
@@ -334,7 +337,7 @@ def test_weights_of_a_trainer_are_compared_with_what_its_export_holds(
     assert (tmp_path / "output").is_dir()
 
 
-# -- definitions ------------------------------------------------------------------------------------------------------
+# -- definitions -----------------------------------------------------------------------------------
 
 
 def test_values_by_definition_are_those_of_the_codec() -> None:
@@ -360,7 +363,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert not same_bits(matrix, matrix.double()) and not same_bits(matrix, matrix.T)
 
 
-# -- turns and progress -----------------------------------------------------------------------------------------------
+# -- rotation and progress -------------------------------------------------------------------------
 
 
 def test_every_layer_has_its_turn_run_after_run(
@@ -373,7 +376,7 @@ def test_every_layer_has_its_turn_run_after_run(
     for _ in range(30):
         turns.append(next_layer("import", many))
         remember_layer("import", many, turns[-1])
-        remember_layer("export_bf16", many, 5)  # other kinds have turns of their own
+        remember_layer("export_bf16", many, 5)  # other conversions have a separate rotation
     assert turns == [(turns[0] + run) % 24 for run in range(30)]
 
     layers = [import_checkpoint(quantized, tmp_path / f"run{run}").layer for run in range(4)]
@@ -421,11 +424,11 @@ def test_the_check_reports_its_progress(tmp_path: Path, quantized: Path) -> None
     assert calls == sorted(calls) and calls[-1][0] == calls[-1][1]
 
 
-# -- directories that were never finished -----------------------------------------------------------------------------
+# -- directories that were never finished ----------------------------------------------------------
 
 
 def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantized: Path) -> None:
-    """It may be whole, but nobody has compared it."""
+    """The directory may be complete, but the conversion has not compared it."""
     import_checkpoint(quantized, tmp_path / "megatron")
     (tmp_path / "megatron").rename(tmp_path / "megatron.partial")
     quantized.rename(tmp_path / "hf.partial")

@@ -87,7 +87,7 @@ def test_reference_attends_alike_in_blocks_of_queries(
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2"])
 def test_reference_holds_few_weights_at_a_time(name: str) -> None:
-    """No more than a weight and its bias: a model of any size fits."""
+    """At most a weight and its bias are in memory, so the model may have any size."""
     config = CASES[name]
     weights = dict(transformers_model(name).state_dict())
     read = source_of(weights)

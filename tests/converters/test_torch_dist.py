@@ -55,7 +55,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-# -- exactness --------------------------------------------------------------------------------------------------------
+# -- exactness -------------------------------------------------------------------------------------
 
 
 def test_round_trip_is_bit_exact(tmp_path: Path, weights: Weights, precision: Any) -> None:
@@ -77,7 +77,7 @@ def test_import_converts_to_the_precision_asked_for(
     import_checkpoint(hf_dir, tmp_path / "megatron", "bf16")
     report = verify(save_hf(tmp_path / "bf16", weights, torch.bfloat16), tmp_path / "megatron")
     assert report.equal and report.tensors == len(weights)
-    assert not verify(hf_dir, tmp_path / "megatron").equal  # fp32 values do not survive
+    assert not verify(hf_dir, tmp_path / "megatron").equal  # verify compares with fp32 values
 
 
 def test_export_converts_to_the_precision_asked_for(
@@ -98,7 +98,7 @@ def test_import_reports_its_progress(tmp_path: Path, hf_dir: Path) -> None:
     assert calls[-1] == (4 * sum(tensor.numel() for tensor in tiny_weights().values()),) * 2
 
 
-# -- Megatron itself --------------------------------------------------------------------------------------------------
+# -- Megatron itself -------------------------------------------------------------------------------
 
 
 def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
@@ -111,7 +111,8 @@ def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
         strict="return_all",
     )
     model.load_state_dict(state["model"], strict=True)
-    # a model key that the checkpoint lacks is "unexpected" to Megatron, "missing" are checkpoint keys nobody asked for
+    # "unexpected" are model keys that the checkpoint lacks; "missing" are unrequested checkpoint
+    # keys
     assert not unexpected
     assert all("_extra_state" in key for key in missing), missing
     samples = documents([30, 9, 21], TINY.vocab_size)
@@ -160,7 +161,7 @@ def test_an_import_loads_at_any_layout_and_a_save_of_any_layout_exports(
         assert verify(hf_dir, tmp_path / "saved" / name / "step_000001").equal, name
 
 
-# -- verify sees mistakes ---------------------------------------------------------------------------------------------
+# -- verify detects mistakes -----------------------------------------------------------------------
 
 
 def test_verify_names_a_changed_tensor_and_how_far_it_is(
@@ -197,7 +198,7 @@ def mistaken_table(kind: str, to_megatron: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "mistake", "tensor"),
     [
-        # same number of elements and, were the model square, same shape
+        # same number of elements, and the same shape if the model were square
         ("linear_fc2.weight", lambda down: down.reshape(down.shape[::-1]), "down_proj"),
         ("linear_fc1.weight", lambda gate_up: gate_up.T, "gate_up_proj"),
         ("linear_fc1.bias", lambda gate_up: gate_up, "gate_up_proj_bias"),
@@ -259,7 +260,7 @@ def test_a_tokenizer_for_another_vocabulary_is_refused(
     assert not (tmp_path / "exported").exists()
 
 
-# -- bad input loses nothing ------------------------------------------------------------------------------------------
+# -- bad input loses nothing -----------------------------------------------------------------------
 
 
 def test_of_a_run_the_newest_checkpoint_is_named(tmp_path: Path, megatron_dir: Path) -> None:

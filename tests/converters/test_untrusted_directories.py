@@ -1,4 +1,4 @@
-"""Untrusted model directories: names that lead elsewhere, and headers without end."""
+"""Untrusted model directories: names that point elsewhere, and gigantic headers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_gigantic_header_of_safetensors_is_refused_without_being_read(
     path = tmp_path / "model.safetensors"
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", length) + b"{")
-        file.truncate(300_000_000)  # zeros that take no room
+        file.truncate(300_000_000)  # zeros that use no disk space
     tracemalloc.start()
     with pytest.raises(ConversionError, match=r"model\.safetensors: truncated or not .*eader"):
         SafetensorsFile(path)
@@ -59,7 +59,7 @@ def test_a_gigantic_header_of_safetensors_is_refused_without_being_read(
     assert peak < 10 << 20
 
 
-# -- a directory that is replaced ------------------------------------------------------------------
+# -- replacement of a directory -------------------------------------------------------------------
 
 
 def fill(final: Path, text: str) -> None:
@@ -90,7 +90,7 @@ def test_a_directory_is_replaced_in_one_step(
 def test_what_a_kill_between_two_moves_left_is_named_and_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a file system that cannot exchange names, which takes two moves."""
+    """The file system cannot exchange names, so the replacement takes two moves."""
     monkeypatch.setattr(new_directory_module, "exchange_names", lambda a, b: False)
     final = tmp_path / "model"
     fill(final, "old")

@@ -1,7 +1,7 @@
 """Readers of untrusted files accept only regular files of a limited size.
 
 A FIFO would block, a device has no end, and deep JSON overflows the interpreter's stack. Each is
-rejected with one line that names the file.
+rejected with a one-line error that names the file.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.support.converters.models import TINY, save_hf
 from tests.support.converters.peft_adapters import write_adapter
 
 SECONDS = 20
-"""Longest time that a reader may take; a FIFO takes for ever."""
+"""Time limit of a reader, in seconds. A read of a FIFO never ends."""
 
 
 @pytest.fixture
 def root(tmp_path: Path, weights: dict[str, torch.Tensor]) -> Path:
-    """hf: a model with all settings; adapter: of PEFT; megatron: the model as a checkpoint."""
+    """Create a model (``hf``), a PEFT adapter (``adapter``) and a checkpoint (``megatron``)."""
     hf = save_hf(tmp_path / "hf", weights)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         (hf / name).write_text("{}")
@@ -66,7 +66,7 @@ def as_deep_object(path: Path) -> None:
 
 def as_endless_spaces(path: Path) -> None:
     with open(path, "wb") as file:
-        file.truncate(2 << 30)  # zeros that take no room on the disk
+        file.truncate(2 << 30)  # zeros that use no disk space
 
 
 def as_latin_text(path: Path) -> None:
@@ -129,7 +129,7 @@ CASES = [
 
 
 def error_of(read: Callable[[], object]) -> BaseException | None:
-    """Return what ``read`` raises; fail if it is still busy after a while."""
+    """Return the error that ``read`` raises. Fail if ``read`` is still running after SECONDS."""
     found: list[BaseException | None] = []
 
     def run() -> None:
@@ -167,7 +167,7 @@ def test_irregular_file_is_refused_in_one_line(
 
 
 def test_links_to_regular_files_are_read(root: Path) -> None:
-    """The cache of the Hugging Face hub has links to blobs with names of their own."""
+    """The cache of the Hugging Face hub has links to blobs with other names."""
     (root / "blobs").mkdir()
     for number, path in enumerate(sorted((root / "hf").iterdir())):
         blob = root / "blobs" / str(number)

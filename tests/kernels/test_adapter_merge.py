@@ -1,4 +1,4 @@
-"""The kernel that merges adapters gives the bits of the sum that is written out in torch."""
+"""The kernel that merges adapters returns the same bits as the explicit sum in torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels that are compiled for this machine lie."""
+    """Return the directory of kernels compiled for this machine."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
     return tmp_path_factory.mktemp("adapter_merge")
@@ -30,8 +30,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize(
     ("experts", "rows", "columns", "rank"),
-    # rows that are no multiple of what a thread takes, threads that fill no block, ranks in between; and so many values
-    # that rounding the last multiplication and addition together would change some
+    # The cases have row lengths that are not multiples of a thread's values, partly filled blocks,
+    # and odd ranks. The last case has enough values that a fused multiply-add would change some of
+    # them.
     [(2, 41, 160, 3), (1, 5, 32, 0), (1, 33, 64, 8), (3, 16, 96, 17), (1, 640, 2880, 8)],
 )
 def test_on_a_cpu_the_kernels_source_gives_the_bits_of_the_sum_in_torch(
@@ -51,7 +52,7 @@ def test_on_a_cpu_the_kernels_source_gives_the_bits_of_the_sum_in_torch(
 
 
 def test_every_code_with_every_scale_is_decoded(libraries: Path) -> None:
-    # 255 stands for no finite number
+    # 255 encodes NaN
     scales = torch.arange(255, dtype=torch.uint8)[:, None]
     codes = torch.arange(16, dtype=torch.uint8)
     blocks = (codes | codes.flip(0) << 4).expand(255, 1, 16).contiguous()
@@ -83,7 +84,7 @@ def test_a_packed_weight_merges_as_its_values_do() -> None:
     out = torch.empty_like(weight)
     assert merge_packed(case.blocks, case.scales, case.a, case.b, case.scale, out) is out
     assert torch.equal(bits(out), bits(merge(weight, case.a, case.b, case.scale)))
-    # zeros of the base are among what is compared, and the update is large enough to be seen
+    # the comparison includes zeros of the base, and the update changes most values
     assert (weight == 0).any() and (out != weight).float().mean() > 0.5
 
 
@@ -123,7 +124,7 @@ def test_on_a_gpu_the_kernel_gives_the_bits_of_the_cpu(
 
 @pytest.mark.gpu
 def test_a_fused_multiply_add_would_give_other_bits() -> None:
-    # what the kernel is kept from: with it, the comparison above fails
+    # the kernel must not use a fused multiply-add, because it would fail the comparison above
     case = packed_case(experts=2, rows=5760, columns=2880, rank=8)
     weight = mxfp4.dequantize(case.blocks, case.scales).cuda()
     merged = merge(weight, case.a.cuda(), case.b.cuda(), case.scale)

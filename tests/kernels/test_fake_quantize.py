@@ -1,4 +1,4 @@
-"""Rounding to MXFP4 gives the bits of quantizing and dequantizing."""
+"""Rounding to MXFP4 equals quantization followed by dequantization, bit by bit."""
 
 from __future__ import annotations
 

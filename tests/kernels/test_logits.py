@@ -1,4 +1,4 @@
-"""Logits in fp32 on CPUs: their precision, and that fp32 and fp64 products stay as torch computes them."""
+"""Logits in fp32 on CPUs: precision, and fp32 and fp64 products equal to torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tolerances import assert_within, product_error
 def test_fp32_logits_are_not_rounded(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary of several uneven chunks, and of one."""
+    """The cases are a vocabulary of several uneven chunks and a vocabulary of one chunk."""
     monkeypatch.setattr(logits, "CPU_CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     hidden = (4 * torch.randn(5, 64, generator=generator)).to(dtype)

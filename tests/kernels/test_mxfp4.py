@@ -20,7 +20,10 @@ def bits(x):
 
 
 def independent_quantize(x):
-    """Scale 2^ceil(log2(amax / 6)) and the nearest code by exhaustive search, ties to the even code; in fp64."""
+    """Quantize in fp64 with scale 2^ceil(log2(amax / 6)) and an exhaustive search.
+
+    The result has the nearest code of each value, and the even code for ties.
+    """
     x = x.double().unflatten(-1, (-1, 32))
     amax = x.abs().amax(-1)
     exponent = torch.where(amax > 0, torch.log2(amax / 6).ceil().clamp(min=-126), -127.0)
@@ -44,7 +47,7 @@ def test_every_byte_at_every_scale_equals_hugging_face_bit_for_bit(device):
     ours = dequantize(blocks.to(device), scales.to(device)).cpu()
     differs = bits(theirs).unflatten(-1, (16, 32)) != bits(ours).unflatten(-1, (16, 32))
     assert not differs[0, :253].any()
-    # 253..255 overflow bf16: the same infinities (what becomes of 0 * 2^128 is left open)
+    # 253..255 overflow bf16 to the same infinities. The result of 0 * 2^128 may differ.
     overflows = torch.isinf(theirs)
     assert overflows.any() and torch.equal(ours[overflows], theirs[overflows])
 
@@ -58,7 +61,7 @@ def test_quantize_equals_an_exhaustive_search(device):
     x[3], x[4, :32], x[5] = 0, -0.0, x[5] * 2.0**-120
     x[6, :7] = torch.tensor(
         [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
-    )  # ties, once the block's largest is 6
+    )  # these are ties if the largest value of the block is 6
     x[6, 7:32] = 6.0
     x = x.bfloat16()
     blocks, scales = quantize(x.to(device))
@@ -71,7 +74,7 @@ def test_quantize_equals_an_exhaustive_search(device):
 def test_a_checkpoint_comes_back_byte_for_byte_with_its_scales_as_hint(device):
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 500, 16), dtype=torch.uint8, generator=generator)
-    blocks[0, :20] &= 0x99  # small codes only: without the hint these get another scale
+    blocks[0, :20] &= 0x99  # small codes only, which would get another scale without the hint
     blocks[0, 20:24] = 0x80
     scales = torch.randint(0, 253, (3, 500), dtype=torch.uint8, generator=generator)
     blocks, scales = blocks.to(device), scales.to(device)

@@ -1,4 +1,4 @@
-"""Wrong arguments are refused by name before anything runs."""
+"""Attention rejects wrong arguments by name before a kernel runs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Forward and backward as plain functions: queries at the end of longer key ranges, keys in parts."""
+"""Forward and backward as functions: queries at the end of longer key ranges, keys in parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FULL = AttentionSettings(window=None, scale=0.3)
 def dense(
     leaves: list[torch.Tensor], queries: list[int], keys: list[int], scale: float
 ) -> torch.Tensor:
-    """Segment by segment, with the whole matrix of scores and autograd."""
+    """Compute every segment with the complete score matrix and autograd."""
     q, k, v, sinks = leaves
     group = q.shape[1] // k.shape[1]
     out = []
@@ -83,7 +83,7 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     whole = Segments.from_lengths([length], [length], q.device)
     o, lse = attention_forward(q, k, v, sinks, whole, FULL)
     dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, FULL)
-    # the last `near` tokens among themselves: exact shares of dQ, and all of their own dK and dV
+    # attention among the last `near` tokens: exact shares of dQ, complete dK and dV
     last = slice(length - near, None)
     part = Segments.from_lengths([near], [near], q.device)
     shares = attention_backward(
@@ -91,10 +91,8 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
     )
     torch.testing.assert_close(shares[1], dk[last])
     torch.testing.assert_close(shares[2], dv[last])
-    assert not torch.allclose(
-        shares[0], dq[last]
-    )  # the earlier keys' share is missing, as it should
-    # the sink's gradient comes from the rows, whichever keys they were given
+    assert not torch.allclose(shares[0], dq[last])  # the share of the earlier keys must be missing
+    # the gradient of the sink depends on the rows only, not on the keys
     first = slice(0, length - near)
     rest = Segments.from_lengths([length - near], [length - near], q.device)
     saved = q[first], k[first], v[first], sinks, o[first], lse[first]
@@ -104,9 +102,9 @@ def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_grad
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of our kernels in the order of their launches, on a Hopper GPU without FlashAttention.
+    """Record the names of launched kernels, on a Hopper GPU without FlashAttention.
 
-    Only the launch and the description of the GPU are replaced. The outputs are not computed.
+    Only the launch and the description of the GPU are mocks. The outputs are not computed.
     """
     names: list[str] = []
 
@@ -146,7 +144,7 @@ def test_both_passes_run_the_backend_that_is_named(
     queries: list[int],
     backend: str,
 ) -> None:
-    """A context-parallel rank that reports the short kernels runs them, not the reference."""
+    """A context-parallel rank that reports the kernels for short sequences also runs them."""
     q, k, v, sinks, grad_o = inputs(8, 1, 64, queries, KEYS)
     segments = Segments.from_lengths(queries, KEYS, q.device)
     settings = AttentionSettings(width, 0.3, backend="auto" if backend == "auto" else name)

@@ -1,4 +1,4 @@
-"""GPU backends against the reference in fp64: random and adversarial inputs, determinism, batch invariance."""
+"""GPU backends against the fp64 reference, determinism, and invariance to the batch."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_our_kernels_take_any_grouping_of_heads(heads, kv_heads, window):
 
 
 def test_rows_may_have_the_o_and_lse_of_more_keys_than_are_given():
-    # as when a sequence is cut: the second part's rows saw keys of the first
+    # the sequence is cut, and rows of the second part attend to keys of the first part
     length, cut, window = 400, 150, 128
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([length])
     o, lse = window_forward(q, k, v, sinks, packed_layout(cu_seqlens), window, 0.125)
@@ -162,7 +162,7 @@ def test_any_packing(lengths, seed):
 def test_every_output_is_written():
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
     layout = packed_layout(cu_seqlens)
-    for window in (128, None):  # freed memory full of NaN is what torch.empty hands out next
+    for window in (128, None):  # torch.empty reuses freed memory, which is full of NaN here
         poison = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
         poison += [torch.full((q.shape[0], 64, n), torch.nan, device="cuda") for n in (1, 2)]
         del poison
@@ -203,7 +203,7 @@ def test_what_is_not_finite_stays_in_its_sequence(backend, window, heads, kv_hea
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(lengths, heads, kv_heads)
     clean = run(backend, q, k, v, sinks, grad_o, cu_seqlens, window)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
-    for parity in (0, 1):  # every second sequence is poisoned
+    for parity in (0, 1):  # every second sequence contains NaN
         rows = sequence % 2 == parity
         spoilt = [x.masked_fill(rows[:, None, None], poison) for x in (q, k, v, grad_o)]
         results = run(backend, *spoilt[:3], sinks, spoilt[3], cu_seqlens, window)

@@ -1,4 +1,4 @@
-"""The reference backend against a softmax written out per sequence."""
+"""The reference backend against an explicit softmax per sequence."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from gptoss_kernels.sink_attention import reference, sink_attention
 
 
 def written_out(q, k, v, sinks, lengths, window, scale=None):
-    """O and LSE by materialising every score, the sink as one more column."""
+    """Compute O and LSE from all scores. The sink is one more column."""
     group, outputs, lses, start = q.shape[1] // k.shape[1], [], [], 0
     for length in lengths:
         part = slice(start, start + length)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the training step against the same formulas in fp64."""
+"""The Triton kernels of the training step against their formulas in fp64."""
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ def error(x: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def compare(function, reference, inputs, bound=3e-3):
-    """Outputs and gradients of ``function`` on bf16 CUDA inputs against ``reference`` on the same values in fp64."""
+    """Compare ``function`` on bf16 CUDA inputs with ``reference`` on the same values in fp64.
+
+    The comparison includes outputs and gradients.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
     out, want = function(*leaves), reference(*exact)
@@ -32,7 +35,7 @@ def compare(function, reference, inputs, bound=3e-3):
 @pytest.mark.parametrize(("rows", "width"), [(300, 2880), (1, 48), (7, 1024)])
 def test_the_expert_activation_and_its_gradients(rows: int, width: int) -> None:
     torch.manual_seed(0)
-    x = (5 * torch.randn(rows, 2 * width, device="cuda")).bfloat16()  # many values beyond the clamp
+    x = (5 * torch.randn(rows, 2 * width, device="cuda")).bfloat16()  # many values exceed the clamp
     probs = torch.rand(rows, device="cuda")
     compare(
         lambda x, p: clamped_swiglu(x, p, 7.0), lambda x, p: clamped_swiglu(x, p, 7.0), [x, probs]

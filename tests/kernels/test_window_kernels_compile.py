@@ -78,7 +78,7 @@ def test_items_of_the_longest_sequence_come_first_and_stay_together():
 
 @pytest.fixture
 def encoding_calls(monkeypatch):
-    """The calls that reach the driver's cuTensorMapEncodeTiled, which answers with ``encoding_calls.status``."""
+    """Record calls of cuTensorMapEncodeTiled, which returns ``encoding_calls.status``."""
     calls = SimpleNamespace(arguments=[], status=0)
 
     def encode(*arguments):
@@ -111,7 +111,7 @@ def test_a_tensor_map_is_encoded_once_and_holds_its_tensor(encoding_calls):
     assert nvrtc.tensor_map(tensor[:999], (8, 8)).encoded is not first.encoded
     assert len(encoding_calls.arguments) == 2
 
-    # the map holds an address: whoever holds the map must hold the memory, too
+    # the map contains an address, so it must keep the tensor's memory alive
     alive = weakref.ref(tensor)
     del tensor
     gc.collect()

@@ -17,7 +17,7 @@ from tests.support.slurm.lab import Lab
 def lab() -> Iterator[Lab]:
     if reason := missing_parts():
         pytest.skip(f"no Slurm here: {reason}")
-    # a short path: unix sockets lie below it
+    # a short path, because Unix sockets are in this directory
     with tempfile.TemporaryDirectory(prefix="gptoss-slurm-", dir="/tmp") as folder:
         cluster = FakeCluster(Path(folder) / "cluster")
         try:

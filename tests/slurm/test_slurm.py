@@ -41,8 +41,7 @@ def curve(run: RunDirectory) -> list[tuple[float, ...]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(lab: Lab) -> RunDirectory:
-    """A run over four nodes: one trainer rank on each of the first two, one engine on each of the
-    others."""
+    """A run over 4 nodes: a trainer rank on each of the first 2, and 2 nodes with an engine."""
     began = time.monotonic()
     run = lab.launch("uninterrupted", STEPS, nodes=4)
     lab.until(lambda: steps_done(run) > 0, "the first training step", run=run)
@@ -116,7 +115,7 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
             "update",
             f"JobId={job}",
             f"TimeLimit={minutes}",
-        )  # the notice comes 100 s before
+        )  # the notice comes 100 s before the limit
     lab.until(lambda: len(lab.outcomes(run)) == 2, "the second attempt to save and leave", run=run)
     second = lab.outcomes(run)[1]
     assert second["result"] == "interrupted"
@@ -132,9 +131,9 @@ def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
 
 @pytest.mark.parametrize("dashboard", [False, True])
 def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path) -> None:
-    """Two nodes train while another user, and another machine, try all they listen on."""
+    """Two nodes train while another user and another machine try all of their sockets."""
     name = f"doors-{dashboard}".lower()
-    # Not a constant: the snapshot has this file.
+    # A random value, because the snapshot contains this test file.
     secret = token_hex(16)
     run = lab.launch(
         name,
@@ -152,8 +151,8 @@ def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path
 
     open_doors = findings(found, tmp_path / "loot")
     if dashboard:
-        # Only the port for metrics is on 0.0.0.0; it answers every path with them. The dashboard
-        # shows its page, which asks for the token, and Ray's version.
+        # Only the metrics port listens on 0.0.0.0. It returns metrics for every path. The dashboard
+        # shows Ray's version and a page that requests the token.
         metrics = re.compile(r"(python|ray::DashboardAgent) tcp '0\.0\.0\.0' \d+: GET ")
         public = ("GET / is answered", "GET /api/version is answered")
         open_doors = [
@@ -173,8 +172,8 @@ def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path
         if file.is_file() and file != token_file:
             content = file.read_bytes()
             assert token.encode() not in content, file
-            # The snapshot brings the variables to the nodes, and nemo-run's record of the job has what
-            # the snapshot was made of. No script and no log has them.
+            # The snapshot distributes the variables to the nodes. nemo-run's job record also
+            # contains them. No script and no log contains them.
             may_have_secrets = file.name == "cluster.yaml" or file.name.endswith("_executor.yaml")
             assert secret.encode() not in content or may_have_secrets, file
 
@@ -183,8 +182,7 @@ def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path
 
 
 def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute(lab: Lab) -> None:
-    """Trainer ranks on two nodes and rollout workers on a third, which is another part of the
-    job."""
+    """Trainer ranks run on 2 nodes. Rollout workers run on a third, in another job component."""
     run = lab.launch(
         "killed",
         "training.steps=500",
@@ -227,8 +225,10 @@ def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute
 def test_a_run_whose_node_dies_names_it_and_goes_on_without_it(
     lab: Lab, uninterrupted: RunDirectory
 ) -> None:
-    """All processes of a node are killed at once, Slurm's daemon too, which Slurm notices after two
-    minutes (SlurmdTimeout; by default five)."""
+    """The test kills all processes of a node, including Slurm's daemon.
+
+    Slurm notices the dead daemon after 2 minutes (SlurmdTimeout; 5 by default).
+    """
     run = lab.launch("lost", STEPS, "training.checkpoint_every=1", nodes=2)
     lab.until(lambda: steps_done(run) >= 2, "two steps of the first attempt", run=run, seconds=400)
     assert ray_actors("TrainerProcess", run, "n2")
@@ -243,7 +243,7 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it(
         assert re.search(r"\bn2\b", str(first["error"]))
         assert first["last_step"] >= 1
 
-        # Slurm may start it at once on other nodes.
+        # Slurm may restart the job on other nodes immediately.
         lab.until(
             lambda: "PENDING" in lab.state("lost") or len(list(run.path.glob("attempts/*"))) == 2,
             "the requeue",

@@ -1,4 +1,4 @@
-"""The commands of docs/getting_started/slurm.md, as they stand there, against a real Slurm."""
+"""The commands of docs/getting_started/slurm.md run verbatim on a real Slurm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = ROOT / "docs/getting_started/slurm.md"
 PLACE = "/shared/gptoss"
 NAME = "gpt-oss-20b_2x8"
 NOT_HERE = ("git clone", "source ", "pip install", "gptoss doctor --install-engine", "hf download")
-"""What only downloads and compiles; the test makes the directories that come of it."""
+"""Commands that download or compile. The test creates their results."""
 THIS_CLUSTER = {
     "account": "team",
     "partition": "batch",
@@ -47,7 +47,7 @@ THIS_CLUSTER = {
     "dashboard": False,
     "env": {"OMP_NUM_THREADS": "1"},
 }
-"""Keys of the cluster's file that depend on the cluster; the page's own stay."""
+"""Keys of the cluster's file that depend on the cluster. All others keep the page's values."""
 ON_CPUS = [
     *(setting for setting in SMALL if setting != "initial_weights=null"),
     "model=tiny",
@@ -71,14 +71,14 @@ ON_CPUS = [
 
 
 def commands_of_page() -> list[str]:
-    """All commands of the page, in order; those of a line that are joined by && are several."""
+    """Return all commands of the page, in order. A line is one command."""
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", PAGE.read_text(), flags=re.S | re.M)
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
 
 
 class Shared:
-    """What the page's first steps leave on the shared file system."""
+    """Files on the shared file system after the first steps of the page."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -87,7 +87,8 @@ class Shared:
         self.code.mkdir(parents=True)
         (self.code / ".venv").symlink_to(sys.prefix)
         shutil.copytree(ROOT / "configs", self.code / "configs")
-        # Linked, a command of the page would leave its file in this checkout.
+        # A new environment, not a link. With a link, the page's command would write into this
+        # checkout.
         self.engine = self.path / "sglang"
 
     def run(
@@ -106,13 +107,13 @@ class Shared:
         )
 
     def describe_cluster(self) -> None:
-        """Set what the page's table says, of this cluster."""
+        """Set the keys of the page's table for this cluster."""
         file = self.code / "configs/cluster/mine.yaml"
         values = yaml.safe_load(file.read_text().replace(PLACE, str(self.path))) | THIS_CLUSTER
         file.write_text(yaml.safe_dump(values))
 
     def install_engine(self) -> None:
-        """Make an environment of its own that has a server of SGLang's protocol, and no trainer's."""
+        """Create an engine environment with a server of SGLang's protocol and without a trainer."""
         venv.create(self.engine, symlinks=True)
         (site,) = self.engine.glob("lib/python*/site-packages")
         packages = next(Path(sys.prefix).glob("lib/python*/site-packages"))
@@ -126,7 +127,7 @@ class Shared:
 
 
 def settings_of_server(config: RlConfig, folder: Path) -> str:
-    """The override that tells the servers how the policy's turns begin and end."""
+    """Return the override with the begin and end of the policy's turns for the servers."""
     codec = build_tasks(config).codec
     call = ParsedMessage("analysis", "python", "code", "print(sum(range(100)))")
     answer = ParsedMessage("final", None, None, "\\boxed{1/2 + 1/3}")
@@ -161,7 +162,7 @@ def test_page_commands_run_on_slurm(lab: Lab) -> None:
     config = load_config(ROOT / f"configs/rl/{NAME}.yaml", RlConfig, ON_CPUS)
     small = [*ON_CPUS, settings_of_server(config, lab.folder)]
 
-    # Each thing that is missing is named with the command that makes it.
+    # The error names each missing item and the command that creates it.
     refused = shared.run(launch, *small).stderr
     assert f"cluster.engine_python: {shared.engine}/bin/python does not exist" in refused
     assert "gptoss doctor --install-engine" in refused
@@ -183,13 +184,13 @@ def test_page_commands_run_on_slurm(lab: Lab) -> None:
     with pytest.raises(subprocess.TimeoutExpired) as followed:
         shared.run(follow, timeout=5)
     assert b"step 2/2" in (followed.value.stdout or b"")
-    # The servers ran in the interpreter of their own.
+    # The servers ran in the engine's interpreter.
     first = read_json(next((run.path / "attempts").glob("*/nodes/*.json")))
     assert first["state"] == "ready"
 
 
 def test_nodes_try_the_engine_interpreter(lab: Lab) -> None:
-    """The machine that submits may have what a node lacks."""
+    """The submitting machine may have an interpreter that a node lacks."""
     shared = lab.shared / "partly"
     shared.mkdir()
     engine = shared / "python"
@@ -197,7 +198,8 @@ def test_nodes_try_the_engine_interpreter(lab: Lab) -> None:
         f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && exit 1\nexec {sys.executable} "$@"\n'
     )
     engine.chmod(0o755)
-    # What preflight looks for is there, and the nodes that have servers try it again.
+    # Preflight on the submitting machine passes. The nodes with servers check the interpreter
+    # again.
     packages = {"PYTHONPATH": str(ROOT / "tests/faults/sglang_process")}
     settings = [
         "rollout.engine={type: sglang, servers: 2, weight_sync: gloo, arguments: [--device, cpu], "
