@@ -132,8 +132,8 @@ def main() -> None:
 
 
 def end_in_order(*_: object) -> None:
-    """End as by Ctrl-C: runs are killed and directories deleted on the way."""
-    # Once: a further signal would end that in the middle.
+    """Exit as after Ctrl-C. Kill runs and delete directories."""
+    # Ignore further signals, because they would interrupt the cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 

@@ -25,36 +25,41 @@ from tests.faults.reference import Reference
 from tests.faults.results import CourseResult, Injection, Results
 
 MOST_RETRIES = 20
-"""Times that faults of a kind are put off because what they need is not there yet."""
+"""Maximum number of postponed faults per kind, if a requirement is missing."""
 START_PATIENCE = 5
-"""How much longer an attempt may take to its first step than a fault to heal."""
+"""Multiple of the time limit for a fault that an attempt may take to its first step."""
 STEPS_TO_HEAL = 2
-"""Recorded after a fault. The step under way may have been past what the fault can do to it."""
+"""Steps after a fault that show recovery. The fault may come too late for the running step."""
 STEPS_UNNOTICED = 10
-"""After which a run that should have ended goes on."""
+"""Steps after a fault that show that a run ignores it although it should end."""
 
 
 class Campaign:
-    """Injects the faults of a seed that its file of results does not have yet."""
+    """Fault-injection test that injects the missing faults of its file of results."""
 
     def __init__(self, options: Options, directory: Path, file: Path | None = None) -> None:
-        """``directory``: of the runs, deleted afterwards. ``file``: of results."""
+        """Plan the faults.
+
+        Args:
+            directory: parent of the run directories. Each is deleted after its run.
+            file: file of results; None to write no results.
+        """
         self.options = options
         self.results = results.read([file] if file else [])
         self.left = self._plan(self.results)
         self._file = file
         self._directory = directory
-        # Another moment for every invocation, and the same ones for a new campaign.
+        # A continued test gets other times than the interrupted one. A new test gets the same
+        # times.
         self._random = random.Random(f"{options.seed}/{len(self.results.injections)}")
-        # From the first step on: how long a run takes to start is up to the machine.
+        # Infinite until the first step, because the start time depends on the machine.
         self._planned_end = math.inf
         self._retries: Counter[str] = Counter()
         self._injected = 0
         self._reference: Reference | None = None
 
     def _plan(self, done: Results) -> list[str]:
-        """Choose the kinds: every one as often as any other, in a random order, but for those that
-        were done."""
+        """Return a random plan with equally frequent kinds, without the faults already injected."""
         chance = random.Random(self.options.seed)
         kinds = possible_kinds(self.options.kinds, servers=self.options.servers > 0)
         count = self.options.count or len(kinds)
@@ -80,11 +85,11 @@ class Campaign:
 
     @property
     def _end(self) -> float:
-        """When no fault is injected any more, by the monotonic clock."""
+        """Monotonic time after which no fault is injected."""
         return self._planned_end if self._injected >= self.options.fewest else math.inf
 
     def run(self) -> Results:
-        """Run courses until all faults have been injected, or time is up."""
+        """Start runs until all faults have been injected or the time is up."""
         self._reference = Reference(self.options, self._directory)
         try:
             courses = len(self.results.courses)
@@ -101,7 +106,7 @@ class Campaign:
             self._reference.close()
         return self.results
 
-    # -- a course ---------------------------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------
 
     def _run_course(self, course: Course) -> None:
         name = f"{course.directory.name}_{int(time.time())}"
@@ -135,7 +140,7 @@ class Campaign:
         self._end_course(course, attempt, result)
 
     def _end_course(self, course: Course, attempt: Attempt, result: CourseResult) -> None:
-        """Stop the run and look at all that it has recorded."""
+        """Stop the run and check all of its records."""
         if not result.failure and not attempt.stop_after_step(self.options.limit()):
             result.failure = f"it cannot be stopped: {attempt.last_error()}"
         if not attempt.has_ended:
@@ -148,16 +153,16 @@ class Campaign:
             result.failure = examine(course, reference, self.options)
         result.attempts = len(course.attempts)
         result.steps = len(steps)
-        with suppress(Exception):  # a file that cannot be read has been reported
+        with suppress(Exception):  # an unreadable file has been reported already
             result.episodes = sum(count.total() for count in course.episodes().values())
         self.results.courses.append(result)
         results.append(self._file, result)
         print(f"{result.course}: {result.steps} steps  {result.failure or 'ok'}", flush=True)
 
-    # -- a fault ----------------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def _inject(self, course: Course, attempt: Attempt, injection: Injection) -> Attempt:
-        """Inject a fault and wait for what becomes of it. Returns the attempt that goes on."""
+        """Inject a fault and wait for its outcome. Return the attempt that continues the run."""
         moment = Moment(course, attempt, self._random, self.options, self._end)
         with moment.undo:
             try:
@@ -200,7 +205,7 @@ class Campaign:
         began = time.time()
         steps_after: set[float] = set()
         while not injection.outcome:
-            # the load may rise meanwhile
+            # the load may increase during the wait
             injection.limit = max(injection.limit, self.options.limit())
             newest = course.newest_time()
             if newest > began:
@@ -227,7 +232,7 @@ class Campaign:
         injection.seconds = round(time.time() - began, 2)
 
     def _resume(self, course: Course, attempt: Attempt, injection: Injection) -> Attempt:
-        """Look for processes that were left behind, go on, and wait for a step."""
+        """Check for leftover processes, resume the run, and wait for a step."""
         left = attempt.leftovers(self.options.limit())
         if left:
             injection.failure = injection.failure or f"left behind: {left}"
@@ -255,7 +260,7 @@ class Campaign:
 
 
 def _is_complete(course: Course, attempt: Attempt, kind: Kind) -> bool:
-    """Return whether as many processes are running as there were of what the fault has hit."""
+    """Return True if the number of processes of the affected sort is complete again."""
     if not kind.comes_back:
         return True
     return len(attempt.processes(PROCESSES[kind.comes_back])) >= course.servers

@@ -10,8 +10,10 @@ from tests.faults.results import Injection
 
 
 def judge_outcome(attempt: Attempt, injection: Injection) -> str:
-    """Return what is wrong with how a run took a fault: empty if it healed, or ended and said
-    why, whichever its kind must do."""
+    """Return an error if the run reacted wrongly to a fault, or an empty string.
+
+    A run must either recover, or end with a reason. The kind of the fault determines which.
+    """
     kind = kind_of(injection.kind)
     if injection.outcome == "hung":
         return f"neither healed nor ended within {injection.limit:.0f} s"
@@ -37,8 +39,10 @@ def find_named_damage(attempt: Attempt, file: str) -> str:
 
 
 def compare_curves(course: Course, reference: dict[int, Numbers], tolerance: float) -> str:
-    """Return where the recorded steps are not those of the undisturbed run. Steps are compared as
-    far as that one has come."""
+    """Return the first difference from the recorded steps of the undisturbed run.
+
+    Only steps that the undisturbed run has completed are compared.
+    """
     recorded = course.recorded()
     steps = [step.step for step in recorded]
     if steps != list(range(1, len(steps) + 1)):
@@ -50,14 +54,14 @@ def compare_curves(course: Course, reference: dict[int, Numbers], tolerance: flo
         for name, found, expected in zip(
             Numbers._fields, step.numbers, reference[step.step], strict=True
         ):
-            # not >, because a NaN is neither
+            # not >, because comparisons with NaN are false
             if not abs(found - expected) <= tolerance:
                 return f"the {name} of step {step.step} is {found}, and {expected} undisturbed"
     return ""
 
 
 def compare_episodes(course: Course) -> str:
-    """Return which steps were not trained on each of their own episodes once."""
+    """Return the steps that were not trained exactly once on each of their episodes."""
     try:
         trained = course.episodes()
     except RunDirectoryError as error:
@@ -71,7 +75,7 @@ def compare_episodes(course: Course) -> str:
 
 
 def examine(course: Course, reference: dict[int, Numbers], options: Options) -> str:
-    """Return what is wrong with the records of a course that has ended; empty if nothing is."""
+    """Return an error if the records of a finished run are wrong, or an empty string."""
     left = course.attempts[-1].leftovers(options.limit())
     if left:
         return f"left behind: {left}"

@@ -28,34 +28,38 @@ from tests.faults.options import Options
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
 MARK = "GPTOSS_FAULT_RUN"
-"""In the environment of whatever an attempt starts: tells its processes from all others."""
+"""Environment variable of all processes of an attempt. Its value identifies the attempt."""
 TASKS_PER_STEP = 2
 SAMPLES_PER_TASK = 4
 CHECKPOINT_EVERY = 2
 RESERVED_STEPS = 60
-"""Of a run, after those in which faults are injected. A fast machine takes as many during a SIGSTOP
-of 20 s that only one of two workers gets."""
+"""Additional steps of a run, after the steps with faults.
+
+A fast machine completes this many steps during a SIGSTOP of 20 s for one of two workers.
+"""
 BUCKET_BYTES = 40_000
-"""Of weights on their way to servers, so that a sync has several."""
+"""Bucket size of a weight sync. The size is small, so that a sync has several buckets."""
 FILE_SYSTEM_BYTES = 96 << 20
 ENVIRONMENT = MappingProxyType(
     {
-        # GPUs do not add in the same order every time, and runs are compared to the last bit
+        # GPUs add in varying order, and the test compares runs bit by bit
         "CUDA_VISIBLE_DEVICES": "",
-        # or Ray starts an idle worker for each core, in every attempt
+        # otherwise Ray starts an idle worker for each core in every attempt
         "RAY_prestart_worker_first_driver": "0",
     }
 )
-"""Of every attempt of a course."""
+"""Environment variables of every attempt."""
 
 
 class Numbers(NamedTuple):
-    """What a step must have in common with that of the undisturbed run."""
+    """Numbers of a step that must equal the undisturbed run."""
 
     loss: float
     entropy: float
-    """Mean over the tokens that were trained on. It also tells episodes apart that earn alike, whose
-    loss is 0 whatever they say."""
+    """Mean over the trained tokens. It distinguishes episodes if the rewards are equal.
+
+    The loss of episodes with equal rewards is always 0.
+    """
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class RecordedStep:
 
 
 class Attempt:
-    """A driver and all that it starts."""
+    """A driver and all processes that it starts."""
 
     def __init__(
         self,
@@ -78,7 +82,14 @@ class Attempt:
         log: Path,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start ``gptoss rl`` with a Ray of its own. ``environment``: besides this process's."""
+        """Start ``gptoss rl`` with a separate Ray.
+
+        Args:
+            config: configuration of the run.
+            arguments: further arguments of the command.
+            log: file for the output.
+            environment: variables that replace or extend the environment of this process.
+        """
         self.mark = uuid.uuid4().hex
         self.began = time.time()
         self._log = log
@@ -101,8 +112,10 @@ class Attempt:
         return self._log.read_text(errors="replace")
 
     def last_error(self, seconds: float = 0.0) -> str:
-        """Return the line with which a failed command names its cause; empty if there is none
-        within ``seconds``: the death of a node is named by a process that outlives the driver."""
+        """Return the last error line of a failed command; empty if none appears in ``seconds``.
+
+        The wait is necessary if a node dies. A process that outlives the driver reports it.
+        """
         deadline = time.monotonic() + seconds
         while True:
             lines = [line for line in self.said.splitlines() if line.startswith("gptoss: ")]
@@ -123,8 +136,7 @@ class Attempt:
         return found
 
     def leftovers(self, seconds: float) -> list[str]:
-        """Wait until no process is left, and return what is there after ``seconds`` all the same;
-        that is killed."""
+        """Wait up to ``seconds`` for all processes to exit. Kill and return the others."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -136,21 +148,23 @@ class Attempt:
         return lines
 
     def kill_everything(self) -> int:
-        """Kill all processes of the attempt as if their machine had lost its power, and return how
-        many there were. What one of them was about to start is killed, too."""
+        """Kill all processes of the attempt like a power failure, and return their number.
+
+        The loop also kills processes that a killed process has just started.
+        """
         killed = set()
         while alive := self.processes():
             for process in alive:
                 with suppress(psutil.Error):
                     process.kill()
-                    # A process can be seen again between its kill and its end.
+                    # A killed process may still be visible for a moment.
                     killed.add(process.pid)
             self.driver.poll()
         self.driver.wait()
         return len(killed)
 
     def stop_after_step(self, seconds: float) -> bool:
-        """Ask for an end after the step under way. Returns whether the run has ended so."""
+        """Request a stop after the current step. Return True if the run has stopped normally."""
         self.driver.terminate()
         with suppress(subprocess.TimeoutExpired):
             return self.driver.wait(seconds) in (0, 128 + signal.SIGTERM)
@@ -158,8 +172,10 @@ class Attempt:
 
 
 def own_environment(mark: str) -> dict[str, str]:
-    """Return the environment of an attempt: this process's, without the address of a Ray. No two
-    attempts share one, so that several campaigns can run side by side."""
+    """Return the environment of an attempt: that of this process, without the address of a Ray.
+
+    Every attempt starts a separate Ray, so several tests can run concurrently.
+    """
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -172,10 +188,10 @@ def own_environment(mark: str) -> dict[str, str]:
 
 
 class Course:
-    """One run from its first step on, in as many attempts as it takes."""
+    """A run under fault injection, from its first step. It may consist of several attempts."""
 
     def __init__(self, options: Options, directory: Path, further: Sequence[str] = ()) -> None:
-        """``further``: settings of the run besides."""
+        """Prepare the run. ``further`` has additional settings."""
         self.directory = directory
         self.orders = directory / "orders"
         self.orders.mkdir(parents=True, exist_ok=True)
@@ -186,7 +202,7 @@ class Course:
         self.attempts: list[Attempt] = []
 
     def start(self, resume: bool = False) -> Attempt:
-        """Start an attempt. ``resume``: go on with the run, if it had begun."""
+        """Start an attempt. ``resume`` continues the run if it has begun."""
         for stale in self.orders.iterdir():
             stale.unlink(missing_ok=True)
         log = self.directory.with_name(f"{self.directory.name}_{len(self.attempts)}.log")
@@ -196,13 +212,12 @@ class Course:
         return self.attempts[-1]
 
     def close(self) -> None:
-        """Kill what goes on of any attempt, as where the campaign is interrupted in the middle."""
+        """Kill the processes of all attempts, for example after an interruption of the test."""
         for attempt in self.attempts:
             attempt.kill_everything()
 
     def wait_for_step(self, attempt: Attempt, seconds: float) -> bool:
-        """Wait until this attempt has recorded a step or has ended. Returns whether it has
-        recorded one."""
+        """Wait until this attempt has a step or has ended. Return True if it has a step."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.newest_time() > attempt.began:
@@ -213,10 +228,10 @@ class Course:
         return False
 
     def recorded(self) -> list[RecordedStep]:
-        """Return the steps that are recorded, in the order of the file."""
+        """Return the recorded steps in the order of the file."""
         try:
             lines = read_json_lines(self.run.metrics)
-        except RunDirectoryError:  # not there yet, or its last line is being written
+        except RunDirectoryError:  # the file does not exist yet, or its last line is incomplete
             return []
         return [
             RecordedStep(line["step"], Numbers(line["loss"], line["entropy"]), float(line["time"]))
@@ -229,17 +244,22 @@ class Course:
         return {step.step: step.numbers for step in self.recorded()}
 
     def is_finished(self) -> bool:
-        """Return whether the run has come to its end by itself."""
+        """Return True if the run has completed all of its steps."""
         last = self.attempts[-1].driver
         return last.poll() == 0 and len(self.recorded()) == self.config.training.steps
 
     def newest_time(self) -> float:
-        """Return when the newest step was recorded, seconds since the epoch; 0 before the first."""
+        """Return the time of the newest step in seconds since the epoch, or 0 without steps."""
         return max((step.time for step in self.recorded()), default=0.0)
 
     def episodes(self) -> dict[int, Counter[str]]:
-        """Count the episodes that every step was trained on, by task, and by weights if they were
-        sampled with others than the step's. Raises RunDirectoryError."""
+        """Count the episodes of every training step by task.
+
+        If an episode was sampled with other weights than its step, its key names the weights.
+
+        Raises:
+            RunDirectoryError: a record is unreadable.
+        """
         reader = EpisodeReader(self.run.episodes)
         reader.refresh()
         trained: dict[int, Counter[str]] = {}
@@ -248,14 +268,14 @@ class Course:
                 continue
             name = row["task_id"]
             versions = (row["oldest_version"], row["newest_version"])
-            # The first step, 1, is sampled with the weights of 0 updates.
+            # Step 1 is sampled with the weights of 0 updates.
             if versions != (row["step"] - 1, row["step"] - 1):
                 name = f"{name} of weights {versions[0]} to {versions[1]}"
             trained.setdefault(row["step"], Counter())[name] += 1
         return trained
 
     def expected_episodes(self, steps: int) -> dict[int, Counter[str]]:
-        """Count those that the first ``steps`` steps should be trained on."""
+        """Count the episodes that the first ``steps`` steps should be trained on, by task."""
         tasks = build_tasks(self.config)
         return {
             step: Counter(
@@ -304,7 +324,7 @@ def overrides(options: Options, directory: Path, orders: Path) -> list[str]:
 
 
 def _server_overrides(servers: int, told: dict[str, Any]) -> list[str]:
-    """Return the settings of a run with servers, which are ``told`` what server.py wants to know."""
+    """Return the settings of a run with servers. ``told`` has the options of server.py."""
     paths = [ROOT / "tests/faults/sglang_process", ROOT, ROOT / "kernels"]
     environment = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
@@ -330,8 +350,7 @@ def _server_overrides(servers: int, told: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def small_file_system(directory: Path) -> Iterator[bool]:
-    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``, where this process may. Yields
-    whether it could."""
+    """Mount a file system of FILE_SYSTEM_BYTES at ``directory``. Yield False if forbidden."""
     directory.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM_BYTES}", "none", str(directory)]
     try:

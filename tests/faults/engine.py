@@ -37,7 +37,7 @@ from rl_loop.engines.protocol import (
 from rl_loop.weight_sync.source import LoadedWeights, WeightSource
 
 DAMAGED = "model.layers.0.self_attn.q_proj.weight"
-"""The tensor whose bit flips."""
+"""Name of the tensor with the flipped bit."""
 
 
 class Options(EngineConfig):
@@ -50,14 +50,16 @@ class Options(EngineConfig):
     orders: Path
     """Directory of orders."""
     deterministic: bool = True
-    """As in the embedded engine."""
+    """The same option as in the embedded engine."""
     quantization: None = None
-    """As in the embedded engine."""
+    """The same option as in the embedded engine."""
 
 
 def flip_exponent(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor in fp32 or bf16 and flip a bit of its first number, which is then another one
-    by many orders of magnitude: the one behind the sign's."""
+    """Return a copy of an fp32 or bf16 tensor with a flipped exponent bit in its first number.
+
+    The bit next to the sign changes the number by many orders of magnitude.
+    """
     damaged = tensor.clone()
     bits = {4: torch.int32, 2: torch.int16}[tensor.element_size()]
     damaged.view(bits).view(-1)[0] ^= 1 << (8 * tensor.element_size() - 2)
@@ -65,7 +67,7 @@ def flip_exponent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def take_order(orders: Path, name: str) -> bool:
-    """Return whether there was this order; it is gone then."""
+    """Delete an order file. Return True if the file existed."""
     try:
         os.unlink(orders / name)
     except FileNotFoundError:
@@ -74,8 +76,12 @@ def take_order(orders: Path, name: str) -> bool:
 
 
 class FaultyEngine:
-    """Follows a script in the first turn of three episodes out of four, with the log-probs that the
-    policy gives that; samples all else from the policy; lies on order."""
+    """Engine that follows a script, samples from the policy, and gives false answers on order.
+
+    The script determines the first turn of three episodes out of four. Its log-probs are those of
+    the
+    policy.
+    """
 
     def __init__(self, engine: RolloutEngine, settings: Options) -> None:
         self._engine = engine
@@ -94,7 +100,7 @@ class FaultyEngine:
         seed = int(request.episode.rpartition("/")[2])
         turn, done = request.request_id.removeprefix(request.episode).strip("/").split("/")[:2]
         script = self._scripts.get(seed % 4)
-        # A server's requests have an id of their own behind "#".
+        # Requests of a server have an id behind "#".
         is_first = turn == "0" and re.split("[.#]", done)[0] == "0"
         if script is None or not is_first or request.sampling.max_new_tokens < len(script):
             return await self._engine.generate(request)
@@ -110,14 +116,14 @@ class FaultyEngine:
             FinishReason.STOP,
             spans,
             routed_experts=await self._routes(request, text),
-            request_id=request.request_id,  # as the embedded engine's answers have
+            request_id=request.request_id,  # as in results of the embedded engine
         )
 
     async def _routes(self, request: GenerateRequest, text: list[int]) -> np.ndarray | None:
-        """Return the experts of all tokens of ``text`` but the last, if they are asked for."""
+        """Return the experts of all tokens of ``text`` except the last, if requested."""
         if not request.return_routed_experts:
             return None
-        # An engine tells routes of what it samples: here of one token behind the text.
+        # An engine returns routes only for a generation, so generate one token after the text.
         one_more = replace(
             request, input_ids=text, sampling=replace(request.sampling, max_new_tokens=1)
         )
@@ -146,8 +152,10 @@ class FaultyEngine:
         return [WeightVersionSpan(0, len(result.output_ids), version)]
 
     def _is_like_another(self, request: GenerateRequest, result: GenerateResult) -> bool:
-        """Return whether the answer before this one would pass for an answer to this request, and
-        is long enough to be told from it."""
+        """Return True if the previous result would also be a valid result of this request.
+
+        It must differ from ``result``, and be long enough to be recognized as wrong.
+        """
         if self._last is None or self._last.output_ids == result.output_ids:
             return False
         return FEWEST_TOKENS <= len(self._last.output_ids) <= request.sampling.max_new_tokens
@@ -174,7 +182,7 @@ def build(model: ModelConfig, dtype: str, settings: Options) -> FaultyEngine:
 
 
 class FaultyBackend(EmbeddedBackend):
-    """One ``FaultyEngine`` in every rollout worker."""
+    """Backend with one ``FaultyEngine`` in every rollout worker."""
 
     Options = Options
     settings: Options  # type: ignore[assignment]

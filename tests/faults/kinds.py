@@ -33,25 +33,25 @@ PROCESSES = {
     "control store": "gcs_server",
     "server": "sglang.launch_server",
 }
-"""What the command lines of a run's processes contain; the driver is known by its id."""
+"""Part of the command line of each process. The driver is known by its id."""
 
 
 class NotPossibleYet(Exception):
-    """What the fault needs is not there at this moment."""
+    """A requirement of the fault is missing at this moment."""
 
 
 @dataclass
 class Moment:
-    """Where a fault meets a run."""
+    """The run and the options of one injection."""
 
     course: Course
     attempt: Attempt
     random: random.Random
     options: Options
     deadline: float = math.inf
-    """Of the campaign, by the monotonic clock: what has not happened by then is not waited for."""
+    """Monotonic time of the end of the test. No wait exceeds it."""
     undo: ExitStack = field(default_factory=ExitStack)
-    """Undone once the fault has healed or the run has ended."""
+    """Actions to undo after the fault has healed or the run has ended."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,30 @@ class Kind:
     """A kind of fault."""
 
     inject: Callable[[Moment], str]
-    """Does it, and returns what was hit. Raises NotPossibleYet, and AssertionError if the product
-    has not noticed."""
+    """Injects the fault and returns a description of the affected object.
+
+    Raises NotPossibleYet, or AssertionError if the product has not noticed the fault.
+    """
     must_end: bool = False
-    """A run that goes on would not have noticed."""
+    """The run must end. If it continues, it has not noticed the fault."""
     must_heal: bool = False
-    """The run must go on: it has all that it needs."""
+    """The run must continue, because it has everything that it needs."""
     named_by: str = ""
-    """Regular expression, found in the last error of a run that ends by it."""
+    """Regular expression that matches the last error of a run that ends because of the fault."""
     kills_driver: bool = False
-    """Nobody is left who could say anything."""
+    """The fault kills the driver, so the run cannot report a reason."""
     ends_at_once: bool = False
-    """The run is over within a moment."""
+    """The run ends within a moment."""
     is_order: bool = False
-    """Carried out by the engine, whose process may die with what it has done."""
+    """The engine executes the fault. Its process may die together with the effect."""
     comes_back: str = ""
-    """Of PROCESSES: the run has not healed before there are as many of them as before."""
+    """Key of PROCESSES. A run has healed only if all of these processes exist again."""
     is_possible: Callable[[], bool] = lambda: True
-    """Whether this user may cause it on this machine."""
+    """Returns True if this user can inject the fault on this machine."""
 
 
 def victim(moment: Moment, name: str) -> psutil.Process:
-    """Choose one of the run's processes. Raises NotPossibleYet if there is none of that name."""
+    """Choose one of the run's processes. Raises NotPossibleYet if no process has this name."""
     if name == "driver":
         return psutil.Process(moment.attempt.driver.pid)
     found = sorted(moment.attempt.processes(PROCESSES[name]), key=lambda process: process.pid)
@@ -93,7 +95,7 @@ def victim(moment: Moment, name: str) -> psutil.Process:
 
 
 def kill(name: str) -> Callable[[Moment], str]:
-    """Return what sends SIGKILL to a process of that name."""
+    """Return a function that sends SIGKILL to a process of this name."""
 
     def inject(moment: Moment) -> str:
         process = victim(moment, name)
@@ -150,14 +152,14 @@ def cut(moment: Moment) -> str:
 
 def close_connection(here: int, there: int) -> None:
     """Close a TCP connection of this machine, known by its two ports."""
-    # Both ports, so that nothing else is cut that meets one of them.
+    # With both ports given, no other connection is closed.
     ports = f"sport = :{here} and dport = :{there}".split()
     subprocess.run(["ss", "-K", "-tn", *ports], capture_output=True, check=False)
 
 
 @cache
 def can_close_connections() -> bool:
-    """Try it with a connection of this process: it needs ``ss``, root, and a kernel that can."""
+    """Return True if ``ss`` can close connections, which needs root and kernel support."""
     if shutil.which("ss") is None:
         return False
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -168,7 +170,7 @@ def can_close_connections() -> bool:
             client.settimeout(0.1)
             try:
                 client.recv(1)
-            except TimeoutError:  # it is as open as before
+            except TimeoutError:  # the connection is still open
                 return False
             except OSError:
                 pass
@@ -207,12 +209,14 @@ SYNC_PATHS = {
     "/update_weight_version": 1,
     "/continue_generation": 1,
 }
-"""Calls of a weight sync at which a server may end: at one of the first so many of each."""
+"""Calls of a weight sync, and the number of calls of each path at which a server may exit."""
 
 
 def server(moment: Moment) -> psutil.Process:
-    """Choose a server. Raises NotPossibleYet while one of them is missing: what an earlier fault
-    has done would be taken for the work of this one."""
+    """Choose a server. Raises NotPossibleYet while a server is missing.
+
+    Otherwise the effect of an earlier fault would count as an effect of this one.
+    """
     running = moment.attempt.processes(PROCESSES["server"])
     if len(running) < moment.course.servers:
         raise NotPossibleYet(f"{len(running)} of {moment.course.servers} servers are running")
@@ -233,7 +237,7 @@ def stop_server(moment: Moment) -> str:
 
 
 def kill_server_in_sync(moment: Moment) -> str:
-    """Have a server end, without another word, at one of the calls that a sync makes."""
+    """Make a server exit at one of the calls of a weight sync, without an answer."""
     server(moment)
     path = moment.random.choice(list(SYNC_PATHS))
     number = moment.random.randint(1, SYNC_PATHS[path])
@@ -245,7 +249,7 @@ def kill_server_in_sync(moment: Moment) -> str:
 
 
 def flip_a_bit(path: Path, chance: random.Random, place: int | None = None) -> str:
-    """Change one bit of a file, at a random place if none is given, and say where."""
+    """Flip one bit of a file, and return its place. ``place`` is a byte offset; random if None."""
     content = bytearray(path.read_bytes())
     if place is None:
         place = chance.randrange(len(content))
@@ -257,13 +261,13 @@ def flip_a_bit(path: Path, chance: random.Random, place: int | None = None) -> s
 
 
 def corrupt_checkpoint(moment: Moment) -> str:
-    """Damage the newest checkpoint and end the run, which has to notice when it goes on."""
+    """Damage the newest checkpoint and end the run. The resumed run must detect the damage."""
     root = moment.course.run.checkpoints
     if _intact_checkpoints(root) < 2:
         raise NotPossibleYet("there are no two intact checkpoints")
     moment.attempt.driver.kill()
     moment.attempt.driver.wait()
-    # Its ranks may be writing another one.
+    # The ranks may still be writing another checkpoint.
     moment.attempt.leftovers(moment.options.limit())
     if _intact_checkpoints(root) < 2:
         raise NotPossibleYet("the driver was killed while its second checkpoint was written")
@@ -278,9 +282,10 @@ def _intact_checkpoints(root: Path) -> int:
 
 
 def corrupt_episodes(moment: Moment) -> str:
-    """Damage the content of a column of recorded episodes, see that reading names it, mend it.
+    """Damage a column of recorded episodes, check that the reader names it, and restore it.
 
-    Parquet has checksums of its pages' contents, none of their headers and of the footer."""
+    Parquet has checksums for the contents of pages, but not for page headers and the footer.
+    """
     files = sorted(moment.course.run.episodes.glob("*-*.parquet"))
     if not files:
         raise NotPossibleYet("no file of episodes is complete")
@@ -296,17 +301,17 @@ def corrupt_episodes(moment: Moment) -> str:
     except RunDirectoryError as error:
         return f"{place}: {error}"
     finally:
-        # A resume may have begun the file anew.
+        # A resumed run may have deleted the file.
         if path.exists():
             path.write_bytes(pristine)
     raise AssertionError(f"{place}: it was read as if nothing had happened")
 
 
-# -- lied to --------------------------------------------------------------------------------------
+# -- false answers --------------------------------------------------------------------------------
 
 
 def order(name: str, content: str = "") -> Callable[[Moment], str]:
-    """Return what has the run's engine (engine.py), or one of its servers, carry out an order."""
+    """Return a function that makes an engine (engine.py) or a server execute an order."""
 
     def inject(moment: Moment) -> str:
         path = moment.course.orders / name
@@ -323,7 +328,7 @@ def order(name: str, content: str = "") -> Callable[[Moment], str]:
 
 
 def withdraw(path: Path) -> None:
-    """Take an order back. Raises NotPossibleYet, unless it has just been carried out."""
+    """Delete an unexecuted order. Raises NotPossibleYet unless it has just been executed."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -362,7 +367,7 @@ KINDS: dict[str, Kind] = {
     ),
     "lie_twice": Kind(order("twice"), is_order=True, must_heal=True),
 }
-"""Of every run, whichever engine it has."""
+"""Kinds for every run, with any engine."""
 
 SERVER_KINDS: dict[str, Kind] = {
     "kill_server": Kind(kill_server, must_heal=True, comes_back="server"),
@@ -377,11 +382,13 @@ SERVER_KINDS: dict[str, Kind] = {
         order("routes"), is_order=True, must_end=True, named_by="routed experts of layer"
     ),
 }
-"""Of runs with servers."""
+"""Kinds for runs with servers."""
 
 
 def possible_kinds(names: tuple[str, ...] = (), servers: bool = False) -> list[str]:
-    """Return those of the kinds, or of ``names``, that this user may cause. ``servers``: in a run
-    with servers."""
+    """Return the kinds, or those of ``names``, that this user can inject on this machine.
+
+    ``servers`` adds the kinds for runs with servers.
+    """
     kinds = KINDS | SERVER_KINDS if servers else KINDS
     return [name for name in names or tuple(kinds) if kinds[name].is_possible()]

@@ -6,46 +6,48 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a campaign."""
+    """Settings of a fault-injection test."""
 
     seed: int = 0
     count: int = 0
-    """Faults; 0 for one of each kind."""
+    """Number of faults; 0 for one of each kind."""
     kinds: tuple[str, ...] = ()
     """Names of tests.faults.kinds; all if empty."""
     workers: int = 2
-    """Rollout workers of a run."""
+    """Number of rollout workers of a run."""
     servers: int = 0
-    """Servers of SGLang's protocol that sample (server.py); 0 for the embedded engine."""
+    """Number of mock SGLang servers that sample (server.py); 0 for the embedded engine."""
     pairs: bool = False
-    """Whether faults come two at a time."""
+    """Inject two faults at a time."""
     steps: int = 80
-    """Of a course, after which no fault is injected any more. It has further ones in reserve
-    (``course.RESERVED_STEPS``), and the schedule of the learning rate depends on both."""
+    """Steps of a run after which no fault is injected.
+
+    A run has ``course.RESERVED_STEPS`` more steps. The learning rate schedule depends on both.
+    """
     faults_per_course: int = 12
-    """After which a course is stopped and examined, and a new one begins."""
+    """Number of faults after which a run is stopped and examined, and a new run begins."""
     stopped_seconds: float = 20.0
-    """Between SIGSTOP and SIGCONT."""
+    """Seconds between SIGSTOP and SIGCONT."""
     starved_seconds: float = 10.0
-    """That busy loops run."""
+    """Seconds that the busy loops run."""
     patience: float = 60.0
-    """Seconds until a fault must have healed or ended the run, on a machine that is not
-    overloaded."""
+    """Seconds until a fault must have healed or ended the run, on a machine without overload."""
     minutes: float = 60.0
-    """After the first step, after which no fault is injected any more."""
+    """Minutes after the first step in which faults are injected."""
     fewest: int = 0
-    """Faults that are injected however long it takes."""
+    """Minimum number of injected faults, independent of ``minutes``."""
     tolerance: float = 0.0
-    """By which a loss may differ from the undisturbed run's."""
+    """Allowed difference of a loss from the undisturbed run."""
     deterministic: bool = True
-    """Whether the engine's numbers do not depend on timing; without it, tolerate 1e-7."""
+    """Make the engine's numbers independent of timing. If false, set ``tolerance`` to 1e-7."""
 
     reference_follows: bool = False
-    """Whether the undisturbed run begins when the first course has ended, instead of going on beside it.
-    It then ends where the course did; what a fault does to a loss is seen only at the end."""
+    """Start the undisturbed run after the first disturbed run, instead of concurrently.
+
+    It then ends at the last step of the disturbed run. Effects on a loss are seen only at the end.
+    """
 
     def limit(self) -> float:
-        """Return the patience in seconds that the machine's load asks for now: twice as much where
-        two processes wait for each core."""
+        """Return ``patience`` multiplied by the load average per core, at least by 1."""
         load, _, _ = os.getloadavg()
         return self.patience * max(1.0, load / (os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""Two faults at once: the second begins within seconds of the first, whatever has become of that."""
+"""Two faults at once. The second begins within seconds of the first, independent of its outcome."""
 
 import random
 import time
@@ -10,26 +10,29 @@ import psutil
 from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
 
 SEPARATOR = "+"
-"""Between the names of two kinds, in the name of a pair."""
+"""Separator of the two kinds in the name of a pair."""
 LONGEST_BETWEEN = 3.0
-"""Seconds between the beginnings of two faults."""
+"""Maximum seconds between the starts of two faults."""
 
 
 class OnlyFirst(Exception):
-    """The second fault met nothing that it could be done to."""
+    """The second fault had no possible target."""
 
     def __init__(self, kind: str, detail: str) -> None:
-        """``kind``, ``detail``: of the first, which was injected."""
+        """``kind`` and ``detail`` describe the fault that was injected."""
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
 
 
 def plan_pairs(kinds: Sequence[str], count: int, chance: random.Random) -> list[str]:
-    """Choose pairs of two kinds, each kind as often as any other. What ends a run at once is the
-    second of a pair: after that there is nothing that another fault could meet.
+    """Choose pairs of kinds with equal frequency of all kinds.
 
-    Raises ValueError if more than half of ``kinds`` are of that sort."""
+    A kind that ends a run at once comes second, because no other fault can follow it.
+
+    Raises:
+        ValueError: more than half of ``kinds`` end a run at once.
+    """
     last = [name for name in kinds if _all_kinds()[name].ends_at_once]
     if 2 * len(last) > len(kinds):
         raise ValueError(f"no pairs of kinds most of which end a run at once: {', '.join(last)}")
@@ -47,16 +50,15 @@ def plan_pairs(kinds: Sequence[str], count: int, chance: random.Random) -> list[
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of this name, or what two kinds are together."""
+    """Return the kind of this name, or the combination of two kinds."""
     kinds = [_all_kinds()[part] for part in name.split(SEPARATOR)]
     if len(kinds) == 1:
         return kinds[0]
 
     first, second = kinds
-    # An order may be lost with the process that has carried it out; then nothing is to be noticed
-    # but by the losses.
+    # An order may be lost with the process that has executed it. Then only the losses can show it.
     must_end = any(kind.must_end and not kind.is_order for kind in kinds)
-    # The one that need not heal may end the run for a reason of its own.
+    # The fault that need not heal may end the run for a different reason.
     may_end = [kind for kind in kinds if not kind.must_heal]
     names = [kind.named_by for kind in may_end]
     return Kind(
@@ -74,8 +76,10 @@ def _all_kinds() -> dict[str, Kind]:
 
 
 def _inject_both(name: str, moment: Moment) -> str:
-    """Inject two faults, which may take some time each. Raises what the first raises, and OnlyFirst
-    if the second is not possible."""
+    """Inject two faults, which may overlap. Raises the errors of the first fault.
+
+    Raises OnlyFirst if only one of the two faults is possible.
+    """
     first, second = name.split(SEPARATOR)
     with ThreadPoolExecutor(1) as thread:
         injecting = thread.submit(_all_kinds()[first].inject, moment)

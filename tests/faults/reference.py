@@ -9,7 +9,7 @@ from tests.faults.options import Options
 
 
 class Reference:
-    """A run that nothing happens to."""
+    """A run without faults."""
 
     def __init__(self, options: Options, directory: Path) -> None:
         self._options = options
@@ -20,7 +20,7 @@ class Reference:
         self._curve: dict[int, Numbers] = {}
 
     def curve(self) -> dict[int, Numbers]:
-        """Return the numbers of the steps that are done, by step. Raises SystemExit if it failed."""
+        """Return the numbers of completed steps, by step. Raises SystemExit if the run failed."""
         if self._curve or self._attempt is None:
             return self._curve
         if not self._attempt.has_ended:
@@ -45,5 +45,5 @@ class Reference:
         return self.curve()
 
     def close(self) -> None:
-        """End the run, if it goes on."""
+        """End the run if it is still running."""
         self._course.close()

@@ -12,39 +12,39 @@ from pathlib import Path
 
 @dataclass
 class Injection:
-    """One fault and what became of it."""
+    """One fault and its outcome."""
 
     kind: str
     step: int
-    """Steps that were recorded before it."""
+    """Number of steps that were recorded before the fault."""
     seed: int = 0
     course: str = ""
-    """Name of the course, as in CourseResult."""
+    """Name of the run, as in CourseResult."""
     detail: str = ""
-    """What was hit."""
+    """Description of the affected object."""
     outcome: str = ""
     """"healed", "ended" (and resumed), "hung" or "not injected"."""
     said: str = ""
-    """What the run said of it."""
+    """Message of the run about the fault."""
     seconds: float = 0.0
-    """Until it had healed or ended."""
+    """Seconds until the run had healed or ended."""
     limit: float = 0.0
-    """Seconds that it might take under the machine's load."""
+    """Time limit in seconds, which depends on the machine's load."""
     failure: str = ""
-    """Why the fault counts as failed; empty if it does not."""
+    """Reason why the fault counts as failed; empty if it does not."""
 
 
 @dataclass
 class CourseResult:
-    """What a run and its records were like after all of its faults."""
+    """Result of a run after all of its faults."""
 
     course: str
     seed: int = 0
     attempts: int = 0
     steps: int = 0
-    """Recorded, each with the loss of the undisturbed run."""
+    """Number of recorded steps, each with the loss of the undisturbed run."""
     episodes: int = 0
-    """Trained on."""
+    """Number of episodes in the training."""
     failure: str = ""
 
 
@@ -54,30 +54,31 @@ class WholeRunKill:
 
     course: str
     step: int
-    """Steps that were recorded before it."""
+    """Number of steps that were recorded before the kill."""
     seed: int = 0
     after: float = 0.0
     """Seconds after the start of the attempt."""
     processes: int = 0
-    """That were killed."""
+    """Number of killed processes."""
 
 
 @dataclass
 class Results:
-    """Everything that files of results hold."""
+    """Contents of files of results."""
 
     injections: list[Injection] = field(default_factory=list)
     courses: list[CourseResult] = field(default_factory=list)
     kills: list[WholeRunKill] = field(default_factory=list)
 
     def examined(self) -> set[tuple[int, str]]:
-        """Return seed and name of the courses whose records were examined. A campaign that is
-        killed leaves faults without that; they count as not done."""
+        """Return seed and name of the runs whose records were examined.
+
+        If the test is killed, the faults of its current run count as not done.
+        """
         return {(course.seed, course.course) for course in self.courses}
 
     def counted(self) -> list[Injection]:
-        """Return the faults that were injected and whose courses were examined. Those that failed
-        always count."""
+        """Return the injected faults of examined runs. Failed faults always count."""
         examined = self.examined()
         return [
             fault
@@ -88,7 +89,7 @@ class Results:
 
     @property
     def failures(self) -> list[str]:
-        """List what failed, in words."""
+        """Return descriptions of all failures."""
         faults = [f"{fault.kind}: {fault.failure}" for fault in self.injections if fault.failure]
         courses = [
             f"{course.course}: {course.failure}" for course in self.courses if course.failure
@@ -101,7 +102,7 @@ TYPES = {"fault": Injection, "course": CourseResult, "kill": WholeRunKill}
 
 
 def append(path: Path | None, record: Record) -> None:
-    """Add a line to the file of results, if there is to be one."""
+    """Append a line to the file of results, unless ``file`` is None."""
     if path is None:
         return
     name = next(name for name, kind in TYPES.items() if isinstance(record, kind))
@@ -111,7 +112,7 @@ def append(path: Path | None, record: Record) -> None:
 
 
 def read(paths: Sequence[Path]) -> Results:
-    """Read files of results; those that do not exist yet hold nothing."""
+    """Read files of results. Missing files count as empty."""
     results = Results()
     for path in paths:
         if not path.exists():
@@ -129,7 +130,7 @@ def read(paths: Sequence[Path]) -> Results:
 
 
 def table(results: Results) -> str:
-    """Write a Markdown table of the faults, a row for each kind, and what the courses held."""
+    """Return a Markdown table with a row for each kind, and a summary of the runs."""
     lines = [
         "| kind | injected | healed | ended, named, resumed | median, s | longest, s | failed |",
         "|---|---|---|---|---|---|---|",

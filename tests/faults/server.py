@@ -39,18 +39,18 @@ from tests.support.rl_loop.sglang_protocol import LocalServer, sampled_of_turn
 from tests.support.rl_loop.sglang_protocol import main as serve
 
 ORDERS_EVERY = 0.05
-"""Seconds between two looks for an order that no request brings up."""
+"""Seconds between two checks for an order that no request triggers."""
 
 
 class ServerOptions(Options):
-    """What the campaign tells its servers, in the environment variable POLICY_SERVER."""
+    """Settings of a server, from the environment variable POLICY_SERVER."""
 
     header: list[int]
-    """Tokens with which the prompt of a turn ends."""
+    """Last tokens of the prompt of a turn."""
 
 
 class PolicyServer(LocalServer):
-    """Answers with the deterministic embedded engine."""
+    """Server that answers with the deterministic embedded engine."""
 
     def __init__(self, model: ModelConfig, dtype: str, settings: ServerOptions) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class PolicyServer(LocalServer):
         self._model = model
         self._orders = settings.orders
         self._header = settings.header
-        # Whether the engine computes with what has come. It is loaded when it is asked next.
+        # True if the engine uses the newest weights. Otherwise the next request loads them.
         self._is_current = True
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +72,7 @@ class PolicyServer(LocalServer):
         return url
 
     async def _follow_orders(self) -> None:
-        """Close all connections on order, once there is an answer under way."""
+        """Close all connections on order, as soon as an answer is in flight."""
         while True:
             await asyncio.sleep(ORDERS_EVERY)
             if not self.running or not take_order(self._orders, "cut"):
@@ -114,14 +114,14 @@ class PolicyServer(LocalServer):
                 chunk["meta_info"]["finish_reason"] = {"type": "abort"}
                 await self._send(response, chunk, fault)
             await response.write(b"data: [DONE]\n\n")
-        except ConnectionError:  # the client has gone
+        except ConnectionError:  # the client has disconnected
             pass
         finally:
             del self.running[body["rid"]]
         return response
 
     async def _answer(self, body: dict[str, Any]) -> tuple[int, GenerateResult]:
-        """Compute the turn from its beginning. Returns how many of its tokens the client has."""
+        """Generate the turn from its first token. Return how many tokens the client already has."""
         await self._load_engine()
         params = body["sampling_params"]
         ids = body["input_ids"]
@@ -159,7 +159,7 @@ class PolicyServer(LocalServer):
         return super()._load(tensors)
 
     def _compared_tensor(self) -> str:
-        """Name a tensor whose checksum is compared after the sync under way; "" if none is."""
+        """Return the tensor whose checksum the current sync compares; "" if there is none."""
         if not self.version.isdigit():
             return ""
         coming = int(self.version) + 1
@@ -169,7 +169,7 @@ class PolicyServer(LocalServer):
         return f"model.layers.{layer}.self_attn.q_proj.weight"
 
     async def _load_engine(self) -> None:
-        """Have the engine compute with what the server holds, half of a sync's weights included."""
+        """Load the server's weights into the engine, even if a sync has sent only half of them."""
         async with self._loading:
             if self._is_current or set(self.weights) != set(hf_shapes(self._model)):
                 return
@@ -181,7 +181,7 @@ class PolicyServer(LocalServer):
 def _chunk(
     body: dict[str, Any], result: GenerateResult, start: int, sent: int, end: int, is_last: bool
 ) -> dict[str, Any]:
-    """Make the chunk with tokens [sent, end) of a turn of which the client had ``start``."""
+    """Make the chunk with tokens [sent, end) of a turn. The client already had ``start`` tokens."""
     ids = result.output_ids[sent:end]
     log_probs = result.output_log_probs[sent:end]
     version = result.weight_versions[0].version if result.weight_versions else 0

@@ -35,9 +35,9 @@ from tests.faults import CONFIG, Attempt, Course, Options
 
 BLOCKS = 10
 STEPS = "steps"
-"""Under which samples hold how many were done."""
+"""Key of samples for the number of completed steps."""
 NAMED = "threads named "
-"""How quantities begin that are only shown if they are not flat."""
+"""Prefix of quantities that the table lists only if they are not flat."""
 STUDENT_95 = 2.306
 """Quantile of Student's t for BLOCKS - 2 degrees of freedom."""
 NAMES = {
@@ -51,17 +51,17 @@ NAMES = {
     "bwrap": "sandboxes",
     "dashboard": "dashboard",
 }
-"""What a part of a command line says that a process is, the first that is contained."""
+"""Process name by a part of its command line. The first match counts."""
 
 
 @dataclass(frozen=True)
 class Slope:
-    """A straight line through what was measured of one quantity."""
+    """A straight line, fitted to the measurements of one quantity."""
 
     mean: float
     per_hour: float
     error: float
-    """Half the 95 % confidence interval of ``per_hour``."""
+    """Half of the 95% confidence interval of ``per_hour``."""
 
     def is_flat(self, share: float) -> bool:
         least = max(0.0, abs(self.per_hour) - self.error)
@@ -72,8 +72,8 @@ def fit(hours: Sequence[float], values: Sequence[float]) -> Slope:
     """Fit a line to the averages of BLOCKS blocks.
 
     Args:
-        hours: when each value was measured, at least two for each block.
-        values: what was measured.
+        hours: time of each value, at least two for each block.
+        values: measurements.
     """
     x = np.array([block.mean() for block in np.array_split(np.asarray(hours), BLOCKS)])
     y = np.array([block.mean() for block in np.array_split(np.asarray(values), BLOCKS)])
@@ -84,7 +84,7 @@ def fit(hours: Sequence[float], values: Sequence[float]) -> Slope:
 
 
 def sample(attempt: Attempt) -> dict[str, float]:
-    """Measure all processes of a run: summed over those of one name."""
+    """Measure all processes of a run. Processes of one name are summed."""
     found: dict[str, float] = defaultdict(float)
     address = ""
     for process in attempt.processes():
@@ -106,11 +106,11 @@ def sample(attempt: Attempt) -> dict[str, float]:
 
 
 def own_memory(pid: int) -> int:
-    """Return the bytes that a process has written itself, in memory and swapped out.
+    """Return the bytes that a process has written, in memory and swapped out.
 
-    Pages of files are not counted, as of libraries: whether they are its own or common ones
-    (psutil's ``uss``) changes with every program that starts or ends beside the run. Ray's store,
-    which is shared, is counted by itself."""
+    Pages of files, such as libraries, are excluded. Other programs of the machine determine how many
+    of these pages count as shared (psutil's ``uss``). Ray's shared store is counted separately.
+    """
     kilobytes = 0
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -121,18 +121,19 @@ def own_memory(pid: int) -> int:
 
 
 def thread_names(pid: int) -> list[str]:
-    """Return the name of every thread of a process, without numbers, so that those of a pool have one."""
+    """Return the name of every thread of a process. Names of pool threads have no numbers."""
     names = []
     for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has exited
             names.append(re.sub(r"\d+", "#", thread.read_text().strip()))
     return names
 
 
 def ray_objects(address: str) -> dict[str, float]:
-    """Ask the raylets of a Ray at ``address`` what their processes and stores hold.
+    """Request the contents of processes and stores from the raylets of the Ray at ``address``.
 
-    Empty if Ray does not say: it is busy, or not there yet."""
+    Return an empty result if Ray does not answer, because it is busy or not ready.
+    """
     from ray._private.internal_api import node_stats
     from ray._raylet import GcsClient
 
@@ -152,7 +153,7 @@ def ray_objects(address: str) -> dict[str, float]:
 
 
 def disk_bytes(directory: Path, but: Sequence[str]) -> int:
-    """Add up the files below a directory, but for those under folders of these names."""
+    """Return the total size of files below a directory, except in folders with these names."""
     total = 0
     for path in directory.rglob("*"):
         if not any(name in path.parts for name in but):
@@ -162,16 +163,23 @@ def disk_bytes(directory: Path, but: Sequence[str]) -> int:
 
 
 GROWING = ("episodes", "metrics.jsonl", "tensorboard", "output.log")
-"""What a run adds to with every step."""
+"""Files and folders that a run extends with every step."""
 
 
 def watch(
     course: Course, minutes: float, every: float, record: Path | None = None
 ) -> tuple[list[float], list[dict[str, float]], str]:
-    """Run for so long and take samples.
+    """Take samples while the run runs.
 
-    ``record`` gets each as a line of JSON as soon as it is taken. Returns their times in hours,
-    what was measured, and, if the run ended by itself, what it said."""
+    Args:
+        course: run to start.
+        minutes: duration after the first step.
+        every: seconds between two samples.
+        record: file that gets every sample immediately as a JSON line.
+
+    Returns:
+        The times in hours, the samples, and the output of the run if it ended early.
+    """
     attempt = course.start()
     while not course.curve():
         if attempt.has_ended:
@@ -188,7 +196,7 @@ def watch(
         taken[STEPS] = steps
         records = disk_bytes(course.run.path, ()) / 1e3 - taken["disk but records, MB"] * 1e3
         taken["records per step, kB"] = records / steps
-        if attempt.has_ended:  # a part of its processes was there
+        if attempt.has_ended:  # some processes had exited during the sample
             break
 
         times.append((time.monotonic() - began) / 3600)
@@ -213,7 +221,7 @@ def slopes(times: Sequence[float], samples: Sequence[dict[str, float]]) -> dict[
     names = sorted({name for taken in samples for name in taken} - {STEPS})
     fitted = {}
     for name in names:
-        # No process of a name is none of its memory; a Ray that did not answer is unknown.
+        # A missing process uses no memory. If Ray does not answer, its values are unknown.
         missing = math.nan if name.startswith("ray: ") else 0.0
         values = [taken.get(name, missing) for taken in samples[first:]]
         known = [(t, v) for t, v in zip(times[first:], values, strict=True) if not math.isnan(v)]
@@ -223,7 +231,7 @@ def slopes(times: Sequence[float], samples: Sequence[dict[str, float]]) -> dict[
 
 
 def report(fitted: dict[str, Slope], share: float, steps_per_hour: float = 0.0) -> str:
-    """Write a Markdown table; with a slope per step, too, if there are steps."""
+    """Return a Markdown table, with slopes per step if there are steps."""
     per_step = ["per 1,000 steps"] if steps_per_hour else []
     columns = ["quantity", "mean", "per hour", "95 %", *per_step, ""]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -34,7 +34,7 @@ from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 @pytest.fixture
 def all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the machine allow every kind."""
+    """Make every kind possible on this machine."""
     for name, kind in KINDS.items():
         monkeypatch.setitem(KINDS, name, replace(kind, is_possible=lambda: True))
 
@@ -52,8 +52,7 @@ def test_a_campaign_has_every_kind_equally_often_and_the_same_for_the_same_seed(
 def test_kinds_that_the_machine_does_not_allow_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without ``ss`` and ``mount``, nothing is cut and nothing filled, least of all the machine's
-    own disk."""
+    """Without ``ss`` and ``mount``, no connection is cut and no disk is filled."""
     monkeypatch.setenv("PATH", str(tmp_path))
     can_close_connections.cache_clear()
     can_mount.cache_clear()
@@ -70,7 +69,7 @@ def test_kinds_that_the_machine_does_not_allow_are_left_out(
 def test_an_attempt_has_a_ray_of_its_own_and_the_paths_of_who_started_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So campaigns run side by side, also beside a Ray that somebody else has started."""
+    """Several tests can therefore run concurrently, also next to a Ray of another user."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     monkeypatch.setenv("PYTHONPATH", "/opt/packages")
     environment = own_environment("the mark")
@@ -108,7 +107,7 @@ def test_a_campaign_that_is_interrupted_ends_what_it_has_started(
     def start(self: Course, resume: bool = False) -> Attempt:
         attempt = Attempt.__new__(Attempt)
         attempt.mark = f"interrupted {uuid.uuid4().hex}"
-        # A run is several processes, not all of them in the driver's group.
+        # A run has several processes, and some are outside the driver's process group.
         program = "sleep 600 & setsid sleep 600 & wait"
         environment = own_environment(attempt.mark)
         attempt.driver = subprocess.Popen(["sh", "-c", program], env=environment)
@@ -131,7 +130,7 @@ def test_a_campaign_that_is_interrupted_ends_what_it_has_started(
                 whole_run.kill_whole_runs(options, tmp_path, kills=1)
             else:
                 Campaign(options, tmp_path).run()
-        assert len(started) == 2  # the undisturbed run, too
+        assert len(started) == 2  # includes the undisturbed run
         assert [attempt.processes() for attempt in started] == [[], []]
     finally:
         for attempt in started:
@@ -139,8 +138,7 @@ def test_a_campaign_that_is_interrupted_ends_what_it_has_started(
 
 
 def test_a_campaign_goes_on_with_what_its_file_does_not_have(tmp_path: Path) -> None:
-    """Faults of another seed, faults that could not be injected, and faults of a course whose
-    records nobody has examined are not in the file, so to speak."""
+    """Faults of another seed, skipped faults, and faults of unexamined runs count as missing."""
     file = tmp_path / "faults.jsonl"
     options = Options(seed=3, kinds=("lie_nan", "lie_twice"), count=6)
     written = [
@@ -179,7 +177,7 @@ def test_the_table_counts_what_was_injected_and_names_what_failed() -> None:
 
 @dataclass
 class Recorded:
-    """A course with these numbers, by step, and what it was trained on."""
+    """A recorded run with given numbers by step, and given training episodes."""
 
     of_step: dict[int, Numbers]
     trained: dict[int, Counter[str]] = field(default_factory=dict)
@@ -284,7 +282,7 @@ def test_a_damaged_file_is_named_by_its_own_name() -> None:
 
 
 class Ended:
-    """An attempt whose driver has ended with a status."""
+    """An attempt whose driver has exited with a given status."""
 
     def __init__(self, status: int) -> None:
         self.driver = self
@@ -347,8 +345,8 @@ def run_campaign(
     monkeypatch: pytest.MonkeyPatch,
     workers: int = 2,
 ) -> set[str]:
-    """Run a campaign in which nothing may fail. Returns the kinds that were injected."""
-    # what other programs on this machine use of its memory ends no run
+    """Run a fault-injection test without failures. Return the injected kinds."""
+    # memory use of other programs must not end a run
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     options = Options(
         seed=1,
@@ -380,7 +378,7 @@ def test_a_short_campaign_loses_and_doubles_nothing(
 def test_a_campaign_of_eight_kinds_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bounded by time, so a slow machine tries fewer kinds; half of them in any case."""
+    """The time is limited, so a slow machine tries fewer kinds, but at least half of them."""
     kinds = (
         "kill_worker",
         "kill_checker",

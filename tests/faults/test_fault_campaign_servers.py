@@ -44,7 +44,7 @@ MODEL = GptOssModelConfig(
     num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
 )  # fmt: skip
 VERSION = 6
-"""Of the weights that servers have: even, so that the sample of its sync is of layer 0."""
+"""Version of the servers' weights. It is even, so the sync's sample is of layer 0."""
 
 
 def weights_of(seed: int) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ class Servers:
 
     @property
     def left(self) -> list[str]:
-        """Orders that nobody has carried out."""
+        """Names of orders that were not executed."""
         return [file.name for file in self.orders.iterdir()]
 
 
@@ -108,7 +108,7 @@ def request(seed: int, begun: Callable[[], object] | None = None) -> GenerateReq
 
 
 async def embedded(seed: int) -> GenerateResult:
-    """Return what the embedded engine answers with the weights that the servers have."""
+    """Return the result of the embedded engine with the weights of the servers."""
     engine = build_engine(MODEL, "float32", 16, deterministic=True)
     await engine.sync_weights(weights_of(1).items(), VERSION)
     try:
@@ -128,7 +128,7 @@ def assert_same(found: GenerateResult, expected: GenerateResult) -> None:
 def test_a_turn_that_loses_its_connection_has_the_tokens_of_the_policy_to_the_last_bit(
     tmp_path: Path,
 ) -> None:
-    """Cut after its first chunk, it goes on from there."""
+    """The connection is closed after the first chunk, and the turn continues from there."""
 
     async def run() -> None:
         async with serving(tmp_path) as servers:
@@ -178,7 +178,7 @@ def test_a_turn_of_the_script_has_the_policy_s_log_probs_and_routes(tmp_path: Pa
             assert found.output_log_probs == (await servers.engine.score(text))[-3:]
             routes = cast(np.ndarray, found.routed_experts)
             assert routes.shape == (len(text) - 1, 2, 2)
-            # a prompt goes one way, whatever follows it
+            # routes of a prompt are independent of the tokens after it
             same_prompt = cast(np.ndarray, (await embedded(4)).routed_experts)
             assert np.array_equal(routes[: len(PROMPT)], same_prompt[: len(PROMPT)])
 
@@ -193,7 +193,7 @@ def test_a_bit_that_flips_and_bytes_that_stay_are_named_by_the_sync(tmp_path: Pa
             with pytest.raises(WeightMismatch, match=f"holds something else in {DAMAGED}"):
                 await servers.sync(1, VERSION)
 
-            # A sync of version 7 is compared in any run; its sample is of layer 1.
+            # Every run compares a sync of version 7. Its sample is of layer 1.
             servers.order("keep")
             with pytest.raises(WeightMismatch, match=r"else in model\.layers\.1\.self_attn"):
                 await servers.sync(3, VERSION + 1)
@@ -241,7 +241,7 @@ def test_a_campaign_of_pairs_goes_on_with_those_that_its_file_does_not_have(tmp_
 
 
 class Ended:
-    """An attempt whose driver has ended with status 1."""
+    """An attempt whose driver has exited with status 1."""
 
     returncode = 1
 
@@ -259,7 +259,7 @@ class Ended:
         ("kill_worker+kill_trainer", "ended", "gptoss: trainer rank 0 died", ""),
         ("kill_worker+kill_trainer", "ended", "gptoss: x", "another cause"),
         ("kill_trainer+lie_version", "ended", "gptoss: weights 9 sampled it", ""),
-        # the worker that has told the lie may be the one that is killed
+        # the killed worker may be the one with the false answer
         ("lie_version+kill_worker", "healed", "", ""),
         ("stop+lie_version", "ended", "gptoss: it hangs", ""),
         ("stop+lie_version", "ended", "", "without saying why"),

@@ -67,7 +67,7 @@ input()
 def test_own_memory_is_what_was_written_and_no_page_of_a_file(tmp_path: Path) -> None:
     size = 64 << 20
     (tmp_path / "library").write_bytes(bytes(size))
-    # A process of its own: this one may free the garbage of other tests meanwhile.
+    # Use a separate process, because this one may free garbage of other tests concurrently.
     command = [sys.executable, "-c", MAPS_AND_WRITES, str(size), str(tmp_path / "library")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

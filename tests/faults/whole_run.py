@@ -1,4 +1,4 @@
-"""Kills whole runs, Ray and all, at random moments, and compares the curves."""
+"""Kills all processes of a run, including Ray, at random times and compares the curves."""
 
 import random
 import time
@@ -14,16 +14,18 @@ from tests.faults.results import CourseResult, Results, WholeRunKill
 
 MOST_STEPS_BETWEEN = 5
 LONGEST_START = 30.0
-"""Seconds of an attempt within which a kill during its start falls."""
+"""Seconds after the start of an attempt within which a kill during its start happens."""
 LAST_STEPS = 4
-"""That follow the last kill."""
+"""Number of steps after the last kill."""
 
 
 def kill_whole_runs(
     options: Options, directory: Path, kills: int, file: Path | None = None
 ) -> Results:
-    """Kill a run ``kills`` times with all of its processes, at any moment from its first second to
-    its last step, resume it each time, and compare all of its steps and episodes."""
+    """Kill all processes of a run ``kills`` times, resume it, and compare all steps and episodes.
+
+    A kill happens at any time from the first second to the last step.
+    """
     found = Results()
     chance = random.Random(options.seed)
     reference = Reference(options, directory)
@@ -55,7 +57,7 @@ def _run_course(
     found: Results,
     file: Path | None,
 ) -> None:
-    """Kill and resume until the run is at its end or has been killed often enough."""
+    """Kill and resume the run until it is complete or has been killed ``kills`` times."""
     while True:
         attempt = course.start(resume=True)
         began = time.monotonic()
@@ -85,7 +87,7 @@ def _run_course(
 def _wait_for_moment(
     course: Course, attempt: Attempt, chance: random.Random, is_last: bool
 ) -> None:
-    """Wait for the next kill: within the start of the attempt, or within a step of it."""
+    """Wait for the next kill, within the start of the attempt or within a step."""
     steps = LAST_STEPS if is_last else chance.randint(0, MOST_STEPS_BETWEEN)
     if steps == 0:
         _sleep(attempt, chance.uniform(0, LONGEST_START))
@@ -101,7 +103,7 @@ def _wait_for_moment(
 
 
 def _sleep(attempt: Attempt, seconds: float) -> None:
-    """Sleep, but no longer than the attempt lives."""
+    """Sleep, but at most until the attempt ends."""
     deadline = time.monotonic() + seconds
     while not attempt.has_ended and time.monotonic() < deadline:
         time.sleep(0.05)
