@@ -36,7 +36,7 @@ def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.Com
 
 
 def gptoss_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed script's entry with a folder of the user's first in PYTHONPATH."""
+    """Run the installed entry point with ``folder`` as first entry of PYTHONPATH."""
     paths = os.pathsep.join([".", str(ROOT), str(ROOT / "kernels")])
     return subprocess.run(
         [sys.executable, "-P", "-c", "from gptoss_command import main; main()", *arguments],
@@ -127,8 +127,8 @@ def test_a_wrong_value_is_named_in_under_two_seconds(tmp_path: Path) -> None:
     assert "training.steps" in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-    # processor time, for other tests run beside this one; 2 where they do not, and the next test
-    # holds the reason
+    # Processor time, because other tests run concurrently. Alone, the command takes 2 s. The next
+    # test shows why it is fast.
     assert (
         after.children_user + after.children_system - before.children_user - before.children_system
         < 4
@@ -161,7 +161,7 @@ def test_help_and_the_tab_key_do_without_the_schema_of_configurations() -> None:
 
 
 def imported_by(doing: str, packages: set[str], **environment: str) -> str:
-    """Which of ``packages`` a program has imported that did ``doing``, as Python writes a set."""
+    """Run ``doing`` in a new process. Return which ``packages`` it has imported, as text."""
     code = f"""
 import sys
 from contextlib import redirect_stdout, suppress
@@ -333,7 +333,7 @@ def test_a_second_run_of_one_name_is_refused(option: str, tmp_path: Path) -> Non
 
 
 def test_output_that_is_gone_ends_in_a_file_and_ends_no_run(tmp_path: Path) -> None:
-    """As in ``gptoss rl ... | tee log``: tee dies of the Ctrl-C that the run is to survive."""
+    """``gptoss rl ... | tee log`` does this: Ctrl-C kills tee, and the run must survive."""
     code = f"""
 import sys, time
 from pathlib import Path
@@ -354,7 +354,7 @@ Path({str(tmp_path / "went on")!r}).touch()
     )
     assert process.stdin and process.stdout and process.stderr
 
-    # Both pipes lose their reader between two lines of the program.
+    # Close both pipes between two lines of the program.
     assert process.stdout.readline() == b"heard\n"
     process.stdout.close()
     process.stderr.close()
@@ -367,7 +367,7 @@ Path({str(tmp_path / "went on")!r}).touch()
 
 
 def test_a_reader_that_has_read_enough_is_no_fault() -> None:
-    """As in ``gptoss plan CONFIG | head``."""
+    """``gptoss plan CONFIG | head`` does this."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "launch", "plan", "gpt-oss-20b_1x4"],
         cwd=ROOT,
@@ -415,7 +415,7 @@ def test_the_hint_at_the_end_of_a_run_can_be_copied(
     monkeypatch.setattr("launch.progress.describe_outcome", lambda directory: "")
     monkeypatch.setattr("launch.report.build_report", lambda directory: "")
     monkeypatch.setattr("launch.evaluation_table.print_evaluation", lambda *episodes: None)
-    # The weights are not looked at; whether they fit the model is a test of its own.
+    # The weights are not read here. Another test checks whether they fit the model.
     check = "rl_loop.lifecycle.start_checks.check_what_an_evaluation_needs"
     monkeypatch.setattr(check, lambda *arguments: None)
 
@@ -439,7 +439,7 @@ def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tupl
 
 @pytest.mark.parametrize("width", ["60", "80", "120"])
 def test_help_breaks_lines_once(width: str) -> None:
-    """A description has the line breaks of the width, and none of the source's besides."""
+    """Lines are broken for the width only. Line breaks of the source are removed."""
     for words, _ in all_commands(typer.main.get_command(app)):
         output = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": width}).output
         lines = [line.removeprefix("│").removesuffix("│") for line in output.splitlines()]

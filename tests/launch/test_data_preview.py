@@ -71,13 +71,13 @@ def test_without_a_terminal_each_token_has_a_line_with_its_mask(
 def test_preview_prints_no_control_characters(
     terminal: bool, harmony: Harmony, tmp_path: Path
 ) -> None:
-    """Data may come from anyone: an escape sequence could retitle or clear the terminal."""
+    """Data is untrusted. An escape sequence could change the title or clear the terminal."""
     path = tmp_path / "chats.jsonl"
     odd = "\x1b]0;owned\x07 \x9b2J \x1b[2J \x7f \u202e"
     bad = {"messages": [{"role": odd, "content": odd}]}
     path.write_text(f"{json.dumps(chat(user(odd), said(odd)))}\n{json.dumps(bad)}\n")
     text = printed(path, harmony, terminal=terminal)
-    colours = re.compile(r"\x1b\[[0-9;]*m")  # those of the preview itself
+    colours = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences of the preview itself
     rest = colours.sub("", text) if terminal else text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", rest)
     assert "owned" in rest and "refused" in rest
@@ -113,7 +113,7 @@ def test_the_histogram_counts_every_sample_once() -> None:
     counts = [int(bar.split()[-1]) for bar in bars]
     assert sum(counts) == len(lengths)
     for (low, high), count in zip(bounds, counts, strict=True):
-        # The first bar has all that is shorter, too.
+        # The first bar also includes all shorter samples.
         low = 0 if (low, high) == bounds[0] else low
         assert count == np.count_nonzero((lengths >= low) & (lengths <= high))
 

@@ -52,12 +52,12 @@ SIZES = {
     "7b": (28, 3584, 18_944, 28, 4, 152_064),
     "14b": (48, 5120, 13_824, 40, 8, 152_064),
 }
-"""Layers, widths, heads and vocabulary. The 32B is a shipped file."""
+"""Layers, widths, heads and vocabulary by model size. The 32B is a shipped file."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Values of ``model`` by size: directories with the config.json of the releases."""
+    """Return values of ``model`` by size: directories with the config.json of the releases."""
     found = {"32b": "qwen2.5-32b"}
     keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
@@ -111,7 +111,7 @@ def test_published_sizes_can_be_planned(size: str, models: dict[str, str]) -> No
 def test_the_parameters_of_a_gpu_are_those_of_the_model_that_is_built(
     size: str, layout: dict[str, int], models: dict[str, str]
 ) -> None:
-    """Counted from the name table: every rank has its share of each parameter."""
+    """The counts come from the name table. Every rank has a share of each parameter."""
     model = config_of(models[size]).model
     parallel = ParallelConfig(world_size=4, **layout)
     stages = [parameters_per_gpu(model, parallel, stage) for stage in range(parallel.pipeline)]

@@ -78,7 +78,7 @@ def test_doctor_prints_findings_and_advice_literally() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_doctor_breaks_no_command(terminal: bool) -> None:
-    """A command that is broken in the middle of a path cannot be copied."""
+    """Users copy these commands, which does not work if a path contains a line break."""
     command = "pip install -r " + "/a/long/path" * 9 + "/requirements-gpu.txt"
     console = Console(file=io.StringIO(), width=60, force_terminal=terminal)
     print_checks([Check("engine", Status.LIMITED, "none", f"do: {command}")], console)

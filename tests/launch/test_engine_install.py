@@ -77,7 +77,7 @@ def test_a_failed_installation_goes_on_where_it_was_and_hashes_decide(
         "[2-2 of 2] sglang",
     ]
 
-    # The wheel is there now, but is another one than was pinned.
+    # The wheel exists now, but its hash differs from the pinned one.
     (shelf / second.name).write_bytes(second.read_bytes() + b"\0")
     with pytest.raises(InstallError, match="pip could not install sglang"):
         install_engine(engine, said.append, pinned)
@@ -94,7 +94,7 @@ def test_a_failed_installation_goes_on_where_it_was_and_hashes_decide(
     assert install_engine(engine, said.append, pinned) == python
     assert said == [f"{engine}: already complete"]
 
-    # Other versions are another environment.
+    # Other pinned versions need a new environment.
     pinned.write_text(pin(second))
     said.clear()
     install_engine(engine, said.append, pinned)

@@ -33,12 +33,11 @@ RL = [
     "evaluate_every=1000",
 ]
 STARTED = 240
-"""Seconds: imports, Ray and a trainer, on a machine that does other things too."""
+"""Time limit in seconds for imports, Ray and a trainer on a busy machine."""
 
 
 def start(kind: str, saved: bool, output: Path) -> Terminal:
-    """A run that goes on for ever, with a checkpoint after every step or with none until it is
-    stopped."""
+    """Start a run without end, with a checkpoint after every step, or with none until its stop."""
     options = [f"output_dir={output}", "name=stopped", "training.steps=100000"]
     options += [f"training.checkpoint_every={1 if saved else 100000}"]
     command = [sys.executable, "-m", "launch", *{"sft": SFT, "rl": RL}[kind], *options]
@@ -50,9 +49,9 @@ def steps_said(terminal: Terminal, count: int) -> None:
 
 
 SLOW = pytest.mark.slow
-# Each kind of run once, before and after its first checkpoint; the other combinations are slow.
-# tests/rl_loop/test_session.py has a second interrupt in the process of the tests, and the fault campaign ends a run by
-# SIGTERM.
+# Each kind of run is stopped once before or after its first checkpoint. The other cases are slow.
+# tests/rl_loop/test_session.py tests a second interrupt without a new process. The fault-injection
+# test ends a run by SIGTERM.
 CASES = [
     ("sft", False, "HUP", ()),
     ("sft", True, "TERM", SLOW),
@@ -86,7 +85,7 @@ def test_a_stopped_run_says_what_it_has_saved_and_leaves_no_process(
 ) -> None:
     run = tmp_path / "stopped"
     with start(kind, saved, tmp_path) as terminal:
-        # The checkpoint of the first step is complete when that of the second one has begun.
+        # The first checkpoint is complete when the second one begins.
         steps_said(terminal, 3 if saved else 1)
 
         if how.startswith("INT"):
@@ -134,12 +133,12 @@ def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow  # Ray's daemons see to it themselves; only that ours are no longer in its session is new
+@pytest.mark.slow  # Ray itself ends its daemons, but here they are in a separate session
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     with start("rl", False, tmp_path) as terminal:
         steps_said(terminal, 2)
         terminal.process.kill()
         terminal.wait(30)
-        # Ray's agents report the death of its daemon to a server that may be gone by then, and ask for it
-        # for a minute.
+        # After the death of their daemon, Ray's agents try to contact a server for up to one
+        # minute.
         assert terminal.processes_left(seconds=90) == []

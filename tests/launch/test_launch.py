@@ -1,4 +1,4 @@
-"""Decisions and output of ``gptoss launch`` without Slurm. tests/slurm has a real one."""
+"""Decisions and output of ``gptoss launch`` without Slurm. tests/slurm uses a real Slurm."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def test_a_dry_run_of_each_example_is_as_reviewed(
     config: str, cluster: str, more: tuple[str, ...], slurm_command: ForkedCommand, tmp_path: Path
 ) -> None:
-    """After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py`` and read the
-    difference."""
+    """After an intended change, run ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py``.
+
+    Review the difference before the commit.
+    """
     options = ["--cluster", cluster, *more, "--dry-run"]
     done = slurm_command.run("launch", config, *options, XDG_STATE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -84,8 +86,7 @@ def test_the_sbatch_script_is_valid_bash() -> None:
 
 @pytest.fixture
 def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs that the test launches are registered in its folder, and end with it however it
-    ends."""
+    """Register launches in the test's folder, and kill their processes at the end of the test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
     processes = [
@@ -114,7 +115,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
         "training.max_tokens_per_micro_batch=512",
         *SMALL,
     ]
-    # Ray's dashboard, a dozen processes, runs in the tests against Slurm.
+    # Ray's dashboard has a dozen processes. The tests with Slurm run it.
     cluster = tmp_path / "local.yaml"
     cluster.write_text("kind: local\nmin_free_disk: 2\ndashboard: false\n")
     start += ["--cluster", str(cluster)]
@@ -133,10 +134,10 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
         return ask("status", "background"), logs
 
     def wait_for_outcome(count: int) -> None:
-        # Not by asking for the status: that command takes processor time which the run needs.
+        # Do not ask for the status, because that command takes processor time from the run.
         wait_until(lambda: len(list(attempts.glob("*/outcome.json"))) == count, explain)
 
-    # So many steps that it is cancelled before their end.
+    # The number of steps is so high that the run is canceled before its end.
     run(*start, "training.steps=100000")
     wait_until((directory / "metrics.jsonl").exists, explain)
     run("cancel", "background")
@@ -147,7 +148,7 @@ def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
     assert "ENDED" in status
     assert "interrupted at step" in status
 
-    # The second start finds the run nearly complete.
+    # The second start needs only one more step.
     (first,) = attempts.iterdir()
     saved_steps = int(read_json(first / "outcome.json")["last_step"])
     assert saved_steps >= 1
@@ -497,7 +498,7 @@ def test_dry_run_on_one_node_has_plan_and_gpus(
 def test_local_launch_offers_the_machine_s_gpus_to_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With none, ranks of the 20B would have trained on processors."""
+    """Without GPUs in Ray, ranks of the 20B model would train on CPUs."""
     fake_nvidia_smi(tmp_path, "GPU-8aa1\nGPU-8ab2", monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cluster = load_cluster("local")
@@ -517,7 +518,7 @@ def test_local_launch_offers_the_machine_s_gpus_to_ray(
     assert load_cluster(str(own)).gpus_per_node == 0
 
 
-# ---- the engine's interpreter
+# ---- interpreter of the engine
 
 MATH = "untested/rl/gpt-oss-20b_1x8_80gb_math.yaml"  # names /opt/sglang/bin/python
 PLAIN = "rl/gpt-oss-20b_2x8.yaml"
@@ -553,7 +554,7 @@ def test_slurm_without_engine_interpreter_is_an_error() -> None:
 
 
 def test_node_without_sglang_is_bad(tmp_path: Path) -> None:
-    """The interpreter of the tests has none."""
+    """The tests' interpreter has no SGLang."""
     cluster = cluster_of_gpus(tmp_path, gpus_per_node=0)
     engine = load_config(ROOT / "configs" / PLAIN, RlConfig).rollout.engine
     (problem,) = check_node(cluster, SMALL_STORE, engine).problems

@@ -10,7 +10,7 @@ from rl_loop.tracking.run_directory import RunDirectory, start_run
 
 
 def recorded(path: Path, *steps: dict[str, float]) -> RunDirectory:
-    """A finished run of these metrics; what has no time of a step is an evaluation."""
+    """Write a finished run with these metrics. Entries without a step time are evaluations."""
     run = start_run(path, "")
     writer = MetricsWriter(run)
     for number, values in enumerate(steps):

@@ -1,4 +1,4 @@
-"""``gptoss plan``: communication of every kind of layer, with the numbers behind each choice."""
+"""``gptoss plan``: communication of every kind of layer, and the numbers behind each choice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHIPPED = [*shipped_files("rl"), *shipped_files("sft")]
 CONFIG = CONFIGS / "rl/tiny_retool.yaml"
 H200 = 150.1
 EIGHTY_GB = 75.0
-"""GB of a GPU of 80 GB that a plan for it may use: less than any of them has."""
+"""Usable GB of a GPU of 80 GB. The value is below that of every such GPU."""
 LONG = [
     "model=gpt-oss-20b",
     "parallel.world_size=4",
@@ -54,8 +54,8 @@ def test_it_names_a_scheme_for_each_kind_of_layer_and_what_it_sends() -> None:
     full, window = taken(lines)
     assert full[:2] == ["12", "full_attention"]
     assert full[2] in ("all_gather", "all_to_all")
-    # two borders of 127 tokens, each with a key and a value of 8 heads of 64 in bf16, there and
-    # back
+    # 2 borders of 127 tokens, each with a key and a value of 8 heads of 64 in bf16, in both
+    # directions
     assert window[:4] == [
         "12",
         "sliding_attention",
@@ -117,8 +117,10 @@ def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
 
 
 def gpu_of(path: Path) -> float:
-    """GB of the GPU that the first line of a shipped configuration names for people; the tiny ones
-    need none."""
+    """Return the GB of the GPU in the first line of a shipped configuration.
+
+    Tiny configurations need no GPU.
+    """
     if path.stem.startswith("tiny"):
         return EIGHTY_GB
     comment = path.read_text().split("\nname:")[0]
@@ -187,7 +189,7 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
     assert gpus == config.parallel.world_size + gpus_of_servers
     if servers is not None:
         weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig())) / servers.gpus_each
-        # Of keys and values; a GPU that no trainer shares has them from its own start.
+        # This is the memory for keys and values. A server on a separate GPU has it from the start.
         assert engine.memory_fraction * gigabytes * 1e9 - weights > 10e9
 
     cluster = ClusterConfig(
@@ -312,7 +314,7 @@ def test_step_plan_states_its_lengths() -> None:
 
 
 def test_plan_counts_the_sequences_of_a_supervised_step(capfd: pytest.CaptureFixture[str]) -> None:
-    """One full micro-batch per rank says nothing of a pipeline, whose bubble is then half."""
+    """One micro-batch per rank would give a wrong pipeline estimate: its bubble is one half."""
     with pytest.raises(SystemExit):
         app(["plan", str(CONFIGS / "untested/sft/gpt-oss-120b_2x8.yaml"), "--sft", "--gpu", "h200"])
     said = capfd.readouterr().out
@@ -336,15 +338,13 @@ VARIANTS = [
 
 
 def layout_overrides(advice: str) -> list[str]:
-    """Overrides that set what a line of the plan says, such as "tensor 2, pipeline 1, context 1,
-    expert 8"."""
+    """Return overrides for a line of the plan, such as "tensor 2, pipeline 1, expert 8"."""
     return [f"parallel.{part.replace(' ', '=')}" for part in advice.split(", ")]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: Path) -> None:
-    """The user's way: every line of the text, applied as overrides on top of what is
-    configured."""
+    """The test applies every line of the advice as overrides of the configuration, like a user."""
     kind = SftConfig if path.parent.name == "sft" else RlConfig
     applied = 0
     for variant in VARIANTS if kind is RlConfig else VARIANTS[::2]:
@@ -363,11 +363,11 @@ def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: 
 
 
 def advice_of(plan: str, configured: list[str]) -> list[tuple[list[str], str]]:
-    """Return (overrides, GB that the plan promises with them) of every line of a memory plan."""
+    """Return (overrides, promised GB) of every line of a memory plan."""
     layouts, _, settings = plan.partition("to take less, one after the other:\n")
     advice = []
 
-    # Settings add up. The last line is "more GPUs", which depends on who has them.
+    # Settings accumulate. The last line is "more GPUs", which is not an override.
     overrides = list(configured)
     for line in settings.splitlines()[:-1]:
         text, _, promised = line.strip().removesuffix(" GB").rpartition(": ")
@@ -422,7 +422,7 @@ def test_the_plan_knows_the_smallest_gpu_of_this_machine(
     assert hardware.host_gigabytes is not None and hardware.host_gigabytes > 1
     assert planned_hardware("h200").gigabytes == H200
     assert planned_hardware("b200", gigabytes=60).gigabytes == 60
-    # What this machine has comes before what a configuration was made for.
+    # The GPU of this machine takes precedence over the GPU of the configuration.
     assert planned_hardware(configured_gigabytes=75).gigabytes == 84.9
 
     for answer in ("exit 9", "echo No devices were found"):
@@ -432,7 +432,7 @@ def test_the_plan_knows_the_smallest_gpu_of_this_machine(
 
 
 def plan_command(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code of gptoss plan of a configuration for GPUs of 80 GB, and what it says."""
+    """Run gptoss plan on a configuration for GPUs of 80 GB. Return exit code and output."""
     path = CONFIGS / "rl/gpt-oss-20b-adapter_1x1_80gb.yaml"
     with pytest.raises(SystemExit) as ended:
         app(["plan", str(path), *arguments])
@@ -444,7 +444,7 @@ def test_a_configuration_says_for_which_gpu_it_is_planned_where_nothing_else_doe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no GPU here
-    # More than a GPU of 80 GB has, and less than an H200.
+    # This needs more memory than a GPU of 80 GB has, and less than an H200 has.
     larger = "training.max_tokens_per_micro_batch=32768"
 
     status, said = plan_command(capfd)
@@ -484,7 +484,7 @@ def test_a_dry_run_plans_for_the_clusters_gpu_else_for_the_configurations(
 
 
 def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
-    # 143,771 MiB less what the driver keeps; a GPU full to the last page showed 143,154.
+    # 143,771 MiB minus the driver's part. An H200 with no free page showed 143,154 MiB.
     assert KNOWN_GPUS["h200"].total_bytes / (1 << 20) == pytest.approx(143_154, rel=1e-3)
 
 
@@ -528,5 +528,5 @@ def test_a_plan_for_another_gpu_says_that_its_times_are_those_of_h200s(
     assert (note is None) == ("times are for H200 GPUs" not in said)
     if note is not None:
         assert note in said
-        # Whoever reads the times has read it before.
+        # The note must precede the times.
         assert said.index(note) < said.index("an update at H200 rates")

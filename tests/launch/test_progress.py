@@ -44,7 +44,7 @@ def test_on_a_terminal_the_display_shows_step_phase_and_metrics() -> None:
     for part in ("step 3/4", "done", "reward 0.750", "tokens/s 1,234", "|Δlogp| 2.0e-06", "left"):
         assert part in last
     assert "saved runs/tiny/[1]" in output
-    assert "step 2/4  reward" not in output  # the log lines are not printed as well
+    assert "step 2/4  reward" not in output  # the log lines are not printed in addition
 
 
 def test_on_a_terminal_the_rollout_counts_its_episodes_and_no_other_phase_does() -> None:

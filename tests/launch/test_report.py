@@ -1,4 +1,4 @@
-"""The report is one safe, self-contained page, also for a run that has not finished."""
+"""The report is a safe, self-contained page, also for an unfinished run."""
 
 import base64
 import math
@@ -33,8 +33,7 @@ ATTACK = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmous
 
 
 class Page(HTMLParser):
-    """Collects tags, attributes and the text of the sampled tokens; browsers and this parser agree
-    on escaping."""
+    """Collect tags, attributes and the text of sampled tokens. It escapes like a browser."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ def parse(report: Path) -> Page:
 
 
 def record_episodes(run: RunDirectory, texts: list[str], steps: int = 1) -> None:
-    """In every step a prompt token, a sampled one, a tool's answer, a sampled one."""
+    """Record in every step a prompt token, a sampled one, a tool token and a sampled one."""
     trajectory = Trajectory(
         task_id="task <7>",
         token_ids=[0, 1, 2, 3],
@@ -121,7 +120,7 @@ def test_every_colour_of_a_chart_has_one_for_dark_systems() -> None:
     assert style.count("--c0: #") == 2 and "prefers-color-scheme: dark" in style
     assert re.findall(r"#[0-9a-f]{6}\b", body.replace("url(#", "")) == []
     assert "var(--c0)" in body and ">accuracy</text>" in body
-    # Matplotlib leaves out what is black.
+    # Matplotlib omits the color attribute of black text.
     texts = re.findall(r"<text [^>]*>", body)
     assert len(texts) > 10 and all("fill: var(" in text for text in texts)
 
@@ -145,7 +144,7 @@ def test_nothing_a_model_wrote_becomes_markup(tmp_path: Path) -> None:
     assert page.tags.isdisjoint({"script", "i"}) and not any(
         name.startswith("on") for name, _ in page.attributes
     )
-    # The text itself is still there to read, its NUL made visible.
+    # The text is still readable, and its NUL is visible.
     assert page.spans[-1] == ("s", ATTACK[:-2] + "?" + "\N{SYMBOL FOR NULL}")
 
 
@@ -167,7 +166,7 @@ def test_an_episode_shows_its_answer_and_the_right_one(tmp_path: Path) -> None:
 
 def test_a_run_without_a_finished_step_has_a_report(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "lr: 1\n")
-    run.metrics.write_text('{"step": 0, "rewa')  # killed while writing
+    run.metrics.write_text('{"step": 0, "rewa')  # the process was killed during the write
     text = build_report(run.path).read_text()
     assert "No step is complete" in text and "No episode was recorded" in text
 
@@ -258,6 +257,6 @@ def test_the_moving_mean_keeps_a_straight_line() -> None:
 
 
 def test_moving_mean_keeps_values_across_a_gap() -> None:
-    """Its reach is in steps: a value 20 steps away belongs to another policy."""
+    """The window counts steps, because a value 20 steps away belongs to another policy."""
     steps = [1, 2, 3, 23, 43]
     assert moving_mean(steps, [0.0, 3.0, 0.0, 6.0, 9.0], reach=2) == [0.0, 1.0, 0.0, 6.0, 9.0]

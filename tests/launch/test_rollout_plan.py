@@ -1,4 +1,4 @@
-"""``gptoss plan`` of rollouts that run ahead, against measurements and the simulator."""
+"""``gptoss plan`` of asynchronous rollouts, against measurements and the simulator."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from rl_loop.config.run import RlConfig
 CONFIGS = Path(__file__).parents[2] / "configs"
 OVERLAP = CONFIGS / "rl/gpt-oss-20b_1x4_overlap.yaml"
 MEASURED_MS = {1: 1.85, 8: 4.04, 64: 6.58, 256: 9.88}
-"""Decoding steps of twelve of the 20B's layers on an H200 by running sequences, prompts of 512 tokens and 192
-decoded (docs/performance/sglang.md)."""
+"""Milliseconds per decoding step by running sequences, for 12 layers of the 20B model on an H200.
+
+Prompts have 512 tokens, and 192 tokens are decoded (docs/performance/sglang.md).
+"""
 
 
 def load(path: Path) -> RlConfig:
@@ -57,7 +59,7 @@ def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() ->
 
 def test_trainer_and_engines_are_idle_for_what_a_step_takes_beyond_their_work() -> None:
     prediction = prediction_of(training=10.0, engines=20.0, longest_episode=35.0)
-    # Steps of 45, 22.5 and 20 s, in which each GPU has 900 tokens.
+    # Steps take 45, 22.5 and 20 s. Each GPU has 900 tokens per step.
     idle = [(prediction.trainer_idle(k), prediction.engines_idle(k)) for k in range(3)]
     assert idle == [
         (pytest.approx(35 / 45), pytest.approx(25 / 45)),
@@ -68,14 +70,14 @@ def test_trainer_and_engines_are_idle_for_what_a_step_takes_beyond_their_work() 
 
 
 def test_the_gpus_of_trainer_and_servers_share_the_tokens_of_a_step() -> None:
-    """Half of 512 episodes' 16,384 tokens over four trainer GPUs and four servers."""
+    """512 episodes use half of their 16,384 tokens, on 4 trainer GPUs and 4 servers."""
     config = load(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml")
     prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
     assert prediction.tokens_per_gpu == 512 * 16_384 / 2 / 8
 
 
 def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
-    """Half of 128 episodes' 16,384 tokens over four GPUs, which decode and train in turns."""
+    """128 episodes use half of their 16,384 tokens. 4 GPUs both decode and train."""
     config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
     prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
     assert prediction.tokens_per_gpu == 128 * 16_384 / 2 / 4
@@ -107,7 +109,7 @@ def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> 
     assert quick[0][2] == "1.00"
     seconds = [float(row[1]) for row in quick]
     assert seconds == sorted(seconds, reverse=True)
-    # Seven calls lie between the eight turns of the longest episode.
+    # The 8 turns of the longest episode have 7 calls between them.
     assert float(slow[0][1]) - seconds[0] == pytest.approx(7 * 60, abs=0.2)
     assert float(short[0][1]) < seconds[0]
 

@@ -1,4 +1,4 @@
-"""Secrets of a launch stay with their user, and values of a cluster file stay values."""
+"""Secrets of a launch stay private, and values of a cluster file cannot become commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEY_FILES = {
     "secrets/anything": "x",
     "wandb_api_key.txt": "x",
     "credentials.json": "{}",
-    # By their contents.
+    # Detected by content.
     "notes.txt": "my key: hf_" + "a" * 34,
     "run.sh": "export OPENAI_API_KEY=sk-" + "b" * 40,
     "key_in_code.py": 'KEY = "AKIA' + "C" * 16 + '"',
@@ -54,7 +54,7 @@ OTHER_FILES = {
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with untracked files of all kinds."""
+    """Create a checkout with untracked files of all kinds."""
     project = tmp_path / "project"
     for name, text in {**KEY_FILES, **OTHER_FILES}.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def dry_run(command: ForkedCommand, folder: Path, *overrides: str) -> Ended:
 
 
 def test_dry_run_and_script_hide_variables(slurm_command: ForkedCommand, tmp_path: Path) -> None:
-    """bash prints every line of the script into the job's log, too."""
+    """bash also prints every line of the script into the job's log."""
     slurm_cluster(tmp_path, env={"WANDB_API_KEY": SECRET})
     done = dry_run(slurm_command, tmp_path)
     assert "#SBATCH" in done.stdout, done.stderr
@@ -110,7 +110,7 @@ def test_dry_run_and_script_hide_variables(slurm_command: ForkedCommand, tmp_pat
 
 
 def test_node_program_starts_again_with_variables(tmp_path: Path) -> None:
-    """The nodes read them from the snapshot. Python itself has them when it starts."""
+    """The nodes read the variables from the snapshot. Python then has them at its start."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nprint('started with', os.environ.get('A_SECRET'))\n"
     )
@@ -123,7 +123,7 @@ def test_node_program_starts_again_with_variables(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    # Its second start is the last.
+    # The program restarts only once.
     assert done.stdout == f"started with {SECRET}\n"
     assert "no.yaml" in done.stderr
 
@@ -155,7 +155,7 @@ def test_path_of_a_cluster_stays_one_word(key: str, bad: str, tmp_path: Path) ->
 def test_every_value_of_a_cluster_in_the_script_is_checked(
     slurm_command: ForkedCommand, tmp_path: Path
 ) -> None:
-    """A field that is added to the script later has to be checked, too."""
+    """A new field in the script therefore also needs a check."""
     marked = {
         name: "XX" + name.replace("_", "")
         for name, field in ClusterConfig.model_fields.items()

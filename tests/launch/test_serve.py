@@ -1,4 +1,4 @@
-"""``gptoss serve``: a checkpoint behind OpenAI's API, by the official client."""
+"""``gptoss serve``: a checkpoint with OpenAI's API, tested with the official client."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def config() -> RlConfig:
 
 @pytest.fixture(scope="module")
 def checkpoint(config: RlConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the configuration's shape that has learned to greet."""
+    """Train a model of the configuration's shape to greet."""
     script = Script(codec_of(config))
     architecture = GptOssConfig(**config.model.to_hf_config())
     model = learned_model(architecture, script.lessons()[:2])
     directory = tmp_path_factory.mktemp("checkpoint") / "hf"
-    # Its file has the names that all exports have.
+    # Its file has the names of all exports.
     model.save_pretrained(directory)
     return directory
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_served_until_the_process_is_asked_to_end(
             with pytest.raises(openai.BadRequestError) as refusal:
                 client.responses.create(model="tiny", input="1 " * 2000)
             assert refusal.value.code == "context_length_exceeded"
-            # A request that fails ends nothing.
+            # The server continues after a failed request.
             again = client.responses.create(model="tiny", input="Hi", temperature=0)
             assert again.output_text == "Hello"
         stranger = openai.OpenAI(base_url=base_url, api_key="guessed")
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_served_until_the_process_is_asked_to_end(
 
 @pytest.fixture
 def dense(tmp_path: Path) -> Path:
-    """A Hugging Face directory of a dense model, its weights random, and its tokenizer."""
+    """Create a Hugging Face directory of a dense model with random weights and a tokenizer."""
     vocabulary = tiny_vocabulary(512, "Hello")
     vocabulary.save(tmp_path)
     architecture = load_rl_config(ROOT / "configs/rl/tiny_dense.yaml").model
@@ -126,7 +126,7 @@ def test_a_dense_directory_has_its_own_vocabulary(dense: Path) -> None:
     assert served.vocabulary == "tokenizer"
     assert served.tokenizer_source == dense
     check_what_a_server_needs(served, None)
-    # Whatever is said replaces what the family has.
+    # Overrides replace the defaults of the model family.
     with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
         check_what_a_server_needs(load_served_config(dense, ["vocabulary=gptoss"]), None)
 
@@ -187,7 +187,7 @@ def test_a_run_is_served_from_its_export_or_else_its_checkpoints(
     assert served.model == config.model
     assert served.dtype == "bfloat16"
 
-    # A supervised run is one, too.
+    # A supervised run can be served, too.
     supervised = load_run_config(ROOT / "configs/sft/tiny_retool.yaml", "sft")
     (tmp_path / "config.yaml").write_text(dump_config(supervised))
     assert load_served_config(tmp_path).model == supervised.model
@@ -195,7 +195,7 @@ def test_a_run_is_served_from_its_export_or_else_its_checkpoints(
 
 @pytest.fixture
 def resumed_run(config: RlConfig, tmp_path: Path) -> Path:
-    """The directory of a run that was exported after step 100 and went on to step 120."""
+    """Create a run directory with an export of step 100 and a checkpoint of step 120."""
     text = dump_config(config.model_copy(update={"initial_weights": Path("models/base")}))
     (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "export").mkdir()
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_more_steps_is_served_instead_of_the_export(resumed_run:
     assert served.description.endswith("what is served is its newest checkpoint, after step 120")
     assert served.warning("BASE") is None
 
-    # When the new export is there it is preferred: it has been compared with what was trained.
+    # A new export takes precedence, because it has been compared with the trained weights.
     (resumed_run / "summary.json").write_text('{"steps": 120}')
     served = served_weights(resumed_run)
     assert load_served_config(resumed_run).initial_weights == resumed_run / "export"
@@ -230,7 +230,7 @@ def test_a_checkpoint_is_served_where_nothing_says_how_old_the_export_is(
         (resumed_run / "summary.json").write_text(summary)
     assert served_weights(resumed_run).source == resumed_run
 
-    # One that is gone is no reason to serve nothing.
+    # If the newest checkpoint is missing, the export is served.
     (resumed_run / "checkpoints/latest").write_text("step_000140")
     served = served_weights(resumed_run)
     assert served.source == resumed_run / "export"
@@ -245,7 +245,7 @@ def test_newer_adapters_without_a_base_are_named_with_the_command_that_merges_th
     caplog.set_level(logging.INFO, "launch")
 
     def say(**arguments: Any) -> list[str]:
-        """Return what the command logs until it ends, as no weights here can be read."""
+        """Return the log messages until the command fails on the unreadable weights."""
         caplog.clear()
         with pytest.raises(CannotStart):
             serving.serve(resumed_run, **arguments)
@@ -256,7 +256,7 @@ def test_newer_adapters_without_a_base_are_named_with_the_command_that_merges_th
     assert newer.startswith(f"{checkpoint} is of step 120, but holds adapters without their base:")
     assert f"gptoss convert merge models/base {checkpoint} DIR" in newer
 
-    # Weights from elsewhere are of no step of this run.
+    # Weights from another directory do not belong to a step of this run.
     assert say(weights=resumed_run / "absent") == []
     assert say(overrides=["initial_weights=absent"]) == []
 

@@ -1,4 +1,4 @@
-"""A run that cannot start reports one line before torch or Ray start, and leaves no files."""
+"""A run that cannot start prints one line before it imports torch or Ray, and leaves no files."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ def assert_refused(result: subprocess.CompletedProcess[str] | Ended, message: st
 
 
 def fake_model(path: Path, **changes: object) -> Path:
-    """A Hugging Face directory of the tiny model, or of one that differs from it, with an empty
-    file of weights."""
+    """Create a Hugging Face directory of the tiny model with ``changes`` and empty weights."""
     path.mkdir()
     model = load_config(ROOT / RL, RlConfig).model
     (path / "config.json").write_text(json.dumps(model.to_hf_config() | changes))
@@ -108,8 +107,7 @@ GOOD_ROW = (
 SGLANG = ["rl", RL, RANDOM, "rollout.engine.type=sglang"]
 PATH = os.environ["PATH"]
 
-# what is missing: (arguments, environment, what is said); FILES is the directory that ``files``
-# makes
+# name of the problem: (arguments, environment, message); FILES is the directory of ``files``
 CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "weights of rl": (["rl", RL, "initial_weights=/none"], {}, "initial_weights: /none does not exist. `hf download"),
     "weights of sft": (["sft", SFT, "initial_weights=FILES"], {}, "initial_weights: .* is neither .* `hf download"),
@@ -191,7 +189,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``CASES`` name: models, data and programs with something wrong."""
+    """Create the faulty models, data and programs of ``CASES``."""
     files = tmp_path_factory.mktemp("files")
     sharded = fake_model(files / "sharded")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -240,7 +238,7 @@ def test_what_is_missing_is_named_at_once_in_one_line_and_nothing_is_written(
     there = sorted(files.rglob("*"))
     ended = command.run(*arguments, **environment)
     assert_refused(ended, message)
-    # Of processor time: how long one waits for it is up to the other tests.
+    # The limit is processor time, because elapsed time depends on concurrent tests.
     assert ended.seconds < 4
     assert list(tmp_path.iterdir()) == []
     assert sorted(files.rglob("*")) == there
@@ -248,7 +246,7 @@ def test_what_is_missing_is_named_at_once_in_one_line_and_nothing_is_written(
 
 @contextmanager
 def listening(answer: bytes) -> Iterator[int]:
-    """The port of a server that says ``answer`` to whoever connects."""
+    """Run a server that sends ``answer`` to the first client. Yield its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -347,7 +345,7 @@ def test_a_run_needs_room_for_its_export_too(
     ):
         check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
 
-    # What a killed export has left is deleted when the run goes on.
+    # The files of a killed export are deleted when the run continues.
     unfinished = tmp_path / "export.partial"
     unfinished.mkdir()
     with (unfinished / "shard-0").open("wb") as file:
@@ -369,7 +367,7 @@ def test_a_run_needs_room_for_the_adapters_of_all_its_checkpoints(
     )
     with pytest.raises(CannotStart, match=message):
         check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
-    # Two of them are there already.
+    # Two of the adapters are on the disk already.
     for step in (10, 20):
         (tmp_path / f"adapters/step_{step:06d}").mkdir(parents=True)
     check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
@@ -384,9 +382,11 @@ def test_a_run_needs_room_for_the_adapters_of_all_its_checkpoints(
 
 @contextmanager
 def a_server_among_free_ports() -> Iterator[int]:
-    """Listen on a port, yield it; Ray's ports from three below it on are otherwise free.
+    """Listen on a port and yield it. The neighboring ports of a Ray are free.
 
-    Ports above 32,767 are given to whoever asks for any, so also to tests that run beside this one.
+    The ports of that Ray start at three below this port. Ports above 32,767 are ephemeral, so
+    concurrent
+    tests may get them.
     """
     for port in range(20_003, 32_000, 2 * RAY_PORTS):
         if busy_ports(ClusterConfig(kind="local", ray_port=port - 3)):
@@ -436,7 +436,7 @@ def test_a_launch_says_at_once_what_the_run_would_miss(tmp_path: Path) -> None:
 
 
 def test_nucleus_sampling_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """Log-probs are those of the whole distribution; only the reference said so."""
+    """The log-probs are computed without top_p, so the run warns the user."""
     for top_p, warns in ((1.0, False), (0.9, True)):
         caplog.clear()
         config = load_config(Path("tiny_retool"), RlConfig, [f"rollout.top_p={top_p}"])

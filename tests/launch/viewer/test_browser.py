@@ -1,6 +1,6 @@
-"""The viewer in a real Chromium: at two widths and in both themes, without an error, a foreign request or a barrier.
+"""The viewer in Chromium: two widths, both themes, no errors, foreign requests or a11y violations.
 
-The picture of the README is of a run of the demo, made by one of these tests (docs/viewer.md):
+One of these tests takes the picture of the README from a run of the demo (docs/viewer.md):
 
     make demo
     GPTOSS_PICTURES=runs/tiny_retool make test-browser BROWSER_TESTS=picture_of
@@ -35,7 +35,7 @@ DOCUMENTED_PICTURES = Path(__file__).parents[3] / "docs" / "images"
 WIDTHS = (1400, 420)
 THEMES = ("light", "dark")
 PATIENCE_MS = 60_000
-"""Until then, whatever is waited for has happened on a busy machine."""
+"""Time limit of a wait on a busy machine, in milliseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def chromium() -> Iterator[Any]:
     if executable is None:
         pytest.skip("there is no chromium: see tests/launch/viewer/install.sh")
     with api.sync_playwright() as playwright:
-        # Root, as whom containers run tests, may not use Chromium's own sandbox.
+        # Root cannot use Chromium's sandbox, and tests in containers run as root.
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -53,7 +53,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[ExampleRun]:
-    """A run that goes on beside one that has ended."""
+    """Create a growing run, next to a finished one."""
     other = ExampleRun(tmp_path / "runs" / "ended", steps=12)
     other.directory.write_summary(held_out_accuracy_rl=0.75)
     other.close()
@@ -77,7 +77,7 @@ def opened(
     theme: str = "light",
     height: int = 900,
 ) -> Iterator[Any]:
-    """Open a page that may ask nobody else and report no error."""
+    """Open a page. Fail if it reports errors or sends requests to other hosts."""
     context = chromium.new_context(
         viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
     )
@@ -105,20 +105,21 @@ def opened(
 
 
 def until(page: Any, condition: str, argument: Any = None) -> None:
-    """Wait until an expression or a function of ``argument`` holds.
+    """Wait until an expression or a function of ``argument`` is true.
 
-    Playwright's own waiting is a script that the page's content policy forbids."""
+    Playwright waits with a script that the page's content policy forbids.
+    """
     wait_until(lambda: page.evaluate(condition, argument), lambda: condition, seconds=60)
 
 
 def fits(page: Any) -> bool:
-    """Whether nothing makes the page scroll sideways."""
+    """Return True if the page does not scroll sideways."""
     wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     return bool(wider <= 0)
 
 
 def barriers(page: Any) -> list[str]:
-    """What axe finds: contrast, labels, roles, what the keyboard cannot reach."""
+    """Return accessibility violations found by axe: contrast, labels, roles, keyboard access."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
     return [
@@ -178,7 +179,7 @@ def test_the_report_is_legible_at_any_width(
     assert fits(page)
     assert barriers(page) == []
 
-    # Charts are never so small that their words cannot be read, and have the colours of the page.
+    # Charts are large enough for readable text, and they have the colors of the page.
     sizes = page.eval_on_selector_all(
         ".charts img", "images => images.map(image => image.clientWidth / image.naturalWidth)"
     )
@@ -192,12 +193,15 @@ def test_the_report_is_legible_at_any_width(
 
 
 LARGEST_PICTURE = 150_000
-"""Bytes: whoever clones the project pays for them."""
+"""Maximum bytes of a picture, because every clone of the project contains it."""
 
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_picture_of_the_readme(chromium: Any, run: ExampleRun, theme: str, tmp_path: Path) -> None:
-    """Of an episode that was trained on; of a rewarded one of the run in GPTOSS_PICTURES it replaces the README's."""
+    """The picture shows a trained episode.
+
+    With GPTOSS_PICTURES, it shows a rewarded episode of that run and replaces the README's picture.
+    """
     directory, folder, best = run.directory.path, tmp_path, ""
     if chosen := os.environ.get("GPTOSS_PICTURES"):
         directory, folder, best = Path(chosen), DOCUMENTED_PICTURES, "&reward_from=1"
@@ -424,7 +428,7 @@ def test_the_theme_is_chosen_and_kept(chromium: Any, viewer: Served) -> None:
         page.wait_for_selector(".chart canvas")
 
 
-# ---- the drawn curves
+# ---- curves
 
 KEEP_CHARTS = """
 window.charts = [];
@@ -440,14 +444,14 @@ Object.defineProperty(window, "uPlot", {
   set(value) { plain = value; },
 });
 """
-"""Collects the charts of a page, to ask what they draw."""
+"""Script that collects the charts of a page, so that tests can read their data."""
 
 
 @pytest.mark.parametrize("reach", [4, 30])
 def test_sparse_curve_is_drawn_through_its_values(
     reach: int, chromium: Any, tmp_path: Path
 ) -> None:
-    """A held-out accuracy of 0.867 after step 20 once was drawn at 0.685, the mean of three."""
+    """The mean of three must not replace a value: 0.867 after step 20 would be drawn at 0.685."""
     measured = {0: 0.336, 20: 0.867, 40: 0.852, 60: 0.891}
     run = ExampleRun(tmp_path / "runs" / "evaluated", steps=0)
     for done in range(80):

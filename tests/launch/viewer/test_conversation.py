@@ -1,4 +1,4 @@
-"""An episode is split into messages by its special tokens, and no token of it is lost."""
+"""Special tokens split an episode into messages, and every token is in a message."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -25,7 +25,7 @@ def page_of(viewer: Served, query: str = "") -> dict[str, Any]:
 
 @pytest.fixture
 def episodes(tmp_path: Path) -> Path:
-    """Three files of four episodes."""
+    """Create three files with four episodes each."""
     run = ExampleRun(tmp_path / "run", steps=3)
     run.close()
     return run.directory.episodes
@@ -47,14 +47,14 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(
             (named,) = page["damaged"]
             assert named.startswith(f"{path} is damaged")
 
-        # Put back, it is read.
+        # The restored file is readable.
         path.write_bytes(whole)
         page = page_of(viewer)
         assert (page["total"], page["damaged"]) == (12, [])
 
 
 def damage_text(path: Path) -> None:
-    """Flip a bit of what was said."""
+    """Flip a bit of the recorded text."""
     row_group = pq.read_metadata(path).row_group(0)
     columns = [row_group.column(i) for i in range(row_group.num_columns)]
     (text,) = [c for c in columns if c.path_in_schema == "turns.list.element.text"]
@@ -123,7 +123,7 @@ def test_file_without_a_column_is_left_out_and_named(episodes: Path, tmp_path: P
 
 
 def test_what_a_merge_left_behind_is_shown_once(episodes: Path, tmp_path: Path) -> None:
-    # As after a crash between the merged file and the end of those that it replaces.
+    # A crash may happen between the write of the merged file and the deletion of the others.
     tables = [pq.read_table(file.path) for file in list_files(episodes)]
     merged = write_episodes(episodes, 100, pa.concat_tables(tables))
     merged.rename(episodes / "000000-000002.parquet")

@@ -1,4 +1,4 @@
-"""Health checks of a run report faults, and nothing else."""
+"""Health checks report faults of a run and no false alarms."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rl_loop.tracking.signal_watch import SignalWatch
 
 
 def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
-    """Steps of a healthy run; ``last`` replaces values of its last ten."""
+    """Return steps of a healthy run. ``last`` replaces values of the last ten steps."""
     healthy: dict[str, Any] = {
         "reward": 0.5,
         "mismatch/logprob_gap": 1e-5,

@@ -9,7 +9,7 @@ from launch.viewer.run_view import RunView
 ALIASES = "\n".join(
     ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
 )
-"""A list of 2^40 values, written with aliases."""
+"""YAML text of a list with 2^40 values, written with aliases."""
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,15 @@ ALIASES = "\n".join(
 def test_a_configuration_that_cannot_be_read_is_said_and_read_again(
     content: str, tmp_path: Path
 ) -> None:
-    """Without it nobody knows whether the run was on-policy, which decides what its ratio means."""
+    """Without the configuration, it is unknown whether the run was on-policy.
+
+    The meaning of the ratio depends on it.
+    """
     view = RunView("damaged", tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text(content)
 
-    for _ in range(2):  # the second time, nothing has changed
+    for _ in range(2):  # the file is unchanged at the second read
         findings = view.overview()["findings"]
         assert findings[0]["level"] == "warning"
         assert findings[0]["message"].startswith(f"{config} cannot be read: ")

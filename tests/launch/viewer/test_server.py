@@ -1,4 +1,4 @@
-"""The viewer's server: its answers, its access control, and the files that it may read."""
+"""The viewer's server: responses, access control, and the files that it may read."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.support.recorded_episodes import VOCABULARY, failed, groups_of_step, 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, of 30 and 3 steps with 4 episodes each."""
+    """Create two runs, with 30 and 3 steps of 4 episodes."""
     folder = tmp_path_factory.mktemp("runs")
     for name, steps in (("first", 30), ("second", 3)):
         ExampleRun(folder / name, steps=steps).close()
@@ -71,12 +71,12 @@ def test_curves_are_columns_and_only_new_steps_are_sent(tmp_path: Path) -> None:
         known = f"generation={whole['generation']}&after=3"
         assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [4, 5]
 
-        # Half a line is not read before its other half is there.
+        # An incomplete line is not read.
         with open(run.directory.metrics, "a") as file:
             file.write('{"step": 6, "time": 1')
         assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [4, 5]
 
-        # A resume drops steps: whoever knows more begins anew.
+        # A resume drops steps. A client with more steps gets the curve from the start.
         run.directory.keep_steps_up_to(2)
         again = viewer.get(f"/api/runs/run/curves?{known}").json
         assert (again["steps"], again["after"]) == ([1, 2], 0)
@@ -180,7 +180,7 @@ def test_a_column_sorts_the_table(viewer: Served) -> None:
     assert rewards == [1.0] * 60 + [-1.0] * 60
     ascending = episodes(viewer, "sort=reward&descending=false&limit=70")["rows"]
     assert [row["reward"] for row in ascending] == [-1.0] * 60 + [1.0] * 10
-    # Equal ones are newest first in either direction.
+    # Equal rewards are sorted newest first in both directions.
     assert [row["step"] for row in ascending[:2]] == [30, 30]
 
 
@@ -197,7 +197,7 @@ def test_rows_without_a_value_are_sorted_last(tmp_path: Path) -> None:
             assert [row["reward"] for row in rows][-1] is None
         (invalid,) = episodes(viewer, "finish=invalid", run="run")["rows"]
         assert invalid["invalid_reason"] == "bwrap: no memory"
-        # It meets no condition on the reward that it does not have.
+        # An invalid episode has no reward and matches no condition on it.
         assert episodes(viewer, "reward_to=5", run="run")["total"] == 2
 
 
@@ -251,7 +251,7 @@ def test_new_episodes_appear_while_a_run_goes_on(tmp_path: Path) -> None:
     with served(tmp_path) as viewer:
         assert episodes(viewer, run="run")["total"] == 8
         assert episodes(viewer, "text=compute", run="run")["total"] == 8
-        run.add(40)  # merges files under the reader
+        run.add(40)  # merges files while the reader is open
         assert episodes(viewer, run="run")["total"] == 168
         page = episodes(viewer, "text=compute", run="run")
         assert (page["total"], page["searched"]) == (168, 168)
@@ -274,7 +274,7 @@ def test_numbers_that_json_cannot_write_become_null(tmp_path: Path) -> None:
         assert json.loads(body, parse_constant=refuse)["rollout_log_probs"][9] is None
 
 
-# ---- who may ask, and for what
+# ---- access control
 
 
 TRAVERSALS = [
@@ -427,7 +427,7 @@ PAGES = ("/api/runs", "/api/runs/run/config", "/api/runs/run/curves", "/api/runs
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("name", READ_BY_VIEWER)
 def test_viewer_reads_own_files_only(name: str, kind: str, tmp_path: Path) -> None:
-    """A run directory may be someone else's: its files may be links to those of the reader."""
+    """A run directory may be untrusted. Its files may be links to private files of the reader."""
     secret = tmp_path / "secret"
     secret.write_text('{"step": 1, "mark": 4711.25, "text": "4711.25"}\n')
     run = ExampleRun(tmp_path / "runs" / "run", steps=1)
