@@ -44,7 +44,7 @@ def batches() -> list[PackedBatch]:
 def grouped_and_sequential(
     quantization: Quantization | None = None, **settings: Any
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The same model twice."""
+    """Return the same model with grouped GEMMs and with sequential experts."""
     adapter = ADAPTER.model_copy(update=settings)
     sequential = adapted_model(ParallelConfig(), adapter, quantization=quantization)
     grouped = adapted_model(
@@ -54,7 +54,7 @@ def grouped_and_sequential(
     return grouped, sequential
 
 
-# ranks of experts that are, and are not, a multiple of 8
+# expert ranks that are multiples of 8, and others
 @pytest.mark.parametrize(("quantization", "expert_rank"), [(None, 8), ("mxfp4", 3)])
 def test_losses_gradients_and_two_steps_are_those_of_one_expert_after_the_other(
     quantization: Quantization | None, expert_rank: int
@@ -148,7 +148,7 @@ def test_weights_are_merged_again_only_when_another_layer_was_merged_since(
     probs = torch.rand(16)
     merges = count_merges(monkeypatch)
 
-    # The layer that was computed last finds both of its matrices; those of the other are gone.
+    # The last layer finds both of its matrices. Those of the other layer are overwritten.
     hidden, _ = first(x, counts, probs)
     output, _ = second(hidden, counts, probs)
     assert len(merges) == 4
@@ -177,7 +177,7 @@ def test_memory_is_lent_to_the_last_one_only_and_given_back() -> None:
     assert shared_memory("test", torch.device("cpu"), torch.float32) is memory
     give_back_cache()
     assert shared_memory("test", torch.device("cpu"), torch.float32) is not memory
-    # whoever still needs what it wrote has it
+    # a lease keeps its memory after the release of the cache
     assert again.read() is again.tensor
 
 
@@ -190,7 +190,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def merged_matrices() -> int:
-    """How many tensors of the size of a layer's merged experts there are in this process."""
+    """Return the number of tensors in this process with the size of a layer's merged experts."""
     sizes = {
         MODEL.num_experts * 2 * MODEL.intermediate_size * MODEL.hidden_size,
         MODEL.num_experts * MODEL.hidden_size * MODEL.intermediate_size,
@@ -239,7 +239,7 @@ def test_packed_experts_take_no_memory_beside_their_own_blocks() -> None:
 
 
 def test_the_input_of_the_first_layer_has_a_gradient() -> None:
-    # Megatron's checkpoints of recomputation have none otherwise, and adapters inside get none.
+    # Otherwise, recomputed layers have no gradient, and their adapters get none.
     model, _ = grouped_and_sequential(targets=("experts",))
     seen = []
     hook = lambda module, inputs: seen.append(inputs[0].requires_grad)  # noqa: E731
@@ -252,7 +252,7 @@ def test_the_input_of_the_first_layer_has_a_gradient() -> None:
     assert seen == [False, False]
 
 
-# -- the products ------------------------------------------------------------------------------
+# -- expert GEMMs ------------------------------------------------------------------------------
 
 
 def test_products_are_those_of_every_experts_rows() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of adapters holds them and their optimizer, and knows its base."""
+"""A checkpoint of adapters contains them, their optimizer, and a description of their base."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def steps(policy: PolicyTrainer, count: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A checkpoint after two steps, and the losses of the next three."""
+    """Save a checkpoint after 2 steps, and return the losses of the next 3."""
     root = tmp_path_factory.mktemp("adapters")
     policy = trainer()
     steps(policy, 2)
@@ -95,7 +95,7 @@ def test_bf16_adapters_resume_with_their_master_weights(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_no_base(saved: tuple[Path, list[float]]) -> None:
     adapters = sum(a.a.numel() + a.b.numel() for _, a in named_adapters(trainer().module))
     size = sum(file.stat().st_size for file in saved[0].glob("*.distcp"))
-    # weight and two moments in fp32; what is above is torch's description of each tensor
+    # weights and two moments in fp32, plus torch's description of each tensor
     assert 12 * adapters < size < 20 * adapters + 500_000
     with pytest.raises(ConversionError, match="adapters that must be merged first"):
         MegatronCheckpoint(saved[0])
@@ -110,7 +110,7 @@ def factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_the_adapters_of_all_experts_of_a_layer_are_two_tensors_to_a_matrix() -> None:
-    # Saving takes time for every tensor: with one for every expert it was most of it.
+    # Saving takes time per tensor. With one tensor per expert, most of a save was this overhead.
     saved = model_state(adapted_model(ParallelConfig()))["0"]
     of_experts = [tensor for name, tensor in saved.items() if ".experts." in name]
     assert len(of_experts) == MODEL.num_layers * 2 * 2
@@ -120,7 +120,7 @@ def test_the_adapters_of_all_experts_of_a_layer_are_two_tensors_to_a_matrix() ->
 
 
 def split_by_expert(state: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-    """Describe adapters as earlier versions did: every expert's factor by itself."""
+    """Describe adapters in the older format, with a separate factor for every expert."""
     split = {}
     for name, tensor in state.items():
         if ".experts." not in name:
@@ -235,7 +235,7 @@ def test_a_digest_knows_every_weight_and_no_adapter() -> None:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers of the weights that digests are computed from."""
+    """Record the layers whose weights are read for the digests."""
     layers = []
 
     def count(weight: torch.Tensor, layer: int) -> torch.Tensor:
@@ -269,7 +269,7 @@ def test_a_base_that_is_loaded_again_is_read_again(
     loaded = len(reads)
     name = "model.layers.1.mlp.experts.down_proj"
     weights = base_weights()
-    # a power of two stays a value of MXFP4
+    # multiplied by 2, a value of MXFP4 stays one
     weights[name] = 2 * weights[name]
     load_hf_weights(model, MODEL, weights.__getitem__)
     assert len(reads) == 2 * loaded

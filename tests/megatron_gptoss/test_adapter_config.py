@@ -1,4 +1,4 @@
-"""Adapters that cannot work are refused before anything is built, with the key that is wrong."""
+"""Invalid adapter settings are rejected before a model is built, with the wrong key."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ EXPERTS_ONLY = AdapterConfig(targets=("experts",), expert_rank=8)
         ),
         (AdapterConfig(expert_rank=8), AdapterConfig(), None),
         (AdapterConfig(targets=("q", "o")), AdapterConfig(targets=("o", "q")), None),
-        # the rank of the rest has no effect where there is no rest
+        # the general rank has no effect if only experts have adapters
         (EXPERTS_ONLY, EXPERTS_ONLY.model_copy(update={"rank": 4}), None),
     ],
 )

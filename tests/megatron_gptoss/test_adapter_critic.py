@@ -1,4 +1,4 @@
-"""A critic on a frozen base: its adapters and its value head learn, and nothing else is saved."""
+"""A critic on a frozen base: only its adapters and its value head are trained and saved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def critic(quantization: Quantization | None = None, b_std: float = 0.05) -> Val
 
 
 def error_of_values(values: torch.Tensor, batch: Any) -> LossOutput:
-    """Of values that should be 1 and -1 in turn."""
+    """Return the mean error of values whose targets alternate between 1 and -1."""
     wanted = 1.0 - 2.0 * (batch.labels % 2)
     loss = ((values - wanted).square() * batch.loss_mask).sum() / 31
     return LossOutput(loss, {"loss": loss})

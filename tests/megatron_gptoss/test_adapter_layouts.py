@@ -1,4 +1,4 @@
-"""Two gloo processes under every kind of parallelism train adapters exactly as one process does."""
+"""Two gloo ranks train adapters like one process under every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context": {"context": 2},
 }
 PACKED = {"expert, four bits", "tensor, four bits", "tensor+expert, grouped"}
-"""Layouts whose base is held in MXFP4."""
+"""Layouts whose base is stored in MXFP4."""
 Gradients = dict[str, torch.Tensor]
 
 
 def local_gradients(trainer: PolicyTrainer) -> dict[str, tuple[torch.Tensor, int | None]]:
-    """By name of the factor: the gradient of the last step, and the dimension that is split."""
+    """Return (gradient of the last step, split dimension) by factor name."""
     gradients = {}
     for name, adapter in single_adapters(trainer.module):
         for factor, gradient in adapter.gradients.items():
@@ -70,7 +70,7 @@ def train(
 ) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
-        # experts' products as GPUs have them
+        # expert GEMMs as on GPUs
         model = adapted_model(
             parallel, dtype=dtype, quantization=quantization, moe_grouped_gemm=grouped
         )
@@ -121,7 +121,7 @@ def one_rank() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
-    """One process in float64."""
+    """Train one process in float64."""
     with float64_training():
         return train(ParallelConfig(), 0, free_port(), dtype=torch.float64)
 
@@ -158,8 +158,8 @@ def test_every_gradient_equals_that_of_one_process(
             allowed = rounding_error(wanted, exact["gradients"][step][name][0])
             assert 0 < allowed < 1e-3 * scale, name
             if step > 0:
-                # Adam's first update is about the sign of a gradient. Rounding may turn those that
-                # are almost 0, others in each layout.
+                # Adam's first update depends mainly on the sign of a gradient. Rounding flips signs
+                # of gradients near 0, and differently in each layout.
                 allowed = 2e-3 * scale
             if split is not None and tensor_ranks > 1:
                 wanted = wanted.chunk(tensor_ranks, split)[rank[layout]["tensor rank"]]
@@ -193,8 +193,10 @@ RELAY: list[tuple[ParallelConfig, Quantization | None]] = [
     (ParallelConfig(world_size=2, tensor=2, expert=2), None),
     (ParallelConfig(world_size=2, expert=2), None),
 ]
-"""Layouts of a run that changes its layout after every two steps, and formats of its base. All layouts
-have a separate optimizer for experts."""
+"""Layouts of one run, with a change after every two steps, and formats of its base.
+
+All layouts have a separate optimizer for experts.
+"""
 
 
 def run_relay(rank: int, ports: list[int], root: Path) -> list[dict[str, Any]]:

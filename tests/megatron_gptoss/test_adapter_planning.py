@@ -108,20 +108,21 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     adapters = ADAPTER.num_parameters(GPT_OSS_20B)
     memory = predict(inputs)
     assert memory.gradients == 4 * adapters
-    assert memory.optimizer == 10 * adapters  # 2 bytes that complete the weight, two moments
+    assert memory.optimizer == 10 * adapters  # 2 bytes of the master weight, two moments
 
     start = account(inputs, H200).phase("start").trainer
-    not_yet = merged_weight_bytes(GPT_OSS_20B, inputs.parallel)  # nothing has been merged
+    not_yet = merged_weight_bytes(GPT_OSS_20B, inputs.parallel)  # nothing is merged at the start
     assert start == memory.weights - not_yet + memory.gradients + 2 * adapters
     saved = account(inputs, H200).phase("checkpoint").trainer - memory.resting
-    # a bucket, which a factor of all experts of a layer fills: the largest parameter
+    # A bucket of gathered state. A factor of all experts of a layer, the largest parameter, fills
+    # it.
     assert saved == 2 * 4 * (40_000_000 + 32 * 8 * 5760)
 
 
 def test_expert_parallel_ranks_share_experts_and_their_adapters() -> None:
     one = predict(inputs_of(GPT_OSS_120B))
     four = predict(inputs_of(GPT_OSS_120B, world_size=4, expert=4))
-    # Experts and their biases are shared out; attention, routers and vocabulary are not.
+    # Experts and their biases are sharded. Attention, routers and vocabulary are not.
     base = (60.91 + 0.08) / 4 + 4.25
     assert four.weights / 1e9 == pytest.approx(base + 1.59 + 0.31, abs=0.02)
     assert one.gradients / four.gradients == pytest.approx(3.5, abs=0.1)
@@ -215,7 +216,7 @@ def test_measured_times_of_merging_are_predicted_within_eight_percent(
     quantization: Quantization | None, expert_rank: int, milliseconds: float
 ) -> None:
     adapter = AdapterConfig(rank=32, expert_rank=expert_rank, targets=("experts",))
-    # a layer merges for the forward and again for the backward pass
+    # a layer merges in the forward and again in the backward pass
     measured = 2 * milliseconds / 1000
     step = predicted_step(quantization, adapter, layers=1)
     assert step.merging == pytest.approx(measured, rel=0.08)
@@ -231,7 +232,7 @@ def test_every_rank_is_a_multiply_add_for_every_value_made_twice() -> None:
     assert merging[64] - merging[32] == pytest.approx(2 * values * 8 / MERGE_RATE)
     assert merging[128] - merging[64] == pytest.approx(2 * values * 16 / MERGE_RATE)
 
-    # without adapters of experts their base is still dequantised
+    # without adapters for experts, their base is still dequantized
     dequantising = predicted_step(adapter=AdapterConfig(targets=("o",))).merging
     assert 0 < dequantising < merging[32]
     dense = predicted_step(None, adapter=AdapterConfig(targets=("o",))).merging
@@ -246,7 +247,7 @@ def test_full_training_merges_nothing_and_computes_all_gradients() -> None:
     trained = ADAPTER.num_parameters(GPT_OSS_20B) / GPT_OSS_20B.num_parameters
     assert adapted.optimizer == pytest.approx(full.optimizer * trained)
 
-    # The gradients of factors read what every product read and gave, twice.
+    # The gradients of factors read the inputs and outputs of every GEMM twice.
     of_experts = 4 * (2880 + 5760 + 2880 + 2880)
     of_attention = 2880 + 5120 + 4096 + 2880
     read = 24 * 16_384 * 2 * 2 * (of_experts + of_attention)
@@ -254,11 +255,11 @@ def test_full_training_merges_nothing_and_computes_all_gradients() -> None:
 
 
 def test_the_measured_work_of_a_gpu_is_predicted_within_ten_percent() -> None:
-    # by the profiler; the step took 1.129 s, because the host did not keep up
+    # profiler time; the step took 1.129 s, because the host was too slow
     assert predicted_step().total == pytest.approx(0.88, rel=0.1)
 
 
-# -- memory that was measured --------------------------------------------------------------------
+# -- measured memory -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_measured_peaks_are_predicted_within_five_percent(
 
 
 def test_the_measured_peak_of_the_120b_on_two_gpus_is_predicted_within_three_percent() -> None:
-    """24 November 2026, likely without FlashAttention; 2.7 GB of the account are values that it keeps."""
+    """The run probably had no FlashAttention, which keeps 2.7 GB of the estimate."""
     inputs = inputs_of(GPT_OSS_120B, world_size=2, expert=2, recompute=("moe_act", "layernorm"))
     assert predict(inputs).total / 1e9 == pytest.approx(104.5, rel=0.03)
 

@@ -167,7 +167,7 @@ def test_each_target_learns_alone(targets: tuple[str, ...]) -> None:
 
 
 def test_every_adapter_is_called() -> None:
-    # The distributed optimizer gathers a module's parameters when the module is called.
+    # The distributed optimizer gathers the parameters of a module when the module is called.
     model = adapted_model(ParallelConfig())
     called = set()
     for name, adapter in named_adapters(model):
@@ -196,7 +196,7 @@ def test_a_base_in_four_bits_trains_to_the_same_bits(targets: tuple[str, ...]) -
     if "experts" in targets:
         assert packed_losses == dense_losses
     else:
-        # the frozen experts of a dense base are Megatron's
+        # Megatron computes the frozen experts of a dense base
         assert packed_losses == pytest.approx(dense_losses, rel=1e-6)
 
     adapters = dict(named_adapters(dense))

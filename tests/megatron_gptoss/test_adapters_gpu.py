@@ -35,7 +35,7 @@ from tests.support.megatron_gptoss.reference import (
 
 pytestmark = pytest.mark.gpu
 
-# full width; all experts active, or a token routed differently would hide everything else
+# full width; all experts are active, because a different routing would hide other errors
 WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
 ADAPTER = AdapterConfig(
     rank=8, alpha=12, expert_rank=4, targets=("q", "k", "v", "o", "experts", "router")
@@ -53,7 +53,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def base() -> dict[str, torch.Tensor]:
-    """bf16 weights by Hugging Face name, the experts' with values that MXFP4 can hold."""
+    """Return bf16 weights by Hugging Face name. Expert weights have values of MXFP4."""
     with torch.device("cuda"):
         weights = hf_model(WIDE, std=0.02).state_dict()
     for name, tensor in weights.items():
@@ -85,14 +85,14 @@ def adapted(
 
 
 def plain(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Full training in bf16."""
+    """Build a model for full training in bf16."""
     model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
     load_hf_weights(model, WIDE, weights.__getitem__)
     return model
 
 
 def exact_model(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """transformers in fp32."""
+    """Build the transformers model in fp32."""
     with torch.device("cuda"):
         model = hf_model(WIDE)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
@@ -108,7 +108,7 @@ def exact_scores(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def exact_gradients(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By name of an adapted layer's weight."""
+    """Return gradients by weight name of the adapted layers."""
     model = exact_model(weights)
     with torch.device("cuda"):
         hf_loss(model, SAMPLES).backward()
@@ -147,7 +147,7 @@ def test_grouped_products_are_those_of_each_expert(rows: list[int], rank: int) -
     b = draw(8, 5760, rank) / 50
     narrow = draw(total, rank)
 
-    # garbage where an allocation may land, for products that leave out an expert
+    # NaN in freed memory shows an expert GEMM that leaves out an expert
     torch.full((8 * 5760 * 2880,), torch.nan, device="cuda", dtype=torch.bfloat16)
     found = {
         "x W^T + bias": grouped_products.multiply_by_weights(x, weights, rows, biases),
@@ -157,7 +157,7 @@ def test_grouped_products_are_those_of_each_expert(rows: list[int], rank: int) -
         "dB": grouped_products.outer_products(grad, narrow, rows),
         "dA": grouped_products.outer_products(narrow, x, rows),
     }
-    # the same functions take one expert after the other in fp64
+    # the same functions process experts in sequence in fp64
     wide = {"x": x, "grad": grad, "weights": weights, "biases": biases, "a": a, "b": b}
     wide = {name: tensor.double() for name, tensor in wide.items()}
     expected = {
@@ -210,7 +210,7 @@ def test_gradients_are_those_of_the_explicit_merged_weights(
     ours = trainer(model)
     ours.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
 
-    # for how far off full training in bf16 is
+    # full training in bf16 gives the error to compare with
     full_training = trainer(plain(weights))
     full_training.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
     in_bf16 = {
@@ -233,7 +233,7 @@ def test_gradients_are_those_of_the_explicit_merged_weights(
 
 
 def sequential_name(name: str) -> str:
-    """The name of a grouped expert's weight as adapters' layers have it."""
+    """Return the name of a grouped expert's weight in layers with adapters."""
     return re.sub(
         r"\.experts\.(linear_fc\d)\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name
     )
@@ -309,7 +309,7 @@ def test_a_packed_model_never_holds_its_experts_in_bf16() -> None:
     others = sum(p.numel() * p.element_size() for p in model.parameters())
     assert blocks < 0.27 * in_bf16
     assert held < 1.05 * (blocks + others)
-    # one layer is arranged at a time
+    # only one layer is rearranged at a time
     assert peak - held < blocks / 3
 
 
@@ -326,7 +326,7 @@ def test_a_resumed_trainer_continues(base: dict[str, torch.Tensor], tmp_path: Pa
     steps(first)
     save_checkpoint(tmp_path, first, 2, {"step": 2})
     expected = steps(first)
-    # the same base, dense, and other adapters
+    # the same base in dense format, with different adapters
     model = adapted(base, None)
     initialize_adapters(model, seed=1)
     other = trainer(model)

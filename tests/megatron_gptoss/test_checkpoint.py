@@ -91,8 +91,8 @@ def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {})
     settings = {"lr": 3e-4, "weight_decay": 0.2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3}
-    policy.config = policy.config.model_copy(update={"weight_decay": 0.2})  # which every step sets
-    for group in policy.optimizer.param_groups:  # what torch's Adam reads, set by hand
+    policy.config = policy.config.model_copy(update={"weight_decay": 0.2})  # every step sets it
+    for group in policy.optimizer.param_groups:  # torch's Adam reads these
         group |= {"betas": (0.5, 0.7), "eps": 1e-3}
     expected = steps(policy, 3)
     other = trainer(seed=1, dtype=dtype, **settings)
@@ -109,7 +109,7 @@ def test_a_master_weight_is_put_together_from_its_halves() -> None:
     lower = bits.astype(np.uint16).view(np.int16)
     upper = (bits >> 16).astype(np.uint16) + (
         lower < 0
-    )  # as the optimizer rounds: up where the upper bit is lost
+    )  # like the optimizer: rounded up if the upper bit is lost
     weight = torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
     assert torch.equal(lower_half(master), torch.from_numpy(lower))
     assert torch.equal(master_weight(weight, torch.from_numpy(lower)), master)
@@ -121,7 +121,7 @@ def test_offloaded_state_learns_and_resumes_as_any_other(tmp_path: Path) -> None
     assert steps(half, 2) == expected[:2]
     total = sum(parameter.numel() for parameter in half.module.parameters())
     resting = sum(x.numel() for (_, name), x in half.offloaded._host.items() if name == "exp_avg")
-    assert 0.5 <= resting / total < 0.75  # whole parameters
+    assert 0.5 <= resting / total < 0.75  # offload moves whole parameters
     save_checkpoint(tmp_path, half, 2, {})
     other = trainer(seed=1, offload=1)
     load_checkpoint(latest_checkpoint(tmp_path), other)
@@ -146,7 +146,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     disk_is_free = threading.Event()
     steps(policy, 2)
     checkpoint_writer.WRITER.submit(disk_is_free.wait)
-    (tmp_path / "step_000001.partial").mkdir()  # of an attempt that was killed
+    (tmp_path / "step_000001.partial").mkdir()  # left by a killed attempt
     writer.start(policy, 2, {"step": 2})
     expected = steps(policy, 3)
     writer.finish(block=False)
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(
 def test_a_full_disk_is_named_whatever_megatron_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an error in one of its threads it may pass on the class alone."""
+    """Megatron reports errors of its threads only by their class."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Worker failure: error: <class 'OSError'>")
@@ -218,7 +218,7 @@ def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
     save_checkpoint(tmp_path, policy, 1, {"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # of every file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # limit per file
         writer.start(policy, 2, {"step": 2})
         steps(policy, 1)
         with pytest.raises(CheckpointError, match="step_000002 could not be written"):
@@ -236,14 +236,14 @@ def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
 
 
 class Killed(BaseException):
-    """The process is gone: nothing that handles errors runs."""
+    """Exit of the process. No error handler catches it."""
 
 
 class FailingCalls:
-    """Counts what the writer does to names and files, and fails at one of these calls, before or
-    after it is done.
+    """Counts the writer's file operations, and fails before or after a given one.
 
-    A deletion that is killed has deleted half of the directory."""
+    A killed deletion has deleted half of the directory.
+    """
 
     CALLS = (
         (Path, "rename"),
@@ -299,7 +299,7 @@ def test_step_saved_again_leaves_complete_checkpoint_at_any_end(
     done_first: bool,
     can_exchange: bool,
 ) -> None:
-    """The process ends at every call between the last byte of data and the end of ``finish``."""
+    """The process exits at every call between the last byte of data and the end of ``publish``."""
     if not can_exchange:
         monkeypatch.setattr(new_directory, "exchange_names", lambda a, b: False)
     policy = trainer()
@@ -326,7 +326,7 @@ def test_step_saved_again_leaves_complete_checkpoint_at_any_end(
             next(attempt for attempt, files in attempts.items() if content(newest) == files)
         )
 
-        # the next process saves that step again over whatever it finds
+        # the next process saves the step again
         clean_up_after_crash(root)
         shutil.copytree(made / "2/step_000002", root / "step_000002.partial")
         publish(root / "step_000002", keep=2)
@@ -356,7 +356,7 @@ def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(
 def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_newest(
     tmp_path: Path,
 ) -> None:
-    """A run whose ``latest`` was set back by hand goes on from an earlier step."""
+    """A run whose ``latest`` was set by hand continues from an earlier step."""
     policy = trainer()
     for step in (80, 100):
         save_checkpoint(tmp_path, policy, step, {"step": step})
@@ -369,7 +369,7 @@ def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_
 def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when another rank fails after this one has begun to write."""
+    """Another rank fails after this rank has begun to write."""
     policy = trainer()
     submit = checkpoint_writer.WRITER.submit
 

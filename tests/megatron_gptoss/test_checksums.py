@@ -1,4 +1,4 @@
-"""Checkpoints notice damage, and there is a complete one whenever the process ends."""
+"""Checkpoints detect damage, and a complete one exists whenever the process ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FILES = {
     "metadata.json",
     "training_state.json",
 }
-"""Of a checkpoint of one rank, but for the checksums themselves."""
+"""Files of a checkpoint of one rank, without the checksums."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +68,7 @@ def policy() -> PolicyTrainer:
 
 @pytest.fixture(scope="module")
 def saved(policy: PolicyTrainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of two steps."""
+    """Save the checkpoints of two steps."""
     root = tmp_path_factory.mktemp("saved")
     batch = build_batch(documents([20, 13]))
     for step in (1, 2):
@@ -170,11 +170,11 @@ def test_earlier_checkpoints_are_the_complete_ones_of_lower_steps(root: Path) ->
 # -- the end of the process ------------------------------------------------------------------------
 
 CALLS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.truncate"}
-"""What Python tells its audit hooks of calls that change files, before it makes them."""
+"""Audit events of Python for calls that change files. They are sent before the call."""
 
 
 def save_and_die(root: Path, save: _PendingSave, call: int) -> None:
-    """Seal and publish a checkpoint, and end this process in front of the ``call``-th call."""
+    """Seal and publish a checkpoint, and exit before the ``call``-th call."""
     count = 0
 
     def count_call() -> None:
@@ -196,7 +196,7 @@ def save_and_die(root: Path, save: _PendingSave, call: int) -> None:
 
 
 def pending(root: Path, policy: PolicyTrainer, step: int, attempt: int) -> _PendingSave:
-    """A save whose data files all ranks have written."""
+    """Prepare a save whose data files have been written by all ranks."""
     final = root / f"step_{step:06d}"
     clean_up_after_crash(root)
     shutil.copytree(root / "data", partial_name(final), copy_function=os.link)
@@ -212,7 +212,7 @@ def test_complete_checkpoint_exists_when_process_ends_at_any_call(
     policy: PolicyTrainer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step that is saved again (2), or a further one (3)."""
+    """The cases save step 2 again or save step 3."""
     if not can_exchange:
         monkeypatch.setattr(new_directory, "exchange_names", lambda a, b: False)
     data = root / "data"
@@ -236,7 +236,7 @@ def test_complete_checkpoint_exists_when_process_ends_at_any_call(
         assert damage_in(newest) is None, call
         found.append(json.loads((newest / "training_state.json").read_text()))
 
-        # The next process saves that step over whatever it finds.
+        # The next process saves the step again.
         save = pending(root, policy, step, attempt=8)
         save.seal({})
         publish(save.final, keep=2)
@@ -258,7 +258,7 @@ def load_state(path: Path) -> Any:
 
 
 class Order:
-    """A pickle that calls a function of its writer's choice when it is loaded."""
+    """Pickle that calls a chosen function when it is loaded."""
 
     def __init__(self, witness: Path) -> None:
         self.witness = witness
@@ -285,13 +285,13 @@ def test_a_pickle_in_the_metadata_is_named_and_not_run(
         MegatronCheckpoint(path)
     assert not witness.exists()
     pickle.loads(pickle.dumps(metadata))
-    assert witness.exists()  # that is what would have happened
+    assert witness.exists()  # the function runs without the protection
 
 
 def test_a_pickle_in_an_object_of_the_data_is_not_run(
     root: Path, policy: PolicyTrainer, tmp_path: Path
 ) -> None:
-    """The optimizer's groups are an object, which torch would load whatever it is."""
+    """The optimizer's groups are an object, which torch loads in any case."""
     path = latest_checkpoint(root)
     witness = tmp_path / "was_run"
     with open(path / ".metadata", "rb") as file:
@@ -327,7 +327,7 @@ def test_a_data_file_outside_the_directory_is_named(root: Path, policy: PolicyTr
 
 
 def test_blocks_that_read_data_only_take_turns_in_threads() -> None:
-    """The first to leave would otherwise give the other one torch's own loaders, which run any pickle."""
+    """Otherwise, the first exit would restore torch's loaders for the second. They run pickles."""
     loaders: list[object] = []
 
     def load() -> None:

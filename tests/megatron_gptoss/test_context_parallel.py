@@ -80,7 +80,7 @@ def test_ranks_get_equal_attention_work(ranks: int, tokens: int) -> None:
         draw = random.Random(seed)
         lengths = []
         left = tokens
-        while left:  # agent episodes: most short, some very long
+        while left:  # agent episodes: most are short, some very long
             lengths.append(
                 min(int(draw.lognormvariate(draw.choice([5.5, 6.5, 7.5]), 1)) + 20, left)
             )
@@ -118,7 +118,7 @@ PACKS = [
     [30, 1, 1, 5, 29, 3, 3, 8],
     [9, 1, 2, 40, 1, 7, 4],
     [1] * 8,
-    [3, 5],  # runs of one token, shorter than the windows
+    [3, 5],  # segments of one token, shorter than the windows
     *[[random.Random(seed).choice([1, 2, 5, 17, 60]) for _ in range(9)] for seed in range(4)],
 ]
 CASES = [
@@ -152,7 +152,7 @@ def four_ranks() -> list[Any]:
 
 
 def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
-    """Largest error of O and all gradients relative to the allowed rounding, per scheme."""
+    """Return the largest error of O and gradients relative to the bound, per scheme."""
     worst: dict[str, float] = {}
     for lengths in PACKS:
         layout = layout_of(lengths, ranks)
@@ -186,7 +186,7 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
                 *local, layout, dist.group.WORLD, window, HEAD_SIZE**-0.5, scheme=scheme
             )
             got = [out, *torch.autograd.grad(out, local, grad_o[part])]
-            dist.all_reduce(got[-1])  # each rank has its share of the sinks' gradient
+            dist.all_reduce(got[-1])  # each rank has a part of the sinks' gradient
 
             names = ("o", "dq", "dk", "dv", "dsinks")
             for name, x, y, bound in zip(names, got, want, allowed, strict=True):
@@ -203,7 +203,7 @@ def test_every_scheme_equals_one_rank(ranks: str, request: pytest.FixtureRequest
             assert error <= 1, name
 
 
-# -- what is sent --------------------------------------------------------------------------------
+# -- messages ------------------------------------------------------------------------------------
 
 
 WINDOW = 32
@@ -211,10 +211,9 @@ LENGTHS = [1024, 4096, 8192]
 
 
 def count_bytes(rank: int, ranks: int) -> dict[int, int]:
-    """Bytes that this rank sends to others in forward and backward of a window layer, per length
-    of the one sequence.
+    """Return the bytes that this rank sends in forward and backward of a window layer, by length.
 
-    Whatever else would communicate is taken away.
+    Each length is a batch with one sequence. Other collectives are removed, so a call fails.
     """
     exchange = dist.all_to_all_single
     sent = []
@@ -263,8 +262,8 @@ def test_a_window_layer_sends_its_window_however_long_the_sequence(
     for ranks in (two_ranks, four_ranks):
         for _, counts in ranks:
             assert len(set(counts.values())) == 1, "O(window), not O(tokens)"
-    # two ranks hold chunks 0 and 3, and 1 and 2, which are one run: one border each way. Of what
-    # comes in over a border forward, the gradient goes out backward.
+    # Two ranks hold chunks 0 and 3, and chunks 1 and 2 without a gap. Each rank sends one border
+    # forward. The gradients of received borders return in the backward pass.
     assert [counts[8192] for _, counts in two_ranks] == [2 * border] * 2
     # four ranks: seven borders, one of them between chunks 3 and 4 of the same rank
     assert sum(counts[8192] for _, counts in four_ranks) == 2 * 6 * border
@@ -275,7 +274,7 @@ def test_a_window_layer_sends_its_window_however_long_the_sequence(
     assert predicted.bytes_sent == max(counts[8192] for _, counts in four_ranks)
 
 
-# -- what is chosen ------------------------------------------------------------------------------
+# -- choice of scheme ----------------------------------------------------------------------------
 
 
 def test_window_layers_take_the_halo_and_any_number_of_ranks_has_a_scheme() -> None:

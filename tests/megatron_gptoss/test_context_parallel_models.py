@@ -1,4 +1,4 @@
-"""Whole models under context parallelism have the gradients and log-probs of one rank.
+"""Models under context parallelism have the gradients and log-probs of one rank.
 
 Context parallelism runs alone and with every other kind of parallelism.
 """
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context 2, expert 4": {"context": 2, "expert": 4},
     "context 2, pipeline 2": {"context": 2, "pipeline": 2},
 }
-# four ranks' runs are shorter than this window, two ranks' are longer
+# the segments of four ranks are shorter than this window, and those of two ranks are longer
 WINDOWED: GptOssModelConfig = TINY.model_copy(update={"sliding_window": 16})
 FORCED = {"context_scheme_full": "all_gather", "context_scheme_window": "halo"}
 
@@ -49,7 +49,7 @@ FORCED = {"context_scheme_full": "all_gather", "context_scheme_window": "halo"}
 def gradients(
     parallel: ParallelConfig, rank: int, port: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """All gradients by Hugging Face name (on rank 0), and the log-probs of every sample."""
+    """Return all gradients by Hugging Face name (on rank 0) and the log-probs of every sample."""
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(WINDOWED, parallel, dtype)
@@ -85,7 +85,7 @@ def one_rank() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
-    """One rank in float64."""
+    """Train one rank in float64."""
     with float64_training():
         return gradients(ParallelConfig(), 0, free_port(), torch.float64)
 

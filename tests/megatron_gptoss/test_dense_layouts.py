@@ -1,4 +1,4 @@
-"""Dense decoders train under every layout as one process does, and checkpoints change layouts."""
+"""Dense decoders train like one process in every layout, and checkpoints change layouts."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def train(
     resume: Path | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Losses and gradient norms of a few steps, gradients of the last and the scores after it.
+    """Return losses and gradient norms of several steps, final gradients and final scores.
 
-    ``save_under``: gets a checkpoint after half of them; ``resume``: such a checkpoint, after which
-    only the other half remains.
+    Args:
+        save_under: directory that gets a checkpoint after half of the steps.
+        resume: such a checkpoint. Only the other half of the steps then runs.
     """
     config = MODELS[name]
     distributed.initialize(parallel, rank, port=port)
@@ -125,7 +126,7 @@ def one_rank() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
-    """One process in float64."""
+    """Train one process in float64."""
     with float64_training():
         return {
             name: train(name, ParallelConfig(), 0, free_port(), dtype=torch.float64)
@@ -172,7 +173,7 @@ COMBINED: dict[str, dict[str, int]] = {
     "tensor, context, data": {"tensor": 2, "context": 2},
     "interleaved, context, data": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
 }
-"""On eight ranks: every pair of the four ways, and the three that cut a sample."""
+"""Layouts of 8 ranks: every pair of the 4 kinds, and the 3 that split a sample together."""
 
 
 def train_combined_layouts(rank: int, ports: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Dense decoders have the logits and gradients of transformers, and need each of their features."""
+"""Dense decoders have the logits and gradients of transformers, and need all of their features."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_rank() -> Iterator[None]:
 
 
 def megatron(config: DenseModelConfig, built: Any = None, **overrides: object) -> torch.nn.Module:
-    """The weights of ``config`` in a model of it, or of ``built``."""
+    """Load the weights of ``config`` into a new model of it, or into a model of ``built``."""
     model = build_model(built or config, ParallelConfig(), torch.float32, **overrides)
     load_hf_weights(model, built or config, dense_weights(config).__getitem__)
     return model.eval()
@@ -64,7 +64,7 @@ def logits(model: torch.nn.Module, samples: Any = SAMPLES) -> torch.Tensor:
 
 
 def exact_reference(config: DenseModelConfig) -> tuple[Any, torch.Tensor]:
-    """Return the model of transformers in float64, with the gradients of ``hf_loss``, and its logits."""
+    """Return transformers' float64 model with the gradients of ``hf_loss``, and its logits."""
     reference = dense_hf_model(config).double()
     with float64_everywhere():
         with torch.no_grad():
@@ -119,7 +119,7 @@ def test_gradients_match_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "llama 3's rope"])
 def test_in_float64_logits_and_gradients_are_those_of_transformers(name: str) -> None:
-    """Nothing but rounding is between the two: thirteen digits are equal."""
+    """In float64 the difference is only rounding, so 13 digits are equal."""
     config = MODELS[name]
     reference = dense_hf_model(config).double()
     with float64_everywhere():
@@ -198,7 +198,7 @@ def test_parity_fails_without(part: str) -> None:
 
 
 def test_a_model_without_sinks_has_none_and_scores_of_any_size_are_right() -> None:
-    """Minus infinity is no key: a large negative number would take attention from lower scores."""
+    """The sink logit must be minus infinity. A large negative number would affect lower scores."""
     model = megatron(LLAMA)
     assert not any("softmax_offset" in name for name, _ in model.named_parameters())
     row = PackedSequence.of(build_batch(SAMPLES.take([0])))
@@ -206,7 +206,7 @@ def test_a_model_without_sinks_has_none_and_scores_of_any_size_are_right() -> No
 
     query = torch.full((33, 8, 12), 100.0)
     value = torch.randn(33, 2, 12)
-    # Scores of -40,000 or so, lower than any number that one would take for "no sink".
+    # The scores are about -40,000, below any plausible number for "no sink".
     out = attention(query, torch.full((33, 2, 12), -100.0), value, packed_seq_params=row)
     assert torch.allclose(out[0], value[0].repeat_interleave(4, 0).flatten())
 

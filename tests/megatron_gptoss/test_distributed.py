@@ -1,4 +1,4 @@
-"""Joining and leaving process groups."""
+"""Process groups: joining and leaving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, m
 
 
 def native_threads() -> int:
-    """Count the threads of this process, those of libraries included."""
+    """Return the number of threads of this process, including those of libraries."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
@@ -29,12 +29,12 @@ def train_and_leave() -> None:
     batch = build_batch(documents([20, 13]))
     PolicyTrainer(model, OptimizerConfig()).train_step([batch], mean_cross_entropy(31), 1e-3)
     del model
-    gc.freeze()  # as a trainer rank does after its first update
+    gc.freeze()  # a trainer rank does this after its first update
     distributed.shutdown()
 
 
 def threads_after_trainings(rank: int) -> tuple[int, int]:
-    """After the first and after the fourth."""
+    """Return the thread counts after the first and after the fourth training."""
     train_and_leave()
     after_first = native_threads()
     for _ in range(3):
@@ -43,7 +43,7 @@ def threads_after_trainings(rank: int) -> tuple[int, int]:
 
 
 def test_a_process_that_joins_again_and_again_keeps_no_threads() -> None:
-    """Or a process of many runs, such as that of these tests, has thousands in the end."""
+    """A process with many runs, such as the test process, would otherwise have thousands."""
     ((after_first, after_fourth),) = run_distributed(
         threads_after_trainings, 1, keeps_imports_frozen=False
     )

@@ -56,13 +56,13 @@ SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 STEPS = 5
 SAVED = 3
 BUCKET = 8000
-"""Parameters that fill a bucket."""
+"""Number of parameters that fill a bucket."""
 LOADED = 120_000
-"""Bytes of optimizer state that are loaded at a time: of a whole rank it is some megabytes."""
+"""Bytes of optimizer state that are loaded at a time. The state of a rank has some megabytes."""
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW as Transformer Engine computes it, with its quirks around ``state_dict``."""
+    """AdamW of Transformer Engine with its special behavior of ``state_dict``."""
 
     def __init__(
         self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, master_weight_dtype: Any = None,
@@ -138,8 +138,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def as_on_a_gpu() -> None:
-    """From now on this process's trainers have the distributed optimizer, buckets, and the Adam
-    above."""
+    """Give the trainers of this process the distributed optimizer, buckets and ``FusedAdam``."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     for name in (
@@ -173,16 +172,16 @@ def as_on_a_gpu() -> None:
 
 @dataclass
 class SaveMemory:
-    """Bytes of host memory on one rank."""
+    """Bytes of host memory on one rank during a save."""
 
     gathered: int
-    """What is there of the optimizer's state when it has been gathered."""
+    """Gathered optimizer state."""
     gathering: int
-    """The most while it is."""
+    """Peak during the gathering."""
     written: int
-    """What is there while the checkpoint is written, weights included."""
+    """State and weights during the write of the checkpoint."""
     saving: int
-    """The most until then."""
+    """Peak before the write."""
 
 
 def train(
@@ -193,8 +192,7 @@ def train(
     resume: Path | None = None,
     offload: float = 0.0,
 ) -> tuple[list[float], int, SaveMemory | None]:
-    """Losses of the steps, how many buckets of the model have a gap behind them, and the memory of a
-    save."""
+    """Return losses, the number of buckets followed by a gap, and the memory of a save."""
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(TINY, parallel, torch.bfloat16)
@@ -229,7 +227,7 @@ def train(
 
 @contextmanager
 def counted_empty_tensors() -> Iterator[list[int]]:
-    """Collect the elements of the tensors for which Megatron's optimizer calls ``torch.empty``."""
+    """Collect the sizes of the tensors for which Megatron's optimizer calls ``torch.empty``."""
     made: list[int] = []
     torch_empty = torch.empty
 
@@ -247,7 +245,7 @@ def counted_empty_tensors() -> Iterator[list[int]]:
 
 
 def memory_of_load(checkpoint: Path, policy: trainer.PolicyTrainer) -> None:
-    """Load a checkpoint, and check that it takes little memory besides what is there afterwards."""
+    """Load a checkpoint, and check that this takes little additional memory."""
     weights = sum(parameter.nbytes for parameter in policy.module.parameters())
     gc.collect()
     # The second rank has fewer parts than the first.
@@ -258,14 +256,14 @@ def memory_of_load(checkpoint: Path, policy: trainer.PolicyTrainer) -> None:
         gc.collect()
         kept = loading.live
 
-    # The weights are loaded beside those that they replace; all of the optimizer's state were six
-    # times as much.
+    # The load temporarily holds new and old weights. The complete optimizer state would be 6 times
+    # larger.
     largest = max(12 * parameter.numel() for parameter in policy.module.parameters())
     assert loading.peak - kept < weights + limit + largest
 
 
 def memory_of_save(policy: trainer.PolicyTrainer, root: Path) -> SaveMemory:
-    """Save a checkpoint and count what that takes."""
+    """Save a checkpoint, and return the memory that the save needs."""
     gc.collect()
     with Allocations() as gathering:
         state = trainer_state(policy, is_loading=False)
@@ -273,8 +271,8 @@ def memory_of_save(policy: trainer.PolicyTrainer, root: Path) -> SaveMemory:
         gathered = gathering.live
     del state
 
-    # On a GPU's machine Megatron's copies are on the host already. Here it copies weights, too: they
-    # are parts of a buffer.
+    # With a GPU, Megatron's copies are on the host already. Here it would also copy weights,
+    # because they are parts of a buffer.
     copy_to_host = checkpoint_writer._copy_to_host
     checkpoint_writer._copy_to_host = lambda file: file
     writer = checkpoint_writer.CheckpointWriter(root)
@@ -290,7 +288,7 @@ def memory_of_save(policy: trainer.PolicyTrainer, root: Path) -> SaveMemory:
 
 
 def check_gathers_what_megatron_does(policy: trainer.PolicyTrainer, rank: int) -> None:
-    """Compare what is gathered to be written with what Megatron by itself gathers."""
+    """Compare the gathered tensors with those that Megatron gathers."""
     tensors = tensors_to_write(policy)
     gather_on_writing_ranks = checkpoint_state.gather_on_writing_ranks
     checkpoint_state.gather_on_writing_ranks = lambda _: nullcontext()  # type: ignore[assignment]
@@ -306,7 +304,7 @@ def check_gathers_what_megatron_does(policy: trainer.PolicyTrainer, rank: int) -
 
 
 def tensors_to_write(policy: trainer.PolicyTrainer) -> dict[Any, torch.Tensor]:
-    """Return the optimizer's tensors that this rank writes, by name and place."""
+    """Return the optimizer's tensors that this rank writes, by name and offset."""
     state = trainer_state(policy, is_loading=False)["optimizer"]
     return {
         (sharded.key, sharded.global_offset): sharded.data
@@ -316,7 +314,7 @@ def tensors_to_write(policy: trainer.PolicyTrainer) -> dict[Any, torch.Tensor]:
 
 
 def check_all_rests(policy: trainer.PolicyTrainer) -> None:
-    """Check that all state is where it rests, before any step."""
+    """Check that the offloaded state is on the host before any step."""
     for chained in policy.optimizer.chained_optimizers:
         for parameter, state in chained.optimizer.state.items():
             assert set(state) == {"exp_avg", "exp_avg_sq", "master_param"}
@@ -361,7 +359,7 @@ def test_a_resumed_distributed_optimizer_continues_the_same_curve(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
-        assert rank["gaps"] > 2  # which Megatron would stumble over
+        assert rank["gaps"] > 2  # Megatron alone would fail with these gaps
         assert rank["losses"][-1] < rank["losses"][0] - 0.5
         assert rank["resumed"][0] == rank["losses"][SAVED:]
 
@@ -388,23 +386,23 @@ def test_experts_with_an_optimizer_of_their_own_resume_too(two_ranks: list[dict[
 def test_a_rank_needs_host_memory_for_what_it_writes(
     two_ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the plan of a run counts it, with this file's buckets."""
+    """The plan of a run predicts this memory. The test uses the buckets of this file."""
     monkeypatch.setattr(state_memory, "bucket_parameters", lambda _: BUCKET)
     for number, rank in enumerate(two_ranks):
         for parallel, memory in rank["memory"]:
             inputs = MemoryInputs(TINY, parallel, OptimizerConfig(), tokens=64)
             predicted = state_memory.host_memory_of_rank(inputs, number)
-            # Whole master weights are made on the GPU, a parameter's at a time; here on the host. And
-            # gloo's thread may hold what was sent last for a moment. Megatron by itself takes fifty
-            # times as much on the second rank.
+            # The master weights of one parameter at a time are made, here on the host instead of
+            # the GPU. gloo's thread may also still hold the last message. Megatron alone needs 50
+            # times more memory on the second rank.
             assert memory.gathering <= 2 * predicted
             if number == 0:
-                # Fp32 biases of routers are not two bytes.
+                # Router biases are fp32 and have no 2-byte part.
                 assert memory.written == pytest.approx(predicted, rel=0.01)
                 assert memory.saving < 1.02 * predicted, "nothing is there twice"
                 assert memory.gathered == pytest.approx(predicted * 12 / 14, rel=0.01)
 
-    # The second rank is no first rank of any group, but with its experts it is alone.
+    # The second rank is not the first of any group, except that it alone has its experts.
     (_, first), (_, first_apart) = two_ranks[0]["memory"]
     (_, second), (_, second_apart) = two_ranks[1]["memory"]
     assert second.gathered == second.written == 0
@@ -422,7 +420,7 @@ def test_a_tensor_that_was_not_gathered_is_named(monkeypatch: pytest.MonkeyPatch
         separate_tensors({"param_state": {0: {"exp_avg": main}}})
 
 
-# Widths that Transformer Engine takes; some 20 million parameters.
+# Transformer Engine supports these widths. The model has 20 million parameters.
 WIDE = GptOssModelConfig(
     num_layers=3, num_experts=8, experts_per_token=8, hidden_size=512, intermediate_size=512, num_attention_heads=16,
     num_key_value_heads=2, vocab_size=1024,
@@ -434,7 +432,7 @@ OFFLOADED = {"data": 0.0, "expert": 1.0, "tensor": 0.0}
 def train_on_two_gpus(
     rank: int, layout: str, port: int, root: Path, *, resumes: bool
 ) -> list[float]:
-    """Return the losses of the steps, before the checkpoint (which is made) or after it."""
+    """Return the losses of the steps before and after the checkpoint, or only after it."""
     os.environ["LOCAL_RANK"] = str(rank)
     parallel = ParallelConfig(world_size=2, **LAYOUTS_ON_GPUS[layout])
     distributed.initialize(parallel, rank, port=port)
@@ -475,7 +473,7 @@ def save_and_resume_on_two_gpus(
 
 @pytest.mark.gpu
 def test_two_gpus_gather_what_megatron_does_and_go_on_as_they_would_have(tmp_path: Path) -> None:
-    """Offloaded too: what is gathered then comes from host memory."""
+    """One layout is offloaded, so its gathered state comes from host memory."""
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than 2 GPUs")
     ports = [free_port() for _ in range(2 * len(LAYOUTS_ON_GPUS))]
@@ -483,7 +481,7 @@ def test_two_gpus_gather_what_megatron_does_and_go_on_as_they_would_have(tmp_pat
         for layout, (losses, resumed) in ranks.items():
             print(layout, losses, resumed)
             assert losses[-1] < losses[0] - 0.05, layout
-            # Sums of gradients may come in another order on a GPU.
+            # A GPU may sum gradients in another order.
             assert resumed == pytest.approx(losses[3:], rel=1e-4), layout
 
 

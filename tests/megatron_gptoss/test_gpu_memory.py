@@ -1,4 +1,4 @@
-"""Peaks by phase, over counters that a script gives instead of CUDA."""
+"""Peaks by phase, with scripted counters instead of CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_each_phase_has_its_own_peak_and_the_servers_that_it_met() -> None:
     gpu.allocate(-1000)
     gpu.give_back_cache()
     memory.enter("rollout")
-    gpu.others = 4000  # servers wake up, and go to sleep before anybody looks again
+    gpu.others = 4000  # servers wake up and sleep again before the next observation
     memory.observe()
     gpu.others = 900
     memory.enter("update")
@@ -45,7 +45,7 @@ def test_a_phase_that_comes_again_keeps_its_largest_peak_until_it_is_taken() -> 
     first = memory.take()
     assert first is not None and first.peaks["scoring"].allocated == 700
 
-    # What went on before is forgotten; the present phase goes on.
+    # Earlier phases are dropped, and the current phase continues.
     gpu.allocate(50)
     second = memory.take()
     assert second is not None
@@ -60,7 +60,7 @@ def test_what_was_given_back_is_not_counted_beside_the_servers_that_took_it() ->
     gpu.allocate(-5000)
     gpu.give_back_cache()
     memory.split()
-    gpu.others = 5500  # of 10,000: both would be 11,500
+    gpu.others = 5500  # of 10,000; the sum of both peaks would be 11,500
     measured = memory.take()
     assert measured is not None
     assert measured.peaks == {"resting": PhasePeak(allocated=6000, reserved=6000, gpu=6500)}

@@ -50,7 +50,7 @@ def bucket_sizes(stage: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.undo()
 
     assert wrapped.ddp_config.use_distributed_optimizer
-    # The routers' biases, which are fp32, have a buffer of their own.
+    # The fp32 biases of routers have a separate buffer.
     buffer = max(wrapped.buffers, key=lambda buffer: buffer.numel)
     return [bucket.numel_unpadded for bucket in buffer.buckets]
 

@@ -1,4 +1,4 @@
-"""Memory of the machine and of cgroups, read from files as the kernel writes them."""
+"""Memory of the machine and of cgroups, read from files in the kernel's format."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ UNLIMITED_V1 = 9223372036854771712
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of 100 GB, 60 of them free, with empty cgroup mounts."""
+    """Create a machine of 100 GB with 60 GB free and empty cgroup mounts."""
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "PROCESS", tmp_path / "process")
     memory = SimpleNamespace(total=100 * GB, available=60 * GB)
@@ -42,7 +42,7 @@ def test_memory_of_a_container_is_its_limit(machine: Path) -> None:
 
 
 def test_memory_of_a_slurm_job_is_the_limit_of_its_group(machine: Path) -> None:
-    """The limit stands at the job; the step below it has none."""
+    """The job's group has the limit, and the step's group below has none."""
     (machine / "process").write_text("0::/system.slice/job_7/step_0\n")
     job = machine / "cgroup/system.slice/job_7"
     limit(job / "step_0", "max", used=5 * GB)

@@ -45,7 +45,7 @@ def one_rank() -> Iterator[None]:
 def down_projection(linear: type[RowParallelLinear]) -> RowParallelLinear:
     config = build_transformer_config(TINY, ParallelConfig(), torch.float32)
     config.sequence_parallel = (
-        True  # as with tensor parallelism; the group itself has one rank here
+        True  # as with tensor parallelism, although the group has one rank here
     )
     return linear(
         8, 4, config=config, init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=True,
@@ -54,8 +54,8 @@ def down_projection(linear: type[RowParallelLinear]) -> RowParallelLinear:
 
 
 def test_expert_biases_are_not_marked_for_a_second_summation() -> None:
-    # finalize_model_grads sums parameters with this mark over tensor-parallel ranks: the gradient
-    # would be doubled
+    # finalize_model_grads sums parameters with this mark over tensor-parallel ranks, which would
+    # double the gradient
     assert down_projection(RowParallelLinear).bias.sequence_parallel is True
     assert down_projection(gpt_oss_layers.ExpertRowParallelLinear).bias.sequence_parallel is False
 

@@ -69,7 +69,7 @@ def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
     assert values.dtype == torch.float32
     exact = [x.double() for x in low]
     logits = exact[0] @ exact[1].t() / TEMPERATURE
-    # A log-prob has the error of its own logit, and of the others in the logarithm of the sum.
+    # The error of a log-prob includes the error of its logit and of the log-sum-exp.
     in_logits = 2 * product_error(exact[0], exact[1].t()).amax(-1) / TEMPERATURE
     in_softmax = log_prob_error(logits).gather(1, labels[:, None])[:, 0]
     assert_within(values, expected(*exact, labels)[0], in_logits + in_softmax)

@@ -53,7 +53,7 @@ GIB = 1 << 30
 
 
 def update_peak(inputs: MemoryInputs) -> float:
-    """Bytes that torch allocates in the update, of the fullest pipeline stage."""
+    """Return the bytes that torch allocates in an update on the fullest pipeline stage."""
     return max(predict(inputs, stage).total for stage in range(inputs.parallel.pipeline))
 
 
@@ -164,9 +164,12 @@ TWO_GPUS = ParallelConfig(world_size=2, expert=2, recompute=("moe_act", "layerno
 
 
 def test_the_whole_20b_on_two_gpus_starts_as_measured() -> None:
-    """22 November 2026: when its server started, 66.8 GiB of a GPU were taken; SGLang's own advice
-    of that start, 39 GiB of weights as 0.532 of what was free, says the same. Weights were there
-    twice then whether state was offloaded or not."""
+    """A run held 66.8 GiB of a GPU when its server started.
+
+    SGLang's log agrees: 39 GiB of weights were 0.532 of the free memory. Weights are held twice at
+    this
+    time.
+    """
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
     start = account(MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384), H200).phase("start")
     assert start.total / GIB == pytest.approx(66.8, rel=0.05)
@@ -180,8 +183,10 @@ def test_the_whole_20b_on_two_gpus_starts_as_measured() -> None:
 def test_a_gpu_with_twelve_layers_holds_what_was_measured(
     phase: str, offload: float, allocated: float, gpu: float
 ) -> None:
-    """23 November 2026: what torch allocated, and the whole GPU as nvidia-smi sees it. Weights were
-    there twice at the start, as today where nothing is offloaded."""
+    """``allocated`` is the memory of torch. ``gpu`` is the complete GPU according to nvidia-smi.
+
+    Weights are held twice at the start if nothing is offloaded.
+    """
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=offload)
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     inputs = MemoryInputs(half, THRIFTY, optimizer, 16_384, micro_batches=4)
@@ -198,7 +203,7 @@ def test_a_phase_holds_what_the_one_before_took_until_the_trainer_gives_it_back(
         assert shown.peak.name == "update"
         return {phase.name: phase.total for phase in shown.phases}
 
-    # Nothing sleeps or wakes on the GPU: phases differ by the trainer only.
+    # No server shares the GPU, so the phases differ only by the trainer.
     engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=0)
     kept = held(0, None)
     assert kept["scoring"] < kept["update"]
@@ -213,7 +218,7 @@ def test_a_phase_holds_what_the_one_before_took_until_the_trainer_gives_it_back(
 
 def test_weights_are_there_twice_at_the_start_unless_optimizer_state_is_offloaded() -> None:
     def copied(inputs: MemoryInputs) -> float:
-        """Bytes at the start besides weights and gradients."""
+        """Return the bytes at the start in addition to weights and gradients."""
         built = predict(inputs)
         return account(inputs, H200).phase("start").trainer - built.weights - built.gradients
 
@@ -227,9 +232,12 @@ def test_weights_are_there_twice_at_the_start_unless_optimizer_state_is_offloade
 
 
 def test_half_of_the_20b_on_two_gpus_updates_as_measured() -> None:
-    """22 November 2026: twelve layers, nothing offloaded. After the first update the process of
-    rank 0 held 87.2 GiB of its GPU, among them buffers of the weight sync, which the account has
-    elsewhere: within a tenth."""
+    """A run with 12 layers and no offload held 87.2 GiB after the first update.
+
+    This includes buffers of the weight sync, which the estimate lists in another phase. The
+    tolerance is
+    therefore 10%.
+    """
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
     update = account(MemoryInputs(half, TWO_GPUS, optimizer, 16_384), H200).phase("update")
@@ -273,7 +281,7 @@ def test_a_sync_has_two_buckets_an_arriving_parameter_and_copies_in_servers() ->
     engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=10**9, bucket_bytes=1 << 29)
 
     def shared(**changes: Any) -> tuple[float, float]:
-        """Bytes of a sync besides what rests in the trainer, and of servers."""
+        """Return the bytes of a sync on top of the resting trainer, and the servers' bytes."""
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384, engine=engine)
         inputs = replace(inputs, **changes)
         sync = account(inputs, H200).phase("sync")
@@ -285,7 +293,7 @@ def test_a_sync_has_two_buckets_an_arriving_parameter_and_copies_in_servers() ->
     assert shared() == pytest.approx((two_buckets + one_expert, 10**9))
     assert shared(parallel=THRIFTY) == pytest.approx((two_buckets, 10**9))
 
-    # Where the embedding is in parts, it is put together, and arrives.
+    # If the embedding is sharded, the sync assembles it and receives it.
     vocabulary = 2 * 201_088 * 2880
     halves = ParallelConfig(world_size=2, tensor=2)
     assert shared(parallel=halves)[0] == pytest.approx(gate_up + 2 * vocabulary)
@@ -293,11 +301,11 @@ def test_a_sync_has_two_buckets_an_arriving_parameter_and_copies_in_servers() ->
     copying = replace(engine, copies_buckets=True)
     assert shared(engine=copying)[1] == pytest.approx(10**9 + two_buckets)
 
-    # What is merged or rounded is made when a layer computes.
+    # Merged or rounded weights are computed in the layer, so the sync needs no memory for them.
     rounded = shared(parallel=THRIFTY, quantization="mxfp4")[0]
     assert rounded == pytest.approx(two_buckets - gate_up - down)
 
-    # Both fit into a bucket; neighbouring experts arrive together.
+    # Both matrices fit into a bucket. Adjacent experts arrive in one message.
     packed = replace(engine, packs_experts=True, bucket_bytes=gate_up)
     assert STACK_BYTES == gathering_plan.STACK_BYTES
     assert shared(engine=packed)[0] == pytest.approx(2 * gate_up + STACK_BYTES)
@@ -352,7 +360,7 @@ def test_a_checkpoint_gathers_the_largest_bucket_that_megatron_makes(
             bucket = max(buffer.per_bucket_numel_unpadded)
             gathered = max(gathered, 4 * bucket * (1 + 1 / ranks))
     assert gathered <= predicted * 1.0001
-    # No more than the tensor that fills a bucket is counted too much.
+    # The estimate exceeds the truth by at most the tensor that fills a bucket.
     assert predicted == pytest.approx(gathered, rel=0.25)
 
 
@@ -388,7 +396,7 @@ def test_the_fullest_rank_of_experts_is_that_of_loads_that_were_drawn(
     generator = torch.Generator().manual_seed(0)
     loads = 1 + EXPERT_SPREAD * torch.randn(20_000, experts, generator=generator)
     of_ranks = loads.view(len(loads), ranks, -1).mean(-1)
-    # In every draw all ranks together have all tokens.
+    # In every draw, all ranks together have all tokens.
     fullest = float((of_ranks.amax(-1) / of_ranks.mean(-1)).mean())
 
     model = GptOssModelConfig(num_layers=4, num_experts=experts)
@@ -407,13 +415,13 @@ def test_activations_of_experts_are_those_of_the_fullest_rank() -> None:
 
 
 def test_every_tensor_parallel_rank_has_the_hidden_states_of_all_tokens() -> None:
-    """Where the output layer needs most: few experts' values, and a small vocabulary."""
+    """The output layer needs the most memory here: small experts and a small vocabulary."""
     model = GPT_OSS_20B.model_copy(update={"vocab_size": 4096, "intermediate_size": 64})
     alone, halves = (
         predict(MemoryInputs(model, layout, OptimizerConfig(), 16_384)).working
         for layout in (ParallelConfig(), ParallelConfig(world_size=2, tensor=2))
     )
-    # Half of the residual, and all of what is gathered and its gradient.
+    # Half of the residual stream, and the complete gathered tensor and its gradient.
     assert alone - halves == 2 * (16_384 / 2) * 2880
 
 
@@ -496,7 +504,7 @@ def test_layouts_without_a_pipeline_are_found_for_an_interleaved_one() -> None:
 
 
 def test_layouts_leave_every_stage_something_to_train() -> None:
-    """With frozen layers only the first and the last stage train."""
+    """With frozen layers, only the first and the last stage have trained weights."""
     parallel = ParallelConfig(world_size=16, pipeline=2, expert=4)
     training = MemoryInputs(
         GPT_OSS_20B, parallel, BF16_MOMENTS, 4096, frozen=("attention", "experts")
@@ -632,7 +640,7 @@ def test_the_host_must_hold_what_is_offloaded_and_saved(host: float | None, too_
     assert resting.startswith(
         "host memory: 133.0 GB, pinned, for the optimizer state of a node's 2"
     )
-    # 14 bytes for each of the 20.9 billion parameters, whichever rank writes them.
+    # 14 bytes for each of the 20.9 billion parameters, on any writing rank.
     more = "host memory while a checkpoint is saved: 292.8 GB more on the fullest node, for the weights"
     assert saving.startswith(more)
     assert saving.endswith(
@@ -655,21 +663,21 @@ def test_a_save_needs_host_memory_where_nothing_is_offloaded_too() -> None:
     assert is_too_much(inputs, Hardware(1000, host_gigabytes=200))
     assert not is_too_much(inputs, Hardware(1000, host_gigabytes=200, gpus_per_node=1))
 
-    # A critic's checkpoint is still being written when the policy's state is gathered.
+    # The write of the critic's checkpoint overlaps with the gathering of the policy's state.
     critic = replace(inputs, auxiliary_models=[OptimizerConfig(), None])
     assert host_memory_of_rank(critic, 0) == pytest.approx(2 * first, rel=0.1)
 
 
 def test_the_ranks_that_write_a_checkpoint_need_host_memory() -> None:
-    """Four nodes of four: two stages of eight ranks, experts over four, so that two ranks have each."""
+    """4 nodes of 4 ranks: 2 stages of 8 ranks, with each expert shard on 2 ranks."""
     layout = ParallelConfig(world_size=16, pipeline=2, tensor=2, context=4, expert=4)
     inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
     needed = [host_memory_of_rank(inputs, rank) for rank in range(16)]
     dense, expert = parameters_per_gpu(GPT_OSS_20B, layout, 0)
     assert needed[:4] == pytest.approx([14 * (dense + expert)] * 2 + [14 * expert] * 2, rel=0.01)
 
-    # The others hold their shares of a bucket for a moment: 12 bytes of a quarter of 330 million, as
-    # half of the embedding's 579 million end a bucket that 40 million fill.
+    # The other ranks briefly hold their parts of a bucket: 12 bytes for a quarter of 330 million
+    # values. 40 million fill a bucket, and half of the embedding's 579 million values end it.
     assert all(0 < other < 1e9 for other in needed[4:8] + needed[12:])
     assert host_memory_of_save(inputs, 4) == max(sum(needed[:4]), sum(needed[8:12]))
     assert host_memory_of_save(inputs, 8) == max(sum(needed[:8]), sum(needed[8:]))

@@ -1,4 +1,4 @@
-"""The merged weight has one bit-exact definition, and the gradients of an explicit merge."""
+"""The merged weight has a bit-exact definition, and the gradients of an explicit merge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUT, IN, RANK, SCALE = 41, 70, 5, 1.7
 
 
 def factors(*batch: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Weight, A and B, the update a tenth of the weight."""
+    """Return a weight, A and B. The update is a tenth of the weight."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_bf16_weight_is_rounded_once() -> None:
     exact = weight.double() + SCALE * (b.double() @ a.double())
     merged = merge(weight, a, b, SCALE)
     assert merged.dtype == torch.bfloat16
-    # only a value that lies between two bf16 numbers to within fp32's error may round differently
+    # only values within fp32's error of the middle of two bf16 numbers may round differently
     assert (merged != exact.bfloat16()).sum() <= 2
     rounded_twice = (weight + (SCALE * (b @ a)).bfloat16()).bfloat16()
     assert (rounded_twice != exact.bfloat16()).sum() > 50
@@ -59,7 +59,7 @@ def test_a_part_of_a_weight_merges_to_the_same_bits(rows: slice, columns: slice)
 
 
 def test_a_weight_merges_in_pieces_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # pieces of three rows, the last of two
+    # pieces of three rows, and a last piece of two
     monkeypatch.setattr("megatron_gptoss.layers.merge.PIECE", 3 * IN + 1)
     for dtype in (torch.float32, torch.bfloat16):
         weight, a, b = factors(dtype=dtype)
@@ -135,13 +135,12 @@ def test_gradients_are_those_of_the_explicit_merged_weight(
     explicit = exact[0] @ (weight.double() + SCALE * exact[2] @ exact[1]).t()
     expected = torch.autograd.grad(explicit, exact, upstream.double())
 
-    # With all operands positive no terms cancel: results are the magnitudes of sums.
+    # Positive operands do not cancel, so these results are the magnitudes of the sums.
     positive = [tensor.detach().abs().requires_grad_() for tensor in exact]
     weights = weight.double().abs() + SCALE * positive[2] @ positive[1]
     magnitude = positive[0] @ weights.t()
     magnitudes = torch.autograd.grad(magnitude, positive, upstream.double().abs())
-    # Each result goes through at most one sum over each size. The reference in float64 is rounded,
-    # too.
+    # Each result has at most one sum over each size. The float64 reference is also rounded.
     rows = x[..., 0].numel()
     relative = 2 * sum(float(sum_error(dtype, size, 1.0)) for size in (IN, OUT, RANK, rows))
 
@@ -152,7 +151,7 @@ def test_gradients_are_those_of_the_explicit_merged_weight(
 
 
 def test_a_weight_that_is_read_into_one_buffer_gives_the_same_gradients() -> None:
-    # two layers share the buffer: the second overwrites what the first has read
+    # two layers share the buffer, and the second overwrites the input of the first
     torch.manual_seed(0)
     dense = [mxfp4.dequantize(*mxfp4.quantize(torch.randn(64, 64).bfloat16())) for _ in range(2)]
     packed = [PackedWeight(64, 64) for _ in range(2)]

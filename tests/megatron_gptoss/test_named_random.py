@@ -1,4 +1,4 @@
-"""Initial values by seed and name: one generator for weights, adapters and the certificate."""
+"""Initial values by seed and name. Weights, adapters and the certificate share one generator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "lm_head.weight"
 
 
 def test_named_generator_keeps_its_seeds() -> None:
-    """The first 63 bits of sha256("3/lm_head.weight"): other seeds would give runs other weights."""
+    """The seed is 63 bits of sha256("3/lm_head.weight"). Other seeds change all weights."""
     assert named_generator(3, NAME).initial_seed() == 12735547520497229
     seeds = {named_generator(seed, name).initial_seed() for seed in (0, 1) for name in ("a", "b")}
     assert len(seeds) == 4

@@ -1,4 +1,4 @@
-"""Parser of nvidia-smi, against programs with the output of drivers."""
+"""Parser of nvidia-smi, tested with programs that print a driver's output."""
 
 from pathlib import Path
 

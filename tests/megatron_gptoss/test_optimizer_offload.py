@@ -1,6 +1,6 @@
-"""Optimizer state that passes through the device in parts.
+"""Offloaded optimizer state that goes through the device in parts.
 
-The optimizers are Megatron's for CPUs, and Adams that count their steps by group, like
+The optimizers are Megatron's for CPUs, and an Adam that counts its steps by group, like
 Transformer Engine's.
 """
 
@@ -124,7 +124,7 @@ def test_weights_leave_the_device_before_megatron_copies_them(
             assert gone == (trained if leave else set())
             super().__init__(*arguments, **options)
 
-    # Here as on a GPU, the host's copy is other memory.
+    # On a GPU, the host's copy is separate memory.
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     monkeypatch.setattr(gptoss_optimizer, "DistributedDataParallel", Wrapped)
     policy = PolicyTrainer(model, OptimizerConfig(offload=offload))
@@ -158,7 +158,7 @@ def test_the_cache_of_activations_is_given_back_before_offloaded_state_comes(
 
 
 class CountingAdam(torch.optim.Optimizer):
-    """Adds up 1 / (its count of steps), which it keeps by group."""
+    """Optimizer that accumulates 1 / (step count) and has one step count per group."""
 
     def __init__(self, groups: Any, counts_empty_groups: bool) -> None:
         super().__init__(groups, {})
@@ -200,7 +200,7 @@ def test_groups_are_whole_again_after_a_step_that_fails() -> None:
     adam = CountingAdam([{"params": parameters}], counts_empty_groups=True)
     chained = [SimpleNamespace(optimizer=adam)]
     OffloadedState(SimpleNamespace(chained_optimizers=chained), 1.0, part_elements=4)
-    adam.state[parameters[1]]["sum"] = torch.zeros(3)  # of the wrong size
+    adam.state[parameters[1]]["sum"] = torch.zeros(3)  # wrong size
     with pytest.raises(RuntimeError, match="size"):
         adam.step()
     assert [id(p) for p in adam.param_groups[0]["params"]] == [id(p) for p in parameters]

@@ -22,7 +22,7 @@ lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
 
 
 def samples_of(lengths: list[int]) -> TrainingSamples:
-    """Token ids are unique over all samples, so that a token in a wrong place is seen."""
+    """Return samples with unique token ids, so that a misplaced token is noticed."""
     starts = np.cumsum([0, *lengths])
     return TrainingSamples.join(
         [
@@ -141,14 +141,14 @@ def test_a_row_is_what_is_made_of_its_sequences_token_by_token(
 
 
 def square(tokens: int) -> float:
-    """Costs that put micro-batches into another order than their tokens do."""
+    """Return costs that order micro-batches differently from their tokens."""
     return float(tokens) ** 2
 
 
 def naive_schedule(
     lengths: list[int], limit: int, ranks: int, work: Callable[[int], float], multiple: int
 ) -> list[list[list[int]]]:
-    """Return what ``schedule`` does, in plain Python: more micro-batches until all fit."""
+    """Compute ``schedule`` in plain Python: add micro-batches until all sequences fit."""
     inputs = [length - 1 for length in lengths]
     longest_first = sorted(range(len(inputs)), key=lambda i: -inputs[i])
     count = -(-sum(inputs) // (limit * ranks * multiple)) * ranks * multiple
@@ -261,7 +261,7 @@ def test_a_rank_without_a_sequence_passes_a_row_of_padding_that_has_every_column
     assert idle.staleness.tolist() == [0] * 4
     assert idle.is_grafted.tolist() == [False] * 4
     assert unpack(idle.labels, idle) == {}
-    # The routers choose, as they do for all padding.
+    # The routers choose the experts of padding.
     assert idle.routed_experts is None
 
 
@@ -284,12 +284,12 @@ def test_unpack_splits_vectors_of_tokens_too() -> None:
 
 
 def test_the_micro_batch_with_most_tokens_comes_first_and_not_the_most_costly() -> None:
-    """Later ones then fit into the memory that the first one has left."""
-    lengths = np.array([101, 61, 61])  # the last token of each is no input
+    """Later micro-batches then fit into the memory of the first one."""
+    lengths = np.array([101, 61, 61])  # the last token of each sequence is not an input
     (alone,) = schedule(lengths, 130, work=square).micro_batches
-    assert alone == [[1, 2], [0]]  # 120 tokens that cost 7,200, then 100 that cost 10,000
+    assert alone == [[1, 2], [0]]  # 120 tokens that cost 7,200, then 100 tokens that cost 10,000
 
-    # Ranks still take at the same time what costs the same.
+    # Ranks still process micro-batches of equal cost at the same time.
     twice = np.tile(lengths, 2)
     for rank in schedule(twice, 130, 2, work=square).micro_batches:
         assert [twice[one].tolist() for one in rank] == [[61, 61], [101]]
@@ -305,7 +305,7 @@ def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
     )
 
     def imbalance(per_rank: list[list[PackedBatch]]) -> float:
-        """Of the time that ranks take which wait for the slowest at every micro-batch."""
+        """Return the lost share of time if ranks wait for the slowest at every micro-batch."""
         work = np.array(
             [[sum(map(flops, b.cu_seqlens.diff().tolist())) for b in rank] for rank in per_rank]
         )

@@ -1,4 +1,4 @@
-"""Two gloo processes under every kind of parallelism train exactly as one process does."""
+"""Two gloo ranks train exactly like one process under every kind of parallelism."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STEPS = 4
 
 
 def packed(samples: TrainingSamples, parallel: ParallelConfig) -> list[PackedBatch]:
-    """Of this rank: as many rows as an interleaved pipeline needs to reach its steady state."""
+    """Return this rank's rows. There are enough for the steady state of an interleaved pipeline."""
     limit = 32 if parallel.virtual_pipeline > 1 else 64
     return local_batches(samples, limit, parallel)
 
@@ -81,9 +81,12 @@ def train(
     config: GptOssModelConfig = TINY,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Losses and gradient norms of a few steps, and the log-probs of the trained policy.
-    ``save_under``: gets a checkpoint after half of them; ``resume``: such a checkpoint, after
-    which only the other half remains."""
+    """Return losses and gradient norms of several steps, and the final log-probs.
+
+    Args:
+        save_under: directory that gets a checkpoint after half of the steps.
+        resume: such a checkpoint. Only the other half of the steps then runs.
+    """
     distributed.initialize(parallel, rank, port=port)
     try:
         model = build_model(config, parallel, dtype)
@@ -150,7 +153,7 @@ def number_of_values(tensors: dict[str, torch.Tensor]) -> int:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, Any]:
-    """One process in float64."""
+    """Train one process in float64."""
     with float64_training():
         return train(ParallelConfig(), 0, free_port(), dtype=torch.float64)
 
@@ -175,7 +178,7 @@ def test_gradient_norms_equal_those_of_one_process(
     exact: dict[str, Any],
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    # sees a gradient that is counted twice or not at all, which the first losses would hide
+    # norms show a gradient that is missing or counted twice, unlike the first losses
     parameters = number_of_values(one_rank["gradients"])
     for rank in two_ranks:
         assert_same_course(
@@ -282,8 +285,7 @@ def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out
         train(ParallelConfig(), 0, free_port(), resume=latest_checkpoint(checkpoints / "expert"))
 
 
-# GPT-OSS's shape on GPUs, every expert active: a token that another layout routes differently
-# would hide the rest
+# GPT-OSS's shape on GPUs; all experts are active, because a different routing would hide errors
 SHAPED = GptOssModelConfig(
     num_layers=4, num_experts=8, experts_per_token=8, hidden_size=512, intermediate_size=512, num_attention_heads=16,
     num_key_value_heads=2, vocab_size=1024,
@@ -319,9 +321,9 @@ RESUMED_ON_GPUS = {
 def train_on_a_gpu(
     parallel: ParallelConfig, rank: int, port: int, *, save: Path | None, resume: Path | None
 ) -> Any:
-    """Losses and gradient norms, in bf16."""
+    """Return losses and gradient norms in bf16."""
     os.environ["LOCAL_RANK"] = str(rank)
-    if rank == 0:  # with -s one sees how far it is
+    if rank == 0:  # pytest -s shows the progress
         print(f"{time.strftime('%X')} {parallel.world_size} GPUs, {parallel.sizes}", flush=True)
     distributed.initialize(parallel, rank, port=port)
     try:
@@ -339,7 +341,7 @@ def train_on_a_gpu(
                 save_checkpoint(save, trainer, step, {})
             steps.append(
                 trainer.train_step(batches, mean_cross_entropy(1232), 1e-4)
-            )  # not to where it knows all
+            )  # stops before the samples are memorized
         return [step.sums["loss"] for step in steps], [step.grad_norm for step in steps]
     finally:
         distributed.shutdown()

@@ -17,14 +17,13 @@ from megatron_gptoss.scorer import Scorer, gather_parameters
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.reference import TINY, documents, hf_model
 
-# rows of whole MXFP4 blocks
+# rows of complete MXFP4 blocks
 WIDE = TINY.model_copy(update={"intermediate_size": 64})
 BATCH = build_batch(documents([30, 5, 18]), align=2)
 
 
 def forget_the_others_shares(model: DistributedDataParallel) -> None:
-    """What a step of the distributed optimizer leaves: every rank has its own part of each
-    bucket, and no more."""
+    """Fill the other ranks' parts of each bucket with NaN. After a step they are outdated."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         group.param_gather_dispatched = False
         for bucket in group.buckets:
@@ -93,9 +92,7 @@ def test_scores_right_after_a_step_are_those_of_the_whole_weights(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
-        assert (
-            rank["buckets"] > 2
-        )  # the output layer's is not the one that everything else waits for
+        assert rank["buckets"] > 2  # the output layer's gather is separate from the others
         assert rank["scores"] == [0, 0]
         assert rank["never_waited_for"] == 0
 
@@ -107,6 +104,6 @@ def test_whoever_reads_weights_gets_those_of_all_ranks(two_ranks: list[dict[str,
 def test_every_module_with_weights_but_the_output_layer_is_called(
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    # Megatron gathers when a module is called; the head reads the output layer's weight and
-    # gathers it by itself
+    # Megatron gathers weights when a module is called. The head reads the output layer's weight
+    # without a call, so it gathers it.
     assert [rank["not_called"] for rank in two_ranks] == [{"output_layer"}, {"output_layer"}]

@@ -1,4 +1,4 @@
-"""GPT-OSS has the logits and gradients of transformers, and needs each of its features."""
+"""GPT-OSS has the logits and gradients of transformers, and needs all of its features."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def distance(model: torch.nn.Module, reference: torch.nn.Module) -> float:
 
 
 def rounding_of_logits(std: float) -> float:
-    """Return by how much rounding to fp32 may move the logits of ``hf_model``."""
+    """Return the largest change of ``hf_model``'s logits by rounding to fp32."""
     exact = hf_model(std=std).double()
     exact.config._experts_implementation = "eager"
     with torch.no_grad(), hf_norms_in_full_precision():
@@ -92,7 +92,7 @@ def test_fp64_logits_of_packed_documents_match_transformers() -> None:
 
 
 def test_bf16_is_about_as_close_to_fp32_as_transformers_own_bf16() -> None:
-    # all experts active: a token routed differently would hide everything else
+    # all experts are active, because a different routing would hide other errors
     config = TINY.model_copy(update={"experts_per_token": TINY.num_experts})
     reference = hf_model(config)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_gradients_match_transformers() -> None:
 
 
 def sinks_learn_nothing_with(reference: torch.nn.Module, **ablation: bool) -> torch.nn.Module:
-    """The model after a step that would have taught the sinks, too."""
+    """Return the model after a step that would also have trained the sinks."""
     model = megatron(reference, **ablation)
     trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
     trainer.train_step([build_batch(SAMPLES)], mean_cross_entropy(62), learning_rate=1e-9)
@@ -237,7 +237,7 @@ def test_parity_fails_with(change: dict[str, object], reference: torch.nn.Module
 
 
 def test_parity_fails_without_the_swiglu_clamp() -> None:
-    reference = hf_model(std=0.4)  # large enough weights that activations reach the clamp
+    reference = hf_model(std=0.4)  # the weights are so large that activations reach the clamp
     fault = distance(megatron(reference, activation_func_clamp_value=None), reference)
     assert distance(megatron(reference), reference) < rounding_of_logits(0.4) < 0.5 * fault
 

@@ -55,7 +55,7 @@ def batches() -> list[PackedBatch]:
 
 
 def master_weights() -> Weights:
-    """By Hugging Face name; values that MXFP4 does not have."""
+    """Return weights by Hugging Face name with values that MXFP4 lacks."""
     return hf_model(MODEL, std=0.1).state_dict()
 
 
@@ -116,7 +116,7 @@ def test_experts_are_quantized_several_at_once_to_the_bits_of_each(
 
     assert sum(launches) == 2 * MODEL.num_layers * MODEL.num_experts
     at_once = min(matrices_at_once, MODEL.num_experts)
-    assert max(launches) <= 2 * at_once  # of the smaller matrix twice as many
+    assert max(launches) <= 2 * at_once  # the number of smaller matrices per launch is double
     assert max(launches) >= at_once
     expected = pack_experts(master_weights()) if packed else fake_quantize_experts(master_weights())
     assert sent.keys() == expected.keys()
@@ -159,7 +159,7 @@ def test_it_computes_what_transformers_computes_with_the_exported_directory(tmp_
     )
     loaded = loaded.float().eval()
 
-    # The very values, and from them the same model.
+    # Equal values give the same model.
     values = exported_values(model)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, values[name]), name
@@ -212,7 +212,7 @@ def test_without_megatrons_buffers_gradients_are_those_of_autograd() -> None:
         stack.multiply(rows, row_counts, with_bias).square().sum().backward()
         found = [(linear.weight.grad, linear.bias.grad) for linear in stack.linears]
 
-        # The same with autograd, straight through what is rounded.
+        # Compute the same with autograd and a straight-through estimator for the rounding.
         expected = []
         first = 0
         for linear, count in zip(stack.linears, row_counts, strict=True):
@@ -241,7 +241,7 @@ def test_what_is_too_small_to_be_seen_in_four_bits_is_learned_all_the_same() -> 
         for linear, master in zip(matrices(model), masters, strict=True)
     )
 
-    # Adam moves every weight by the learning rate: four bits see that of a few.
+    # Adam changes every weight by the learning rate. Only a few changes are visible in 4 bits.
     name = "model.layers.0.mlp.experts.down_proj"
     changed = (exported_values(model)[name] != before[name]).float().mean()
     assert changed < 1e-3
@@ -294,7 +294,7 @@ def test_weights_are_rounded_again_only_when_another_layer_was_rounded_since(
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_recomputed_layers_give_the_same_gradients(pieces: int) -> None:
-    """As parallel.recompute moe does, with torch's own checkpoints of both layers, or of each."""
+    """torch's checkpoints of both layers, or of each, do the same as parallel.recompute moe."""
     torch.manual_seed(0)
     hidden = torch.randn(16, MODEL.hidden_size)
     probs = torch.rand(16)
@@ -368,7 +368,7 @@ def test_a_checkpoint_of_rounded_experts_is_not_exported_unrounded(tmp_path: Pat
     with pytest.raises(ConversionError, match="trained through MXFP4, but bf16 would write them"):
         export_checkpoint(checkpoint, tmp_path / "bf16", "bf16")
 
-    # Nor with scales of another model, which would reproduce blocks in other bytes.
+    # The scales of another model would give other bytes for the same blocks.
     export_checkpoint(checkpoint, tmp_path / "first", "mxfp4")
     export_checkpoint(checkpoint, tmp_path / "second", "mxfp4", reference=tmp_path / "first")
     files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
@@ -392,7 +392,7 @@ def test_what_cannot_be_quantized_is_refused_by_name() -> None:
 def test_on_a_gpu_it_trains_as_the_model_with_the_exported_values() -> None:
     model = quantized_model(torch.bfloat16)
     plain = model_with(exported_values(model), dtype=torch.bfloat16)
-    # One trainer per model: on GPUs each hooks itself into the backward pass of its parameters.
+    # Use one trainer per model, because on GPUs each hooks the backward pass of its parameters.
     found, expected = (
         PolicyTrainer(trained, OptimizerConfig(clip_grad=1e9)) for trained in (model, plain)
     )
@@ -407,7 +407,7 @@ def test_on_a_gpu_it_trains_as_the_model_with_the_exported_values() -> None:
     for linear in matrices(found.module):
         for parameter in (linear.weight, linear.bias):
             assert parameter.main_grad.abs().max() > 0
-    # Names of grouped experts differ; those of everything else do not.
+    # Only grouped experts have different names.
     for name, parameter in expected.module.named_parameters():
         if ".experts." in name:
             continue

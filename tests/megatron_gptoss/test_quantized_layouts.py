@@ -95,7 +95,7 @@ def test_losses_and_norms_equal_those_of_one_process(
     for rank in two_ranks:
         assert rank[layout]["losses"] == pytest.approx(one_rank["losses"], rel=1e-4)
         assert rank[layout]["norms"] == pytest.approx(one_rank["norms"], rel=2e-3)
-        # Before an update has turned any rounding, they are equal to the digits of the sums.
+        # Before the first update, rounding is equal, and only the order of sums differs.
         assert rank[layout]["losses"][0] == pytest.approx(one_rank["losses"][0], rel=1e-6)
         assert rank[layout]["norms"][0] == pytest.approx(one_rank["norms"][0], rel=2e-5)
 
@@ -147,8 +147,10 @@ RECEIVERS = ((0,), (1,), (0, 1))
 
 
 def gather_stacks(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
-    """Gather from experts that two ranks share out, for each of RECEIVERS; first with neighbouring
-    experts in one message, then with a message for each."""
+    """Gather experts of 2 expert-parallel ranks for each of RECEIVERS.
+
+    First, adjacent experts share a message. Then every expert has a separate message.
+    """
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=2, expert=2)
     distributed.initialize(parallel, rank, port=port)
@@ -184,11 +186,11 @@ STACK_FAULTS = [
     for rank in (0, 1)
     for receivers in ((0,), (0, 1))
 ]
-"""The read of experts that fails, on which rank, and who receives."""
+"""The failing read of experts, its rank, and the receivers."""
 
 
 def gather_with_stack_faults(rank: int, port: int) -> list[Any]:
-    """Try each fault and then again: (error or None, names that came) of both tries."""
+    """Try each fault, then retry. Return (error or None, received names) of both attempts."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=2, expert=2)
     distributed.initialize(parallel, rank, port=port)

@@ -18,7 +18,7 @@ LAYOUT = ParallelConfig(world_size=4, expert=4)
 INPUTS = MemoryInputs(GPT_OSS_20B, LAYOUT, OptimizerConfig(), 16_384)
 QUANTIZED = replace(INPUTS, quantization="mxfp4")
 MATRIX_VALUES = 32 / 4 * 3 * 2880 * 2880
-"""Of the experts of a layer on one rank."""
+"""Number of expert matrix values of a layer on one rank."""
 
 
 def test_the_rounded_matrices_of_one_layer_are_all_that_is_added() -> None:

@@ -57,7 +57,7 @@ def test_a_bf16_step_moves_the_fp32_biases_and_they_are_exported_as_they_are() -
     bias = trainer.module.decoder.layers[0].mlp.router.bias
     before = bias.detach().clone()
     trainer.train_step([build_batch(documents([20, 13]))], mean_cross_entropy(31), 1e-5)
-    # less than bf16 could show
+    # smaller than a step of bf16
     assert 0 < (bias - before).abs().max() < 2e-5
     exported = dict(export_hf_weights(trainer.module, TINY))["model.layers.0.mlp.router.bias"]
     assert torch.equal(exported, bias)

@@ -1,4 +1,4 @@
-"""Experts as numbers of one byte or two."""
+"""Experts as numbers of one or two bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_gptoss.routing_replay import expert_numbers
 )
 def test_a_byte_holds_255_experts_and_that_none_is_known(num_experts: int, dtype: type) -> None:
     assert route_dtype(num_experts) == dtype
-    # No expert has the number that says that none is known.
+    # The number for an unknown expert is not an expert.
     assert unknown_route(route_dtype(num_experts)) not in range(num_experts)
     assert num_experts - 1 <= np.iinfo(dtype).max
 

@@ -43,8 +43,7 @@ LAYOUTS = {
 
 
 def with_random_routes(samples: TrainingSamples, dtype: np.dtype) -> TrainingSamples:
-    """Four different experts for every token and layer, but for the last rows, where the
-    trainer chooses."""
+    """Add four random experts for every token and layer. In the last rows the trainer chooses."""
     rng = np.random.default_rng(0)
     routes = []
     for length in samples.lengths:
@@ -59,14 +58,14 @@ DOCUMENTS = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 SAMPLES = with_random_routes(DOCUMENTS, route_dtype(TINY.num_experts))
 TOKENS = int(SAMPLES.loss_tokens.sum())
 ALIGN = 16
-"""Of all rows, so that there is padding in every layout."""
+"""Multiple to which all rows are padded, so that every layout has padding."""
 
 Routes = dict[tuple[int, int, int], tuple[int, ...]]
-"""(sequence, position, layer) -> experts, sorted"""
+"""{(sequence, position, layer): sorted experts}"""
 
 
 def micro_batches(samples: TrainingSamples, parallel: ParallelConfig) -> list[PackedBatch]:
-    """Return this data-parallel rank's micro-batches, and behind them some without a sequence."""
+    """Return this data-parallel rank's micro-batches, followed by some without a sequence."""
     limit = 32 if parallel.virtual_pipeline > 1 else 64
     multiple = parallel.micro_batch_multiple
     per_rank = pack(samples, limit, parallel.data, ALIGN, multiple=multiple)
@@ -98,8 +97,10 @@ def record(trainer: PolicyTrainer, batches: list[PackedBatch]) -> list[RecordedR
 
 
 def local_tokens(batch: PackedBatch, column: torch.Tensor) -> torch.Tensor:
-    """Cut out those that this rank's routers see: its share of the context, of which tensor-
-    parallel ranks each have a share again."""
+    """Return the rows that this rank's routers process.
+
+    These are the rank's part of the context, split again over tensor-parallel ranks.
+    """
     size = parallel_state.get_context_parallel_world_size()
     if size > 1:
         layout = batch.context_layout_over(size)
@@ -111,7 +112,7 @@ def local_tokens(batch: PackedBatch, column: torch.Tensor) -> torch.Tensor:
 def by_token(
     trainer: PolicyTrainer, batches: list[PackedBatch], recorded: list[RecordedRoutes]
 ) -> Routes:
-    """Say which expert which token had, whichever rank held it; without padding."""
+    """Return the experts of every token on this rank, without padding."""
     assert trainer.replay is not None
     routes: Routes = {}
     for batch, micro_batch in zip(batches, recorded, strict=True):
@@ -127,7 +128,7 @@ def by_token(
 
 
 def disturb_routers(trainer: PolicyTrainer) -> None:
-    """Change the routers as if the policy had learned something, alike in every layout."""
+    """Change the routers like a policy update, equally in every layout."""
     for chunk in trainer.chunks:
         for layer in chunk.decoder.layers:
             generator = torch.Generator().manual_seed(layer.layer_number)
@@ -145,7 +146,7 @@ def statistics_of(steps: list[StepStatistics]) -> dict[str, Any]:
 
 
 def replay_prescribed_routes(parallel: ParallelConfig) -> dict[str, Any]:
-    """Train with routes that come with the samples, as those of an engine do (R3)."""
+    """Train with the routes of the samples, which come from an engine (R3)."""
     trainer = policy(parallel)
     batches = micro_batches(SAMPLES, parallel)
     steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
@@ -243,7 +244,7 @@ def test_replay_under_a_layout_trains_as_in_one_process(
         got = rank[layout]["R3"]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert got["norms"] == pytest.approx(want["norms"], rel=2e-4)
-        # Of every sequence the last token's route is unknown.
+        # The route of every sequence's last token is unknown.
         known = TINY.num_layers * (TOKENS - len(SAMPLES))
         assert got["compared"] == want["compared"] == [known] * 3
         assert got["agreeing"] == pytest.approx(want["agreeing"], abs=3)
@@ -288,7 +289,7 @@ def test_ranks_record_what_one_process_does_for_the_same_tokens(
     assert got.keys() == want.keys()
     assert len(want) == TINY.num_layers * TOKENS
     assert got == want
-    # Without replay the changed routers would have chosen others.
+    # Without replay, the changed routers choose other experts.
     free = of_all_ranks(two_ranks, layout, "R2", "free")
     assert sum(free[token] != experts for token, experts in want.items()) > 0.3 * len(want)
 
@@ -345,7 +346,7 @@ def test_a_byte_per_expert_gives_the_same_step_as_two_bit_for_bit() -> None:
 
 
 class Router:
-    """What LayerReplay looks at."""
+    """Router with only the attributes that LayerReplay reads."""
 
     def __init__(self, recompute: bool) -> None:
         self.training = True
@@ -373,7 +374,7 @@ def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:
         1,
         1,
         1,
-    )  # once, not again in recomputation
+    )  # counted once, not again in recomputation
     assert not layer.pending
     assert not layer.pending_recompute
 

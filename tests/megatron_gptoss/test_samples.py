@@ -1,4 +1,4 @@
-"""Sequences as columns, against lists per sequence; and every column that is refused."""
+"""Sequences as columns, against lists per sequence, and rejection of every invalid column."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENTRIES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def sequences(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Sequences of different lengths, each with some of the columns."""
+    """Draw sequences of different lengths, each with some of the columns."""
     samples = []
     for length in draw(st.lists(st.integers(1, 6), min_size=1, max_size=6)):
         columns = {}
@@ -46,7 +46,7 @@ def entries_of(samples: list[dict[str, Any]], name: str) -> list[list[Any]]:
 
 
 def assert_holds(columns: TrainingSamples, samples: list[dict[str, Any]]) -> None:
-    """Check that ``columns`` hold what the sequences do, of the right dtypes."""
+    """Check that ``columns`` hold the values of the sequences, with correct dtypes."""
     assert len(columns) == len(samples)
     assert columns.lengths.tolist() == [len(sample["token_ids"]) for sample in samples]
     assert columns.tokens == sum(len(sample["token_ids"]) for sample in samples)
@@ -57,7 +57,7 @@ def assert_holds(columns: TrainingSamples, samples: list[dict[str, Any]]) -> Non
             assert [row.tolist() for row in columns.rows(name)] == entries_of(samples, name)
 
 
-# -- what is made of sequences ---------------------------------------------------------------------
+# -- columns from sequences ------------------------------------------------------------------------
 
 
 @given(sequences())
@@ -130,7 +130,7 @@ def test_only_the_columns_that_are_asked_for_are_taken() -> None:
     assert samples.take([1], needed).routed_experts is None
     assert samples.take([1], (*needed, "routed_experts")).routed_experts is not None
     assert samples.take([1], (*needed, "advantages")).advantages.tolist() == [1] * 4
-    # A column that might be there, and is not.
+    # This column is optional and missing here.
     assert samples.take([1], (*needed, "values")).columns.keys() == set(needed)
     with pytest.raises(ColumnError, match="there is no column 'advantage'"):
         samples.take([1], (*needed, "advantage"))
@@ -156,7 +156,7 @@ def test_columns_are_replaced_and_the_others_shared() -> None:
         samples.with_columns(values=np.zeros(6, np.float32))
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- rejected columns ------------------------------------------------------------------------------
 
 
 def columns_of_one() -> dict[str, Any]:
@@ -347,7 +347,7 @@ def test_all_sequences_have_routes_or_none_has() -> None:
 
 
 class RoutesElsewhere:
-    """Stands for the routes of three tokens, which have yet to be loaded."""
+    """Placeholder for routes of three tokens that have not been loaded."""
 
     shape = (2, 2, 3)
     dtype = np.dtype(np.uint8)

@@ -1,4 +1,4 @@
-"""Where the time of a step is said to go, against steps that are slow in a known place."""
+"""Reported time of each part of a step, against steps with a delay in a known part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trainer() -> Iterator[PolicyTrainer]:
     load_hf_weights(model, TINY, hf_model(std=0.1).state_dict().__getitem__)
     trainer = PolicyTrainer(model, OptimizerConfig())
     step(trainer)
-    gc.disable()  # it takes naps of its own in a process that has run many tests
+    gc.disable()  # the collector would cause delays in a process that has run many tests
     yield trainer
     gc.enable()
     distributed.shutdown()
@@ -47,7 +47,7 @@ def step(trainer: PolicyTrainer) -> Any:
 
 
 class Nap(torch.autograd.Function):
-    """The identity, which takes a nap on the way there or back."""
+    """Identity function with a delay in the forward or the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, backward: bool) -> torch.Tensor:
@@ -127,14 +127,14 @@ def test_a_step_that_was_interrupted_leaves_nothing_behind(
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(SinkAttention, "forward", lambda *_, **__: 1 / 0)
         step(trainer)
-    trainer.score([build_batch(documents([20]))])  # is not timed
+    trainer.score([build_batch(documents([20]))])  # is not measured
     after = step(trainer)
     assert sum(after.seconds_of.values()) == pytest.approx(after.seconds, abs=0.01)
     assert all(seconds > 0 for seconds in after.seconds_of.values())
 
 
 def tensors_of_dispatchers(trainer: PolicyTrainer) -> list[str]:
-    """Attributes of the layers' dispatchers that hold a tensor with an entry for every token."""
+    """Return names of attributes of the layers' dispatchers with an entry for every token."""
     found = []
     for module in trainer.module.modules():
         for name, value in vars(getattr(module, "token_dispatcher", module)).items():
@@ -151,7 +151,7 @@ def test_layers_keep_no_tensors_of_the_tokens(
     trainer.score([build_batch(documents([33]))])
     assert tensors_of_dispatchers(trainer) == []
 
-    # Megatron's layer does: the test sees what it looks for.
+    # Megatron's original layer keeps them, which shows that the test detects them.
     monkeypatch.setattr(TimedMoELayer, "postprocess", MoELayer.postprocess)
     trainer.score([build_batch(documents([33]))])
     assert set(tensors_of_dispatchers(trainer)) == set(OF_ONE_FORWARD_PASS)

@@ -15,7 +15,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def splitmix(word: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Compute the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
     return word ^ (word >> 31)
@@ -41,7 +41,7 @@ def content_of(tensor: torch.Tensor) -> bytes:
 def test_digest_of_bits_is_splitmix_of_all_words(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Pieces end within tensors, and places go on from one piece to the next.
+    # Pieces end within tensors, and positions continue across pieces.
     monkeypatch.setattr(tensor_hash, "PIECE", 4)
     generator = torch.Generator().manual_seed(3)
     tensors = [(100 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]

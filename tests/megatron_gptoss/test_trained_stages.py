@@ -1,4 +1,4 @@
-"""Pipeline stages of which nothing is trained are refused. All other frozen layouts train."""
+"""Pipeline stages without trained weights are rejected. All other frozen layouts train."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())
 PARTS = ("attention", "experts")
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...] | None]] = {
-    # parallel, frozen, targets of adapters
+    # parallel layout, frozen parts, adapter targets
     "two stages": ({"pipeline": 2}, PARTS, None),
-    # rank 0 has layers 1 and 3: nothing of its second chunk is trained
+    # rank 0 has layers 1 and 3, so its second chunk has no trained weights
     "four chunks": ({"pipeline": 2, "virtual_pipeline": 2}, PARTS, None),
     "ends": ({"pipeline": 2}, (), ("embedding", "head")),
     "ends and frozen layers": ({"pipeline": 2}, ("attention",), ("q", "embedding", "head")),
@@ -103,7 +103,7 @@ def build_trainer(rank: int, port: int) -> str:
 
 
 def test_trainer_refuses_stages_without_trained_weights() -> None:
-    """Callers of the library may set ``requires_grad`` themselves. All ranks end alike."""
+    """Callers of the library may set ``requires_grad`` directly. All ranks raise the same error."""
     messages = run_distributed(build_trainer, 4, free_port())
     assert messages == [messages[0]] * 4
     assert messages[0].startswith("model: no parameter of pipeline stages 1, 2 requires a gradient")
@@ -114,7 +114,7 @@ def test_trainer_refuses_stages_without_trained_weights() -> None:
 def test_layouts_are_refused_if_a_stage_trains_nothing(
     pipeline: int, frozen: tuple[str, ...]
 ) -> None:
-    """For every set of up to three targets, and for full training."""
+    """The test tries all sets of up to three targets, and full training."""
     parallel = ParallelConfig(world_size=pipeline, pipeline=pipeline)
     adapters = [
         AdapterConfig(rank=4, targets=targets)

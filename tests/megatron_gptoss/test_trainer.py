@@ -1,4 +1,4 @@
-"""Statistics of a training step, and memory kept by a step and by a scoring pass."""
+"""Statistics of a training step, and memory that a step or a scoring pass keeps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -
 
 def test_flops_of_the_20b_model_are_two_per_active_parameter_and_the_attention() -> None:
     model = GptOssModelConfig(num_layers=24, num_experts=32)
-    active = 3_608_307_264  # published, the embedding table left out
+    active = 3_608_307_264  # published number, without the embedding table
     parameters_that_do_not_multiply = (
         24 * (2 * 2880 + 64 + 5120 + 2880 + 32 + 4 * (5760 + 2880)) + 2880
     )
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -
 def test_a_scoring_pass_needs_far_less_memory_than_a_training_step() -> None:
     trainer = policy()
     batch = build_batch(documents([1001, 1001]))
-    trainer.train_step([batch], mean_cross_entropy(2000), 1e-6)  # whatever is allocated once
+    trainer.train_step([batch], mean_cross_entropy(2000), 1e-6)  # allocations that happen only once
     with Allocations() as scoring:
         trainer.score([batch])
     with Allocations() as training:

@@ -42,7 +42,7 @@ from tests.support.megatron_gptoss.reference import (
 
 pytestmark = pytest.mark.gpu
 
-# full width, all experts active: a token routed differently would hide everything else
+# full width; all experts are active, because a different routing would hide other errors
 WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
 SAMPLES = documents([300, 41, 700], vocab_size=8192)
 TOKENS = int(SAMPLES.loss_tokens.sum())
@@ -58,9 +58,7 @@ def one_rank() -> Iterator[None]:
 def reference(dtype: torch.dtype) -> torch.nn.Module:
     with torch.device("cuda"):
         model = hf_model(WIDE, std=0.02)
-    for (
-        parameter
-    ) in model.parameters():  # not the rotary frequencies, which transformers keeps in fp32
+    for parameter in model.parameters():  # transformers keeps rotary frequencies in fp32
         parameter.data = parameter.data.to(dtype)
     return model
 
@@ -91,7 +89,7 @@ def test_the_router_bias_is_fp32_and_counts() -> None:
     router.bias.data.normal_()
     exact = x.double() @ router.weight.double().t() + router.bias.double()
     assert relative(router.gating(x), exact) < 1e-5
-    # the fault that this steps around; when it is gone, so may our router
+    # This is the fault that our router avoids. If it is fixed, our router can be removed.
     stock = router_gating_linear(x, router.weight, router.bias.bfloat16(), torch.float32)
     assert relative(stock, exact) > 0.1
 
@@ -123,7 +121,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     )
     assert relative(ours, exact_logits) < 1.1 * relative(their_logits, exact_logits)
 
-    # the gradients against those of transformers in fp32
+    # compare gradients with those of transformers in fp32
     trainer.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
     expected = build_model(WIDE, ParallelConfig(), torch.float32)
     load_hf_weights(expected, WIDE, {n: p.grad for n, p in exact.named_parameters()}.__getitem__)
@@ -181,7 +179,7 @@ def test_transformer_engines_attention_is_as_exact_as_ours(
         TransformerEngineAttention,
     )
 
-    # uneven rows are packed, which Transformer Engine fuses from cuDNN 9.26 on
+    # uneven rows are packed, and Transformer Engine fuses attention of packed rows from cuDNN 9.26
     if length is None and torch.backends.cudnn.version() < 92600:
         pytest.skip("cuDNN below 9.26")
     samples = documents([length + 1] * 4, vocab_size=8192) if length else SAMPLES
@@ -272,10 +270,11 @@ def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
 
 
 def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
-    """The allocator's peak in a backward pass shows what layers keep.
+    """The allocator's peak in a backward pass shows the memory that layers keep.
 
-    It is compared in units of the activations that one layer gives up. Workspaces of libraries and
-    rounding to blocks change a peak by a few MB from run to run.
+    The unit of comparison is the activations that one layer frees. Workspaces of libraries and
+    rounding
+    to blocks change a peak by a few MB between runs.
     """
     batch = build_batch(SAMPLES)
     kept, again_kept = (
@@ -308,7 +307,8 @@ def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
     given_up = kept - again_kept
     for smaller, larger in pairwise(peaks):
         assert smaller < larger + given_up / 2, (peaks, given_up)
-    # Both layers keep theirs. With recomputation one layer at a time has them.
+    # Without recomputation, both layers keep activations. With it, only one layer at a time has
+    # them.
     assert peaks[0] < peaks[-1] - given_up / 2, (peaks, given_up)
     for got in losses[1:]:
         assert got == pytest.approx(losses[0], rel=1e-3)
@@ -338,7 +338,7 @@ def test_offloaded_state_is_on_the_gpu_in_parts_only(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert held[0] == pytest.approx(10 * parameters, rel=0.01)
     assert held[1] == 0
-    # The largest parts: a few experts' matrices at a time, from the first step on.
+    # The largest parts are matrices of a few experts, from the first step.
     assert max(added[3:]) < 10 * (1 << 25) * 1.1 + 100e6 < min(added[:3]) / 2
 
     save_checkpoint(tmp_path, trainer, 3, {})
@@ -352,7 +352,7 @@ def test_offloaded_state_is_on_the_gpu_in_parts_only(tmp_path: Path) -> None:
 
 
 def state_on_gpu(trainer: PolicyTrainer) -> int:
-    """Bytes of optimizer state on the GPU."""
+    """Return the bytes of optimizer state on the GPU."""
     states = [
         state
         for part in trainer.optimizer.chained_optimizers
@@ -374,7 +374,7 @@ def test_with_offloaded_state_weights_are_never_doubled_and_activations_leave_no
     config = OptimizerConfig(clip_grad=1e9, gradient_dtype="bf16", offload=offload)
     trainer = PolicyTrainer(model, config)
 
-    # Gradients, and without offload the weights once more.
+    # Gradients, and without offload a second copy of the weights.
     added = torch.cuda.max_memory_allocated() - before
     assert added == pytest.approx(weights * (1 if offload else 2), abs=0.05 * weights)
 
@@ -433,8 +433,7 @@ def test_a_step_says_where_its_time_went_and_does_not_get_slower(
 
 
 def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
-    # Megatron gathers the weights of a module when it is called; the head does so for the output
-    # layer
+    # Megatron gathers weights when a module is called. The head gathers the output layer's weight.
     trainer = policy()
     called = set()
     assert trainer.model[0].ddp_config.overlap_param_gather
@@ -495,8 +494,11 @@ RUNS = {
 def train_a_pipeline_of_two(
     rank: int, ports: list[int], root: Path
 ) -> dict[str, list[tuple[float, float]]]:
-    """Losses and gradient norms of RUNS: chunks per rank, and whose checkpoint before the last
-    step to go on from."""
+    """Return losses and gradient norms of RUNS.
+
+    A run has a number of chunks per rank, and the run whose checkpoint it continues before the last
+    step.
+    """
     os.environ["LOCAL_RANK"] = str(rank)
     model_config = WIDE.model_copy(update={"num_layers": 4})
     rows = pack(documents([300, 41, 700, 512, 90, 650], vocab_size=8192), 700, multiple=2)[0]

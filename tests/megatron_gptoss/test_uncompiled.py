@@ -1,4 +1,4 @@
-"""A process without a GPU does not import torch's compiler for Megatron."""
+"""Megatron imports torch's compiler only in processes with a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model without its adapters is its base to the bit: a reference policy needs no second one."""
+"""A model without its adapters equals its base bit by bit, so a reference policy needs no copy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_rank() -> Iterator[None]:
 
 
 def scores_of_base(dtype: torch.dtype) -> torch.Tensor:
-    """Of a model that was built without adapters."""
+    """Return scores of a model that was built without adapters."""
     model = build_model(MODEL, ParallelConfig(), dtype)
     load_hf_weights(model, MODEL, base_weights().__getitem__)
     return torch.cat(Scorer(model).score(BATCHES))
@@ -81,7 +81,7 @@ def test_gradients_after_a_reference_pass_are_those_without_one() -> None:
 def test_on_a_gpu_a_model_without_its_adapters_is_one_whose_adapters_are_zero(
     quantization: Quantization | None,
 ) -> None:
-    """A plain model has other layers there, and other last bits."""
+    """Plain models have other layers on GPUs, so their last bits differ."""
     model = adapted_model(ParallelConfig(), dtype=torch.bfloat16, quantization=quantization)
     scorer = Scorer(model)
     with_adapters = torch.cat(scorer.score(BATCHES))
