@@ -64,7 +64,7 @@ def test_only_known_functions_take_the_address_of_a_tensor():
     assert found == TAKES_ADDRESSES
 
 
-def test_no_tensor_is_made_by_a_cache_that_threads_can_enter_together():
+def test_no_unlocked_cache_creates_a_tensor():
     """functools.cache does not lock, so two threads can create two tensors. One is freed."""
     assert [
         f"{path}:{f.name}"

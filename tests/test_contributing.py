@@ -19,7 +19,7 @@ def lint_commands() -> list[str]:
     return [line.strip().replace("$(TYPED_ROOMS)", rooms) for line in recipe.splitlines()]
 
 
-def test_pre_commit_runs_what_make_lint_runs_and_downloads_nothing() -> None:
+def test_pre_commit_runs_commands_of_make_lint_without_downloads() -> None:
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repository["repo"] for repository in repositories] == ["local"]
     hooks = repositories[0]["hooks"]

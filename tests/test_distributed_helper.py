@@ -34,7 +34,7 @@ def test_results_come_back_in_rank_order() -> None:
     assert [result.tolist() for result in results] == [[3.0, 0.0], [3.0, 1.0]]
 
 
-def test_traceback_of_a_failed_rank_is_shown_and_the_others_are_stopped() -> None:
+def test_failed_rank_shows_traceback_and_stops_the_others() -> None:
     started = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2(.|\n)*a mistake of rank one"):
         run_distributed(fail_on_rank_one, 2)

@@ -174,7 +174,7 @@ OF_OTHERS = {"CUDA out of memory"}
 """Messages of torch."""
 
 
-def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+def test_messages_of_troubleshooting_page_exist_in_the_code() -> None:
     quoted = quotations()
     assert len(quoted) > 25
     unknown = [text for text in quoted if text not in OF_OTHERS and not is_in_the_code(text)]
@@ -198,7 +198,7 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reference_has_every_key_of_the_shipped_configurations() -> None:
+def test_reference_has_every_key_of_shipped_configurations() -> None:
     page = configuration_page()
     for command in ("rl", "sft"):
         for file in shipped_files(command):

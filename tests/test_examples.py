@@ -83,7 +83,7 @@ def test_the_chat_file_with_tools_holds_questions_out(tmp_path: Path) -> None:
     assert not set(held_out) & set(asked("train.jsonl"))
 
 
-def test_the_clerks_chats_and_tasks_hold_questions_out_and_know_nothing_of_us(
+def test_clerk_example_holds_out_questions_and_imports_no_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/agents.md shows the training through the gateway, and tests/rl_loop/agents runs it."""
@@ -126,7 +126,7 @@ def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None
     assert (tmp_path / "exported/model.safetensors").exists()
 
 
-def test_the_custom_environment_tells_an_expert_from_a_greedy_script(
+def test_custom_environment_rewards_expert_above_greedy_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     printed = run("custom_environment")
@@ -146,7 +146,7 @@ def test_the_custom_environment_tells_an_expert_from_a_greedy_script(
     assert asyncio.run(episode.answer("0")).reward == -1
 
 
-def test_the_environment_of_an_mcp_server_tells_an_expert_from_a_greedy_script() -> None:
+def test_mcp_environment_rewards_expert_above_greedy_script() -> None:
     """tests/rl_loop/environments/test_mcp_tools.py tests failures and recovery of the servers."""
     printed = run("mcp_environment")
     assert len(re.findall(r"expert: I look it up\. .* shelf \d+ -> reward \+1\.00", printed)) == 3

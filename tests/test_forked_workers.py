@@ -34,9 +34,7 @@ class Actor:
         return os.environ.get(name)
 
 
-def test_a_worker_is_forked_with_its_imports_and_has_an_environment_and_a_title_of_its_own() -> (
-    None
-):
+def test_forked_worker_has_imports_and_separate_environment() -> None:
     actors = [Actor.remote() for _ in range(2)]
     processes = [ray.get(actor.process.remote()) for actor in actors]
     (server,) = forked_workers._servers

@@ -80,7 +80,7 @@ def test_stages_build_on_stages_and_the_documentation_names_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["docs/installing.md", "Dockerfile"])
-def test_documented_builds_name_arguments_and_stages_that_there_are(text: str) -> None:
+def test_documented_builds_name_existing_arguments_and_stages(text: str) -> None:
     words = (ROOT / text).read_text().replace("\\\n", " ").split()
     targets = [words[i + 1] for i, word in enumerate(words) if word == "--target"]
     given = [words[i + 1].split("=")[0] for i, word in enumerate(words) if word == "--build-arg"]
@@ -106,7 +106,7 @@ def test_the_packages_without_a_wheel_are_those_of_the_bootstrap() -> None:
     assert all(f"\n{name}==" in pins for name in built.split(","))
 
 
-def test_gpu_packages_are_compiled_against_the_torch_that_is_installed(tmp_path: Path) -> None:
+def test_gpu_packages_are_compiled_against_installed_torch(tmp_path: Path) -> None:
     (call,) = run_command("requirements-gpu.txt", tmp_path / "log", GPU="1", MAX_JOBS="3")
     assert call.startswith("pytorch TRUE 3 -m pip install ")
     assert {"--no-build-isolation", "--no-deps", "--require-hashes"} <= set(shlex.split(call))
@@ -116,7 +116,7 @@ def test_an_image_for_cpus_leaves_them_out(tmp_path: Path) -> None:
     assert run_command("requirements-gpu.txt", tmp_path / "log", GPU="0", MAX_JOBS="3") == []
 
 
-def test_the_code_is_installed_and_the_vocabulary_is_where_every_user_finds_it(
+def test_image_has_code_and_a_vocabulary_for_every_user(
     tmp_path: Path,
 ) -> None:
     install, vocabulary = run_command("-e code", tmp_path / "log")
@@ -127,7 +127,7 @@ def test_the_code_is_installed_and_the_vocabulary_is_where_every_user_finds_it(
     assert "TIKTOKEN_ENCODINGS_BASE=/opt/gptoss/megatron-gptoss" in of_kind("ENV")
 
 
-def test_the_cluster_with_containers_runs_the_interpreter_of_the_image() -> None:
+def test_container_cluster_uses_interpreter_of_the_image() -> None:
     cluster = load_cluster(str(ROOT / "configs/cluster/slurm_container.yaml"))
     assert cluster.python == "python" and cluster.container is not None
     assert cluster.container.image in INSTALLING

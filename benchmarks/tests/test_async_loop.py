@@ -33,7 +33,7 @@ def make_workload(directory: Path) -> Workload:
     )
 
 
-def test_a_run_is_a_valid_configuration_whose_tasks_know_how_slow_tools_are(tmp_path: Path) -> None:
+def test_run_configuration_is_valid_and_sets_tool_delays(tmp_path: Path) -> None:
     command = make_workload(tmp_path).command(tmp_path, staleness=2, seed=7)
     overrides = command[command.index("rl") + 2 :]
     config = load_config(CONFIG, RlConfig, overrides)
@@ -70,7 +70,7 @@ def delays(monkeypatch: pytest.MonkeyPatch, episodes: int) -> list[float]:
     return slept
 
 
-def test_delays_have_the_published_quantiles_and_are_the_same_in_every_run(
+def test_delays_are_reproducible_and_have_published_quantiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept = delays(monkeypatch, episodes=2000)
@@ -86,7 +86,7 @@ def step_record(number: int, when: float, **values: float) -> dict[str, Any]:
     return {"step": number, "time": when, "seconds/rollout": 2.0, **seconds, **stale, **values}
 
 
-def test_the_wall_clock_between_steps_counts_and_the_first_step_does_not() -> None:
+def test_step_time_is_wall_clock_without_the_first_step() -> None:
     steps = [step_record(0, 100.0), step_record(1, 104.0), step_record(2, 112.0)]
     steps[0]["seconds/train"] = 1000.0
     summary = {"held_out_accuracy_sft": 0.25, "held_out_accuracy_rl": 0.75}
@@ -101,7 +101,7 @@ def measured_run(staleness: int, seed: int, seconds: float) -> Measured:
     return Measured(staleness, seed, seconds, 1.0, 0.5, 0.0, staleness, 0.25, 0.5 + seed / 100)
 
 
-def test_runs_are_compared_with_that_of_the_same_seed_and_take_turns() -> None:
+def test_runs_alternate_and_are_compared_by_seed() -> None:
     assert in_turns([0, 2], [5, 6, 7]) == [(0, 5), (2, 5), (2, 6), (0, 6), (0, 7), (2, 7)]
     seconds = {(0, 5): 4.0, (2, 5): 2.0, (0, 6): 6.0, (2, 6): 2.0, (0, 7): 10.0, (2, 7): 10.0}
     runs = [measured_run(k, seed, value) for (k, seed), value in seconds.items()]

@@ -58,7 +58,7 @@ def test_the_workload_has_the_published_quantiles_and_means() -> None:
     assert mean(calls) == pytest.approx(7.8, rel=0.1)
 
 
-def test_episodes_of_a_task_are_alike_and_every_policy_gets_the_same() -> None:
+def test_workload_is_similar_per_task_and_equal_for_all_policies() -> None:
     groups = [[len(plan.gaps) for plan in plan_group(Workload(), n)] for n in range(500)]
     long = [calls[1] for calls in groups if calls[0] >= 20]
     short = [calls[1] for calls in groups if calls[0] == 0]
@@ -92,7 +92,7 @@ def test_the_clock_counts_prefill_shared_decoding_and_tools() -> None:
     assert engines.idle_seconds == pytest.approx(20)
 
 
-def test_a_sync_keeps_tokens_with_their_version_and_reads_the_prefix_again() -> None:
+def test_sync_keeps_token_versions_and_prefills_again() -> None:
     engines = Engines(EXACT)
     engines.begin(episode(0, 6))
     engines.run(until=1 + 2 * 1.5)
@@ -117,7 +117,7 @@ def test_more_sequences_than_slots_wait_for_their_turn() -> None:
     assert engines.now == pytest.approx(2 + 2 * 2 + 1 + 2 * 1.5)
 
 
-def test_two_steps_of_lead_bring_1_8_times_the_steps_and_cost_no_task(
+def test_staleness_2_gives_1_8x_steps_and_loses_no_task(
     rows: dict[tuple[str, int], Row],
 ) -> None:
     assert rows["in_order", 0].speed_up == pytest.approx(1)
@@ -130,7 +130,7 @@ def test_two_steps_of_lead_bring_1_8_times_the_steps_and_cost_no_task(
         assert row.outcome.staleness_max <= k
 
 
-def test_in_order_every_step_trains_on_the_episodes_that_were_sampled_for_it(
+def test_in_order_steps_train_on_their_own_episodes(
     rows: dict[tuple[str, int], Row],
 ) -> None:
     def lengths(outcome: Outcome) -> list[Counter[int]]:

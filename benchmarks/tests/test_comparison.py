@@ -44,7 +44,7 @@ def test_models_are_compared_on_the_same_tasks_and_seeds(tmp_path: Path) -> None
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_seeds_of_one_label_are_averaged_up_to_the_last_common_step(tmp_path: Path) -> None:
+def test_seeds_of_a_label_are_averaged_over_common_steps(tmp_path: Path) -> None:
     seeds = [
         write_run(
             tmp_path / f"seed{seed}",

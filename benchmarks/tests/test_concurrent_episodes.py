@@ -32,7 +32,7 @@ def one_ray() -> Iterator[None]:
         yield
 
 
-def test_episodes_are_trained_on_once_or_invalid_while_every_part_fails(
+def test_episodes_are_trained_once_or_invalid_despite_failures(
     one_ray: None, tmp_path: Path
 ) -> None:
     outcome = run(LOAD, tmp_path)
@@ -126,7 +126,7 @@ def test_episodes_in_flight_are_counted_by_when_they_ran(ledger: Ledger) -> None
     assert share == pytest.approx(0.1), "0.2 of a core for 200 episodes"
 
 
-def test_scripted_episodes_call_as_often_as_published_but_for_the_longest() -> None:
+def test_scripted_episodes_have_the_published_number_of_calls() -> None:
     calls = [calls_of(f"task/{i}") for i in range(4000)]
     assert max(calls) == 6
     assert sum(count == 0 for count in calls) / 4000 == pytest.approx(0.375, abs=0.03)

@@ -38,7 +38,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.sglang.decoding")
 
 
-def test_both_servers_are_measured_in_turn_and_only_one_gets_our_settings(tmp_path: Path) -> None:
+def test_servers_alternate_and_only_one_gets_our_settings(tmp_path: Path) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     program = [sys.executable, "-m", "benchmarks.sglang", "decode", "--device", "cpu", "--tiny"]
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
@@ -121,7 +121,7 @@ LOG = """
 """
 
 
-def test_a_step_is_what_the_server_says_without_the_times_between(decoding: ModuleType) -> None:
+def test_step_time_is_server_reported_and_excludes_gaps(decoding: ModuleType) -> None:
     assert decoding.step_seconds(LOG, running=4) == [0.01, 0.008]
     assert decoding.step_seconds(LOG, running=8) == []
 
@@ -143,7 +143,7 @@ def server_options(**others: object) -> argparse.Namespace:
     return argparse.Namespace(**options | others)
 
 
-def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
+def test_server_memory_is_a_fraction_of_its_own_gpu(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = importlib.import_module("benchmarks.sglang.servers")
@@ -170,7 +170,7 @@ def test_a_server_gets_its_share_of_its_own_gpu_and_not_of_the_trainer_s(
     assert fraction == pytest.approx(share / ((140_000 << 20) - CONTEXT_BYTES), abs=1e-4)
 
 
-def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
+def test_all_but_bf16_pack_experts_and_patches_are_optional(
     decoding: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The same as on GPUs, which this machine does not have.
@@ -232,7 +232,7 @@ def test_every_way_but_bf16_packs_experts_and_mends_can_be_withheld(
     }
 
 
-def test_a_step_of_all_experts_reads_all_matrices_but_the_embedding(decoding: ModuleType) -> None:
+def test_step_with_all_experts_reads_all_but_the_embedding(decoding: ModuleType) -> None:
     config = GptOssModelConfig(num_layers=2, **SIZES)
     matrices = 0
     for name, shape in hf_shapes(config).items():

@@ -151,7 +151,7 @@ def test_a_damaged_trace_is_named(profile: ModuleType, tmp_path: Path) -> None:
         profile.read_trace(path)
 
 
-def test_the_table_has_both_servers_side_by_side_and_lists_unknown_kernels(
+def test_table_compares_servers_and_lists_unknown_kernels(
     profile: ModuleType, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.trace.json.gz"

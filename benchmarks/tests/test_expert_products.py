@@ -56,7 +56,7 @@ class OptFlags:
 @pytest.mark.parametrize(
     ("requests", "rows"), [(1, {16}), (64, {16}), (100, {16, 32}), (256, {32, 64})]
 )
-def test_variants_have_the_rows_that_servers_take_or_half_and_fit_a_processor(
+def test_variants_have_full_or_half_rows_and_fit_an_sm(
     products: ModuleType, requests: int, rows: set[int]
 ) -> None:
     variants = products.grid(requests)
@@ -79,7 +79,7 @@ def test_shared_memory_is_what_triton_allots(products: ModuleType) -> None:
     assert products.Variant(16, 256, 64, warps=4, stages=4).shared_memory() == 34_304
 
 
-def test_triton_kernels_choice_is_replaced_by_a_variant_and_otherwise_left(
+def test_only_variants_replace_the_choice_of_triton_kernels(
     products: ModuleType,
 ) -> None:
     flags = products.ChosenFlags(lambda rows, *, columns: OptFlags(block_m=rows, block_n=columns))
@@ -92,7 +92,7 @@ def test_triton_kernels_choice_is_replaced_by_a_variant_and_otherwise_left(
     assert flags.last == flags.variant
 
 
-def test_programs_of_a_processor_follow_from_registers_and_shared_memory(
+def test_programs_per_sm_depend_on_registers_and_shared_memory(
     products: ModuleType,
 ) -> None:
     compiled = products.Compiled(175, 0, 83_968, 413, is_serial=False, hazards=0)
@@ -107,7 +107,7 @@ def test_programs_of_a_processor_follow_from_registers_and_shared_memory(
     assert compiled.instructions_per_value(variant) == pytest.approx(413 / 128)
 
 
-def test_the_loop_that_multiplies_is_read_from_a_kernels_instructions(
+def test_main_loop_is_found_in_kernel_instructions(
     products: ModuleType,
 ) -> None:
     text = SASS.format(registers=175, stack=40, first="0x1")
@@ -162,7 +162,7 @@ class FakeProduct:
         return [[40] * 32]
 
 
-def test_a_variant_is_compared_with_what_servers_run_and_timed_per_layer(
+def test_variant_is_compared_with_servers_and_timed_per_layer(
     products: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def time_interleaved(
@@ -227,7 +227,7 @@ def rows_of_two_products(products: ModuleType) -> list[Any]:
     return [*gate_up, *down]
 
 
-def test_the_table_has_a_products_fastest_first_and_says_what_did_not_run(
+def test_table_sorts_by_time_and_lists_failed_variants(
     products: ModuleType,
 ) -> None:
     lines = products.table(rows_of_two_products(products)).splitlines()

@@ -115,7 +115,7 @@ def test_a_turn_begins_with_a_call_of_python(policy: Any, harmony: Harmony) -> N
         assert log_probs[place - 1, ids[place]] > math.log(0.999)
 
 
-def test_text_ends_as_often_as_it_was_asked_to_and_is_never_special(
+def test_text_ends_at_the_requested_rate_without_special_tokens(
     policy: Any, harmony: Harmony, random_policy: ModuleType
 ) -> None:
     following = random_policy.next_tokens(harmony, TURN_TOKENS)
@@ -169,7 +169,7 @@ def cells(table: str, begin: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_values_of_staleness_are_compared_without_the_steps_that_fill_the_pipeline(
+def test_staleness_comparison_excludes_pipeline_filling_steps(
     loop: ModuleType,
 ) -> None:
     config = load_rl_config(TINY)
@@ -276,7 +276,7 @@ def test_experts_of_a_packed_base_are_written_as_their_blocks(
 
 
 @pytest.mark.slow
-def test_values_of_staleness_run_after_one_start_of_trainer_and_servers(tmp_path: Path) -> None:
+def test_all_staleness_values_run_after_a_single_start(tmp_path: Path) -> None:
     config = yaml.safe_load(TINY.read_text())
     config["rollout"]["engine"] = scripted_engine(load_rl_config(TINY), servers=2)
     path = tmp_path / "servers.yaml"

@@ -103,9 +103,7 @@ def test_a_server_that_dies_ends_the_round_with_its_error(
         asyncio.run(rollout_load.run_round(load, 2, 60.0))
 
 
-def test_prefills_are_read_from_what_the_server_has_printed_since(
-    rollout_load: ModuleType, tmp_path: Path
-) -> None:
+def test_prefills_are_read_from_new_server_output(rollout_load: ModuleType, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Prefill batch, #new-seq: 64, #new-token: 1\n")
     printed = log.stat().st_size

@@ -14,7 +14,7 @@ PARAMETERS = 33
 """Number of checksums per rank of the server: 3 outside the layers and 15 in each layer."""
 
 
-def test_all_ranks_of_a_server_get_what_two_trainer_ranks_hold_also_after_faults(
+def test_server_ranks_get_all_trainer_weights_also_after_faults(
     tmp_path: Path,
 ) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"

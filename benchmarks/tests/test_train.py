@@ -32,7 +32,7 @@ def explained(train: ModuleType, error: Exception) -> dict[str, Any]:
     return train.measure_or_explain(fails, argparse.Namespace(), 1.0)
 
 
-def test_a_baseline_without_memory_or_kernel_is_a_row_of_the_table(train: ModuleType) -> None:
+def test_failed_baseline_is_a_row_of_the_table(train: ModuleType) -> None:
     arguments = vars(train.argument_parser().parse_args(["stock", "--packed", "--sequences", "2"]))
     full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee ...")
     no_kernel = ValueError("No dot product attention backend is available")
@@ -55,7 +55,7 @@ def test_a_baseline_that_fails_on_one_of_several_ranks_ends_all(
         explained(train, torch.cuda.OutOfMemoryError("CUDA out of memory"))
 
 
-def test_an_unpacked_row_is_one_sequence_whatever_the_others_pack(train: ModuleType) -> None:
+def test_unpacked_row_counts_one_sequence(train: ModuleType) -> None:
     arguments = vars(train.argument_parser().parse_args(["stock", "--micro-batches", "3"]))
     measured = {"seconds": 0.5, "tokens_per_second_per_gpu": 8192.0, "mfu": 0.25, "peak_gb": 12.0}
     (row,) = train.table([{"arguments": arguments, "gpus": 4, **measured}]).splitlines()[2:]
@@ -95,7 +95,7 @@ def test_all_to_all_is_timed_apart_from_other_communication(
     }
 
 
-def test_a_tiny_step_says_what_share_the_experts_exchange_has_and_what_is_predicted(
+def test_step_reports_measured_and_predicted_all_to_all_share(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train = importlib.import_module("benchmarks.train.cases")

@@ -34,7 +34,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_transformers_loads_what_was_written_with_the_same_logits(
+def test_transformers_loads_written_directory_with_equal_logits(
     tmp_path: Path, weights: Weights, reference: GptOssForCausalLM, shard_bytes: int
 ) -> None:
     write_hf_directory(

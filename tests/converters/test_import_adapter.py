@@ -59,9 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_an_adapter_survives_the_way_there_and_back_byte_for_byte(
-    root: Path, tmp_path: Path
-) -> None:
+def test_adapter_round_trip_is_byte_exact(root: Path, tmp_path: Path) -> None:
     export_adapter(root / "imported", tmp_path / "again", base="openai/gpt-oss-20b")
     for file in (root / "peft").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name

@@ -85,7 +85,7 @@ def test_export_of_two_ranks_is_bit_exact(
     check(two_ranks, layout, weights)
 
 
-def test_export_of_four_ranks_is_bit_exact_in_bf16_under_mixed_parallelism(
+def test_four_rank_export_in_bf16_is_exact_in_mixed_layouts(
     weights: Weights,
 ) -> None:
     ranks = run_distributed(
@@ -159,7 +159,7 @@ def gather_on_four(rank: int, port: int) -> Any:
     return gathered
 
 
-def test_fewer_receivers_than_ranks_get_all_weights_under_mixed_parallelism(
+def test_two_of_four_ranks_receive_all_weights_in_mixed_layouts(
     weights: Weights,
 ) -> None:
     ranks = run_distributed(gather_on_four, 4, free_port())
@@ -245,7 +245,7 @@ GATHERING_FAULTS = [
 ]
 
 
-def test_a_rank_that_fails_half_way_leaves_all_where_the_next_gathering_can_begin(
+def test_gathering_works_again_after_a_failed_rank(
     weights: Weights,
 ) -> None:
     ranks = run_distributed(gather_with_faults, 2, 2, free_port(), GATHERING_FAULTS, timeout=120)

@@ -88,7 +88,7 @@ def is_expert_matrix(name: str) -> bool:
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
-def test_a_merge_into_mxfp4_quantizes_the_experts_alone_and_measures_the_loss(
+def test_mxfp4_merge_quantizes_only_experts_and_reports_the_loss(
     base: Path, tmp_path: Path
 ) -> None:
     adapter = save_adapter(tmp_path, ADAPTER.targets)

@@ -115,9 +115,7 @@ def test_values_are_those_of_transformers(quantized: Path) -> None:
             assert torch.equal(source.get(name), convert_moe_packed_tensors(*packed))
 
 
-def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(
-    tmp_path: Path, quantized: Path
-) -> None:
+def test_mxfp4_and_bf16_exports_are_equal_in_transformers(tmp_path: Path, quantized: Path) -> None:
     import_checkpoint(quantized, tmp_path / "megatron")
     export_checkpoint(tmp_path / "megatron", tmp_path / "mxfp4_back", "mxfp4", quantized)
     export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16", quantized)
@@ -135,7 +133,7 @@ def test_transformers_loads_an_mxfp4_export_and_agrees_with_its_bf16_export(
     assert torch.equal(*logits)
 
 
-def test_a_changed_expert_is_reported_and_the_others_keep_their_bytes(
+def test_only_the_changed_expert_loses_its_bytes_and_is_reported(
     tmp_path: Path, quantized: Path
 ) -> None:
     import_checkpoint(quantized, tmp_path / "megatron")
@@ -231,7 +229,7 @@ def fill_from_mxfp4(rank: int, directory: Path, port: int) -> tuple[Weights, set
     return exported, read
 
 
-def test_a_model_starts_from_an_mxfp4_directory_and_each_rank_reads_its_own_experts(
+def test_ranks_load_only_own_experts_from_mxfp4_directory(
     tmp_path: Path,
 ) -> None:
     config = MODEL.model_copy(update={"num_experts": 4})

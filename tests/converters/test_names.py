@@ -31,7 +31,7 @@ def test_hf_shapes_are_those_of_transformers(reference: GptOssForCausalLM) -> No
 @pytest.mark.parametrize(
     ("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)]
 )
-def test_released_sizes_have_their_published_number_of_parameters(
+def test_released_models_have_published_parameter_counts(
     layers: int, experts: int, total: int
 ) -> None:
     config = GptOssModelConfig(num_layers=layers, num_experts=experts)

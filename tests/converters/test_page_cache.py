@@ -32,7 +32,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> Dropped:
     return calls
 
 
-def test_a_range_is_dropped_when_it_leaves_the_window_and_once_more_a_window_later(
+def test_range_is_dropped_at_window_end_and_one_window_later(
     tmp_path: Path, dropped: Dropped
 ) -> None:
     path = tmp_path / "shard-0"

@@ -257,7 +257,7 @@ def test_a_planted_fault_is_missed_when_nothing_is_read_back(
     assert conversion.output.is_dir() and not conversion.output_is_right()
 
 
-def test_a_fault_in_a_layer_whose_turn_it_is_not_is_found_by_checking_all(
+def test_complete_check_finds_fault_in_unsampled_layer(
     monkeypatch: Patch, conversion: Conversion
 ) -> None:
     a_flipped_bit(0, conversion, monkeypatch)
@@ -299,7 +299,7 @@ def test_a_report_that_claims_another_loss_is_refused(tmp_path: Path, monkeypatc
     assert not (tmp_path / "output").exists()
 
 
-def test_a_codec_that_is_always_wrong_is_found_by_the_formats_definition(
+def test_format_definition_detects_a_wrong_codec(
     tmp_path: Path, monkeypatch: Patch, quantized: Path
 ) -> None:
     dequantize, quantize = mxfp4.dequantize, mxfp4.quantize
@@ -315,7 +315,7 @@ def test_a_codec_that_is_always_wrong_is_found_by_the_formats_definition(
     assert not (tmp_path / "output").exists()
 
 
-def test_weights_of_a_trainer_are_compared_with_what_its_export_holds(
+def test_trainer_weights_are_compared_with_their_export(
     tmp_path: Path, monkeypatch: Patch, floats: Path
 ) -> None:
     source = HfDirectory(floats)
@@ -347,7 +347,7 @@ def test_values_by_definition_are_those_of_the_codec() -> None:
     assert same_bits(defined_values(blocks, scales).bfloat16(), mxfp4.dequantize(blocks, scales))
 
 
-def test_what_the_quantizer_makes_is_nearest_and_its_neighbour_is_not() -> None:
+def test_quantizer_result_is_nearest_and_neighbor_is_not() -> None:
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     blocks, scales = mxfp4.quantize(x)
     assert nearest(defined_values(blocks, scales), x, scales)
@@ -403,9 +403,7 @@ def test_a_layer_that_was_found_wrong_is_looked_at_again(
                 conversion.run()
 
 
-def test_without_a_cache_to_remember_in_all_layers_can_have_their_turn(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_all_layers_can_be_sampled_without_a_cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(sample, "cache_directory", lambda: tmp_path / "file" / "below")
     (tmp_path / "file").touch()

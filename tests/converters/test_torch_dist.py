@@ -101,7 +101,7 @@ def test_import_reports_its_progress(tmp_path: Path, hf_dir: Path) -> None:
 # -- Megatron itself -------------------------------------------------------------------------------
 
 
-def test_megatron_loads_an_import_strictly_with_the_logits_of_transformers(
+def test_megatron_loads_import_with_logits_of_transformers(
     one_rank: None, megatron_dir: Path, reference: GptOssForCausalLM
 ) -> None:
     model = build_model(TINY, ParallelConfig()).eval()
@@ -151,7 +151,7 @@ def load_and_save(rank: int, megatron_dir: Path, out: Path, ports: list[int]) ->
         distributed.shutdown()
 
 
-def test_an_import_loads_at_any_layout_and_a_save_of_any_layout_exports(
+def test_import_and_export_work_in_any_layout(
     tmp_path: Path, megatron_dir: Path, hf_dir: Path
 ) -> None:
     run_distributed(
@@ -220,7 +220,7 @@ def test_verify_sees_a_missed_transform(
 
 
 @pytest.mark.usefixtures("nothing_is_read_back")
-def test_a_missed_transpose_changes_the_shape_where_hidden_and_intermediate_differ(
+def test_missed_transpose_changes_shape_of_non_square_matrix(
     tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

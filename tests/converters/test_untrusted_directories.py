@@ -44,9 +44,7 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(
 
 
 @pytest.mark.parametrize("length", [200_000_000, 1 << 40, (1 << 64) - 1])
-def test_a_gigantic_header_of_safetensors_is_refused_without_being_read(
-    length: int, tmp_path: Path
-) -> None:
+def test_gigantic_safetensors_header_is_rejected_unread(length: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", length) + b"{")
@@ -87,7 +85,7 @@ def test_a_directory_is_replaced_in_one_step(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_a_kill_between_two_moves_left_is_named_and_put_back(
+def test_kill_between_two_moves_is_named_and_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file system cannot exchange names, so the replacement takes two moves."""

@@ -40,7 +40,7 @@ def all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("all_kinds")
-def test_a_campaign_has_every_kind_equally_often_and_the_same_for_the_same_seed(
+def test_plan_has_equal_kind_counts_and_depends_on_seed(
     tmp_path: Path,
 ) -> None:
     plan = Campaign(Options(seed=3, count=3 * len(KINDS)), tmp_path).left
@@ -66,7 +66,7 @@ def test_kinds_that_the_machine_does_not_allow_are_left_out(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_attempt_has_a_ray_of_its_own_and_the_paths_of_who_started_it(
+def test_attempt_has_separate_ray_and_inherits_python_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Several tests can therefore run concurrently, also next to a Ray of another user."""
@@ -78,7 +78,7 @@ def test_an_attempt_has_a_ray_of_its_own_and_the_paths_of_who_started_it(
     assert environment[MARK] == "the mark"
 
 
-def test_processes_of_another_attempt_are_neither_seen_nor_killed() -> None:
+def test_attempt_finds_and_kills_only_its_own_processes() -> None:
     attempts = [Attempt.__new__(Attempt) for _ in range(2)]
     for attempt, mark in zip(attempts, ("this one", "that one"), strict=True):
         attempt.mark = mark
@@ -155,7 +155,7 @@ def test_a_campaign_goes_on_with_what_its_file_does_not_have(tmp_path: Path) -> 
     assert Counter(left) == {"lie_nan": 2, "lie_twice": 3}
 
 
-def test_the_table_counts_what_was_injected_and_names_what_failed() -> None:
+def test_table_counts_injected_faults_and_names_failures() -> None:
     found = Results(
         [
             Injection("lie_nan", 3, 5, "a", outcome="healed", seconds=1.5),
@@ -256,7 +256,7 @@ EPISODES = {step: Counter({f"task {step}": 4}) for step in UNDISTURBED}
         "a process",
     ],
 )
-def test_a_course_is_as_the_undisturbed_run_or_says_where_it_is_not(
+def test_run_equals_undisturbed_run_or_names_the_difference(
     numbers: dict[int, Numbers],
     trained: dict[int, Counter[str]],
     left: list[str],

@@ -125,7 +125,7 @@ def assert_same(found: GenerateResult, expected: GenerateResult) -> None:
     )
 
 
-def test_a_turn_that_loses_its_connection_has_the_tokens_of_the_policy_to_the_last_bit(
+def test_turn_equals_embedded_engine_after_connection_loss(
     tmp_path: Path,
 ) -> None:
     """The connection is closed after the first chunk, and the turn continues from there."""
@@ -169,7 +169,7 @@ def test_a_server_whose_routes_are_zero_is_named(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_turn_of_the_script_has_the_policy_s_log_probs_and_routes(tmp_path: Path) -> None:
+def test_scripted_turn_has_log_probs_and_routes_of_the_policy(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path) as servers:
             found = await servers.engine.generate(request(5))
@@ -185,7 +185,7 @@ def test_a_turn_of_the_script_has_the_policy_s_log_probs_and_routes(tmp_path: Pa
     asyncio.run(run())
 
 
-def test_a_bit_that_flips_and_bytes_that_stay_are_named_by_the_sync(tmp_path: Path) -> None:
+def test_sync_detects_flipped_bit_and_stale_tensor(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path) as servers:
             await servers.sync(2, VERSION)
@@ -222,7 +222,7 @@ def test_an_episode_of_other_weights_is_not_one_of_its_step(
 # -- two faults at once ----------------------------------------------------------------------------
 
 
-def test_pairs_have_every_kind_equally_often_and_what_ends_a_run_comes_second() -> None:
+def test_pairs_have_equal_kind_counts_and_run_enders_second() -> None:
     kinds = [*KINDS, *SERVER_KINDS]
     pairs = plan_pairs(kinds, 2 * len(kinds), random.Random(3))
     assert pairs == plan_pairs(kinds, 2 * len(kinds), random.Random(3))
@@ -234,7 +234,7 @@ def test_pairs_have_every_kind_equally_often_and_what_ends_a_run_comes_second() 
         plan_pairs(["kill_run", "stop", "kill_node"], 3, random.Random(3))
 
 
-def test_a_campaign_of_pairs_goes_on_with_those_that_its_file_does_not_have(tmp_path: Path) -> None:
+def test_pairs_option_plans_pairs_of_kinds(tmp_path: Path) -> None:
     options = Options(seed=3, kinds=("kill_worker", "lie_nan", "stop"), count=6, pairs=True)
     left = Campaign(options, tmp_path).left
     assert len(left) == 6 and all(name.count("+") == 1 for name in left)
@@ -273,7 +273,7 @@ def test_two_faults_at_once_are_judged_by_what_either_may_do(
     assert verdict in found and bool(found) == bool(verdict)
 
 
-def test_of_two_faults_only_the_first_counts_if_there_is_nothing_left_for_the_second(
+def test_only_first_fault_counts_when_second_has_no_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []

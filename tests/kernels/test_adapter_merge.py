@@ -35,7 +35,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # them.
     [(2, 41, 160, 3), (1, 5, 32, 0), (1, 33, 64, 8), (3, 16, 96, 17), (1, 640, 2880, 8)],
 )
-def test_on_a_cpu_the_kernels_source_gives_the_bits_of_the_sum_in_torch(
+def test_kernel_source_on_cpu_equals_torch_sum_bit_by_bit(
     libraries: Path, experts: int, rows: int, columns: int, rank: int, is_packed: bool
 ) -> None:
     case = packed_case(experts=experts, rows=rows, columns=columns, rank=rank)

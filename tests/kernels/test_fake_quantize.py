@@ -24,7 +24,7 @@ def expected_of(matrices: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([dequantize(*quantize(matrix)) for matrix in matrices])
 
 
-def test_interpreted_on_a_cpu_the_kernel_gives_the_bits_of_the_codec() -> None:
+def test_interpreted_kernel_equals_codec_bit_by_bit() -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     result = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.fake_quantize_interpreted"],
@@ -79,7 +79,7 @@ def test_on_a_gpu_the_kernel_gives_the_bits_of_the_codec(case: int) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_experts_of_a_20b_layer_are_rounded_as_the_two_kernels_do() -> None:
+def test_fake_quantize_equals_two_kernels_for_a_20b_layer_on_gpu() -> None:
     torch.manual_seed(0)
     matrices = [0.02 * torch.randn(5760, 2880, device="cuda").bfloat16() for _ in range(4)]
     out = torch.empty(4, 5760, 2880, dtype=torch.bfloat16, device="cuda")

@@ -38,7 +38,7 @@ def independent_quantize(x):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_byte_at_every_scale_equals_hugging_face_bit_for_bit(device):
+def test_every_byte_and_scale_dequantizes_as_in_hugging_face(device):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
@@ -71,7 +71,7 @@ def test_quantize_equals_an_exhaustive_search(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_checkpoint_comes_back_byte_for_byte_with_its_scales_as_hint(device):
+def test_round_trip_with_scale_hint_is_byte_exact(device):
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 500, 16), dtype=torch.uint8, generator=generator)
     blocks[0, :20] &= 0x99  # small codes only, which would get another scale without the hint
@@ -139,7 +139,7 @@ def test_wrong_arguments_are_named():
 
 
 @pytest.mark.parametrize("processes", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_threads_that_use_the_codec_first_at_the_same_time_get_the_right_values(processes):
+def test_codec_is_correct_when_threads_use_it_first_concurrently(processes):
     script = Path(__file__).parents[1] / "support/kernels/mxfp4_first_use.py"
     result = subprocess.run(
         [sys.executable, str(script), str(processes)], capture_output=True, text=True

@@ -77,7 +77,7 @@ def test_queries_see_all_keys_up_to_their_own_place() -> None:
         torch.testing.assert_close(got, exact)
 
 
-def test_with_the_o_and_lse_of_all_keys_parts_of_the_keys_give_parts_of_the_gradient() -> None:
+def test_key_parts_give_gradient_parts_with_complete_o_and_lse() -> None:
     length, near = 60, 25
     q, k, v, sinks, grad_o = inputs(4, 2, 8, [length], [length])
     whole = Segments.from_lengths([length], [length], q.device)

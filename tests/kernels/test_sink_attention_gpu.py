@@ -225,7 +225,7 @@ def test_inputs_may_start_at_any_element_of_their_memory(backend, window):
         assert torch.equal(x, y)
 
 
-def test_a_graph_of_the_backward_pass_for_full_attention_replays_on_new_values():
+def test_graph_of_full_attention_backward_replays_on_new_values():
     first, second = random_inputs(UNEVEN), random_inputs(UNEVEN, seed=1)
     layout = packed_layout(first[5])
     saved = [x.clone() for x in first[:5]]
@@ -257,7 +257,7 @@ def test_inputs_need_not_be_contiguous():
         assert torch.equal(x, y)
 
 
-def test_auto_takes_our_kernels_for_window_layers_and_short_sequences():
+def test_auto_uses_our_kernels_for_windows_and_short_sequences():
     device = torch.device("cuda", torch.cuda.current_device())
     windowed = ShapeClass(device, torch.bfloat16, 64, 8, 64, 128)
     full = windowed._replace(window=None)

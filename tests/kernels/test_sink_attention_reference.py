@@ -84,7 +84,7 @@ def test_gradcheck_in_fp64():
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_keys_in_chunks_and_tiles_in_batches_give_the_same_values(monkeypatch, window):
+def test_key_chunks_and_tile_batches_do_not_change_values(monkeypatch, window):
     monkeypatch.setattr(reference, "KEY_CHUNK", 32)
     monkeypatch.setattr(reference, "SCORES_PER_BATCH", 1)
     assert_matches_written_out([200, 3, 64], window)

@@ -34,7 +34,7 @@ FULL_KERNELS = ["full_forward", "full_backward_q", "backward_kv"]
         *((name, heads, None) for name in FULL_KERNELS for heads in (1, 2, 3, 4, 8, 12)),
     ],
 )
-def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(
+def test_kernel_compiles_for_all_head_groups_and_is_cached(
     name, heads_per_kv, window, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("GPTOSS_KERNELS_CACHE", str(tmp_path))
@@ -48,7 +48,7 @@ def test_a_kernel_compiles_for_every_group_of_heads_and_is_cached(
     assert compile_cubin(source, defines, "sm_90a") == b"from the cache"
 
 
-def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
+def test_compile_error_contains_the_compiler_message(tmp_path):
     broken = tmp_path / "broken.cu"
     broken.write_text("__global__ void kernel() { undeclared(); }")
     with pytest.raises(RuntimeError, match="undeclared"):
@@ -59,11 +59,11 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message(tmp_path):
     ("name", "blocks"),
     [("full_forward", 4), ("full_backward_q", 4), ("backward_kv", 3)],
 )
-def test_as_many_blocks_as_registers_allow_find_room_in_shared_memory(name, blocks):
+def test_shared_memory_fits_all_blocks_that_registers_allow(name, blocks):
     assert blocks * (KernelShape(8, None).shared_bytes(name) + 1024) <= 228 * 1024
 
 
-def test_items_of_the_longest_sequence_come_first_and_stay_together():
+def test_items_of_longest_sequence_are_first_and_adjacent():
     layout = PackedLayout(torch.tensor([0, 10, 40, 70]), 30)
     items, count = _items(layout, 16, torch.device("cpu"), "sequence")
     assert count == 5
@@ -127,7 +127,7 @@ def test_a_tensor_map_that_the_driver_refuses_is_described(encoding_calls):
         nvrtc.tensor_map(tensor, (8, 8))
 
 
-def test_inputs_are_made_contiguous_and_moved_to_an_address_that_copies_of_16_bytes_can_take():
+def test_inputs_become_contiguous_and_16_byte_aligned():
     x = torch.arange(24, dtype=torch.bfloat16).view(4, 6)
     assert window._dense(x).data_ptr() == x.data_ptr()
     memory = torch.arange(25, dtype=torch.bfloat16)

@@ -145,13 +145,13 @@ def test_a_wrong_value_is_named_in_under_two_seconds(tmp_path: Path) -> None:
         f"main(['plan', '{RL}'])",
     ],
 )
-def test_reading_a_configuration_or_a_command_line_imports_nothing_heavy(doing: str) -> None:
+def test_configurations_and_command_lines_import_nothing_heavy(doing: str) -> None:
     load = "from rl_loop.config.load import load_rl_config"
     heavy = {"torch", "ray", "transformers", "megatron", "matplotlib", "pandas"}
     assert imported_by(f"{load}; {doing}", heavy) == "set()"
 
 
-def test_help_and_the_tab_key_do_without_the_schema_of_configurations() -> None:
+def test_help_and_completion_do_not_import_config_schema() -> None:
     schema = {"rl_loop.config.run", "omegaconf"}
     assert imported_by("main(['--help'])", schema) == "set()"
 
@@ -268,7 +268,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_an_error_of_an_actor_is_one_line_and_leaves_the_earlier_run_as_it_is(
+def test_actor_error_is_one_line_and_keeps_the_earlier_run(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "x").mkdir()

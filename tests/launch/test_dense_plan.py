@@ -108,7 +108,7 @@ def test_published_sizes_can_be_planned(size: str, models: dict[str, str]) -> No
 @pytest.mark.parametrize(
     "layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
 )
-def test_the_parameters_of_a_gpu_are_those_of_the_model_that_is_built(
+def test_parameters_per_gpu_equal_those_of_the_built_model(
     size: str, layout: dict[str, int], models: dict[str, str]
 ) -> None:
     """The counts come from the name table. Every rank has a share of each parameter."""
@@ -147,7 +147,7 @@ def test_ranks_hold_what_the_plan_says() -> None:
         assert stage == parameters_per_gpu(model, pipeline, rank)[0]
 
 
-def test_arithmetic_is_two_operations_for_each_weight_and_those_of_attention() -> None:
+def test_flops_are_two_per_weight_plus_attention() -> None:
     weights = LLAMA.num_parameters - (2 * LLAMA.num_layers + 1) * 48 - 128 * 48
     pairs = 10 * 11 // 2
     attention = LLAMA.num_layers * 4 * pairs * 96
@@ -178,6 +178,6 @@ def test_mistakes_are_named_by_key(override: str, message: Any) -> None:
         config_of("qwen2.5-32b", override)
 
 
-def test_a_run_without_the_tokenizer_of_its_model_is_refused_before_anything_starts() -> None:
+def test_run_without_model_tokenizer_is_rejected_at_the_start() -> None:
     with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
         check_what_a_run_needs(config_of("qwen2.5-32b", "vocabulary=gptoss"))

@@ -24,7 +24,7 @@ from launch.doctor import (
 ROOT = Path(__file__).parents[2]
 
 
-def test_on_this_machine_every_part_is_checked_and_the_python_ones_are_found() -> None:
+def test_doctor_checks_every_part_and_finds_python_packages() -> None:
     checks = {check.name: check for check in run_doctor()}
     assert list(checks) == [name for name, _ in CHECKS]
     for name in ("python", "torch", "megatron-core", "transformers", "ray", "C compiler"):
@@ -32,7 +32,7 @@ def test_on_this_machine_every_part_is_checked_and_the_python_ones_are_found() -
     assert all(check.advice for check in checks.values() if check.status is not Status.OK)
 
 
-def test_without_bubblewrap_or_compiler_the_exact_command_is_named(
+def test_doctor_names_command_for_missing_bubblewrap_or_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -40,7 +40,7 @@ def test_without_bubblewrap_or_compiler_the_exact_command_is_named(
     assert check_compiler() == (Status.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
 
 
-def test_transformer_engine_is_installed_as_the_documentation_says() -> None:
+def test_documented_transformer_engine_command_is_correct() -> None:
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("it is installed")
     finding = check_transformer_engine()
@@ -62,7 +62,7 @@ def test_a_library_that_does_not_load_is_reported_and_not_raised(
     assert check.advice
 
 
-def test_a_limited_machine_is_ready_and_one_with_a_missing_part_is_not() -> None:
+def test_machine_is_ready_if_limited_but_not_if_part_is_missing() -> None:
     limited = Check("GPUs", Status.LIMITED, "none", "")
     assert is_ready([limited])
     assert not is_ready([limited, Check("sandbox", Status.MISSING, "", "")])

@@ -56,7 +56,7 @@ def pin(wheel: Path) -> str:
     return f"{name}==1.0 \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
 
 
-def test_a_failed_installation_goes_on_where_it_was_and_hashes_decide(
+def test_failed_installation_continues_and_checks_hashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf = tmp_path / "shelf"

@@ -80,7 +80,7 @@ def name_of(kind: str, saved: bool, how: str) -> str:
     ("kind", "saved", "how"),
     [pytest.param(*case, id=name_of(*case), marks=marks) for *case, marks in CASES],
 )
-def test_a_stopped_run_says_what_it_has_saved_and_leaves_no_process(
+def test_stopped_run_reports_saved_state_and_leaves_no_process(
     kind: str, saved: bool, how: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "stopped"

@@ -102,7 +102,7 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.usefixtures("no_launch_survives")
-def test_a_local_launch_runs_in_the_background_and_goes_on_after_a_cancel(
+def test_local_launch_runs_in_background_and_can_resume(
     command: ForkedCommand, tmp_path: Path
 ) -> None:
     directory = tmp_path / "background"
@@ -221,7 +221,7 @@ def test_a_wrong_cluster_file_names_the_key(yaml: str, message: str, tmp_path: P
     assert message in str(raised.value)
 
 
-def test_a_cluster_that_there_is_not_is_answered_with_those_that_there_are(
+def test_unknown_cluster_error_lists_known_clusters(
     command: ForkedCommand,
 ) -> None:
     ended = command.run("launch", "configs/rl/tiny_retool.yaml", "--cluster", "mars")
@@ -299,7 +299,7 @@ first on trainer rank 3 on n2 (pid 7)
         ("step 1/3\n", ""),
     ],
 )  # fmt: skip
-def test_the_first_error_is_the_root_exception_with_rank_and_host(log: str, error: str) -> None:
+def test_first_error_is_root_exception_with_rank_and_host(log: str, error: str) -> None:
     assert first_error(log) == error
 
 
@@ -344,7 +344,7 @@ def test_node_check_accepts_gpu_without_memory_figure(
     assert check_node(cluster_of_gpus(tmp_path, gpus_per_node=1), SMALL_STORE).problems == []
 
 
-def test_a_node_without_room_for_a_steps_part_of_rays_store_is_bad(tmp_path: Path) -> None:
+def test_node_is_bad_when_ray_store_does_not_fit(tmp_path: Path) -> None:
     too_much = replace(SMALL_STORE, routes=1 << 60)
     problems = check_node(cluster_of_gpus(tmp_path, gpus_per_node=0), too_much).problems
     assert len(problems) == 1
@@ -375,7 +375,7 @@ def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
     assert find_slow_nodes({"n1": {"within": None, "between": None}}, 20) == {}
 
 
-def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
+def test_snapshot_contains_uncommitted_files_and_diff(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = tmp_path / "project"
@@ -417,7 +417,7 @@ def test_a_snapshot_holds_what_is_not_committed_and_the_difference(
     assert (code / ".gptoss/run.yaml").read_text() == "name: x\n"
 
 
-def test_the_snapshot_of_an_installation_is_laid_out_as_a_checkout(
+def test_snapshot_of_installation_has_layout_of_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site-packages"
@@ -454,7 +454,7 @@ def test_slurm_formats_are_understood() -> None:
     assert re.fullmatch(r"[\d.]+", node_address())
 
 
-def test_files_of_conversations_are_looked_for_on_the_cluster_too() -> None:
+def test_conversation_files_are_also_checked_on_the_cluster() -> None:
     sources = "{a: {path: chats.jsonl, validation_path: /held.jsonl}, b: {path: 'hub:name:train'}}"
     config = load_config(
         ROOT / "configs/sft/tiny_retool.yaml", SftConfig, [f"data={{sources: {sources}}}"]

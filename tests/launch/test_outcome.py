@@ -23,7 +23,7 @@ def recorded(path: Path, *steps: dict[str, float]) -> RunDirectory:
     return run
 
 
-def test_of_reinforcement_learning_the_held_out_accuracy_and_reward_are_told(
+def test_rl_outcome_shows_held_out_accuracy_and_reward(
     tmp_path: Path,
 ) -> None:
     before = {Name.HELD_OUT_ACCURACY: 0.336, Name.HELD_OUT_REWARD: -0.328}

@@ -48,7 +48,7 @@ def taken(lines: list[str]) -> list[list[str]]:
     return [line.split() for line in lines if "<- used" in line]
 
 
-def test_it_names_a_scheme_for_each_kind_of_layer_and_what_it_sends() -> None:
+def test_plan_names_scheme_and_traffic_for_each_kind_of_layer() -> None:
     lines = plan(*LONG)
     assert "131072 tokens in 1 sequences, 32768 tokens per rank" in lines[0]
     full, window = taken(lines)
@@ -102,7 +102,7 @@ def test_the_reference_policy_of_adapters_takes_no_memory() -> None:
     ],
     ids=str,
 )
-def test_the_longest_episodes_fill_as_many_micro_batches_as_the_plan_says(
+def test_longest_episodes_fill_the_planned_micro_batches(
     overrides: list[str],
 ) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
@@ -203,7 +203,7 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
     assert len(place(config.parallel, rollout, cluster)) == cluster.nodes
 
 
-def test_servers_on_the_trainers_gpus_must_fit_beside_what_the_trainer_keeps() -> None:
+def test_colocated_servers_must_fit_next_to_the_resting_trainer() -> None:
     def plan_with(fraction: float) -> tuple[int, str]:
         overrides = [f"rollout.engine.memory_fraction={fraction}"]
         training = load_config(
@@ -226,9 +226,7 @@ def test_any_context_size_has_a_plan(context: str) -> None:
     assert len(taken(lines)) == (0 if context == "1" else 2)
 
 
-def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_and_a_shorter_bubble() -> (
-    None
-):
+def test_interleaving_rounds_micro_batches_and_shrinks_bubble() -> None:
     def step(chunks: int) -> tuple[int, float]:
         overrides = [
             "model=gpt-oss-20b",
@@ -255,7 +253,7 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_as_micro_batches_
     assert interleaved == pytest.approx(plain / 3, abs=0.01)
 
 
-def test_the_fastest_layouts_that_fit_come_with_memory_time_and_mfu() -> None:
+def test_fastest_fitting_layouts_show_memory_time_and_mfu() -> None:
     overrides = [
         *LONG,
         "parallel.world_size=16",
@@ -343,7 +341,7 @@ def layout_overrides(advice: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_whatever_the_plan_advises_validates_and_is_predicted_as_promised(path: Path) -> None:
+def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> None:
     """The test applies every line of the advice as overrides of the configuration, like a user."""
     kind = SftConfig if path.parent.name == "sft" else RlConfig
     applied = 0
@@ -440,7 +438,7 @@ def plan_command(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[in
     return ended.value.code, out or err
 
 
-def test_a_configuration_says_for_which_gpu_it_is_planned_where_nothing_else_does(
+def test_plan_uses_configured_gpu_memory_without_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no GPU here
@@ -470,7 +468,7 @@ def test_a_configuration_says_for_which_gpu_it_is_planned_where_nothing_else_doe
         (60, "memory plan\ndoes not fit: .* of a GPU's 60 GB"),
     ],
 )
-def test_a_dry_run_plans_for_the_clusters_gpu_else_for_the_configurations(
+def test_dry_run_plans_for_cluster_gpu_or_configured_gpu(
     cluster_memory: float | None, said: str
 ) -> None:
     config = load_config(CONFIGS / "rl/gpt-oss-20b-adapter_1x1_80gb.yaml", RlConfig)
@@ -499,7 +497,7 @@ def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
         (["--gpu-gb", "-3"], 1, "--gpu-gb -3: must be a finite size above 0"),
     ],
 )
-def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
+def test_plan_command_exits_with_1_if_configuration_does_not_fit(
     options: list[str], status: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["plan", str(CONFIGS / "rl/gpt-oss-20b_1x2.yaml"), *options]
@@ -518,7 +516,7 @@ def test_the_command_ends_with_1_if_the_configuration_does_not_fit(
         (["--gpu", "h200"], None),
     ],
 )
-def test_a_plan_for_another_gpu_says_that_its_times_are_those_of_h200s(
+def test_plan_for_another_gpu_notes_that_times_are_for_h200(
     options: list[str], note: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -47,7 +47,7 @@ def test_on_a_terminal_the_display_shows_step_phase_and_metrics() -> None:
     assert "step 2/4  reward" not in output  # the log lines are not printed in addition
 
 
-def test_on_a_terminal_the_rollout_counts_its_episodes_and_no_other_phase_does() -> None:
+def test_only_rollout_counts_episodes_on_a_terminal() -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
     with TrainingProgress("RL", total_steps=2, console=console) as progress:
@@ -61,7 +61,7 @@ def test_on_a_terminal_the_rollout_counts_its_episodes_and_no_other_phase_does()
     assert "1/1,512" not in output.getvalue()
 
 
-def test_a_value_that_is_not_finite_is_shown_and_does_not_stop_the_run() -> None:
+def test_non_finite_value_is_shown_without_an_error() -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
     with TrainingProgress("RL", total_steps=2, console=console) as progress:

@@ -131,7 +131,7 @@ def test_a_chart_of_many_steps_is_no_larger_than_its_pixels_need() -> None:
     assert len(draw_for_page(DETAIL_CHARTS[0], records)) < 400_000
 
 
-def test_the_time_of_the_whole_run_is_told_from_that_of_its_steps() -> None:
+def test_report_separates_time_of_run_from_time_of_steps() -> None:
     figures = summary_figures({"seconds": 861.9, "held_out_reward_rl": 0.5, "versions": {}})
     assert figures == {"whole run, with start and evaluations": "14:22", "held out reward rl": 0.5}
 
@@ -177,7 +177,7 @@ def test_a_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
     assert "not finished; last step 1" in build_report(run.path).read_text()
 
 
-def test_the_evaluation_after_the_last_step_is_no_step_and_the_time_is_that_of_steps() -> None:
+def test_final_evaluation_is_not_a_step_and_adds_no_step_time() -> None:
     records = [{"step": step, "time": 100.0 * step, Name.STEP_SECONDS: 15.0} for step in range(80)]
     evaluation = {"step": 80, "time": 9000.0, Name.HELD_OUT_ACCURACY: 0.9}
     assert describe_progress([*records, evaluation], finished=True) == "80 steps in 20:00, finished"
@@ -198,7 +198,7 @@ def test_at_most_eight_episodes_are_shown_and_they_span_the_run(tmp_path: Path) 
     assert len(steps) == 8 and (steps[0], steps[-1]) == ("0", "99")
 
 
-def test_the_middle_of_long_episodes_is_left_out_and_the_page_stays_small(tmp_path: Path) -> None:
+def test_report_omits_middle_of_long_episodes_and_stays_small(tmp_path: Path) -> None:
     run = start_run(tmp_path / "long", "")
     tokens = 20_000
     rng = np.random.default_rng(0)

@@ -45,7 +45,7 @@ def test_a_decoding_step_takes_about_as_long_as_was_measured(sequences: int) -> 
     assert predicted == pytest.approx(MEASURED_MS[sequences], rel=0.3)
 
 
-def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() -> None:
+def test_staleness_helps_until_trainer_or_engines_are_saturated() -> None:
     prediction = prediction_of(training=10.0, engines=4.0, longest_episode=35.0)
     assert [prediction.step_seconds(k) for k in range(6)] == [45.0, 22.5, 15.0, 11.25, 10.0, 10.0]
     assert prediction.bound(3) == "longest episode"
@@ -57,7 +57,7 @@ def test_more_staleness_pays_until_trainer_or_engines_are_busy_all_the_time() ->
     assert by_engines.bound(2) == "engines"
 
 
-def test_trainer_and_engines_are_idle_for_what_a_step_takes_beyond_their_work() -> None:
+def test_idle_time_is_step_time_minus_work() -> None:
     prediction = prediction_of(training=10.0, engines=20.0, longest_episode=35.0)
     # Steps take 45, 22.5 and 20 s. Each GPU has 900 tokens per step.
     idle = [(prediction.trainer_idle(k), prediction.engines_idle(k)) for k in range(3)]
@@ -69,7 +69,7 @@ def test_trainer_and_engines_are_idle_for_what_a_step_takes_beyond_their_work() 
     assert [prediction.tokens_per_second(k) for k in range(3)] == [20.0, 40.0, 45.0]
 
 
-def test_the_gpus_of_trainer_and_servers_share_the_tokens_of_a_step() -> None:
+def test_tokens_per_gpu_count_trainer_and_server_gpus() -> None:
     """512 episodes use half of their 16,384 tokens, on 4 trainer GPUs and 4 servers."""
     config = load(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml")
     prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
@@ -93,7 +93,7 @@ def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
     assert f": {seconds:.1f} s, of which" in plan and speed in plan
 
 
-def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> None:
+def test_plan_table_depends_on_lengths_and_tool_seconds() -> None:
     def rows(*arguments: str) -> list[list[str]]:
         result = CliRunner().invoke(app, ["plan", str(OVERLAP), "--gpu", "h200", *arguments])
         assert result.exit_code == 0, result.output
@@ -114,7 +114,7 @@ def test_the_command_says_what_the_configured_lengths_and_tools_make_of_it() -> 
     assert float(short[0][1]) < seconds[0]
 
 
-def test_engines_that_take_turns_or_whose_speed_nobody_knows_have_no_prediction() -> None:
+def test_no_prediction_for_alternating_or_unknown_engines() -> None:
     colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
     assert "alternate (algorithm.max_staleness 0)" in plan_of(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")

@@ -1,7 +1,6 @@
 """``gptoss serve``: a checkpoint with OpenAI's API, tested with the official client."""
 
 from __future__ import annotations
-
 import json
 import logging
 import os
@@ -10,26 +9,31 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
 import openai
 import pytest
-from transformers import GptOssConfig, Qwen2Config, Qwen2ForCausalLM
-
+from transformers import GptOssConfig
+from transformers import Qwen2Config
+from transformers import Qwen2ForCausalLM
 from launch.cli import serving
 from rl_loop.chatml.vocabulary import tiny_vocabulary
-from rl_loop.config.errors import CannotStart, ConfigError
-from rl_loop.config.load import (
-    dump_config,
-    load_rl_config,
-    load_run_config,
-    load_served_config,
-)
+from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.load import dump_config
+from rl_loop.config.load import load_rl_config
+from rl_loop.config.load import load_run_config
+from rl_loop.config.load import load_served_config
 from rl_loop.config.run import RlConfig
 from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 from rl_loop.tasks.codec import codec_of
 from tests.support.launch.forked_command import ForkedCommand
-from tests.support.rl_loop.gateway.policy import Script, learned_model
+from tests.support.rl_loop.gateway.policy import Script
+from tests.support.rl_loop.gateway.policy import learned_model
+
+
+
+
+
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
@@ -79,9 +83,7 @@ def next_line(process: subprocess.Popen[str], start: str) -> str:
     raise AssertionError(f"no line starts with {start!r}: {printed}, {process.communicate()[1]}")
 
 
-def test_a_checkpoint_is_served_until_the_process_is_asked_to_end(
-    config: RlConfig, checkpoint: Path
-) -> None:
+def test_checkpoint_is_served_until_sigterm(config: RlConfig, checkpoint: Path) -> None:
     process = serve(str(CONFIG), "--weights", str(checkpoint), "--port", "0", "--name", "tiny")
     assert process.stdout is not None
     try:
@@ -208,7 +210,7 @@ def resumed_run(config: RlConfig, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_checkpoint_of_more_steps_is_served_instead_of_the_export(resumed_run: Path) -> None:
+def test_newer_checkpoint_is_served_instead_of_export(resumed_run: Path) -> None:
     served = served_weights(resumed_run)
     assert load_served_config(resumed_run).initial_weights == served.source == resumed_run
     assert served.description.endswith("what is served is its newest checkpoint, after step 120")
@@ -222,7 +224,7 @@ def test_a_checkpoint_of_more_steps_is_served_instead_of_the_export(resumed_run:
 
 
 @pytest.mark.parametrize("summary", [None, "{", "[]", '{"steps": "many"}'])
-def test_a_checkpoint_is_served_where_nothing_says_how_old_the_export_is(
+def test_checkpoint_is_served_when_age_of_export_is_unknown(
     resumed_run: Path, summary: str | None
 ) -> None:
     (resumed_run / "summary.json").unlink()
@@ -237,7 +239,7 @@ def test_a_checkpoint_is_served_where_nothing_says_how_old_the_export_is(
     assert served.description.endswith("its export, of an unknown step")
 
 
-def test_newer_adapters_without_a_base_are_named_with_the_command_that_merges_them(
+def test_newer_adapters_without_base_name_the_merge_command(
     resumed_run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = resumed_run / "checkpoints/step_000120"

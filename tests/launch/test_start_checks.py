@@ -227,7 +227,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("missing", CASES)
-def test_what_is_missing_is_named_at_once_in_one_line_and_nothing_is_written(
+def test_missing_input_is_named_in_one_line_before_any_write(
     missing: str, command: ForkedCommand, files: Path, tmp_path: Path
 ) -> None:
     arguments, environment, message = CASES[missing]
@@ -285,7 +285,7 @@ def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
 
 
-def test_rows_that_name_no_environment_are_of_the_one_that_their_source_names(
+def test_rows_use_environment_of_their_source_by_default(
     tmp_path: Path,
 ) -> None:
     row = {"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}
@@ -294,7 +294,7 @@ def test_rows_that_name_no_environment_are_of_the_one_that_their_source_names(
     check_data(load_config(Path(RL), RlConfig, [f"tasks.sources.another_name={source}"]))
 
 
-def test_a_checkpoint_that_is_gone_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_named_before_loading(tmp_path: Path) -> None:
     write(tmp_path / "x/checkpoints/latest", "step_000003")
     assert_refused(
         gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", "--resume"),
@@ -353,7 +353,7 @@ def test_a_run_needs_room_for_its_export_too(
     check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
 
 
-def test_a_run_needs_room_for_the_adapters_of_all_its_checkpoints(
+def test_disk_check_includes_adapters_of_all_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = SimpleNamespace(free=100e9)

@@ -56,7 +56,7 @@ def grouped_and_sequential(
 
 # expert ranks that are multiples of 8, and others
 @pytest.mark.parametrize(("quantization", "expert_rank"), [(None, 8), ("mxfp4", 3)])
-def test_losses_gradients_and_two_steps_are_those_of_one_expert_after_the_other(
+def test_grouped_training_equals_sequential_experts(
     quantization: Quantization | None, expert_rank: int
 ) -> None:
     trainers = [
@@ -138,7 +138,7 @@ def count_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return merges
 
 
-def test_weights_are_merged_again_only_when_another_layer_was_merged_since(
+def test_weights_are_merged_again_only_after_another_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, sequential = grouped_and_sequential()

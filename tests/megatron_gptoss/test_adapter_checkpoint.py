@@ -109,7 +109,7 @@ def factors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_adapters_of_all_experts_of_a_layer_are_two_tensors_to_a_matrix() -> None:
+def test_expert_adapters_of_a_layer_are_two_tensors_per_matrix() -> None:
     # Saving takes time per tensor. With one tensor per expert, most of a save was this overhead.
     saved = model_state(adapted_model(ParallelConfig()))["0"]
     of_experts = [tensor for name, tensor in saved.items() if ".experts." in name]
@@ -138,7 +138,7 @@ def split_by_expert(state: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]
     return split
 
 
-def test_checkpoints_of_earlier_versions_with_one_tensor_to_an_expert_are_read(
+def test_older_checkpoints_with_one_tensor_per_expert_are_read(
     tmp_path: Path,
 ) -> None:
     model = adapted_model(ParallelConfig())

@@ -13,7 +13,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 
 
-def test_experts_have_the_rank_of_the_rest_over_the_active_experts() -> None:
+def test_expert_rank_is_rank_divided_by_active_experts() -> None:
     assert AdapterConfig().rank_of_experts(GPT_OSS_20B) == 8
     assert AdapterConfig(rank=2).rank_of_experts(GPT_OSS_20B) == 1
     assert AdapterConfig(expert_rank=16).rank_of_experts(GPT_OSS_20B) == 16

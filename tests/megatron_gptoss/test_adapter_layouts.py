@@ -257,7 +257,7 @@ def test_every_layout_loads_the_adapters_that_another_saved(
             assert torch.equal(after["loaded"][name], tensor), name
 
 
-def test_a_run_that_changes_its_layout_learns_what_one_process_learns(
+def test_run_with_layout_changes_equals_one_process(
     relay: tuple[list[dict[str, Any]], Path],
 ) -> None:
     legs, _ = relay
@@ -266,7 +266,7 @@ def test_a_run_that_changes_its_layout_learns_what_one_process_learns(
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_adapters_that_expert_parallel_ranks_saved_are_put_together(
+def test_saved_adapters_of_expert_parallel_ranks_are_combined(
     relay: tuple[list[dict[str, Any]], Path],
 ) -> None:
     legs, root = relay

@@ -89,7 +89,7 @@ def test_tensor_parallel_ranks_share_one_factor(target: Any, split: int | None) 
 
 
 @pytest.mark.parametrize(("model", "gigabytes"), [(GPT_OSS_20B, 13.76), (GPT_OSS_120B, 65.25)])
-def test_a_frozen_base_in_four_bits_has_the_size_of_the_released_weights(
+def test_frozen_mxfp4_base_has_size_of_released_weights(
     model: GptOssModelConfig, gigabytes: float
 ) -> None:
     inputs = inputs_of(model)
@@ -138,7 +138,7 @@ def test_a_critic_has_a_base_of_its_own() -> None:
     assert predict(critic).optimizer == 2 * predict(alone).optimizer
 
 
-def test_the_plan_says_what_is_trained_and_offers_four_bits_where_the_base_is_frozen() -> None:
+def test_plan_names_trained_parts_and_offers_mxfp4_if_frozen() -> None:
     inputs = replace(inputs_of(GPT_OSS_20B), quantization=None)
     plan = memory_plan(inputs, Hardware(H200))
     assert ", adapters of rank 32 on a base in bf16:" in plan.splitlines()[1]
@@ -160,7 +160,7 @@ def test_the_plan_says_what_is_trained_and_offers_four_bits_where_the_base_is_fr
         (GPT_OSS_120B, 8, 75.0),
     ],
 )
-def test_both_models_train_adapters_where_full_training_does_not_fit(
+def test_adapters_fit_where_full_training_does_not(
     model: GptOssModelConfig, gpus: int, gigabytes: float
 ) -> None:
     inputs = inputs_of(model, world_size=gpus, recompute=("moe",))
@@ -212,7 +212,7 @@ def predicted_step(
         (None, 32, 1.492 + 0.827),
     ],
 )
-def test_measured_times_of_merging_are_predicted_within_eight_percent(
+def test_merge_time_prediction_is_within_8_percent(
     quantization: Quantization | None, expert_rank: int, milliseconds: float
 ) -> None:
     adapter = AdapterConfig(rank=32, expert_rank=expert_rank, targets=("experts",))
@@ -254,7 +254,7 @@ def test_full_training_merges_nothing_and_computes_all_gradients() -> None:
     assert adapted.adapters == pytest.approx(read / MEMORY_BANDWIDTH)
 
 
-def test_the_measured_work_of_a_gpu_is_predicted_within_ten_percent() -> None:
+def test_gpu_time_prediction_is_within_10_percent() -> None:
     # profiler time; the step took 1.129 s, because the host was too slow
     assert predicted_step().total == pytest.approx(0.88, rel=0.1)
 
@@ -288,13 +288,13 @@ def test_measured_peaks_are_predicted_within_five_percent(
     assert predict(inputs).total / 1e9 == pytest.approx(gigabytes, rel=0.05)
 
 
-def test_the_measured_peak_of_the_120b_on_two_gpus_is_predicted_within_three_percent() -> None:
+def test_peak_prediction_for_120b_on_2_gpus_is_within_3_percent() -> None:
     """The run probably had no FlashAttention, which keeps 2.7 GB of the estimate."""
     inputs = inputs_of(GPT_OSS_120B, world_size=2, expert=2, recompute=("moe_act", "layernorm"))
     assert predict(inputs).total / 1e9 == pytest.approx(104.5, rel=0.03)
 
 
-def test_the_norm_before_adapted_attention_is_recomputed_and_not_kept() -> None:
+def test_norm_before_adapted_attention_is_recomputed() -> None:
     thrifty = ParallelConfig(recompute=("layernorm",))
     full = activation_bytes(GPT_OSS_20B, thrifty)
     assert full - activation_bytes(GPT_OSS_20B, thrifty, ADAPTER) == 2 * 2880
@@ -304,7 +304,7 @@ def test_the_norm_before_adapted_attention_is_recomputed_and_not_kept() -> None:
     assert activation_bytes(GPT_OSS_20B, keeping, ADAPTER) == activation_bytes(GPT_OSS_20B, keeping)
 
 
-def test_experts_that_are_recomputed_are_there_while_their_gradients_are_made() -> None:
+def test_recomputed_experts_use_memory_in_their_backward_pass() -> None:
     rows = 4 * 16_384
     working = {
         recompute: predict(inputs_of(GPT_OSS_20B, recompute=recompute)).working

@@ -70,7 +70,7 @@ def test_what_is_exported_computes_the_same_bits(dtype: torch.dtype) -> None:
     assert (scores[0] - scores[2]).abs().max() > 0.1
 
 
-def test_a_call_without_log_probs_gives_the_logits_of_the_merged_weights() -> None:
+def test_logits_equal_those_of_merged_weights() -> None:
     model = adapted_model(ParallelConfig()).eval()
     merged = plain_model_with_merged_weights(model).eval()
     [batch, _] = batches()

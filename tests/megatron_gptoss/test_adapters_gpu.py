@@ -282,7 +282,7 @@ def test_both_bases_and_all_recomputation_train_alike(base: dict[str, torch.Tens
             assert got == pytest.approx(want, rel=1e-2)
 
 
-def test_adapters_of_experts_alone_are_trained_in_the_first_layer_too(
+def test_expert_only_adapters_train_in_the_first_layer(
     base: dict[str, torch.Tensor],
 ) -> None:
     adapter = AdapterConfig(rank=8, alpha=16, targets=("experts",))

@@ -84,9 +84,7 @@ def test_a_resumed_trainer_continues_the_same_curve_to_the_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_trainer_goes_on_with_the_settings_that_it_is_given_now(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_resumed_trainer_uses_new_optimizer_settings(dtype: torch.dtype, tmp_path: Path) -> None:
     policy = trainer(dtype=dtype)
     steps(policy, 2)
     save_checkpoint(tmp_path, policy, 2, {})
@@ -210,7 +208,7 @@ def test_a_full_disk_is_named_whatever_megatron_says(
             save_checkpoint(tmp_path, trainer(), 1, {})
 
 
-def test_a_disk_that_fills_up_while_training_goes_on_is_told_when_it_is_noticed(
+def test_finish_reports_disk_that_filled_up_during_training(
     tmp_path: Path,
 ) -> None:
     policy = trainer()
@@ -340,7 +338,7 @@ def test_step_saved_again_leaves_complete_checkpoint_at_any_end(
     assert set(found) == {1, 2} and len(found) > 7
 
 
-def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(
+def test_checkpoint_is_found_after_crash_between_two_renames(
     tmp_path: Path,
 ) -> None:
     policy = trainer()
@@ -353,7 +351,7 @@ def test_what_a_crash_left_between_two_renames_is_found_under_its_other_name(
     assert find_checkpoint(tmp_path / "critic", "step_000003") is None
 
 
-def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_newest(
+def test_latest_checkpoint_is_kept_even_if_others_are_further(
     tmp_path: Path,
 ) -> None:
     """A run whose ``latest`` was set by hand continues from an earlier step."""
@@ -366,7 +364,7 @@ def test_a_checkpoint_that_is_older_than_what_lies_there_is_kept_when_it_is_the_
         assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
 
 
-def test_results_of_a_save_that_failed_are_not_taken_for_those_of_the_next(
+def test_failed_save_leaves_no_results_for_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank fails after this rank has begun to write."""
@@ -454,7 +452,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         load_checkpoint(path, policy)
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing() -> None:
+def test_step_with_non_finite_gradient_changes_nothing() -> None:
     policy = trainer()
     before = [parameter.detach().clone() for parameter in policy.module.parameters()]
     good = mean_cross_entropy(31)

@@ -129,7 +129,7 @@ def test_a_file_that_is_short_or_gone_is_named_as_such(root: Path, policy: Polic
     assert find_damage(path) == f"{data}: missing"
 
 
-def test_checksums_that_are_damaged_or_lead_elsewhere_are_refused(root: Path) -> None:
+def test_damaged_or_escaping_checksums_are_rejected(root: Path) -> None:
     listing = latest_checkpoint(root) / "checksums.json"
     for text in ("{", "[]", '{"a": {"size": 3}}', '{"../a": {"size": 3, "xxh3_128": ""}}'):
         listing.write_text(text)
@@ -154,7 +154,7 @@ def test_every_file_is_compared_by_one_of_the_ranks(root: Path) -> None:
         (path / name).write_bytes(pristine)
 
 
-def test_earlier_checkpoints_are_the_complete_ones_of_lower_steps(root: Path) -> None:
+def test_earlier_checkpoints_are_complete_ones_of_lower_steps(root: Path) -> None:
     for name in ("step_000000", "step_000003", "step_000001.old", "step_000000.partial"):
         shutil.copytree(root / "step_000001", root / name)
     (root / "step_000000/training_state.json").unlink()
@@ -205,7 +205,7 @@ def pending(root: Path, policy: PolicyTrainer, step: int, attempt: int) -> _Pend
 
 
 @pytest.mark.parametrize(("step", "can_exchange"), [(2, True), (2, False), (3, True)])
-def test_complete_checkpoint_exists_when_process_ends_at_any_call(
+def test_complete_checkpoint_exists_after_exit_at_any_call(
     step: int,
     can_exchange: bool,
     root: Path,

@@ -47,7 +47,7 @@ def layout_of(lengths: list[int], ranks: int) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(2, 9))
-def test_every_token_is_on_one_rank_and_every_rank_has_equally_many(
+def test_each_token_is_on_one_rank_and_ranks_have_equal_counts(
     lengths: list[int], ranks: int
 ) -> None:
     layout = layout_of(lengths, ranks)
@@ -254,7 +254,7 @@ def count_bytes(rank: int, ranks: int) -> dict[int, int]:
     return result
 
 
-def test_a_window_layer_sends_its_window_however_long_the_sequence(
+def test_window_layer_traffic_is_independent_of_sequence_length(
     two_ranks: list[Any], four_ranks: list[Any]
 ) -> None:
     token = 2 * KV_HEADS * HEAD_SIZE * 4  # a key and a value in fp32
@@ -277,7 +277,7 @@ def test_a_window_layer_sends_its_window_however_long_the_sequence(
 # -- choice of scheme ----------------------------------------------------------------------------
 
 
-def test_window_layers_take_the_halo_and_any_number_of_ranks_has_a_scheme() -> None:
+def test_window_layers_use_halo_and_all_ranks_have_a_scheme() -> None:
     for ranks in (2, 4, 8, 16):
         layout = layout_of([131_072], ranks)
         assert choose_scheme(layout, GPTOSS, 128, H200) == "halo"
@@ -292,7 +292,7 @@ def test_a_slow_network_takes_what_sends_least() -> None:
     assert costs[0].bytes_sent == min(cost.bytes_sent for cost in costs)
 
 
-def test_a_scheme_that_cannot_serve_a_layer_is_an_error_that_names_one_that_can() -> None:
+def test_unsuitable_scheme_error_names_a_suitable_one() -> None:
     shape = AttentionShape(heads=8, kv_heads=2, head_size=16)
     with pytest.raises(
         ValueError,
@@ -315,7 +315,7 @@ def test_a_scheme_that_cannot_serve_a_layer_is_an_error_that_names_one_that_can(
         ({"world_size": 6, "context": 4}, r"world_size \(6\).*\(1 x 1 x 4 = 4\): use 4 ranks"),
     ],
 )
-def test_a_layout_that_cannot_be_split_is_named_with_one_that_can(
+def test_unsplittable_layout_error_suggests_a_valid_one(
     parallel: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -216,7 +216,7 @@ def resume_in_other_layouts(rank: int, ports: list[int], root: Path) -> list[Any
     return results
 
 
-def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
+def test_optimizer_checkpoint_continues_in_another_layout(
     one_rank: dict[str, Any],
     exact: dict[str, Any],
     two_ranks: list[dict[Any, Any]],
@@ -243,7 +243,7 @@ def load_and_save(rank: int, ports: list[int], imported: Path, out: Path) -> Non
         distributed.shutdown()
 
 
-def test_an_import_loads_at_any_layout_and_what_that_saves_is_the_same_model(
+def test_import_loads_in_any_layout_and_saves_the_same_model(
     tmp_path: Path,
 ) -> None:
     config = MODELS["qwen2, tied"]
@@ -283,7 +283,7 @@ def critic_losses(config: Any, parallel: ParallelConfig, rank: int, port: int) -
         distributed.shutdown()
 
 
-def test_a_critic_of_a_tied_model_learns_in_a_pipeline_as_in_one_process() -> None:
+def test_pipelined_critic_of_tied_model_equals_one_process() -> None:
     one = critic_losses(MODELS["qwen2, tied"], ParallelConfig(), 0, free_port())
     assert one[0] == pytest.approx(1.0) and one[-1] < one[0]
     for rank in run_distributed(train_critic, 2, [free_port(), free_port()]):

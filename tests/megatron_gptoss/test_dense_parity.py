@@ -118,7 +118,7 @@ def test_gradients_match_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "llama 3's rope"])
-def test_in_float64_logits_and_gradients_are_those_of_transformers(name: str) -> None:
+def test_float64_logits_and_gradients_equal_transformers(name: str) -> None:
     """In float64 the difference is only rounding, so 13 digits are equal."""
     config = MODELS[name]
     reference = dense_hf_model(config).double()
@@ -197,7 +197,7 @@ def test_parity_fails_without(part: str) -> None:
     assert relative_distance(model, QWEN2) > 1e-3
 
 
-def test_a_model_without_sinks_has_none_and_scores_of_any_size_are_right() -> None:
+def test_model_without_sinks_is_correct_for_scores_of_any_size() -> None:
     """The sink logit must be minus infinity. A large negative number would affect lower scores."""
     model = megatron(LLAMA)
     assert not any("softmax_offset" in name for name, _ in model.named_parameters())

@@ -355,7 +355,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(train_save_and_resume, 2, ports, tmp_path_factory.mktemp("distributed"))
 
 
-def test_a_resumed_distributed_optimizer_continues_the_same_curve(
+def test_resumed_distributed_optimizer_continues_same_curve(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
@@ -472,7 +472,7 @@ def save_and_resume_on_two_gpus(
 
 
 @pytest.mark.gpu
-def test_two_gpus_gather_what_megatron_does_and_go_on_as_they_would_have(tmp_path: Path) -> None:
+def test_two_gpus_gather_like_megatron_and_resume_equally(tmp_path: Path) -> None:
     """One layout is offloaded, so its gathered state comes from host memory."""
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than 2 GPUs")

@@ -33,7 +33,7 @@ def test_each_phase_has_its_own_peak_and_the_servers_that_it_met() -> None:
     }
 
 
-def test_a_phase_that_comes_again_keeps_its_largest_peak_until_it_is_taken() -> None:
+def test_repeated_phase_keeps_largest_peak_until_taken() -> None:
     gpu = ScriptedGpu()
     memory = PhaseMemory(gpu)
     for size in (700, 300):
@@ -52,7 +52,7 @@ def test_a_phase_that_comes_again_keeps_its_largest_peak_until_it_is_taken() -> 
     assert second.peaks == {"resting": PhasePeak(allocated=50, reserved=50, gpu=550)}
 
 
-def test_what_was_given_back_is_not_counted_beside_the_servers_that_took_it() -> None:
+def test_released_memory_is_not_counted_with_later_server_memory() -> None:
     gpu = ScriptedGpu()
     memory = PhaseMemory(gpu)
     memory.enter("resting")

@@ -73,7 +73,7 @@ def test_experts_with_bias_can_be_trained_on_one_rank(monkeypatch: pytest.Monkey
         step()
 
 
-def test_the_fused_bias_activation_that_clamps_before_the_bias_is_off() -> None:
+def test_fused_activation_with_wrong_clamp_is_disabled() -> None:
     reference = hf_model(std=0.4)  # activations that reach the clamp
     exact = hf_model(std=0.4).double()
     exact.config._experts_implementation = "eager"

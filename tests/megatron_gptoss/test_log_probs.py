@@ -39,7 +39,7 @@ def expected(
     return distribution.log_prob(labels), distribution.entropy()
 
 
-def test_values_and_gradients_equal_those_of_a_categorical_distribution() -> None:
+def test_values_and_gradients_equal_categorical_distribution() -> None:
     hidden, weight, labels = inputs()
     ours = [x.clone().requires_grad_() for x in (hidden, weight)]
     theirs = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -75,7 +75,7 @@ def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
     assert_within(values, expected(*exact, labels)[0], in_logits + in_softmax)
 
 
-def test_the_weight_gradient_goes_to_megatrons_buffer_once_per_backward_pass() -> None:
+def test_weight_gradient_is_added_once_per_backward_pass() -> None:
     hidden, weight, labels = inputs()
     plain = weight.clone().requires_grad_()
     buffered = torch.nn.Parameter(weight.clone())

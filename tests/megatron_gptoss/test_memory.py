@@ -61,7 +61,7 @@ def update_peak(inputs: MemoryInputs) -> float:
     ("layers", "experts", "tokens", "recompute", "measured"),
     [(4, 32, 16_384, (), 82.4), (4, 8, 16_384, (), 43.8), (4, 32, 32_768, ("moe_act",), 90.0)],
 )
-def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
+def test_peak_prediction_for_1_gpu_is_within_2_percent(
     layers: int,
     experts: int,
     tokens: int,
@@ -83,7 +83,7 @@ def test_measured_peaks_of_one_gpu_are_predicted_within_two_percent(
         (4, 1, 16_384, (), 30.2),
     ],
 )
-def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
+def test_peak_prediction_for_4_gpus_is_within_4_percent(
     layers: int, context: int, tokens: int, recompute: tuple[str, ...], measured: float
 ) -> None:
     model = GptOssModelConfig(num_layers=layers, num_experts=32)
@@ -124,7 +124,7 @@ def test_measured_peaks_of_four_gpus_are_predicted_within_four_percent(
         (4, {"world_size": 2, "tensor": 2}, {"moment_dtype": "bf16"}, 16_384, 42.5),
     ],
 )
-def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(
+def test_peak_prediction_for_other_settings_is_within_2_percent(
     layers: int,
     parallel: dict[str, Any],
     optimizer: dict[str, Any],
@@ -146,7 +146,7 @@ def test_measured_peaks_of_other_settings_are_predicted_within_two_percent(
         (4, {}, {"offload": 1.0}, 16_384, 30.1),
     ],
 )
-def test_measured_peaks_of_scoring_are_predicted_within_three_percent(
+def test_scoring_peak_prediction_is_within_3_percent(
     layers: int,
     parallel: dict[str, Any],
     optimizer: dict[str, Any],
@@ -195,7 +195,7 @@ def test_a_gpu_with_twelve_layers_holds_what_was_measured(
     assert predicted.total / 1e9 == pytest.approx(gpu, rel=0.05)
 
 
-def test_a_phase_holds_what_the_one_before_took_until_the_trainer_gives_it_back() -> None:
+def test_phase_keeps_cached_memory_until_the_trainer_releases_it() -> None:
     def held(offload: float, engine: EngineMemory | None) -> dict[str, float]:
         optimizer = OptimizerConfig(gradient_dtype="bf16", offload=offload)
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384, engine=engine)
@@ -216,7 +216,7 @@ def test_a_phase_holds_what_the_one_before_took_until_the_trainer_gives_it_back(
     assert offloaded["optimizer"] < offloaded["update"] - 5e9
 
 
-def test_weights_are_there_twice_at_the_start_unless_optimizer_state_is_offloaded() -> None:
+def test_weights_are_held_twice_at_start_without_offload() -> None:
     def copied(inputs: MemoryInputs) -> float:
         """Return the bytes at the start in addition to weights and gradients."""
         built = predict(inputs)
@@ -244,7 +244,7 @@ def test_half_of_the_20b_on_two_gpus_updates_as_measured() -> None:
     assert (update.trainer + update.around) / GIB == pytest.approx(87.2, rel=0.1)
 
 
-def test_servers_are_counted_where_they_are_awake_asleep_and_synced() -> None:
+def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
     alone = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     engine = EngineMemory(
@@ -277,7 +277,7 @@ def test_servers_are_counted_where_they_are_awake_asleep_and_synced() -> None:
     assert shared.peak.total == max(phase.total for phase in shared.phases)
 
 
-def test_a_sync_has_two_buckets_an_arriving_parameter_and_copies_in_servers() -> None:
+def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
     engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=10**9, bucket_bytes=1 << 29)
 
     def shared(**changes: Any) -> tuple[float, float]:
@@ -311,7 +311,7 @@ def test_a_sync_has_two_buckets_an_arriving_parameter_and_copies_in_servers() ->
     assert shared(engine=packed)[0] == pytest.approx(2 * gate_up + STACK_BYTES)
 
 
-def test_experts_on_several_ranks_leave_gaps_as_uneven_as_they_are_used() -> None:
+def test_expert_parallel_fragmentation_grows_with_load_imbalance() -> None:
     def gaps(layout: ParallelConfig) -> float:
         inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
         update = account(inputs, H200).phase("update")
@@ -339,7 +339,7 @@ def test_experts_on_several_ranks_leave_gaps_as_uneven_as_they_are_used() -> Non
 )
 @pytest.mark.parametrize("is_last_stage", [False, True], ids=["first stage", "last stage"])
 @pytest.mark.parametrize("vocab_size", [4096, 201_088])
-def test_a_checkpoint_gathers_the_largest_bucket_that_megatron_makes(
+def test_checkpoint_memory_covers_largest_megatron_bucket(
     layout: ParallelConfig, is_last_stage: bool, vocab_size: int
 ) -> None:
     stage = layout.pipeline - 1 if is_last_stage else 0
@@ -390,9 +390,7 @@ def chunk_parameters(
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 32), (2, 128), (4, 32), (8, 32), (64, 128)])
-def test_the_fullest_rank_of_experts_is_that_of_loads_that_were_drawn(
-    ranks: int, experts: int
-) -> None:
+def test_expert_load_equals_fullest_rank_of_random_loads(ranks: int, experts: int) -> None:
     generator = torch.Generator().manual_seed(0)
     loads = 1 + EXPERT_SPREAD * torch.randn(20_000, experts, generator=generator)
     of_ranks = loads.view(len(loads), ranks, -1).mean(-1)
@@ -414,7 +412,7 @@ def test_activations_of_experts_are_those_of_the_fullest_rank() -> None:
     assert expert_load(GPT_OSS_20B, parallel) == pytest.approx(1.1, abs=0.005)
 
 
-def test_every_tensor_parallel_rank_has_the_hidden_states_of_all_tokens() -> None:
+def test_tensor_parallel_ranks_gather_all_hidden_states() -> None:
     """The output layer needs the most memory here: small experts and a small vocabulary."""
     model = GPT_OSS_20B.model_copy(update={"vocab_size": 4096, "intermediate_size": 64})
     alone, halves = (
@@ -425,7 +423,7 @@ def test_every_tensor_parallel_rank_has_the_hidden_states_of_all_tokens() -> Non
     assert alone - halves == 2 * (16_384 / 2) * 2880
 
 
-def test_offloaded_state_is_counted_on_the_host_and_in_parts_on_the_gpu() -> None:
+def test_offloaded_state_counts_on_host_and_in_parts_on_gpu() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384)
     half = replace(inputs, optimizer=OptimizerConfig(moment_dtype="bf16", offload=0.5))
     state = predict(inputs).optimizer
@@ -496,7 +494,7 @@ def test_interleaving_keeps_the_activations_that_its_paper_says() -> None:
     assert after / before == pytest.approx(1 + (4 - 1) / (4 * 3))  # arXiv 2205.05198, section 4.2.3
 
 
-def test_layouts_without_a_pipeline_are_found_for_an_interleaved_one() -> None:
+def test_layouts_without_pipeline_are_found_from_interleaved_one() -> None:
     base = ParallelConfig(world_size=64, pipeline=4, virtual_pipeline=3)
     training = MemoryInputs(GPT_OSS_120B, base, BF16_MOMENTS, 16_384)
     found = {layout.pipeline for layout, _ in layouts_that_fit(training, H200)}
@@ -537,7 +535,7 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     )
 
 
-def test_layers_that_keep_their_activations_count_as_without_recomputation() -> None:
+def test_layers_outside_recomputation_keep_all_activations() -> None:
     def activations(
         layers: int | None, recompute: tuple[str, ...] = ("moe",), **sizes: int
     ) -> float:
@@ -557,7 +555,7 @@ def test_layers_that_keep_their_activations_count_as_without_recomputation() -> 
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(32_768, True), (256, False)])
-def test_a_part_of_offloaded_state_takes_the_place_of_activations(tokens: int, room: bool) -> None:
+def test_offloaded_part_reuses_memory_of_activations(tokens: int, room: bool) -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     plain, offloaded = (
         predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens))
@@ -584,7 +582,7 @@ def test_servers_get_what_the_rest_leaves_of_the_gpu(working_bytes: int) -> None
     assert 0.98 * H200 < needed.peak.total / 1e9 <= H200
 
 
-def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
+def test_critic_and_reference_policy_add_memory() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 16_384)
     alone = predict(training)
@@ -601,7 +599,7 @@ def test_a_critic_and_a_reference_policy_take_room_beside_the_policy() -> None:
     assert ", with the critic, with the reference policy:" in plan
 
 
-def test_running_out_of_memory_prints_the_plan_and_what_to_set_next() -> None:
+def test_out_of_memory_prints_plan_and_next_setting() -> None:
     parallel = ParallelConfig(world_size=4, expert=4, recompute=("moe_act",))
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
     with (
@@ -698,7 +696,7 @@ def test_the_table_shows_every_phase_and_which_needs_most() -> None:
         assert line.endswith("<- most") == (phase == shown.peak)
 
 
-def test_a_layer_that_keeps_its_activations_leaves_the_others_configuration_alone(
+def test_layer_without_recomputation_does_not_change_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []

@@ -29,7 +29,7 @@ def factors(*batch: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
     return weight.to(dtype), a.to(dtype), b.to(dtype)
 
 
-def test_a_merged_weight_is_the_sum_rank_by_rank_each_operation_rounded() -> None:
+def test_merged_weight_is_rounded_sum_over_ranks() -> None:
     weight, a, b = factors()
     total = np.zeros((OUT, IN), np.float32)
     for i in range(RANK):
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_the_explicit_merged_weight(
         assert want.abs().max() > 0.1
 
 
-def test_a_weight_that_is_read_into_one_buffer_gives_the_same_gradients() -> None:
+def test_weights_in_a_shared_buffer_give_equal_gradients() -> None:
     # two layers share the buffer, and the second overwrites the input of the first
     torch.manual_seed(0)
     dense = [mxfp4.dequantize(*mxfp4.quantize(torch.randn(64, 64).bfloat16())) for _ in range(2)]

@@ -68,7 +68,7 @@ def test_a_step_in_parts_is_the_same_step_to_the_bit(dtype: torch.dtype, offload
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
-def test_no_more_than_a_part_is_beside_its_parameters_from_the_first_step_on(
+def test_only_one_part_of_state_is_on_device_from_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[int, int]] = []
@@ -134,7 +134,7 @@ def test_weights_leave_the_device_before_megatron_copies_them(
 
 
 @pytest.mark.parametrize(("offload", "cached"), [(0.5, 0), (0.0, 3000)])
-def test_the_cache_of_activations_is_given_back_before_offloaded_state_comes(
+def test_activation_cache_is_released_before_state_is_loaded(
     offload: float, cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = ScriptedGpu()

@@ -58,7 +58,7 @@ def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
     assert batch.max_seqlen == 2
 
 
-def test_the_padding_tail_is_a_sequence_of_its_own_outside_the_loss() -> None:
+def test_padding_is_a_separate_sequence_outside_the_loss() -> None:
     batch = build_batch(
         TrainingSamples.join([{"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]), align=8
     )
@@ -212,7 +212,7 @@ def assert_equal(batch: PackedBatch, wanted: PackedBatch) -> None:
 
 
 @given(lengths, st.integers(1, 3), st.sampled_from([1, 2, 8]), st.integers(1, 4))
-def test_every_label_appears_exactly_once_with_what_belongs_to_it(
+def test_every_label_appears_once_with_its_columns(
     sizes: list[int], data_parallel: int, align: int, multiple: int
 ) -> None:
     samples = samples_of(sizes)
@@ -235,7 +235,7 @@ def test_every_label_appears_exactly_once_with_what_belongs_to_it(
 
 
 @given(lengths, st.integers(40, 90), st.integers(1, 2), st.integers(1, 3))
-def test_micro_batches_respect_the_limit_and_ranks_take_the_same_multiple_of_them(
+def test_micro_batches_fit_limit_and_ranks_get_equal_multiples(
     sizes: list[int], limit: int, data_parallel: int, multiple: int
 ) -> None:
     per_rank = pack(samples_of(sizes), limit, data_parallel, multiple=multiple)
@@ -244,7 +244,7 @@ def test_micro_batches_respect_the_limit_and_ranks_take_the_same_multiple_of_the
     assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
 
 
-def test_a_rank_without_a_sequence_passes_a_row_of_padding_that_has_every_column() -> None:
+def test_rank_without_sequences_gets_padding_with_every_column() -> None:
     samples = samples_of([5]).with_columns(
         old_log_probs=np.full(5, -1, np.float32),
         staleness=np.ones(5, np.int32),
@@ -283,7 +283,7 @@ def test_unpack_splits_vectors_of_tokens_too() -> None:
     assert per_sample[5].tolist() == [[0, 0], [2, 3], [4, 5]]
 
 
-def test_the_micro_batch_with_most_tokens_comes_first_and_not_the_most_costly() -> None:
+def test_micro_batch_with_most_tokens_is_first() -> None:
     """Later micro-batches then fit into the memory of the first one."""
     lengths = np.array([101, 61, 61])  # the last token of each sequence is not an input
     (alone,) = schedule(lengths, 130, work=square).micro_batches
@@ -319,9 +319,7 @@ def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
 
 
 @given(lengths, st.sampled_from([2, 3, 4, 8]))
-def test_context_parallel_shards_come_back_into_the_order_of_the_row(
-    sizes: list[int], ranks: int
-) -> None:
+def test_context_parallel_shards_are_restored_to_row_order(sizes: list[int], ranks: int) -> None:
     batch = build_batch(samples_of(sizes), align=ranks)
     shards = [batch.context_parallel_shard(rank, ranks) for rank in range(ranks)]
     inverse = inverse_order(batch.context_layout_over(ranks))

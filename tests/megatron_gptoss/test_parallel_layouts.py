@@ -264,7 +264,7 @@ def resume_in_other_layouts(
     return results
 
 
-def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
+def test_optimizer_checkpoint_continues_in_another_layout(
     one_rank: dict[str, Any],
     exact: dict[str, Any],
     two_ranks: list[dict[str, Any]],
@@ -277,7 +277,7 @@ def test_a_checkpoint_with_its_optimizer_goes_on_in_another_layout(
         assert_same_course(losses, *course, TOKENS, f"{saved} -> {name}")
 
 
-def test_an_optimizer_that_cannot_be_split_or_joined_is_refused_with_the_way_out(
+def test_unsplittable_optimizer_error_names_the_remedy(
     two_ranks: list[dict[str, Any]], checkpoints: Path
 ) -> None:
     message = r"step_000002 was saved with expert or tensor parallelism.*parallel.expert or parallel.tensor above 1"

@@ -88,7 +88,7 @@ def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_distributed(use_after_a_step, 2, free_port(), request.param)
 
 
-def test_scores_right_after_a_step_are_those_of_the_whole_weights(
+def test_scores_after_a_step_use_complete_weights(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
@@ -101,7 +101,7 @@ def test_whoever_reads_weights_gets_those_of_all_ranks(two_ranks: list[dict[str,
     assert [rank["weights"] for rank in two_ranks] == [0, 0]
 
 
-def test_every_module_with_weights_but_the_output_layer_is_called(
+def test_all_weighted_modules_but_output_layer_are_called(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     # Megatron gathers weights when a module is called. The head reads the output layer's weight

@@ -163,7 +163,7 @@ def test_a_trainer_without_sinks_attends_as_if_they_were_absent(
     assert distance(model, without) < 1e-3
 
 
-def test_a_backward_pass_without_sinks_follows_a_forward_pass_with_them(
+def test_sink_backward_ablation_equals_backward_without_sinks(
     reference: torch.nn.Module,
 ) -> None:
     assert distance(sinks_learn_nothing_with(reference, sink_backward=False), reference) < 1e-3

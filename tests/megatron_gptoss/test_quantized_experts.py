@@ -96,7 +96,7 @@ def matrices(model: torch.nn.Module) -> list[QuantizedExpertLinear]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("matrices_at_once", [1, 3, 100])
-def test_experts_are_quantized_several_at_once_to_the_bits_of_each(
+def test_batched_expert_quantization_equals_single_experts(
     matrices_at_once: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantized_model()
@@ -148,7 +148,7 @@ def test_exported_values_are_not_changed_by_rounding_them_again(dtype: torch.dty
     assert torch.equal(scores(again), scores(model))
 
 
-def test_it_computes_what_transformers_computes_with_the_exported_directory(tmp_path: Path) -> None:
+def test_model_equals_transformers_on_its_export(tmp_path: Path) -> None:
     model = quantized_model()
     write_hf_directory(tmp_path / "hf", MODEL, packed_weights(model).items(), quantized=True)
     loaded: Any = GptOssForCausalLM.from_pretrained(
@@ -184,7 +184,7 @@ def test_only_the_matrices_of_experts_are_rounded() -> None:
 # -- the backward pass ---------------------------------------------------------------------------
 
 
-def test_gradients_are_those_of_the_model_with_the_exported_values() -> None:
+def test_gradients_equal_model_with_exported_values() -> None:
     model = quantized_model()
     plain = train_one_step(model_with(exported_values(model)), learning_rate=1e-9).module
     train_one_step(model, learning_rate=1e-9)
@@ -200,7 +200,7 @@ def test_gradients_are_those_of_the_model_with_the_exported_values() -> None:
         assert error < 1e-5, f"gradient of {name} is off by {error:.1e}"
 
 
-def test_without_megatrons_buffers_gradients_are_those_of_autograd() -> None:
+def test_gradients_without_megatron_buffers_equal_autograd() -> None:
     experts = quantized_model().decoder.layers[0].mlp.experts
     row_counts = [3, 0, 2, 0, 0, 4, 0, 0]
     torch.manual_seed(0)
@@ -231,7 +231,7 @@ def test_without_megatrons_buffers_gradients_are_those_of_autograd() -> None:
                 torch.testing.assert_close(bias_grad, wanted_bias, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_too_small_to_be_seen_in_four_bits_is_learned_all_the_same() -> None:
+def test_master_weights_learn_updates_below_mxfp4_precision() -> None:
     model = quantized_model()
     masters = [linear.weight.detach().clone() for linear in matrices(model)]
     before = exported_values(model)
@@ -269,7 +269,7 @@ def test_no_token_at_all_is_no_error() -> None:
     assert all((p.grad == 0).all() for p in experts.parameters())
 
 
-def test_weights_are_rounded_again_only_when_another_layer_was_rounded_since(
+def test_weights_are_rounded_again_only_after_another_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = quantized_model()
@@ -347,7 +347,7 @@ def test_checkpoints_are_those_of_full_training(tmp_path: Path) -> None:
     assert torch.equal(scores(again), scores(model))
 
 
-def test_convert_export_of_a_checkpoint_has_the_bytes_that_were_trained(tmp_path: Path) -> None:
+def test_converted_checkpoint_has_the_trained_bytes(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model = quantized_model()
@@ -362,7 +362,7 @@ def test_convert_export_of_a_checkpoint_has_the_bytes_that_were_trained(tmp_path
     assert all(torch.equal(exported[name], trained[name]) for name in packed)
 
 
-def test_a_checkpoint_of_rounded_experts_is_not_exported_unrounded(tmp_path: Path) -> None:
+def test_checkpoint_of_rounded_experts_is_not_exported_in_bf16(tmp_path: Path) -> None:
     model = quantized_model()
     checkpoint = save_checkpoint(tmp_path, train_one_step(model, 1e-2), 1, {})
     with pytest.raises(ConversionError, match="trained through MXFP4, but bf16 would write them"):
@@ -389,7 +389,7 @@ def test_what_cannot_be_quantized_is_refused_by_name() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_trains_as_the_model_with_the_exported_values() -> None:
+def test_training_on_gpu_equals_model_with_exported_values() -> None:
     model = quantized_model(torch.bfloat16)
     plain = model_with(exported_values(model), dtype=torch.bfloat16)
     # Use one trainer per model, because on GPUs each hooks the backward pass of its parameters.

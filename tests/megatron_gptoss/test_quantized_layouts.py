@@ -168,7 +168,7 @@ def gather_stacks(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
     return gathered
 
 
-def test_every_receiver_gets_all_experts_however_many_come_in_one_message() -> None:
+def test_receivers_get_all_experts_for_any_message_size() -> None:
     expected = pack_experts(hf_model(MODEL, std=0.1).state_dict())
     for rank, results in enumerate(run_distributed(gather_stacks, 2, free_port())):
         for receivers, gathered in zip(2 * RECEIVERS, results, strict=True):
@@ -214,9 +214,7 @@ def gather_with_stack_faults(rank: int, port: int) -> list[Any]:
     return results
 
 
-def test_a_rank_that_cannot_read_its_experts_leaves_all_where_the_next_gathering_can_begin() -> (
-    None
-):
+def test_gathering_works_again_after_failed_read_of_experts() -> None:
     names = sorted(pack_experts(hf_model(MODEL, std=0.1).state_dict()))
     ranks = run_distributed(gather_with_stack_faults, 2, free_port(), timeout=120)
     for number, (fault, broken_rank, receivers) in enumerate(STACK_FAULTS):

@@ -28,7 +28,7 @@ def test_the_rounded_matrices_of_one_layer_are_all_that_is_added() -> None:
     assert replace(quantized, weights=plain.weights) == plain
 
 
-def test_rounding_reads_and_writes_bf16_for_the_forward_and_the_backward_pass() -> None:
+def test_rounding_time_is_bf16_traffic_of_forward_and_backward() -> None:
     lengths = [4096] * 4
     plain = predict_step(GPT_OSS_20B, LAYOUT, OptimizerConfig(), lengths, 3)
     quantized = predict_step(

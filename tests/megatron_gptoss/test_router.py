@@ -30,7 +30,7 @@ def bf16_model() -> torch.nn.Module:
     return model
 
 
-def test_a_bf16_model_keeps_its_router_biases_in_fp32_and_everything_else_in_bf16() -> None:
+def test_only_router_biases_of_a_bf16_model_are_fp32() -> None:
     dtypes = {name: parameter.dtype for name, parameter in bf16_model().named_parameters()}
     biases = [name for name in dtypes if name.endswith("router.bias")]
     assert len(biases) == TINY.num_layers
@@ -52,7 +52,7 @@ def test_router_logits_of_bf16_inputs_are_exact_to_fp32() -> None:
         assert_within(rounded, exact, bound)
 
 
-def test_a_bf16_step_moves_the_fp32_biases_and_they_are_exported_as_they_are() -> None:
+def test_bf16_step_changes_fp32_biases_and_export_keeps_them() -> None:
     trainer = PolicyTrainer(bf16_model(), OptimizerConfig())
     bias = trainer.module.decoder.layers[0].mlp.router.bias
     before = bias.detach().clone()

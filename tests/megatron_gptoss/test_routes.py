@@ -22,7 +22,7 @@ def test_a_byte_holds_255_experts_and_that_none_is_known(num_experts: int, dtype
 
 
 @pytest.mark.parametrize("dtype", ROUTE_DTYPES, ids=str)
-def test_both_dtypes_widen_to_the_same_experts_with_minus_1_for_unknown_ones(
+def test_both_dtypes_widen_to_equal_experts_with_minus_1_unknown(
     dtype: np.dtype,
 ) -> None:
     routes = np.array([[0, 127], [128, 254], [unknown_route(dtype)] * 2]).astype(dtype)

@@ -271,7 +271,7 @@ def test_recorded_routes_are_those_that_were_given(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_routes_that_a_rank_recorded_are_used_for_the_same_tokens_and_not_for_padding(
+def test_recorded_routes_are_used_for_tokens_but_not_padding(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
     for rank in (one_rank, *(rank[layout] for rank in two_ranks)):
@@ -325,7 +325,7 @@ def test_the_critic_under_a_layout_learns_as_in_one_process(
         np.testing.assert_allclose(values[i], row, atol=1e-2)
 
 
-def test_a_byte_per_expert_gives_the_same_step_as_two_bit_for_bit() -> None:
+def test_one_byte_and_two_byte_experts_give_equal_steps() -> None:
     found = []
     distributed.initialize(ParallelConfig(), 0, port=free_port())
     try:
@@ -356,7 +356,7 @@ class Router:
         )()
 
 
-def test_a_recomputed_layer_gets_the_routes_of_its_micro_batch_again() -> None:
+def test_recomputed_layer_reuses_routes_of_its_micro_batch() -> None:
     layer = LayerReplay(Router(recompute=True), 0)
     first = torch.tensor([[0, 1]])
     second = torch.tensor([[2, 3]])
@@ -393,7 +393,7 @@ def test_a_route_is_used_once_and_none_is_left(one_rank: dict[str, Any]) -> None
         replay.check_consumed()
 
 
-def test_the_gradient_goes_through_the_gates_of_the_given_experts() -> None:
+def test_gradient_uses_gates_of_the_replayed_experts() -> None:
     distributed.initialize(ParallelConfig(), 0, port=free_port())
     try:
         model = build_model(TINY, ParallelConfig(), torch.float32)

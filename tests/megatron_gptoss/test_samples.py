@@ -61,7 +61,7 @@ def assert_holds(columns: TrainingSamples, samples: list[dict[str, Any]]) -> Non
 
 
 @given(sequences())
-def test_columns_hold_the_sequences_end_to_end_and_0_where_one_has_no_entry(
+def test_columns_concatenate_sequences_and_fill_gaps_with_0(
     samples: list[dict[str, Any]],
 ) -> None:
     joined = TrainingSamples.join(samples)
@@ -76,7 +76,7 @@ def test_columns_hold_the_sequences_end_to_end_and_0_where_one_has_no_entry(
 
 
 @given(sequences())
-def test_the_loss_is_over_all_masked_tokens_but_the_first_of_a_sequence(
+def test_loss_covers_masked_tokens_except_the_first(
     samples: list[dict[str, Any]],
 ) -> None:
     counts = TrainingSamples.join(samples).loss_tokens
@@ -85,7 +85,7 @@ def test_the_loss_is_over_all_masked_tokens_but_the_first_of_a_sequence(
 
 
 @given(sequences(), st.data())
-def test_sequences_are_taken_in_the_order_in_which_they_are_asked_for(
+def test_take_returns_sequences_in_requested_order(
     samples: list[dict[str, Any]], data: st.DataObject
 ) -> None:
     wanted = data.draw(st.lists(st.integers(0, len(samples) - 1)))
@@ -198,9 +198,7 @@ def misaligned(dtype: type) -> np.ndarray:
     ],
     ids=str,
 )
-def test_a_column_that_is_not_what_it_should_be_is_named_with_its_task(
-    column: str, values: Any, message: str
-) -> None:
+def test_invalid_column_is_named_with_its_task(column: str, values: Any, message: str) -> None:
     TrainingSamples(**columns_of_one())
     with pytest.raises(ColumnError, match=re.escape(f"column {column} of fib/3 {message}")):
         TrainingSamples(**columns_of_one() | {column: values})
@@ -229,9 +227,7 @@ def test_a_column_that_is_not_what_it_should_be_is_named_with_its_task(
     ],
     ids=str,
 )
-def test_entries_of_a_sequence_that_no_column_can_hold_are_named_with_its_task(
-    column: str, values: Any, message: str
-) -> None:
+def test_invalid_entries_are_named_with_their_task(column: str, values: Any, message: str) -> None:
     good = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
     others = [{"token_ids": [1, 2], "loss_mask": [0, 1]}, good]
     names = ["fib/2", "fib/4", "fib/3"]
@@ -284,7 +280,7 @@ def test_offsets_are_checked(offsets: np.ndarray) -> None:
         TrainingSamples(**columns_of_one() | {"offsets": offsets})
 
 
-def test_offsets_that_fall_are_refused_and_so_are_names_of_other_sequences() -> None:
+def test_decreasing_offsets_and_wrong_name_counts_are_rejected() -> None:
     columns = columns_of_one() | {"names": []}
     with pytest.raises(ColumnError, match="sample 1 has no tokens"):
         TrainingSamples(**columns | {"offsets": np.array([0, 4, 3])})
@@ -315,7 +311,7 @@ ROUTES_THAT_DO_NOT_FIT: dict[str, tuple[Callable[[], np.ndarray], str]] = {
 
 
 @pytest.mark.parametrize("case", ROUTES_THAT_DO_NOT_FIT)
-def test_routes_that_are_not_those_of_the_sequence_are_named_with_its_task(case: str) -> None:
+def test_invalid_routes_are_named_with_their_task(case: str) -> None:
     def join(routed_experts: np.ndarray) -> TrainingSamples:
         first = {
             "token_ids": [1, 2],
@@ -353,7 +349,7 @@ class RoutesElsewhere:
     dtype = np.dtype(np.uint8)
 
 
-def test_what_stands_for_routes_is_checked_like_them_and_so_is_what_is_loaded() -> None:
+def test_placeholder_routes_and_loaded_routes_are_both_checked() -> None:
     samples = TrainingSamples.join([{"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}], ["fib/3"])
     elsewhere: list[Any] = [RoutesElsewhere()]
     unloaded = samples.with_routes(elsewhere)

@@ -128,7 +128,7 @@ def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
     assert away - here == pytest.approx(2 * 10 * (dense / 4 + expert) / HOST_BANDWIDTH)
 
 
-def test_a_last_stage_with_fewer_layers_makes_up_for_the_output_layer() -> None:
+def test_shorter_last_stage_compensates_for_the_output_layer() -> None:
     even = ParallelConfig(world_size=32, expert=8, pipeline=4)
     fewer = even.model_copy(update={"last_stage_layers": 6})
     steps = [
@@ -138,7 +138,7 @@ def test_a_last_stage_with_fewer_layers_makes_up_for_the_output_layer() -> None:
     assert steps[1].arithmetic < 0.9 * steps[0].arithmetic
 
 
-def test_more_micro_batches_and_more_chunks_shrink_the_share_of_the_pipeline_bubble() -> None:
+def test_bubble_shrinks_with_more_micro_batches_and_chunks() -> None:
     parallel = ParallelConfig(world_size=32, expert=8, pipeline=4)
     interleaved = parallel.model_copy(update={"virtual_pipeline": 3})
     few, many = (predict_step(GPT_OSS_120B, parallel, BF16_MOMENTS, [4096] * 4, n) for n in (4, 32))

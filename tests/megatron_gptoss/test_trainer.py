@@ -42,7 +42,7 @@ def policy(**settings: object) -> PolicyTrainer:
         ("cosine", 99, 0.1), ("constant", 1, 0.5), ("constant", 4, 1.0), ("constant", 99, 1.0),
     ],
 )  # fmt: skip
-def test_the_learning_rate_rises_and_then_stays_or_falls_to_a_tenth(
+def test_learning_rate_warms_up_then_stays_or_decays_to_a_tenth(
     schedule: str, step: int, share: float
 ) -> None:
     config = OptimizerConfig(lr=2e-5, warmup_steps=4, schedule=schedule)
@@ -57,7 +57,7 @@ def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -
     assert attended_pairs(length, window) == mask.sum()
 
 
-def test_flops_of_the_20b_model_are_two_per_active_parameter_and_the_attention() -> None:
+def test_flops_of_20b_are_two_per_active_weight_plus_attention() -> None:
     model = GptOssModelConfig(num_layers=24, num_experts=32)
     active = 3_608_307_264  # published number, without the embedding table
     parameters_that_do_not_multiply = (
@@ -102,7 +102,7 @@ def test_weight_decay_shrinks_matrices_and_nothing_else(dtype: torch.dtype) -> N
         ), name
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -> None:
+def test_non_finite_gradient_is_skipped_or_stops_the_run() -> None:
     batch = build_batch(documents([20, 13]))
 
     def poisoned_step(**settings: str) -> object:
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_skipped_or_stops_the_run() -
         poisoned_step(on_non_finite="stop")
 
 
-def test_a_scoring_pass_needs_far_less_memory_than_a_training_step() -> None:
+def test_scoring_needs_far_less_memory_than_training() -> None:
     trainer = policy()
     batch = build_batch(documents([1001, 1001]))
     trainer.train_step([batch], mean_cross_entropy(2000), 1e-6)  # allocations that happen only once

@@ -221,7 +221,7 @@ def test_transformer_engines_attention_is_as_exact_as_ours(
     load_checkpoint(tmp_path / "step_000001", ours)
 
 
-def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> None:
+def test_gradients_of_any_dtype_are_clipped_by_reported_norm() -> None:
     norms = []
     for dtype in ("fp32", "bf16"):
         trainer = policy(gradient_dtype=dtype, clip_grad=0.25)
@@ -237,7 +237,7 @@ def test_gradients_of_any_dtype_are_clipped_to_the_norm_that_is_reported() -> No
     assert norms[0] > 0.5
 
 
-def test_layers_that_are_computed_again_replay_their_routes_again() -> None:
+def test_recomputed_layers_replay_their_routes() -> None:
     config = WIDE.model_copy(update={"experts_per_token": 2})
     rng = np.random.default_rng(0)
     dtype = route_dtype(config.num_experts)
@@ -362,7 +362,7 @@ def state_on_gpu(trainer: PolicyTrainer) -> int:
 
 
 @pytest.mark.parametrize("offload", [0.0, 1.0])
-def test_with_offloaded_state_weights_are_never_doubled_and_activations_leave_no_cache(
+def test_offload_avoids_second_weight_copy_and_releases_cache(
     offload: float,
 ) -> None:
     model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
@@ -432,7 +432,7 @@ def test_a_step_says_where_its_time_went_and_does_not_get_slower(
     assert ratio < 1.05
 
 
-def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
+def test_all_weighted_modules_but_output_layer_are_called() -> None:
     # Megatron gathers weights when a module is called. The head gathers the output layer's weight.
     trainer = policy()
     called = set()
@@ -458,9 +458,7 @@ def test_every_module_with_weights_but_the_output_layer_is_called() -> None:
     ],
     ids=str,
 )
-def test_training_lowers_the_loss_and_a_resumed_trainer_continues_it(
-    settings: dict[str, str], tmp_path: Path
-) -> None:
+def test_loss_falls_and_resumed_trainer_continues(settings: dict[str, str], tmp_path: Path) -> None:
     trainer = policy(**settings)
     batch = build_batch(SAMPLES)
 
@@ -527,7 +525,7 @@ def train_a_pipeline_of_two(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_an_interleaved_pipeline_trains_and_resumes_as_a_plain_one_does(tmp_path: Path) -> None:
+def test_interleaved_pipeline_trains_and_resumes_like_plain_one(tmp_path: Path) -> None:
     ports = [free_port() for _ in RUNS]
     for found in run_distributed(train_a_pipeline_of_two, 2, ports, tmp_path):
         for chunked, whole in zip(found["chunks"], found["whole"], strict=True):

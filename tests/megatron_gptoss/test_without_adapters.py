@@ -78,7 +78,7 @@ def test_gradients_after_a_reference_pass_are_those_without_one() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantization", [None, "mxfp4"])
-def test_on_a_gpu_a_model_without_its_adapters_is_one_whose_adapters_are_zero(
+def test_disabled_adapters_equal_zero_adapters_on_gpu(
     quantization: Quantization | None,
 ) -> None:
     """Plain models have other layers on GPUs, so their last bits differ."""

@@ -51,7 +51,7 @@ def uninterrupted(lab: Lab) -> RunDirectory:
     return run
 
 
-def test_a_run_over_four_nodes_puts_every_part_where_it_was_planned(
+def test_four_node_run_places_every_part_as_planned(
     lab: Lab,
     uninterrupted: RunDirectory,
 ) -> None:
@@ -80,7 +80,7 @@ def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -
 
 
 @pytest.mark.slow
-def test_preemption_and_the_time_limit_leave_the_curve_as_it_would_have_been(
+def test_preemption_and_time_limit_do_not_change_the_curve(
     lab: Lab, uninterrupted: RunDirectory
 ) -> None:
     run = lab.launch("interrupted", STEPS, "training.checkpoint_every=100", nodes=2)
@@ -181,7 +181,7 @@ def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path
     lab.until(lambda: lab.state(name) == "", "the end of the job")
 
 
-def test_a_killed_rank_of_a_heterogeneous_job_is_the_first_error_within_a_minute(lab: Lab) -> None:
+def test_killed_rank_is_first_error_of_heterogeneous_job(lab: Lab) -> None:
     """Trainer ranks run on 2 nodes. Rollout workers run on a third, in another job component."""
     run = lab.launch(
         "killed",
@@ -263,7 +263,7 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it(
     assert curve(run) == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in curve(uninterrupted)]
 
 
-def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(
+def test_missing_node_is_named_and_excluded_from_next_attempt(
     lab: Lab,
     tmp_path: Path,
 ) -> None:
@@ -291,7 +291,7 @@ def test_a_node_that_never_comes_up_is_named_and_left_out_of_the_next_attempt(
     )
 
 
-def test_two_nodes_in_containers_measure_their_bandwidth_before_training(lab: Lab) -> None:
+def test_containers_on_two_nodes_measure_bandwidth_first(lab: Lab) -> None:
     scratch = lab.folder / "scratch"
     scratch.mkdir()
     (scratch / "present").touch()

@@ -386,7 +386,7 @@ def test_an_answer_has_the_colour_of_its_reward(chromium: Any, viewer: Served) -
     assert colours[0] != colours[1]
 
 
-def test_damaged_files_and_tasks_without_a_name_are_shown_as_such(
+def test_viewer_shows_damaged_files_and_unnamed_tasks(
     chromium: Any, viewer: Served, run: ExampleRun
 ) -> None:
     group = groups_of_step(21, tasks=1)[0]

@@ -92,14 +92,14 @@ def test_chatml_is_split_into_messages_calls_and_answers() -> None:
     ]
 
 
-def test_a_call_without_words_before_it_is_one_message_and_may_be_cut_short() -> None:
+def test_call_without_text_is_one_message_also_if_truncated() -> None:
     (call,) = split("<|im_start|>", "assistant", "\n", "\n", "<tool_call>", '{"na')
     assert (call.recipient, call.text, call.ended_by) == ("a tool", '{"na', None)
     (header,) = split("<|im_start|>", "assis")
     assert (header.role, header.text, header.ended_by) == ("assistant", "assis", None)
 
 
-def test_a_user_who_spells_a_tools_answer_among_other_words_stays_a_user() -> None:
+def test_user_text_with_tool_answer_markup_stays_user_text() -> None:
     (message,) = split(
         "<|im_start|>", "user", "\n", "why <tool_response>x</tool_response>", "<|im_end|>"
     )
@@ -107,7 +107,7 @@ def test_a_user_who_spells_a_tools_answer_among_other_words_stays_a_user() -> No
 
 
 @given(st.lists(st.sampled_from(CHATML), max_size=40))
-def test_whatever_was_sampled_in_chatml_every_token_is_in_one_message(texts: list[str]) -> None:
+def test_every_chatml_token_is_in_exactly_one_message(texts: list[str]) -> None:
     messages = split(*texts)
     assert [message.start for message in messages[:1]] == [0] * bool(texts)
     assert all(a.end == b.start for a, b in pairwise(messages))

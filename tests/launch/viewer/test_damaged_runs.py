@@ -143,7 +143,7 @@ def test_files_that_are_merged_under_the_reader_lose_no_episode(tmp_path: Path) 
     run.close()
 
 
-def test_a_run_of_before_episodes_were_recorded_has_an_empty_table(tmp_path: Path) -> None:
+def test_run_without_recorded_episodes_has_an_empty_table(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     (path / "config.yaml").write_text("training: {steps: 5}\n")

@@ -15,9 +15,7 @@ ALIASES = "\n".join(
 @pytest.mark.parametrize(
     "content", ["algorithm: [", "- a list", "\x00", ALIASES, "x: 1\n" + "#" * (16 << 20)]
 )
-def test_a_configuration_that_cannot_be_read_is_said_and_read_again(
-    content: str, tmp_path: Path
-) -> None:
+def test_unreadable_configuration_is_reported_and_retried(content: str, tmp_path: Path) -> None:
     """Without the configuration, it is unknown whether the run was on-policy.
 
     The meaning of the ratio depends on it.

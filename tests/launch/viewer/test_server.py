@@ -220,7 +220,7 @@ def test_a_filter_that_cannot_be_read_is_named(viewer: Served, query: str, messa
     assert message in answer.json["error"]
 
 
-def test_one_episode_has_messages_tokens_and_what_the_trainer_says(viewer: Served) -> None:
+def test_episode_has_messages_tokens_and_trainer_values(viewer: Served) -> None:
     row = episodes(viewer, "step_from=5&step_to=5&sort=sample&descending=false")["rows"][0]
     episode = viewer.get(f"/api/runs/first/episodes/{row['id']}").json
     messages = [
