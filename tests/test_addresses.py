@@ -74,7 +74,7 @@ def test_no_unlocked_cache_creates_a_tensor():
     ] == []
 
 
-def test_the_rules_find_the_code_that_was_wrong():
+def test_rules_detect_earlier_wrong_code():
     """The source is the MXFP4 codec with a bug that made an export write wrong weights."""
     wrong = """
 @functools.cache

@@ -84,12 +84,12 @@ COMMANDS = [
 ]
 
 
-def test_there_are_commands_to_look_at() -> None:
+def test_documentation_has_commands() -> None:
     assert len(COMMANDS) > 50
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_commands_are_such_as_the_program_takes(words: list[str]) -> None:
+def test_documented_commands_are_valid(words: list[str]) -> None:
     """Command names, options, argument counts, configurations and overrides are valid."""
     command = typer.main.get_command(app)
     arguments = words
@@ -122,7 +122,9 @@ RUN = [
 
 
 @pytest.mark.parametrize("words", RUN)
-def test_commands_without_a_run_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_without_a_run_succeed(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "CONFIG" in words:
         words = [{"CONFIG": "tiny_retool", "NAME": "local"}.get(word, word) for word in words]
     monkeypatch.chdir(ROOT)
@@ -185,7 +187,7 @@ def test_messages_of_troubleshooting_page_exist_in_the_code() -> None:
 # ---- the reference
 
 
-def test_the_reference_is_what_the_docstrings_say() -> None:
+def test_reference_equals_docstrings() -> None:
     program = [sys.executable, "scripts/reference.py", "--check"]
     done = subprocess.run(
         program,

@@ -38,11 +38,11 @@ def run(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_says_how_to_run_it(path: Path) -> None:
+def test_example_docstring_has_its_command(path: Path) -> None:
     assert f"\n    python examples/{path.name}" in path.read_text()
 
 
-def test_every_example_is_tried() -> None:
+def test_every_example_has_a_test() -> None:
     assert {path.stem for path in EXAMPLES} == {
         "chat_with_tools",
         "clerk_agent",
@@ -64,7 +64,7 @@ def test_the_torch_model_with_sink_attention_learns_to_repeat() -> None:
     assert all(abs(sink) > 0.01 for sink in sinks), "a sink had no gradient"
 
 
-def test_the_chat_file_with_tools_holds_questions_out(tmp_path: Path) -> None:
+def test_tool_chat_example_holds_out_questions(tmp_path: Path) -> None:
     """tests/rl_loop/test_sft_on_conversations.py tests the training on these conversations."""
     assert "4000 and 100 conversations" in run("chat_with_tools", str(tmp_path))
 
@@ -104,7 +104,7 @@ def test_clerk_example_holds_out_questions_and_imports_no_loop(
     assert len(prices) > 5, "the same question has other answers"
 
 
-def test_the_agents_of_the_sdk_have_tasks_that_are_held_out(
+def test_sdk_agents_example_holds_out_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """tests/rl_loop/agents/test_programs.py tests the runs of the agents."""
@@ -118,7 +118,7 @@ def test_the_agents_of_the_sdk_have_tasks_that_are_held_out(
     assert not held_out & trained
 
 
-def test_the_converted_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_conversion_example_round_trip_is_bit_exact(tmp_path: Path) -> None:
     printed = run("convert_checkpoint", str(tmp_path))
     assert "exported: 0 weights differ" in printed
     assert "tensors are equal bit for bit" in printed

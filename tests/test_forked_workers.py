@@ -64,7 +64,7 @@ def is_dead(actor: Any) -> bool:
 
 
 @pytest.mark.parametrize("ended_by", ["a signal", "Ray"])
-def test_a_worker_that_ends_is_gone_and_so_is_what_stands_for_it(ended_by: str) -> None:
+def test_ended_worker_and_its_placeholder_process_disappear(ended_by: str) -> None:
     def standing_for_workers() -> set[int]:
         processes = psutil.Process().children(recursive=True)
         return {p.pid for p in processes if "ask_for_fork.py" in " ".join(p.cmdline())}

@@ -62,7 +62,7 @@ def run_command(part: str, log: Path, **variables: str) -> list[str]:
     return log.read_text().splitlines()
 
 
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     copied = [rest for rest in of_kind("COPY") if not rest.startswith("--from")]
     sources = [source for rest in copied for source in rest.split()[:-1]]
@@ -112,7 +112,7 @@ def test_gpu_packages_are_compiled_against_installed_torch(tmp_path: Path) -> No
     assert {"--no-build-isolation", "--no-deps", "--require-hashes"} <= set(shlex.split(call))
 
 
-def test_an_image_for_cpus_leaves_them_out(tmp_path: Path) -> None:
+def test_cpu_image_has_no_gpu_packages(tmp_path: Path) -> None:
     assert run_command("requirements-gpu.txt", tmp_path / "log", GPU="0", MAX_JOBS="3") == []
 
 

@@ -135,11 +135,11 @@ def as_a_new_user(script: str, programs: Path, home: Path) -> subprocess.Complet
     return run(*sandbox, "bash", "-c", f"set -eux\n{script}", cwd=home)
 
 
-def test_the_installed_command_says_its_version(gptoss: Callable[..., str]) -> None:
+def test_installed_command_prints_its_version(gptoss: Callable[..., str]) -> None:
     assert gptoss("--version").startswith("gptoss 0.")
 
 
-def test_a_launch_of_the_users_own_does_not_hide_ours(installed: Installed, tmp_path: Path) -> None:
+def test_user_module_named_launch_does_not_hide_ours(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text("raise SystemExit('the wrong launch')\n")
     command = ["env", "PYTHONPATH=.", installed.programs / "gptoss", "plan", "tiny_retool"]
     assert "memory" in run(*command, cwd=tmp_path).stdout
@@ -148,18 +148,18 @@ def test_a_launch_of_the_users_own_does_not_hide_ours(installed: Installed, tmp_
 @pytest.mark.parametrize(
     "name", ["gpt-oss-20b_1x8_80gb", "configs/untested/rl/gpt-oss-20b_1x8_80gb.yaml"]
 )
-def test_plans_a_shipped_configuration(name: str, gptoss: Callable[..., str]) -> None:
+def test_installed_command_plans_a_shipped_configuration(
+    name: str, gptoss: Callable[..., str]
+) -> None:
     assert gptoss("plan", name, "--gpu", "h100").startswith("fits: ")
 
 
-def test_a_dry_run_for_a_shipped_cluster(gptoss: Callable[..., str]) -> None:
+def test_installed_command_prints_dry_run_for_shipped_cluster(gptoss: Callable[..., str]) -> None:
     printed = gptoss("launch", "gpt-oss-20b_2x8", "--cluster", "slurm", "--dry-run")
     assert "#SBATCH" in printed and "# memory plan" in printed
 
 
-def test_the_page_for_laptops_does_what_it_says_word_by_word(
-    installed: Installed, tmp_path: Path
-) -> None:
+def test_laptop_page_commands_work_verbatim(installed: Installed, tmp_path: Path) -> None:
     """Run every block of the page except the installation. ``make setup`` also gets the vocabulary.
 
     Each block runs separately. The time limit therefore applies per block, and a timeout shows the
@@ -188,13 +188,13 @@ def test_the_page_for_laptops_does_what_it_says_word_by_word(
     assert (tmp_path / "runs/first/report.html").exists()
 
 
-def test_a_new_user_writes_nowhere_but_at_home(installed: Installed, tmp_path: Path) -> None:
+def test_new_user_writes_only_to_home(installed: Installed, tmp_path: Path) -> None:
     done = as_a_new_user(f"! touch {ROOT}/here", installed.programs, tmp_path)
     assert "Read-only file system" in done.stderr
     assert not (ROOT / "here").exists()
 
 
-def test_trains_a_shipped_configuration(gptoss: Callable[..., str]) -> None:
+def test_installed_command_trains_a_shipped_configuration(gptoss: Callable[..., str]) -> None:
     options = ["initial_weights=null", "training.steps=1", "rollout.workers=1"]
     options += ["rollout.tasks_per_step=2", "tasks.held_out_tasks=2"]
     assert "step 1/1" in gptoss("rl", "tiny_retool", *options)

@@ -75,7 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_a_process_that_a_test_leaves_fails_the_run_and_is_ended(
+def test_leftover_process_fails_the_run_and_is_killed(
     options: tuple[str, ...], quick: Path
 ) -> None:
     bystander = subprocess.Popen(
@@ -131,7 +131,7 @@ def test_one_is_killed_beside_what_it_has_started():
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_what_tests_have_started_ends_when_pytest_is_killed(
+def test_processes_of_tests_end_when_pytest_is_killed(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     suite = start_suite(tmp_path, KILLED, *options)

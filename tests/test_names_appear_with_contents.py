@@ -38,7 +38,7 @@ def renaming(source: str) -> Iterator[tuple[str, set[str]]]:
                 yield node.name, names
 
 
-def test_contents_are_on_the_disk_before_a_rename_shows_them() -> None:
+def test_contents_are_synced_before_a_rename() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{name}": names
         for room in ROOMS
@@ -50,6 +50,6 @@ def test_contents_are_on_the_disk_before_a_rename_shows_them() -> None:
     assert unsafe == set(NOT_NEEDED)
 
 
-def test_a_function_that_only_renames_is_noticed() -> None:
+def test_rename_without_sync_is_detected() -> None:
     [(name, names)] = renaming("def publish(a, b):\n    a.write_text('x')\n    a.rename(b)\n")
     assert name == "publish" and not names & SYNCING

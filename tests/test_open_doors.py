@@ -332,7 +332,7 @@ def test_private_directory_closes_an_open_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another owner needs root")
-def test_private_directory_refuses_another_owner(tmp_path: Path) -> None:
+def test_private_directory_rejects_another_owner(tmp_path: Path) -> None:
     directory = tmp_path / "squatted"
     directory.mkdir()
     os.chown(directory, ATTACKER, ATTACKER)

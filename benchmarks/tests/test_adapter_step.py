@@ -18,7 +18,7 @@ def adapter_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.train.adapters")
 
 
-def test_a_tiny_model_gives_a_row_for_every_case(
+def test_adapter_benchmark_prints_a_row_for_every_case(
     adapter_step: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -48,7 +48,7 @@ def test_a_tiny_model_gives_a_row_for_every_case(
     assert second.startswith("| bf16 | 1 | 2 | 96 |")
 
 
-def test_a_drawn_base_is_random_and_the_same_for_the_same_seed(adapter_step: ModuleType) -> None:
+def test_random_base_depends_only_on_seed(adapter_step: ModuleType) -> None:
     from megatron_gptoss.layers.packed_weight import PackedWeight
 
     weights = []
@@ -62,7 +62,7 @@ def test_a_drawn_base_is_random_and_the_same_for_the_same_seed(adapter_step: Mod
     assert weights[0].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_saves_of_a_tiny_model_give_a_row_each(
+def test_save_benchmark_prints_a_row_per_save(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     adapter_checkpoint = importlib.import_module("benchmarks.train.adapter_checkpoint")

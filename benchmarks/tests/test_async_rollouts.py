@@ -47,7 +47,7 @@ def rows() -> dict[tuple[str, int], Row]:
     return {(row.policy, row.max_staleness): row for row in compared}
 
 
-def test_the_workload_has_the_published_quantiles_and_means() -> None:
+def test_workload_has_published_quantiles_and_means() -> None:
     shares = [(i + 0.5) / 100_000 for i in range(100_000)]
     assert mean(quantile(CALLS, share) for share in shares) == pytest.approx(7.8, rel=0.02)
     assert mean(quantile(GAPS, share) for share in shares) == pytest.approx(37, rel=0.02)
@@ -72,7 +72,7 @@ def episode(group: int, *turns: int, gap: float = 0.0) -> Episode:
     return Episode(group, plan, context=10)
 
 
-def test_the_clock_counts_prefill_shared_decoding_and_tools() -> None:
+def test_simulated_clock_counts_prefill_decoding_and_tools() -> None:
     engines = Engines(EXACT)
     for group, tokens in enumerate((4, 2)):
         engines.begin(episode(group, tokens))
@@ -104,7 +104,7 @@ def test_sync_keeps_token_versions_and_prefills_again() -> None:
     assert engines.ended[0].by_version == pytest.approx({0: 2, 1: 4})
 
 
-def test_more_sequences_than_slots_wait_for_their_turn() -> None:
+def test_sequences_beyond_the_slots_wait() -> None:
     engines = Engines(EXACT)
     for group in range(3):
         engines.begin(episode(group, 2))
@@ -144,7 +144,7 @@ def test_in_order_steps_train_on_their_own_episodes(
         assert lengths(rows["in_order", k].outcome) == on_policy
 
 
-def test_throwing_away_what_is_old_starves_long_tasks(rows: dict[tuple[str, int], Row]) -> None:
+def test_dropping_stale_episodes_starves_long_tasks(rows: dict[tuple[str, int], Row]) -> None:
     for k in (1, 2):
         row = rows["discard", k]
         assert row.long_trained < 0.8
@@ -152,7 +152,7 @@ def test_throwing_away_what_is_old_starves_long_tasks(rows: dict[tuple[str, int]
         assert row.outcome.staleness_max <= k
 
 
-def test_the_training_speed_is_what_was_asked_for() -> None:
+def test_simulated_training_speed_is_the_requested_one() -> None:
     costs = Costs(rollouts_over_training=2.0)
     speed = async_rollouts.training_speed(SMALL, costs)
     control = async_rollouts.control_for("in_order", 0, SMALL)
@@ -164,13 +164,13 @@ def test_the_training_speed_is_what_was_asked_for() -> None:
     assert outcome.seconds == pytest.approx(rollouts + outcome.training_seconds + syncs)
 
 
-def test_a_tenth_of_the_tasks_is_long() -> None:
+def test_ten_percent_of_simulated_tasks_are_long() -> None:
     lengths = TaskLengths(SMALL)
     long = [n for n in range(SMALL.steps * SMALL.groups_per_step) if lengths.is_long(n)]
     assert 0.08 < len(long) / (SMALL.steps * SMALL.groups_per_step) < 0.15
 
 
-def test_the_command_prints_its_table_and_draws(
+def test_simulation_command_prints_table_and_draws_charts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--steps", "3", "--groups", "2", "--samples", "2", "--staleness", "0", "1"]

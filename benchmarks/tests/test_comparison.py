@@ -59,7 +59,7 @@ def test_seeds_of_a_label_are_averaged_over_common_steps(tmp_path: Path) -> None
     assert table(runs).splitlines()[2].startswith("| dense | 2 | 3 | 0.5 |")
 
 
-def test_routes_may_be_replayed_beside_a_model_that_has_none(tmp_path: Path) -> None:
+def test_comparison_allows_routing_replay_next_to_dense_model(tmp_path: Path) -> None:
     overrides = ("algorithm.routing_replay=R3", "rollout.routed_experts=true")
     replayed = write_run(tmp_path / "replayed", "tiny_retool", *overrides)
     dense = write_run(tmp_path / "dense", "tiny_dense")
@@ -78,7 +78,7 @@ def test_routes_may_be_replayed_beside_a_model_that_has_none(tmp_path: Path) -> 
         ("tasks.seed=1", r"seeds \(run, tasks\)"),
     ],
 )
-def test_what_differs_in_more_than_its_model_is_not_drawn(
+def test_comparison_rejects_runs_with_other_settings(
     tmp_path: Path, override: str, reason: str
 ) -> None:
     one = write_run(tmp_path / "one", "tiny_retool")
@@ -87,7 +87,7 @@ def test_what_differs_in_more_than_its_model_is_not_drawn(
         read_runs([f"a={one}", f"b={other}"])
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_comparison_names_directory_without_a_run(tmp_path: Path) -> None:
     begun = write_run(tmp_path / "begun", "tiny_dense", rewards=())
     with pytest.raises(NotComparable, match="no step has trained yet"):
         read_runs([f"a={begun}"])

@@ -80,7 +80,7 @@ def groups_of(ledger: Ledger, step: int, version: int = 0) -> list[TrajectoryGro
     ]
 
 
-def test_the_account_takes_whole_groups_in_their_step(ledger: Ledger) -> None:
+def test_episode_check_accepts_complete_groups_in_their_step(ledger: Ledger) -> None:
     for step in range(3):
         ledger.enter(step, groups_of(ledger, step))
     assert len(ledger.trained) == 12
@@ -88,7 +88,7 @@ def test_the_account_takes_whole_groups_in_their_step(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("fault", ["double", "lost", "other step", "too old", "invalid"])
-def test_the_account_refuses_what_must_not_happen(ledger: Ledger, fault: str) -> None:
+def test_episode_check_rejects_impossible_records(ledger: Ledger, fault: str) -> None:
     ledger.enter(0, groups_of(ledger, 0))
     step, groups = 1, groups_of(ledger, 1)
     if fault == "double":
@@ -109,7 +109,7 @@ def test_the_account_refuses_what_must_not_happen(ledger: Ledger, fault: str) ->
         ledger.enter(step, groups)
 
 
-def test_episodes_in_flight_are_counted_by_when_they_ran(ledger: Ledger) -> None:
+def test_episodes_in_flight_are_counted_by_time(ledger: Ledger) -> None:
     spans = [(0.0, 4.0), (1.0, 2.0), (1.5, 3.0), (3.0, 4.0)]
     for number, (began, ended) in enumerate(spans):
         ledger._enter_episode(0, episode(str(number), began=began, ended=ended))

@@ -41,7 +41,9 @@ def cases() -> dict[tuple[int, str], dict[str, Any]]:
     return {(line["layers"], line["passes"]): line for line in lines}
 
 
-def test_every_case_is_measured(cases: dict[tuple[int, str], dict[str, Any]]) -> None:
+def test_data_plane_benchmark_measures_every_case(
+    cases: dict[tuple[int, str], dict[str, Any]],
+) -> None:
     assert set(cases) == {
         (0, "plain"),
         (0, "R2"),
@@ -56,7 +58,7 @@ def test_every_case_is_measured(cases: dict[tuple[int, str], dict[str, Any]]) ->
         assert case["driver_peak"] > 0
 
 
-def test_a_token_is_sent_as_the_columns_that_it_has(
+def test_sent_bytes_per_token_match_its_columns(
     cases: dict[tuple[int, str], dict[str, Any]],
 ) -> None:
     """Ids, mask, the engine's log-probs and advantages are sent, but not stored routes."""
@@ -79,7 +81,7 @@ def test_update_answers_have_8_bytes_per_token(
         assert cases[layers, "plain"]["answer_bytes_per_token"] == pytest.approx(4 + 4, abs=0.1)
 
 
-def test_estimates_come_back_once_and_go_out_again(
+def test_estimates_are_returned_once_and_sent_again(
     cases: dict[tuple[int, str], dict[str, Any]],
 ) -> None:
     plain, estimates = cases[0, "plain"], cases[0, "estimates"]

@@ -76,12 +76,12 @@ def _cells(table: str, head: str) -> list[str]:
     return [cell.strip() for cell in row.split("|")[2:-1:2]]
 
 
-def test_a_server_as_it_comes_does_not_know_our_settings(decoding: ModuleType) -> None:
+def test_unmodified_server_does_not_get_our_settings(decoding: ModuleType) -> None:
     assert decoding.WAYS["as_it_comes"].without_variables == ("SGLANG_MOE_CONFIG_DIR",)
     assert decoding.WAYS["tuned"] == decoding.Variation()
 
 
-def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
+def test_table_compares_each_server_with_the_first(decoding: ModuleType) -> None:
     names = ["bf16", "mxfp4", "mxfp4_slow_routing"]
     options = argparse.Namespace(
         quantization="mxfp4", ways=names, attention=["fa3"], prompt=5, tokens=6, rounds=7
@@ -103,7 +103,7 @@ def test_each_server_stands_beside_the_first(decoding: ModuleType) -> None:
         decoding.ways_of(options)
 
 
-def test_calls_that_took_seconds_longer_do_not_count(decoding: ModuleType) -> None:
+def test_slow_calls_do_not_change_the_median_step(decoding: ModuleType) -> None:
     times = decoding.Times(
         one_token=[3.5, 0.5, 0.5, 3.0, 0.5], all_tokens=[2.5, 4.5, 2.5, 2.5, 6.5]
     )
@@ -243,7 +243,7 @@ def test_step_with_all_experts_reads_all_but_the_embedding(decoding: ModuleType)
     assert read == 2 * matrices
 
 
-def test_keys_and_values_in_sight_are_read_for_every_request(decoding: ModuleType) -> None:
+def test_visible_keys_and_values_are_read_for_every_request(decoding: ModuleType) -> None:
     config = GptOssModelConfig(num_layers=2, **SIZES)
     alone = decoding.bytes_of_step(config, running=1, context=100, experts=4)
     four = decoding.bytes_of_step(config, running=4, context=100, experts=4)

@@ -64,7 +64,7 @@ def test_every_microsecond_of_a_step_is_counted_once(profile: ModuleType, tmp_pa
     assert sum(step.counts.values()) == 15 + 2 + 2 + 0.5
 
 
-def test_the_same_kernel_belongs_to_where_it_stands_in_the_graph(profile: ModuleType) -> None:
+def test_kernel_group_depends_on_position_in_the_graph(profile: ModuleType) -> None:
     experts = "fused_moe_kernel"
     names = [PROJECTION, COPY, "moe_align_block_size_kernel", COPY, experts, COPY, PROJECTION, COPY]
     assert profile._groups_inside(names) == [
@@ -112,13 +112,11 @@ def test_the_same_kernel_belongs_to_where_it_stands_in_the_graph(profile: Module
         (None, "a_kernel_of_no_known_name"),
     ],
 )
-def test_kernels_are_known_by_their_names(
-    profile: ModuleType, group: str | None, name: str
-) -> None:
+def test_kernels_are_grouped_by_name(profile: ModuleType, group: str | None, name: str) -> None:
     assert profile._named_group(name) == (group and getattr(profile, group))
 
 
-def test_our_sampling_kernels_are_known_by_their_names(profile: ModuleType) -> None:
+def test_our_sampling_kernels_are_grouped_by_name(profile: ModuleType) -> None:
     source = (PLUGIN / "gptoss_sampling.py").read_text()
     for name in ("_weigh_slices_kernel", "_choose_token_kernel"):
         assert f"\ndef {name}(" in source
@@ -126,7 +124,7 @@ def test_our_sampling_kernels_are_known_by_their_names(profile: ModuleType) -> N
         assert profile._group_outside(activity) == profile.SAMPLING
 
 
-def test_a_trace_without_steps_is_refused(profile: ModuleType, tmp_path: Path) -> None:
+def test_a_trace_without_steps_is_rejected(profile: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "a.trace.json.gz"
     write_trace(path, [gpu_event("kernel", "_reduce", 0, 5, stream=7, correlation=1)])
     with pytest.raises(ValueError, match="0 launches of CUDA graphs"):
@@ -176,7 +174,7 @@ def test_table_compares_servers_and_lists_unknown_kernels(
     assert "bf16, kernels of no known name" not in lines
 
 
-def test_a_trace_is_refused_if_requests_ended_before_it(
+def test_a_trace_is_rejected_if_requests_ended_before_it(
     profile: ModuleType, tmp_path: Path
 ) -> None:
     decoding = importlib.import_module("benchmarks.sglang.decoding")

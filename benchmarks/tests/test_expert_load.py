@@ -18,7 +18,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.experts.load")
 
 
-def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) -> None:
+def test_fullest_rank_is_computed_per_layer_and_over_all_layers(benchmark: ModuleType) -> None:
     # The first rank has 75% of the first layer's tokens, the last rank 75% of the second layer's.
     counts = [[4, 2, 1, 1], [1, 1, 4, 2]]
     assert benchmark.of_ranks(counts[0], 2) == [1.5, 0.5]
@@ -29,7 +29,7 @@ def test_the_fullest_rank_of_a_layer_and_of_all_layers(benchmark: ModuleType) ->
     assert benchmark.of_all_layers([[8, 0], [8, 0]], 2) == pytest.approx(1.5, abs=0.1)
 
 
-def test_a_model_is_counted_and_stands_beside_the_account() -> None:
+def test_load_of_a_model_is_printed_with_the_memory_estimate() -> None:
     program = [
         sys.executable,
         "-m",

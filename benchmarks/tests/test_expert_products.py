@@ -72,7 +72,7 @@ def test_variants_have_full_or_half_rows_and_fit_an_sm(
         assert 32 * variant.warps * registers <= 65536
 
 
-def test_shared_memory_is_what_triton_allots(products: ModuleType) -> None:
+def test_shared_memory_equals_allocation_of_triton(products: ModuleType) -> None:
     """Kernels of Triton 3.6 have rows of tokens for each stage, and codes for one stage less."""
     variant = products.Variant(64, 256, 128, warps=8, stages=4)
     assert variant.shared_memory() == 117_760
@@ -118,7 +118,7 @@ def test_main_loop_is_found_in_kernel_instructions(
     assert serial.is_serial
 
 
-def test_registers_that_a_kernel_writes_too_early_are_counted(products: ModuleType) -> None:
+def test_registers_written_too_early_are_counted(products: ModuleType) -> None:
     text = SASS.format(registers=175, stack=0, first="0x1").replace("gsb0, 0x0", "gsb0, 0x1")
     assert products.parse(text, shared=0).hazards == 0
     # The instructions from R92 on read the group that is in flight after the last wait.
@@ -126,7 +126,7 @@ def test_registers_that_a_kernel_writes_too_early_are_counted(products: ModuleTy
     assert products.parse(hazardous, shared=0).hazards > 0
 
 
-def test_reads_are_counted_over_experts_that_have_tokens(products: ModuleType) -> None:
+def test_bytes_to_read_cover_only_experts_with_tokens(products: ModuleType) -> None:
     sizes = [[33, 0, 64, 65], [1, 0, 0, 0]]
     assert products.reads_of_matrices(sizes, 32) == (2 + 2 + 3 + 1) / 4
     assert products.reads_of_matrices(sizes, 64) == (1 + 1 + 2 + 1) / 4
@@ -247,7 +247,7 @@ def test_table_sorts_by_time_and_lists_failed_variants(
     assert "did not run" in lines[6]
 
 
-def test_the_fastest_is_chosen_of_what_computes_the_same(products: ModuleType) -> None:
+def test_fastest_correct_variant_is_chosen(products: ModuleType) -> None:
     rows = rows_of_two_products(products)
     assert products.fastest(rows) == [rows[2], rows[5]]
     assert products.summary(rows) == (

@@ -52,22 +52,22 @@ async def captured(harmony: Harmony, word: str, generate: Generate | None = None
     return session
 
 
-def test_a_session_of_its_own_has_nothing_to_complain_of(harmony: Harmony) -> None:
+def test_separate_session_has_no_errors(harmony: Harmony) -> None:
     session = asyncio.run(captured(harmony, MINE))
     assert complaint(session, harmony, MINE, TURNS) == ""
 
 
-def test_an_answer_of_another_session_is_seen(harmony: Harmony) -> None:
+def test_answer_of_another_session_is_detected(harmony: Harmony) -> None:
     session = asyncio.run(captured(harmony, OTHER))
     assert answer(OTHER, 1) in complaint(session, harmony, MINE, TURNS)
 
 
-def test_a_turn_that_is_missing_is_seen(harmony: Harmony) -> None:
+def test_missing_turn_is_detected(harmony: Harmony) -> None:
     session = asyncio.run(captured(harmony, MINE))
     assert complaint(session, harmony, MINE, TURNS + 1) == "2 of 3 turns were captured"
 
 
-def test_log_probs_of_another_session_are_seen(harmony: Harmony) -> None:
+def test_log_probs_of_another_session_are_detected(harmony: Harmony) -> None:
     engine = EchoEngine(harmony, 0.0)
 
     async def others_log_probs(request: GenerateRequest) -> GenerateResult:

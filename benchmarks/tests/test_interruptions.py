@@ -70,7 +70,7 @@ def measure(benchmark: ModuleType, server: LocalServer) -> dict[str, dict[str, f
     return asyncio.run(run())
 
 
-def test_each_way_meets_all_requests_while_they_sample(benchmark: ModuleType) -> None:
+def test_each_mode_interrupts_all_requests_during_sampling(benchmark: ModuleType) -> None:
     server = WatchedServer()
     ways = measure(benchmark, server)
     assert list(ways) == list(benchmark.WAYS)
@@ -88,7 +88,7 @@ def test_each_way_meets_all_requests_while_they_sample(benchmark: ModuleType) ->
         assert ways[way]["extra"] == ways[way]["total"] - ways["none"]["total"]
 
 
-def test_a_request_that_does_not_come_to_its_end_is_an_error(benchmark: ModuleType) -> None:
+def test_unfinished_request_is_an_error(benchmark: ModuleType) -> None:
     class Aborting(WatchedServer):
         async def generate(self, request: web.Request) -> web.StreamResponse:
             if self.pauses:

@@ -139,7 +139,7 @@ def test_log_probs_of_text_depend_on_the_layers(policy: Any, harmony: Harmony) -
     assert changed > 0.05
 
 
-def test_a_header_with_a_repeated_token_is_refused(
+def test_a_header_with_a_repeated_token_is_rejected(
     random_policy: ModuleType, harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random_policy, "PROGRAM", "((")
@@ -194,7 +194,7 @@ def test_staleness_comparison_excludes_pipeline_filling_steps(
     assert (in_turns["**tokens/s/GPU**"], ahead["**tokens/s/GPU**"]) == ("200", "400")
 
 
-def test_measured_memory_stands_beside_what_the_plan_says(loop: ModuleType) -> None:
+def test_table_shows_measured_and_planned_memory(loop: ModuleType) -> None:
     def memory(allocated: float) -> dict[str, float]:
         return {
             "memory/update/allocated_gb": allocated,
@@ -306,7 +306,7 @@ def test_all_staleness_values_run_after_a_single_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
+def test_complete_loop_runs_and_its_table_is_consistent(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
     scratch = tmp_path / "not" / "there yet"
     program = [
@@ -342,7 +342,7 @@ def test_the_whole_loop_runs_and_its_table_adds_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_without_time_for_a_second_step_shows_its_first(tmp_path: Path) -> None:
+def test_short_loop_run_shows_its_first_step(tmp_path: Path) -> None:
     out = tmp_path / "loop.md"
     program = [sys.executable, "-m", "benchmarks.loop", str(TINY), "--steps", "9", "--seconds", "1"]
     program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out)]

@@ -24,7 +24,7 @@ def rollout_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("benchmarks.sglang.rollout_load")
 
 
-def test_servers_are_measured_in_turn(tmp_path: Path) -> None:
+def test_servers_are_measured_in_sequence(tmp_path: Path) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     program = [sys.executable, "-m", "benchmarks.sglang", "rollouts", "--device", "cpu", "--tiny"]
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
@@ -114,7 +114,7 @@ def test_prefills_are_read_from_new_server_output(rollout_load: ModuleType, tmp_
     assert rollout_load.sequences_of_a_prefill(tmp_path / "none", 0) is None
 
 
-def test_a_server_that_gathers_says_for_how_long(rollout_load: ModuleType) -> None:
+def test_prefill_delay_variant_has_its_server_options(rollout_load: ModuleType) -> None:
     words = rollout_load.gathered(8).arguments
     assert words[0] == "--enable-prefill-delayer"
     assert words[words.index("--prefill-delayer-max-delay-passes") + 1] == "8"

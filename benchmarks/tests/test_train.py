@@ -64,16 +64,14 @@ def test_unpacked_row_counts_one_sequence(train: ModuleType) -> None:
     )
 
 
-def test_ranks_that_share_a_row_have_a_part_of_its_tokens(train: ModuleType) -> None:
+def test_tokens_per_rank_are_divided_by_ranks_of_a_row(train: ModuleType) -> None:
     arguments = ["step", "--context", "4", "--pipeline", "2", "--length", "8192"]
     line = {"arguments": vars(train.argument_parser().parse_args(arguments)), "gpus": 8}
     (row,) = train.table([{**line, "seconds": 1.0}]).splitlines()[2:]
     assert row.startswith("| step | 8 | 24 | 1,024 |")
 
 
-def test_all_to_all_is_timed_apart_from_other_communication(
-    train: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_to_all_is_timed_separately(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     clock = train.AllToAllClock()
@@ -115,7 +113,7 @@ def test_step_reports_measured_and_predicted_all_to_all_share(
     assert line["losses"][0] == pytest.approx(4.85, abs=0.3)
 
 
-def test_segments_are_listed_with_what_keeps_them(train: ModuleType) -> None:
+def test_memory_segments_are_listed_with_their_owners(train: ModuleType) -> None:
     def block(size: int, state: str, *names: str) -> dict[str, Any]:
         frames = [{"filename": f"/x/{name}", "line": 7, "name": "f"} for name in names]
         return {"size": size, "state": state, "frames": frames}

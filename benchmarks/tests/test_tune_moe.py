@@ -40,7 +40,7 @@ def test_compile_all_reports_failed_processes(
 
 
 @pytest.mark.parametrize(("experts", "of_sixteen_rows"), [(32, [1, 4, 16]), (128, [1, 4, 48])])
-def test_what_is_timed_has_been_compiled(experts: int, of_sixteen_rows: list[int]) -> None:
+def test_timed_settings_are_compiled_before(experts: int, of_sixteen_rows: list[int]) -> None:
     def compiled_as(tokens: int, block_m: int) -> tuple[int, bool, bool]:
         """Return the key of Triton's compilation, which depends on the divisibility by 16."""
         entries = tokens * 4

@@ -74,7 +74,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("name", SECOND_SETS)
-def test_second_set_of_weights_is_refused(name: str, hf_dir: Path, weights: Weights) -> None:
+def test_second_set_of_weights_is_rejected(name: str, hf_dir: Path, weights: Weights) -> None:
     message, add = SECOND_SETS[name]
     add(hf_dir, {key: tensor + 1 for key, tensor in weights.items()})
     with pytest.raises(ConversionError, match=message):
@@ -92,14 +92,14 @@ def test_index_of_the_single_file_is_one_set(hf_dir: Path, weights: Weights) -> 
     assert torch.equal(HfDirectory(hf_dir).get(NORM), weights[NORM])
 
 
-def test_file_that_is_not_in_the_index_is_refused(tmp_path: Path, weights: Weights) -> None:
+def test_file_that_is_not_in_the_index_is_rejected(tmp_path: Path, weights: Weights) -> None:
     directory = sharded(tmp_path / "hf", weights)
     save_file({NORM: weights[NORM] + 1}, directory / "model-extra.safetensors")
     with pytest.raises(ConversionError, match=r"model-extra\.safetensors: is a second set"):
         HfDirectory(directory)
 
 
-def test_tensor_in_two_files_is_refused(tmp_path: Path, weights: Weights) -> None:
+def test_tensor_in_two_files_is_rejected(tmp_path: Path, weights: Weights) -> None:
     directory = sharded(tmp_path / "hf", weights)
     weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     other = next(file for file in sorted(set(weight_map.values())) if file != weight_map[NORM])
@@ -112,7 +112,7 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path, weights: Weights) -> Non
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
-def test_json_key_that_is_there_twice_is_refused(
+def test_json_key_that_is_there_twice_is_rejected(
     file: str, tmp_path: Path, weights: Weights
 ) -> None:
     path = sharded(tmp_path / "hf", weights) / file

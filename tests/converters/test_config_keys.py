@@ -174,7 +174,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def test_config_key_survives_or_is_refused_when_flipped(model: Model) -> None:
+def test_config_key_survives_or_is_rejected_when_flipped(model: Model) -> None:
     model_type = model.config["model_type"]
     of_generation = set(GenerationConfig().to_dict()) - set(
         AutoConfig.for_model(model_type).to_dict()
@@ -196,7 +196,7 @@ def test_config_key_survives_or_is_refused_when_flipped(model: Model) -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_config_key_survives_or_is_refused_when_removed(model: Model) -> None:
+def test_config_key_survives_or_is_rejected_when_removed(model: Model) -> None:
     faults = []
     for key in model.config.keys() - {"model_type"}:
         config = {other: value for other, value in model.config.items() if other != key}
@@ -230,7 +230,7 @@ def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
 
 
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
-def test_rope_key_survives_or_is_refused(model: Model, section: str) -> None:
+def test_rope_key_survives_or_is_rejected(model: Model, section: str) -> None:
     """The test tries all keys of all RoPE types in both spellings."""
     parameters = model.config["rope_parameters"]
     outside = {key: value for key, value in model.config.items() if key != "rope_parameters"}

@@ -76,7 +76,7 @@ def test_transformers_loads_an_export_with_the_same_logits(tmp_path: Path, name:
         assert torch.equal(loaded(ids).logits, dense_hf_model(config)(ids).logits)
 
 
-def test_a_file_of_transformers_itself_is_read(tmp_path: Path) -> None:
+def test_file_written_by_transformers_is_read(tmp_path: Path) -> None:
     """save_pretrained writes other keys into config.json than the released models have."""
     for name in ("qwen2, tied", "llama 3's rope", "qwen2.5's yarn", "linear rope"):
         config = MODELS[name]
@@ -95,7 +95,7 @@ def megatron_tensor(mapping: ParameterMapping, weights: Weights) -> torch.Tensor
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, tied"])
-def test_there_and_back_is_bit_exact_and_complete(name: str) -> None:
+def test_mapping_round_trip_is_bit_exact_and_complete(name: str) -> None:
     config = MODELS[name]
     weights = dense_weights(config)
     back = dict(hf_tensors(config, lambda mapping: megatron_tensor(mapping, weights)))
@@ -103,7 +103,7 @@ def test_there_and_back_is_bit_exact_and_complete(name: str) -> None:
     assert all(torch.equal(back[key], weights[key]) for key in weights)
 
 
-def test_gates_lie_above_ups_and_a_rank_has_a_share_of_both() -> None:
+def test_gates_precede_ups_and_ranks_get_parts_of_both() -> None:
     mapping = parameter_mappings(LLAMA)["decoder.layers.0.mlp.linear_fc1.weight"]
     gate = torch.arange(80.0)[:, None].expand(80, 48)
     full = mapping.to_megatron(gate, gate + 1000)
@@ -114,7 +114,7 @@ def test_gates_lie_above_ups_and_a_rank_has_a_share_of_both() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_shards_put_together_are_the_whole(ranks: int) -> None:
+def test_joined_shards_equal_the_full_tensor(ranks: int) -> None:
     for mapping in parameter_mappings(QWEN2).values():
         full = torch.randn(mapping.shape)
         shards = [mapping.shard(full, rank, ranks) for rank in range(ranks)]
@@ -151,7 +151,7 @@ def test_local_names_of_both_layer_specifications_become_global(local: str, expe
     ],
     ids=["up before gate", "interleaved", "qkv not by groups", "biases not by groups"],
 )
-def test_verify_sees_a_table_that_is_wrong_in_both_directions(
+def test_verify_detects_table_that_is_wrong_in_both_directions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mistake: Any
 ) -> None:
     """The tensors then survive a round trip, but the layers compute wrong results."""
@@ -243,7 +243,7 @@ def _without(key: str) -> Any:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_file_and_name(
+def test_misfit_error_names_file_and_tensor(
     tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
     config = MODELS[name]
@@ -263,7 +263,7 @@ def test_mxfp4_needs_experts(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "megatron", tmp_path / "back", "mxfp4")
 
 
-def test_the_command_converts_verifies_and_names_a_difference(tmp_path: Path) -> None:
+def test_convert_command_verifies_and_names_a_difference(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "hf", QWEN2, dtype=torch.bfloat16)
     run = CliRunner().invoke
     megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")

@@ -215,7 +215,7 @@ def test_one_matrix_of_experts_is_merged(
         import_adapter(adapter, tmp_path / "imported", base)
 
 
-def test_square_matrix_of_experts_alone_is_refused(tmp_path: Path) -> None:
+def test_square_matrix_of_experts_alone_is_rejected(tmp_path: Path) -> None:
     """In the released models, down_proj is 2880 x 2880, so A and B have the same shape."""
     square = TINY.model_copy(update={"intermediate_size": TINY.hidden_size})
     for exchanged in (False, True):
@@ -244,7 +244,7 @@ def other_base(weights: Weights, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "peft"])
-def test_adapter_on_another_base_is_refused(source: str, trained: Path, weights: Weights) -> None:
+def test_adapter_on_another_base_is_rejected(source: str, trained: Path, weights: Weights) -> None:
     other = other_base(weights, trained / "other")
     merge_adapter(trained / "base", trained / source, trained / "out", "fp32")
     with pytest.raises(ConversionError, match=r"was trained on another base than .*other"):
@@ -319,7 +319,7 @@ def test_report_of_a_merge_without_loss_is_text(trained: Path) -> None:
 
 
 @pytest.mark.parametrize(("scale", "least", "most"), [(0.2, 0.0, 0.1), (2e-3, 0.3, 1.5)])
-def test_report_measures_what_bf16_loses_of_a_foreign_update(
+def test_report_measures_bf16_loss_of_a_peft_update(
     scale: float, least: float, most: float, base: Path, tmp_path: Path
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", TINY, ["q_proj", "o_proj"], scale=scale)

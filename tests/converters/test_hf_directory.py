@@ -62,7 +62,7 @@ def test_shards_stay_below_the_limit_and_hold_everything(tmp_path: Path, weights
     assert all(torch.equal(source.get(name), weights[name]) for name in weights)
 
 
-def test_weights_are_as_readable_as_the_other_files(tmp_path: Path, weights: Weights) -> None:
+def test_weight_files_have_permissions_of_other_files(tmp_path: Path, weights: Weights) -> None:
     write_hf_directory(tmp_path / "out", TINY, weights.items())
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1
@@ -151,7 +151,7 @@ def test_a_wrong_value_in_the_config_is_named_with_its_file(hf_dir: Path) -> Non
         HfDirectory(hf_dir)
 
 
-def test_a_directory_without_weights_is_refused(hf_dir: Path) -> None:
+def test_a_directory_without_weights_is_rejected(hf_dir: Path) -> None:
     (hf_dir / "model.safetensors").unlink()
     with pytest.raises(ConversionError, match=r"neither model\.safetensors nor"):
         HfDirectory(hf_dir)
@@ -187,7 +187,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(
         HfDirectory(directory)
 
 
-def test_an_index_that_names_an_absent_file_is_refused(tmp_path: Path, weights: Weights) -> None:
+def test_an_index_that_names_an_absent_file_is_rejected(tmp_path: Path, weights: Weights) -> None:
     directory = sharded(tmp_path / "hf", weights)
     gone = sorted(directory.glob("*.safetensors"))[1]
     gone.unlink()
@@ -197,7 +197,7 @@ def test_an_index_that_names_an_absent_file_is_refused(tmp_path: Path, weights: 
         HfDirectory(directory)
 
 
-def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path, weights: Weights) -> None:
+def test_an_index_that_names_the_wrong_file_is_rejected(tmp_path: Path, weights: Weights) -> None:
     directory = sharded(tmp_path / "hf", weights)
     index = directory / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]

@@ -92,7 +92,7 @@ def test_megatron_loads_an_imported_adapter(root: Path) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_model_with_another_base_refuses_an_imported_adapter(root: Path) -> None:
+def test_a_model_with_another_base_rejects_an_imported_adapter(root: Path) -> None:
     model = adapted_model(ParallelConfig())
     name = "model.layers.0.self_attn.q_proj.weight"
     other = base_weights()
@@ -104,7 +104,7 @@ def test_a_model_with_another_base_refuses_an_imported_adapter(root: Path) -> No
         load_adapter(model, MODEL, CheckpointAdapters(root / "imported"))
 
 
-def test_wrong_adapters_are_refused_before_the_base_is_read(
+def test_wrong_adapters_are_rejected_before_the_base_is_read(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*args: object) -> str:
@@ -134,7 +134,7 @@ def test_wrong_adapters_are_refused_before_the_base_is_read(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_an_adapter_that_does_not_come_back_is_not_kept(
+def test_adapter_import_is_deleted_when_read_back_differs(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = adapter_checkpoint.TorchDistWriter.add_tensor
@@ -156,7 +156,7 @@ def test_an_adapter_that_does_not_come_back_is_not_kept(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"base": "", "settings": {"rang": 8}}'])
-def test_a_damaged_checkpoint_of_adapters_is_refused(
+def test_a_damaged_checkpoint_of_adapters_is_rejected(
     content: str, root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "imported", tmp_path / "damaged")
@@ -244,7 +244,7 @@ def test_the_commands_convert_adapters_and_merge_them(root: Path, tmp_path: Path
     assert "worst tensor: model.layers." in output
 
 
-def test_the_commands_refuse_what_does_not_fit_in_one_line(root: Path, tmp_path: Path) -> None:
+def test_convert_commands_reject_misfits_in_one_line(root: Path, tmp_path: Path) -> None:
     base, peft, trained = root / "base", root / "peft", root / "trained"
     out = tmp_path / "out"
     assert "adapter_config.json: missing" in refusal("import-adapter", base, out, "--base", base)

@@ -267,7 +267,7 @@ def test_gathering_works_again_after_a_failed_rank(
             assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
 
 
-def test_weights_of_experts_may_lie_as_megatron_has_them(one_rank: None, weights: Weights) -> None:
+def test_expert_weights_may_keep_the_layout_of_megatron(one_rank: None, weights: Weights) -> None:
     model = build_model(TINY, ParallelConfig())
     load_hf_weights(model, TINY, weights.__getitem__)
     for name, tensor in export_hf_weights(model, TINY, transposed=True):

@@ -147,7 +147,7 @@ def test_experts_without_an_update_keep_their_bytes(base: Path, tmp_path: Path) 
             assert torch.equal(one, other), name
 
 
-def test_a_codec_that_is_wrong_is_noticed(
+def test_merge_detects_a_wrong_codec(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = save_adapter(tmp_path, ("experts",))
@@ -163,14 +163,14 @@ def test_a_codec_that_is_wrong_is_noticed(
     assert not (tmp_path / "mxfp4").exists()
 
 
-def test_an_adapter_that_adds_nothing_is_said_to() -> None:
+def test_merge_report_names_an_update_of_zero() -> None:
     loss = MergeLoss(values=8, changed=2, squared_error=0.5, squared=2.0)
     assert str(loss) == ("relative error 0.5, the update is 0, 25.0% of the values changed")
     loss.squared_update = 0.125
     assert ", 2 of the update, " in str(loss)
 
 
-def test_a_loss_that_is_reported_wrongly_is_noticed(
+def test_merge_detects_wrongly_reported_loss(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = save_adapter(tmp_path, ("experts",))
@@ -189,7 +189,7 @@ def test_a_loss_that_is_reported_wrongly_is_noticed(
     assert not (tmp_path / "mxfp4").exists()
 
 
-def test_what_is_written_wrongly_is_not_kept(
+def test_merge_deletes_wrong_output(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = save_adapter(tmp_path, ("experts",))
@@ -209,7 +209,7 @@ def test_what_is_written_wrongly_is_not_kept(
     assert not (tmp_path / "mxfp4").exists()
 
 
-def test_widths_that_mxfp4_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_widths_that_mxfp4_cannot_hold_are_rejected(tmp_path: Path) -> None:
     narrow = MODEL.model_copy(update={"intermediate_size": 48})
     shapes = hf_shapes(narrow)
     write_hf_directory(tmp_path / "hf", narrow, ((n, torch.ones(shapes[n])) for n in shapes))
@@ -217,7 +217,7 @@ def test_widths_that_mxfp4_cannot_hold_are_refused(tmp_path: Path) -> None:
         merge_adapter(tmp_path / "hf", tmp_path / "peft", tmp_path / "mxfp4", dtype="mxfp4")
 
 
-def test_another_base_is_refused_and_nothing_is_left(base: Path, tmp_path: Path) -> None:
+def test_another_base_is_rejected_and_nothing_is_left(base: Path, tmp_path: Path) -> None:
     model = adapted_model(ParallelConfig())
     checkpoint = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -229,7 +229,7 @@ def test_another_base_is_refused_and_nothing_is_left(base: Path, tmp_path: Path)
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_adapters_of_another_model_are_refused(base: Path, tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_rejected(base: Path, tmp_path: Path) -> None:
     model = adapted_model(ParallelConfig())
     checkpoint = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
     config = checkpoint / "gptoss_config.json"

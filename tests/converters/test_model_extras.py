@@ -138,7 +138,7 @@ def test_files_of_all_tokenizers_are_copied() -> None:
     assert not [name for name in others if is_tokenizer_file(name)]
 
 
-def test_tokenizer_with_code_of_its_own_is_refused(hf_dir: Path, tmp_path: Path) -> None:
+def test_tokenizer_with_custom_code_is_rejected(hf_dir: Path, tmp_path: Path) -> None:
     (hf_dir / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["x.T", null]}}')
     with pytest.raises(ConversionError, match=r"tokenizer_config\.json: auto_map is"):
         import_checkpoint(hf_dir, tmp_path / "megatron")
@@ -160,7 +160,7 @@ def test_chat_template_in_two_places_must_agree(text: str, file: str, hf_dir: Pa
         read_extras(hf_dir)
 
 
-def test_damaged_tokenizer_is_refused_before_weights_are_read(hf_dir: Path) -> None:
+def test_damaged_tokenizer_is_rejected_before_weights_are_read(hf_dir: Path) -> None:
     (hf_dir / "tokenizer.json").write_text('{"model":')
     with pytest.raises(ConversionError, match=r"tokenizer\.json: not valid JSON"):
         read_extras(hf_dir)

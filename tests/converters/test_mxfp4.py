@@ -71,7 +71,7 @@ def quantized(tmp_path: Path) -> Path:
     vocabulary=st.integers(33, 131),
     seed=st.integers(0, 99),
 )
-def test_mxfp4_there_and_back_is_byte_identical(
+def test_mxfp4_round_trip_is_byte_exact(
     tmp_path_factory: Any,
     layers: int,
     experts: int,
@@ -107,7 +107,7 @@ def test_mxfp4_there_and_back_is_byte_identical(
         ), name
 
 
-def test_values_are_those_of_transformers(quantized: Path) -> None:
+def test_mxfp4_import_values_equal_transformers(quantized: Path) -> None:
     source = HfDirectory(quantized)
     for name in names.hf_shapes(MODEL):
         packed = source.read_mxfp4(name) if name.endswith("_proj") else None
@@ -194,7 +194,7 @@ def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) 
     assert verify(quantized, tmp_path / "megatron").equal
 
 
-def test_a_rank_reads_only_the_experts_that_it_asks_for(
+def test_expert_stack_reads_only_the_requested_expert(
     quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = HfDirectory(quantized)
@@ -261,7 +261,7 @@ def test_ranks_load_only_own_experts_from_mxfp4_directory(
         ),
     ],
 )
-def test_verify_sees_a_table_that_is_wrong_in_both_directions(
+def test_verify_detects_table_that_is_wrong_in_both_directions(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
@@ -318,9 +318,7 @@ def test_reference_reads_mxfp4_experts(tmp_path: Path, quantized: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_written(
-    tmp_path: Path, change: Any, message: str
-) -> None:
+def test_misfit_is_named_and_nothing_is_written(tmp_path: Path, change: Any, message: str) -> None:
     weights = quantized_weights(MODEL)
     change(weights)
     source = save(tmp_path / "hf", MODEL, weights)
@@ -329,7 +327,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_widths_that_are_no_multiple_of_a_block_are_refused(tmp_path: Path) -> None:
+def test_widths_that_are_no_multiple_of_a_block_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="hidden_size: 40 is not a multiple of 32"):
         written_shapes(TINY, quantized=True)
 
@@ -351,7 +349,7 @@ def test_a_killed_import_starts_again(tmp_path: Path, quantized: Path) -> None:
     assert not partial.exists() and verify(quantized, target).equal
 
 
-def test_names_and_checksums_of_a_checkpoint_are_as_ever(tmp_path: Path, quantized: Path) -> None:
+def test_checkpoint_names_and_checksums_equal_golden_file(tmp_path: Path, quantized: Path) -> None:
     config = MODEL.model_copy(update={"num_layers": 1, "num_experts": 2})
     weights: Weights = {}
     for name, shape in written_shapes(config, quantized=True).items():

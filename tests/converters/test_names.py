@@ -44,7 +44,7 @@ def test_every_megatron_tensor_has_its_declared_shape(weights: dict[str, torch.T
         assert tuple(megatron_tensor(mapping, weights).shape) == mapping.shape, mapping.name
 
 
-def test_there_and_back_is_bit_exact_and_complete(weights: dict[str, torch.Tensor]) -> None:
+def test_mapping_round_trip_is_bit_exact_and_complete(weights: dict[str, torch.Tensor]) -> None:
     back = dict(hf_tensors(TINY, lambda mapping: megatron_tensor(mapping, weights)))
     assert list(back) == list(hf_shapes(TINY))
     assert all(torch.equal(back[name], weights[name]) for name in weights)
@@ -79,7 +79,7 @@ def test_a_tensor_parallel_rank_gets_the_qkv_of_whole_groups() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if ".1." not in name])
-def test_shards_put_together_are_the_whole(name: str) -> None:
+def test_joined_shards_equal_the_full_tensor(name: str) -> None:
     mapping = TABLE[name]
     full = torch.randn(mapping.shape)
     shards = [mapping.shard(full, rank, 2) for rank in range(2)]

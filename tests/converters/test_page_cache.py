@@ -51,7 +51,7 @@ def test_range_is_dropped_at_window_end_and_one_window_later(
 
 
 @pytest.mark.parametrize("check", ["sample", "all"])
-def test_only_what_is_not_read_back_is_dropped(
+def test_only_pages_without_read_back_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: Dropped, check: str
 ) -> None:
     monkeypatch.setattr(page_cache.host_memory, "total_bytes", lambda: 0)

@@ -87,7 +87,7 @@ def test_an_earlier_adapter_stays_until_the_new_one_is_complete(
     assert (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes() == earlier
 
 
-def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:
+def test_exported_adapter_tensors_follow_formula_of_peft(exported: Path) -> None:
     # peft 0.21 computes updates of linear layers, embeddings and expert parameters in this way
     tensors = load_file(exported / WEIGHTS_FILE)
     weights = base_weights()
@@ -121,7 +121,7 @@ def test_the_tensors_are_those_of_pefts_formula(exported: Path) -> None:
         torch.testing.assert_close(merged, weights[name], atol=1e-6, rtol=0)
 
 
-def test_peft_computes_the_same(exported: Path) -> None:
+def test_peft_computes_same_outputs_from_exported_adapter(exported: Path) -> None:
     peft = pytest.importorskip("peft")
     samples = documents([34, 9])
     merged = merged_weights(ParallelConfig())
@@ -307,7 +307,7 @@ LAYER_2 = f"{PREFIX}model.layers.2.self_attn.k_proj.lora_A.weight"
         ),
     ],
 )
-def test_an_adapter_that_cannot_be_read_is_refused_by_name(
+def test_an_adapter_that_cannot_be_read_is_rejected_by_name(
     change: Callable[[Path], None], message: str, exported: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(exported, tmp_path / "changed")
@@ -358,7 +358,7 @@ def test_ranks_come_from_the_settings(exported: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
-def test_what_peft_saves_of_the_base_must_be_the_bases(
+def test_base_copies_in_adapter_must_equal_the_base(
     name: str, exported: Path, tmp_path: Path
 ) -> None:
     # PEFT saves the embedding and the output layer with their adapters
@@ -379,7 +379,7 @@ def test_what_peft_saves_of_the_base_must_be_the_bases(
         PeftDirectory(with_another, MODEL).check_base_copies(base.__getitem__)
 
 
-def test_a_model_with_other_adapters_refuses_it(exported: Path) -> None:
+def test_model_with_other_adapters_rejects_checkpoint(exported: Path) -> None:
     model = adapted_model(ParallelConfig(), ADAPTER.model_copy(update={"alpha": 8.0}))
     with pytest.raises(
         ConversionError, match=r"adapter.alpha of the adapter is 16.0, but 8.0 in the model"

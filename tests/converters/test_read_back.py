@@ -230,7 +230,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_and_nothing_is_left(
+def test_injected_fault_is_named_and_nothing_is_left(
     tmp_path: Path, monkeypatch: Patch, conversion: Conversion, fault: str
 ) -> None:
     before = {path.name for path in tmp_path.iterdir()}
@@ -245,7 +245,7 @@ def test_a_planted_fault_is_named_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_missed_when_nothing_is_read_back(
+def test_injected_fault_is_missed_without_read_back(
     monkeypatch: Patch, conversion: Conversion, fault: str
 ) -> None:
     """This shows that the test above detects the faults by reading back."""
@@ -269,7 +269,7 @@ def test_complete_check_finds_fault_in_unsampled_layer(
     assert not conversion.output_is_right()
 
 
-def test_the_command_fails_in_one_line(monkeypatch: Patch, conversion: Conversion) -> None:
+def test_convert_command_fails_in_one_line(monkeypatch: Patch, conversion: Conversion) -> None:
     with monkeypatch.context() as patch:
         a_flipped_bit(LAYER, conversion, patch)
         result = CliRunner().invoke(app, conversion.command())
@@ -280,7 +280,7 @@ def test_the_command_fails_in_one_line(monkeypatch: Patch, conversion: Conversio
     assert "read back and compared in" in result.output
 
 
-def test_a_report_that_claims_another_loss_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_report_that_claims_another_loss_is_rejected(tmp_path: Path, monkeypatch: Patch) -> None:
     trained = [(name, torch.randn(shape).bfloat16()) for name, shape in hf_shapes(MODEL).items()]
     write_hf_directory(tmp_path / "trained", MODEL, trained)
     import_checkpoint(tmp_path / "trained", tmp_path / "megatron")
@@ -340,7 +340,7 @@ def test_trainer_weights_are_compared_with_their_export(
 # -- definitions -----------------------------------------------------------------------------------
 
 
-def test_values_by_definition_are_those_of_the_codec() -> None:
+def test_codec_values_equal_format_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (64, 3, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 253, (64, 3), dtype=torch.uint8, generator=generator)
@@ -355,7 +355,7 @@ def test_quantizer_result_is_nearest_and_neighbor_is_not() -> None:
     assert not nearest(defined_values(blocks, scales), x, scales)
 
 
-def test_bits_are_compared_and_not_numbers() -> None:
+def test_read_back_compares_bits_instead_of_numbers() -> None:
     zeros, nan = torch.zeros(8), torch.full((4,), float("nan"))
     assert not same_bits(zeros, -zeros) and same_bits(nan, nan.clone())
     matrix = torch.arange(12.0).view(3, 4)
@@ -366,7 +366,7 @@ def test_bits_are_compared_and_not_numbers() -> None:
 # -- rotation and progress -------------------------------------------------------------------------
 
 
-def test_every_layer_has_its_turn_run_after_run(
+def test_sampled_layer_rotates_between_runs(
     tmp_path: Path, monkeypatch: Patch, quantized: Path
 ) -> None:
     monkeypatch.undo()
@@ -389,7 +389,7 @@ def test_every_layer_has_its_turn_run_after_run(
     )
 
 
-def test_a_layer_that_was_found_wrong_is_looked_at_again(
+def test_layer_with_a_fault_is_sampled_again(
     tmp_path: Path, monkeypatch: Patch, quantized: Path
 ) -> None:
     monkeypatch.undo()
@@ -412,7 +412,7 @@ def test_all_layers_can_be_sampled_without_a_cache(tmp_path: Path, monkeypatch: 
     assert {next_layer("import", MODEL) for _ in range(100)} == {0, 1}
 
 
-def test_the_check_reports_its_progress(tmp_path: Path, quantized: Path) -> None:
+def test_read_back_reports_its_progress(tmp_path: Path, quantized: Path) -> None:
     calls: list[tuple[int, int]] = []
     import_checkpoint(
         quantized,
@@ -425,7 +425,7 @@ def test_the_check_reports_its_progress(tmp_path: Path, quantized: Path) -> None
 # -- directories that were never finished ----------------------------------------------------------
 
 
-def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantized: Path) -> None:
+def test_output_of_killed_conversion_is_not_loaded(tmp_path: Path, quantized: Path) -> None:
     """The directory may be complete, but the conversion has not compared it."""
     import_checkpoint(quantized, tmp_path / "megatron")
     (tmp_path / "megatron").rename(tmp_path / "megatron.partial")
@@ -438,7 +438,7 @@ def test_what_a_killed_conversion_left_is_not_loaded(tmp_path: Path, quantized: 
         load_model_weights(tmp_path / "megatron.partial", torch.nn.Linear(1, 1))
 
 
-def test_a_directory_is_on_the_disk_before_it_has_its_name(
+def test_directory_is_synced_before_its_rename(
     monkeypatch: Patch, conversion: Conversion, quantized: Path
 ) -> None:
     synced: set[int] = set()
@@ -460,7 +460,7 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(
     assert conversion.output.parent.stat().st_ino in synced
 
 
-def test_shapes_of_the_tests_are_those_of_the_model() -> None:
+def test_tensor_names_of_these_tests_exist_in_the_model() -> None:
     assert {DOWN, NORM} < set(hf_shapes(MODEL)) and hf_directory.written_shapes(
         MODEL, quantized=True
     )

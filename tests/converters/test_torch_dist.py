@@ -177,7 +177,7 @@ def test_verify_names_a_changed_tensor_and_how_far_it_is(
     assert f"{DOWN_PROJ}: 1 elements, largest difference 0.5" in str(report)
 
 
-def test_verify_sees_the_sign_of_zero(tmp_path: Path, weights: Weights) -> None:
+def test_verify_detects_the_sign_of_zero(tmp_path: Path, weights: Weights) -> None:
     zero = {DOWN_PROJ: torch.zeros_like(weights[DOWN_PROJ])}
     import_checkpoint(save_hf(tmp_path / "hf", weights | zero), tmp_path / "megatron")
     negative = save_hf(tmp_path / "negative", weights | {DOWN_PROJ: -zero[DOWN_PROJ]})
@@ -205,7 +205,7 @@ def mistaken_table(kind: str, to_megatron: Any) -> Any:
         ("linear_qkv.weight", lambda q, k, v: torch.cat([q, k, v]), "q_proj.weight"),
     ],
 )
-def test_verify_sees_a_missed_transform(
+def test_verify_detects_a_missed_transform(
     tmp_path: Path,
     hf_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -231,7 +231,7 @@ def test_missed_transpose_changes_shape_of_non_square_matrix(
         verify(hf_dir, tmp_path / "megatron")
 
 
-def test_verify_refuses_models_of_different_architecture(
+def test_verify_rejects_models_of_different_architecture(
     tmp_path: Path, megatron_dir: Path, weights: Weights
 ) -> None:
     other = save_hf(tmp_path / "other", weights)
@@ -245,7 +245,7 @@ def test_verify_refuses_models_of_different_architecture(
         verify(other, megatron_dir)
 
 
-def test_a_tokenizer_for_another_vocabulary_is_refused(
+def test_a_tokenizer_for_another_vocabulary_is_rejected(
     tmp_path: Path, megatron_dir: Path, weights: Weights
 ) -> None:
     other = save_hf(tmp_path / "other", weights)
@@ -263,7 +263,7 @@ def test_a_tokenizer_for_another_vocabulary_is_refused(
 # -- bad input loses nothing -----------------------------------------------------------------------
 
 
-def test_of_a_run_the_newest_checkpoint_is_named(tmp_path: Path, megatron_dir: Path) -> None:
+def test_export_error_names_newest_checkpoint_of_a_run(tmp_path: Path, megatron_dir: Path) -> None:
     newest = tmp_path / "run/checkpoints/step_000002"
     newest.parent.mkdir(parents=True)
     megatron_dir.rename(newest)
@@ -303,7 +303,7 @@ def test_import_does_not_replace_a_checkpoint(hf_dir: Path, megatron_dir: Path) 
         import_checkpoint(hf_dir, megatron_dir)
 
 
-def test_mixed_dtypes_under_one_key_are_refused_with_the_remedy(
+def test_mixed_dtypes_under_one_key_are_rejected_with_the_remedy(
     tmp_path: Path, weights: Weights
 ) -> None:
     name = "model.layers.1.input_layernorm.weight"

@@ -22,9 +22,7 @@ from rl_loop.lifecycle.weight_checks import _check_safetensors
 
 
 @pytest.mark.parametrize("way", ["../elsewhere/secret.safetensors", "/etc/passwd", "..", 7, "a/b"])
-def test_an_index_that_leads_out_of_its_directory_is_refused(
-    way: object, tmp_path: Path, hf_dir: Path
-) -> None:
+def test_index_outside_its_directory_is_rejected(way: object, tmp_path: Path, hf_dir: Path) -> None:
     model = hf_dir
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(model / "model.safetensors", tmp_path / "elsewhere/secret.safetensors")
@@ -104,7 +102,7 @@ def test_kill_between_two_moves_is_named_and_undone(
     assert (final / "content").read_text() == "new"
 
 
-def test_names_of_what_is_not_there_cannot_be_exchanged(tmp_path: Path) -> None:
+def test_exchange_fails_for_missing_paths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError, match="No such file") as error:
         exchange_names(tmp_path / "a", tmp_path / "b")

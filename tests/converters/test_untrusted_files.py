@@ -149,7 +149,7 @@ def error_of(read: Callable[[], object]) -> BaseException | None:
 @pytest.mark.parametrize(
     ("file", "kind", "reader"), CASES, ids=[f"{f}-{k.__name__}-{r}" for f, k, r in CASES]
 )
-def test_irregular_file_is_refused_in_one_line(
+def test_irregular_file_is_rejected_in_one_line(
     file: str, kind: Callable[[Path], None], reader: str, root: Path
 ) -> None:
     kind(root / file)
@@ -177,7 +177,7 @@ def test_links_to_regular_files_are_read(root: Path) -> None:
     assert (root / "out/hugging_face/tokenizer.json").read_text() == "{}"
 
 
-def test_link_to_nothing_is_not_an_absent_file(root: Path) -> None:
+def test_broken_link_differs_from_an_absent_file(root: Path) -> None:
     (root / "hf/model.safetensors.index.json").symlink_to("gone")
     error = error_of(lambda: HfDirectory(root / "hf"))
     assert "model.safetensors.index.json" in str(error)

@@ -49,9 +49,7 @@ def test_plan_has_equal_kind_counts_and_depends_on_seed(
     assert plan != Campaign(Options(seed=4, count=3 * len(KINDS)), tmp_path).left
 
 
-def test_kinds_that_the_machine_does_not_allow_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_kinds_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ``ss`` and ``mount``, no connection is cut and no disk is filled."""
     monkeypatch.setenv("PATH", str(tmp_path))
     can_close_connections.cache_clear()
@@ -99,7 +97,7 @@ def test_attempt_finds_and_kills_only_its_own_processes() -> None:
     [(False, SystemExit(143)), (True, KeyboardInterrupt())],
     ids=["faults, SIGTERM", "whole runs, Ctrl-C"],
 )
-def test_a_campaign_that_is_interrupted_ends_what_it_has_started(
+def test_interrupted_fault_test_kills_its_processes(
     is_whole_run: bool, reason: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Attempt] = []
@@ -137,7 +135,7 @@ def test_a_campaign_that_is_interrupted_ends_what_it_has_started(
             attempt.kill_everything()
 
 
-def test_a_campaign_goes_on_with_what_its_file_does_not_have(tmp_path: Path) -> None:
+def test_resumed_fault_test_injects_only_missing_faults(tmp_path: Path) -> None:
     """Faults of another seed, skipped faults, and faults of unexamined runs count as missing."""
     file = tmp_path / "faults.jsonl"
     options = Options(seed=3, kinds=("lie_nan", "lie_twice"), count=6)
@@ -269,7 +267,7 @@ def test_run_equals_undisturbed_run_or_names_the_difference(
     assert verdict in found and bool(found) == bool(verdict)
 
 
-def test_a_damaged_file_is_named_by_its_own_name() -> None:
+def test_named_damage_must_be_of_the_same_file() -> None:
     class Saying:
         said = (
             "WARNING: /runs/x/__0_1.distcp: damaged; its content is not what was written\ngoing on"
@@ -314,15 +312,13 @@ class Ended:
     ],
     ids=lambda value: value.kind if isinstance(value, Injection) else str(value)[:12],
 )
-def test_what_a_kind_must_do_is_asked_of_the_run(
-    injection: Injection, status: int, verdict: str
-) -> None:
+def test_outcome_is_judged_by_kind(injection: Injection, status: int, verdict: str) -> None:
     attempt = cast(Attempt, Ended(status))
     said = judge_outcome(attempt, injection)
     assert verdict in said and bool(said) == bool(verdict)
 
 
-def test_a_leak_is_told_from_noise_and_from_a_warm_up() -> None:
+def test_leak_differs_from_noise_and_warm_up() -> None:
     chance = np.random.default_rng(0)
     hours = np.linspace(0, 0.5, 400)
     noise = chance.normal(0, 2, 400)
@@ -364,7 +360,7 @@ def run_campaign(
 
 
 @pytest.mark.timeout(6 * PATIENCE_SECONDS)
-def test_a_short_campaign_loses_and_doubles_nothing(
+def test_short_fault_test_loses_and_repeats_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine returns a wrong answer, and a damaged file ends an attempt. One worker suffices."""
@@ -375,7 +371,7 @@ def test_a_short_campaign_loses_and_doubles_nothing(
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * PATIENCE_SECONDS)
-def test_a_campaign_of_eight_kinds_loses_and_doubles_nothing(
+def test_fault_test_of_8_kinds_loses_and_repeats_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time is limited, so a slow machine tries fewer kinds, but at least half of them."""

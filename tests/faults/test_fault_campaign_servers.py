@@ -146,7 +146,7 @@ def test_turn_equals_embedded_engine_after_connection_loss(
 
 
 @pytest.mark.parametrize("lie", ["nan", "old", "twice"])
-def test_a_server_that_lies_is_asked_again(tmp_path: Path, lie: str) -> None:
+def test_false_answer_of_server_is_requested_again(tmp_path: Path, lie: str) -> None:
     async def run() -> None:
         async with serving(tmp_path) as servers:
             await asyncio.gather(*(servers.engine.generate(request(seed)) for seed in (8, 12)))
@@ -266,7 +266,7 @@ class Ended:
         ("kill_server+kill_run", "ended", "", ""),
     ],
 )
-def test_two_faults_at_once_are_judged_by_what_either_may_do(
+def test_pair_of_faults_may_have_outcomes_of_either(
     kind: str, outcome: str, said: str, verdict: str
 ) -> None:
     found = judge_outcome(cast(Attempt, Ended()), Injection(kind, 1, outcome=outcome, said=said))

@@ -16,7 +16,7 @@ from rl_loop.cluster.ray_session import start_local_ray
 from tests.faults.soak import NAMED, STEPS, own_memory, ray_objects, report, slopes, thread_names
 
 
-def test_rays_objects_are_counted_without_its_dashboard() -> None:
+def test_ray_objects_are_counted_without_dashboard() -> None:
     ray = pytest.importorskip("ray")
     start_local_ray(num_cpus=1, object_store_bytes=100 << 20)
     try:
@@ -31,7 +31,7 @@ def test_rays_objects_are_counted_without_its_dashboard() -> None:
     assert 5 <= after["ray: bytes in its store, MB"] - before["ray: bytes in its store, MB"] < 6
 
 
-def test_a_ray_that_does_not_answer_is_unknown_and_not_empty() -> None:
+def test_unanswered_ray_request_gives_unknown_values() -> None:
     hours = list(np.linspace(0, 1, 80))
     samples = [{"ray: objects owned": 7.0} if i % 2 else {"other": 1.0} for i in range(80)]
     assert slopes(hours, samples)["ray: objects owned"].mean == 7.0
@@ -64,7 +64,7 @@ input()
 """
 
 
-def test_own_memory_is_what_was_written_and_no_page_of_a_file(tmp_path: Path) -> None:
+def test_own_memory_excludes_pages_of_files(tmp_path: Path) -> None:
     size = 64 << 20
     (tmp_path / "library").write_bytes(bytes(size))
     # Use a separate process, because this one may free garbage of other tests concurrently.
@@ -84,7 +84,7 @@ def test_own_memory_is_what_was_written_and_no_page_of_a_file(tmp_path: Path) ->
     assert size <= memory[2] - memory[0] < size + (8 << 20)
 
 
-def test_threads_are_told_apart_only_where_they_grow() -> None:
+def test_threads_are_listed_by_name_only_if_they_grow() -> None:
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(3)]
     count = len(thread_names(os.getpid()))

@@ -88,7 +88,7 @@ def test_a_packed_weight_merges_as_its_values_do() -> None:
     assert (weight == 0).any() and (out != weight).float().mean() > 0.5
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
+def test_unsuitable_arguments_are_named() -> None:
     case = packed_case(experts=2, rows=4, columns=64, rank=2)
     out = torch.empty(2, 4, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"a must be torch.bfloat16 \[2, 2, 64\]"):
@@ -107,7 +107,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(5760, 2880), (41, 96)])
 @pytest.mark.parametrize("rank", [0, 1, 8, 33])
 @pytest.mark.parametrize("scale", [1.7, 4.0])
-def test_on_a_gpu_the_kernel_gives_the_bits_of_the_cpu(
+def test_merge_kernel_on_gpu_equals_cpu_bit_by_bit(
     rows: int, columns: int, rank: int, scale: float
 ) -> None:
     case = packed_case(experts=2, rows=rows, columns=columns, rank=rank, scale=scale)

@@ -46,14 +46,14 @@ def test_floats_of_any_width_are_rounded_to_bf16_first(dtype: torch.dtype) -> No
     assert (out != torch.stack(matrices)).float().mean() > 0.5
 
 
-def test_what_is_rounded_stays_as_it_is() -> None:
+def test_rounded_values_do_not_change_again() -> None:
     torch.manual_seed(0)
     once = fake_quantize([torch.randn(8, 64).bfloat16()], torch.empty(1, 8, 64).bfloat16())
     again = fake_quantize([once[0]], torch.empty_like(once))
     assert torch.equal(bits(once), bits(again))
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
+def test_unsuitable_arguments_are_named() -> None:
     x = torch.zeros(2, 64)
     with pytest.raises(ValueError, match="divisible by 32"):
         fake_quantize([x[:, :33]], torch.zeros(1, 2, 33))
@@ -69,7 +69,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", range(4))
-def test_on_a_gpu_the_kernel_gives_the_bits_of_the_codec(case: int) -> None:
+def test_fake_quantize_on_gpu_equals_codec_bit_by_bit(case: int) -> None:
     torch.manual_seed(0)
     matrices = cases()[case]
     expected = expected_of(matrices)

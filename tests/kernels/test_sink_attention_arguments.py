@@ -53,11 +53,11 @@ def test_a_wrong_argument_is_named(name, value):
         sink_attention(**{**good(), name: value})
 
 
-def test_the_good_arguments_are_good():
+def test_valid_arguments_are_accepted():
     assert sink_attention(**good()).shape == (10, 4, 8)
 
 
-def test_a_changed_cu_seqlens_is_read_again():
+def test_changed_cu_seqlens_is_read_again():
     arguments = good()
     sink_attention(**arguments)
     arguments["cu_seqlens"][1] = 12
@@ -76,7 +76,7 @@ def test_debug_mode_finds_nan_and_inf(monkeypatch, name, value):
         sink_attention(**arguments)
 
 
-def test_the_mean_length_is_that_of_the_sequence_a_token_is_in():
+def test_mean_length_is_weighted_by_tokens():
     assert packed_layout(torch.tensor([0, 100, 1000])).mean_length == (100 * 100 + 900 * 900) / 1000
     assert packed_layout(torch.tensor([0, 0])).mean_length == 0
 

@@ -65,7 +65,7 @@ def inputs(
     return [q, k, v, torch.randn(heads, dtype=torch.float64, device=device), grad_o]
 
 
-def test_queries_see_all_keys_up_to_their_own_place() -> None:
+def test_queries_attend_to_all_keys_up_to_their_position() -> None:
     q, k, v, sinks, grad_o = inputs(4, 2, 8, QUERIES, KEYS)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
     want = dense(leaves, QUERIES, KEYS, 0.3)
@@ -186,7 +186,7 @@ def test_both_passes_run_the_backend_that_is_named(
         ),
     ],
 )
-def test_a_backend_that_cannot_compute_is_refused(
+def test_a_backend_that_cannot_compute_is_rejected(
     backend: str, width: int | None, message: str
 ) -> None:
     q, k, v, sinks, grad_o = inputs(4, 2, 8, KEYS, KEYS)

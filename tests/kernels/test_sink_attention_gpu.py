@@ -103,7 +103,7 @@ def test_our_kernels_take_any_grouping_of_heads(heads, kv_heads, window):
     assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
 
 
-def test_rows_may_have_the_o_and_lse_of_more_keys_than_are_given():
+def test_rows_may_have_o_and_lse_of_more_keys():
     # the sequence is cut, and rows of the second part attend to keys of the first part
     length, cut, window = 400, 150, 128
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([length])
@@ -129,7 +129,7 @@ def test_flash_backends_are_within_bf16_of_fp64(backend, window):
 
 @pytest.mark.parametrize(("backend", "window"), [("window", 128), ("short", None), ("folded", 128)])
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 30.0])
-def test_extreme_sinks(backend, window, sink):
+def test_extreme_sinks_give_finite_correct_results(backend, window, sink):
     need(backend, window)
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
     inputs = q, k, v, torch.full_like(sinks, sink), grad_o, cu_seqlens
@@ -144,7 +144,7 @@ def test_our_kernels_from_one_token_to_131072(lengths):
         assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
 
 
-def test_4096_sequences_in_a_pack():
+def test_pack_of_4096_sequences_matches_reference():
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 40, (4096,), generator=generator).tolist()
     inputs = random_inputs(lengths, heads=8, kv_heads=1)
@@ -153,13 +153,13 @@ def test_4096_sequences_in_a_pack():
 
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(40, 400), min_size=1, max_size=12), seed=st.integers(0, 1000))
-def test_any_packing(lengths, seed):
+def test_any_packing_matches_fp64_reference(lengths, seed):
     inputs = random_inputs(lengths, heads=16, kv_heads=2, seed=seed)
     assert_close_to_fp64(run("window", *inputs, 128), *inputs, 128)
     assert_close_to_fp64(run("short", *inputs, None), *inputs, None)
 
 
-def test_every_output_is_written():
+def test_every_output_element_is_written():
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
     layout = packed_layout(cu_seqlens)
     for window in (128, None):  # torch.empty reuses freed memory, which is full of NaN here
@@ -182,7 +182,7 @@ def test_our_kernels_give_the_same_bits_every_time(backend, window):
 
 
 @OURS
-def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with(backend, window):
+def test_sequence_bits_are_independent_of_the_pack(backend, window):
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(UNEVEN)
     packed = run(backend, q, k, v, sinks, grad_o, cu_seqlens, window)
     start = 0
@@ -198,7 +198,7 @@ def test_a_sequence_has_the_same_bits_whatever_it_is_packed_with(backend, window
 @OURS
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (12, 1)])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_sequence(backend, window, heads, kv_heads, poison):
+def test_non_finite_values_stay_in_their_sequence(backend, window, heads, kv_heads, poison):
     lengths = [5, 70, 33, 129, 1, 64, 300, 7, 191, 16, 8, 63]
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs(lengths, heads, kv_heads)
     clean = run(backend, q, k, v, sinks, grad_o, cu_seqlens, window)
@@ -212,7 +212,7 @@ def test_what_is_not_finite_stays_in_its_sequence(backend, window, heads, kv_hea
 
 
 @OURS
-def test_inputs_may_start_at_any_element_of_their_memory(backend, window):
+def test_inputs_may_start_at_any_memory_offset(backend, window):
     def moved(x):
         memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
         return memory[1:].view(x.shape).copy_(x)
@@ -269,7 +269,7 @@ def test_auto_uses_our_kernels_for_windows_and_short_sequences():
     assert choose_backend(windowed._replace(dtype=torch.float32), short=False) == "reference"
 
 
-def test_bf16_sinks_are_taken_and_get_a_bf16_gradient():
+def test_bf16_sinks_are_accepted_and_get_a_bf16_gradient():
     q, k, v, sinks, grad_o, cu_seqlens = random_inputs([200, 56])
     results = run("window", q, k, v, sinks.bfloat16(), grad_o, cu_seqlens, 128)
     assert results[-1].dtype == torch.bfloat16

@@ -91,7 +91,7 @@ def test_key_chunks_and_tile_batches_do_not_change_values(monkeypatch, window):
 
 
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 30.0, -torch.inf])
-def test_extreme_sinks(sink):
+def test_extreme_sinks_give_finite_correct_results(sink):
     (q, k, v, sinks), grad_o, packing = random_inputs([40, 1])
     sinks = torch.full_like(sinks, sink).requires_grad_()
     out, lse = sink_attention(q, k, v, sinks, **packing, return_lse=True)
@@ -102,7 +102,7 @@ def test_extreme_sinks(sink):
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
-def test_a_large_sink_takes_the_probability_away():
+def test_large_sink_takes_almost_all_probability():
     (q, k, v, sinks), _, packing = random_inputs([16])
     plain = sink_attention(q, k, v, torch.full_like(sinks, -1e4), **packing)
     swallowed = sink_attention(q, k, v, torch.full_like(sinks, 30.0), **packing)
@@ -124,7 +124,7 @@ def test_bf16_accumulates_in_fp32():
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_sequence_does_not_see_its_neighbours(window):
+def test_sequence_does_not_attend_to_its_neighbors(window):
     leaves, _, packing = random_inputs([50, 60])
     out = sink_attention(*leaves, **packing, window=window)
     alone = [x[50:] if x.dim() == 3 else x for x in leaves]
@@ -134,7 +134,7 @@ def test_a_sequence_does_not_see_its_neighbours(window):
     torch.testing.assert_close(out[50:], expected, rtol=0, atol=1e-13)
 
 
-def test_no_sink_at_all_and_a_chunk_of_keys_with_none_visible(monkeypatch):
+def test_attention_works_without_sinks_and_with_invisible_chunks(monkeypatch):
     monkeypatch.setattr(reference, "KEY_CHUNK", 32)
     (q, k, v, sinks), _, packing = random_inputs([100])
     sinks = torch.full_like(sinks, -torch.inf)
@@ -150,7 +150,7 @@ def test_an_empty_pack_gives_empty_outputs():
 
 
 @pytest.mark.slow
-def test_a_sequence_of_8192_tokens_fits_in_a_laptop():
+def test_sequence_of_8192_tokens_needs_little_memory():
     import resource
 
     leaves, grad_o, packing = random_inputs(

@@ -33,7 +33,7 @@ def compare(function, reference, inputs, bound=3e-3):
 
 
 @pytest.mark.parametrize(("rows", "width"), [(300, 2880), (1, 48), (7, 1024)])
-def test_the_expert_activation_and_its_gradients(rows: int, width: int) -> None:
+def test_expert_activation_and_gradients_match_fp64(rows: int, width: int) -> None:
     torch.manual_seed(0)
     x = (5 * torch.randn(rows, 2 * width, device="cuda")).bfloat16()  # many values exceed the clamp
     probs = torch.rand(rows, device="cuda")
@@ -49,7 +49,7 @@ def test_an_expert_without_tokens_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("heads", [64, 5])
-def test_rotation_of_strided_heads_and_its_gradient(heads: int) -> None:
+def test_rotation_of_strided_heads_and_gradient_match_fp64(heads: int) -> None:
     torch.manual_seed(0)
     whole = torch.randn(200, heads, 128, device="cuda", dtype=torch.bfloat16)
     angles = torch.rand(200, 1, 32, device="cuda") * 100
@@ -59,7 +59,7 @@ def test_rotation_of_strided_heads_and_its_gradient(heads: int) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_log_probs_and_entropy_and_their_gradients(accumulate: bool) -> None:
+def test_log_probs_entropy_and_gradients_match_fp64(accumulate: bool) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(9000, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(13_001, 64, device="cuda", dtype=torch.bfloat16) / 4

@@ -92,7 +92,7 @@ def encoding_calls(monkeypatch):
     nvrtc._encode.cache_clear()
 
 
-def test_a_tensor_map_is_aligned_and_tells_sizes_strides_and_box(encoding_calls):
+def test_tensor_map_is_aligned_and_has_sizes_strides_and_box(encoding_calls):
     tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
     tensor_map = nvrtc.tensor_map(tensor, (8, 8))
 
@@ -104,7 +104,7 @@ def test_a_tensor_map_is_aligned_and_tells_sizes_strides_and_box(encoding_calls)
     assert tensor_map.encoded is where
 
 
-def test_a_tensor_map_is_encoded_once_and_holds_its_tensor(encoding_calls):
+def test_tensor_map_is_encoded_once_and_keeps_its_tensor_alive(encoding_calls):
     tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
     first = nvrtc.tensor_map(tensor, (8, 8))
     assert nvrtc.tensor_map(tensor, (8, 8)).encoded is first.encoded
@@ -118,7 +118,7 @@ def test_a_tensor_map_is_encoded_once_and_holds_its_tensor(encoding_calls):
     assert alive() is first.tensor
 
 
-def test_a_tensor_map_that_the_driver_refuses_is_described(encoding_calls):
+def test_a_tensor_map_that_the_driver_rejects_is_described(encoding_calls):
     encoding_calls.status = 1
     tensor = torch.empty(1000, 16, 64, dtype=torch.bfloat16)
     with pytest.raises(

@@ -48,14 +48,14 @@ def gptoss_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_a_launch_of_the_users_own_does_not_hide_ours(tmp_path: Path) -> None:
+def test_user_module_named_launch_does_not_hide_ours(tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text("raise SystemExit('the wrong launch')\n")
     done = gptoss_beside(tmp_path, "config", "tiny_retool", "--changed")
     assert done.returncode == 0, done.stderr
     assert "tiny_retool" in done.stdout
 
 
-def test_what_hides_a_package_of_every_process_is_named(tmp_path: Path) -> None:
+def test_module_that_hides_a_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "converters.py").write_text("")
     done = gptoss_beside(tmp_path, "--version")
     assert done.returncode == 1
@@ -215,7 +215,7 @@ def test_the_shell_completes_commands_configurations_and_keys(typed: str, comple
         (["rl", RL, "tasks.sources=[1]"], "tasks.sources=[1] is a list where the file has keys"),
     ],
 )
-def test_what_was_probably_meant_is_named(arguments: list[str], answer: str) -> None:
+def test_typo_error_suggests_the_probable_word(arguments: list[str], answer: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code != 0
     assert answer in done.output
@@ -320,7 +320,7 @@ cli.main()
 
 
 @pytest.mark.parametrize("option", ["--resume", "--overwrite"])
-def test_a_second_run_of_one_name_is_refused(option: str, tmp_path: Path) -> None:
+def test_a_second_run_of_one_name_is_rejected(option: str, tmp_path: Path) -> None:
     with locked_run(tmp_path / "x"):
         (tmp_path / "x/config.yaml").write_text("name: x\n")
         result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", option)
@@ -332,7 +332,7 @@ def test_a_second_run_of_one_name_is_refused(option: str, tmp_path: Path) -> Non
     )
 
 
-def test_output_that_is_gone_ends_in_a_file_and_ends_no_run(tmp_path: Path) -> None:
+def test_closed_output_goes_to_a_file_and_the_run_continues(tmp_path: Path) -> None:
     """``gptoss rl ... | tee log`` does this: Ctrl-C kills tee, and the run must survive."""
     code = f"""
 import sys, time
@@ -366,7 +366,7 @@ Path({str(tmp_path / "went on")!r}).touch()
     assert (tmp_path / "output.log").read_text() == "not heard\nnor this\n"
 
 
-def test_a_reader_that_has_read_enough_is_no_fault() -> None:
+def test_closed_pipe_is_not_an_error() -> None:
     """``gptoss plan CONFIG | head`` does this."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "launch", "plan", "gpt-oss-20b_1x4"],
@@ -392,7 +392,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     assert (run / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
-def test_the_hint_at_the_end_of_a_run_can_be_copied(
+def test_final_hint_of_a_run_is_a_valid_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The evaluation reads the run's own configuration file, which includes overrides."""

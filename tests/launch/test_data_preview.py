@@ -83,7 +83,7 @@ def test_preview_prints_no_control_characters(
     assert "owned" in rest and "refused" in rest
 
 
-def test_on_a_terminal_what_is_learned_has_another_colour(chats: Path, harmony: Harmony) -> None:
+def test_trained_tokens_have_another_color_on_a_terminal(chats: Path, harmony: Harmony) -> None:
     text = printed(chats, harmony, terminal=True)
     assert "\x1b[" in text
     sample = DataSample(
@@ -96,9 +96,7 @@ def test_on_a_terminal_what_is_learned_has_another_colour(chats: Path, harmony: 
     assert len(set(styles)) == 4, "neighbours can be told from each other"
 
 
-def test_figures_count_what_was_read_and_name_what_was_refused(
-    chats: Path, harmony: Harmony
-) -> None:
+def test_preview_counts_read_samples_and_names_rejected_ones(chats: Path, harmony: Harmony) -> None:
     text = printed(chats, harmony, terminal=False)
     assert "13 conversations read, 12 samples, 1 refused" in text
     assert f"refused: {chats}, line 13: not JSON" in text
@@ -118,7 +116,7 @@ def test_the_histogram_counts_every_sample_once() -> None:
         assert count == np.count_nonzero((lengths >= low) & (lengths <= high))
 
 
-def test_the_pieces_are_all_tokens_in_order(harmony: Harmony) -> None:
+def test_preview_pieces_are_all_tokens_in_order(harmony: Harmony) -> None:
     ids = harmony.vocabulary.encode_text("naïve 🫠🫠 日本語")
     sample = DataSample(np.array(ids), np.zeros(len(ids), dtype=bool), "x")
     pieces = list(pieces_of(sample, harmony))
@@ -127,7 +125,7 @@ def test_the_pieces_are_all_tokens_in_order(harmony: Harmony) -> None:
     assert len(list(token_lines(sample, harmony))) == len(pieces)
 
 
-def test_a_source_that_there_is_not_is_named(chats: Path, harmony: Harmony) -> None:
+def test_unknown_source_is_named(chats: Path, harmony: Harmony) -> None:
     config = DataConfig.model_validate({"path": str(chats), "workers": 0})
     with (
         ConversationData(config, harmony, 1000) as data,

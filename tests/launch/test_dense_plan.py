@@ -85,7 +85,7 @@ def config_of(model: str, *overrides: str) -> SftConfig:
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_published_sizes_have_their_number_of_parameters(size: str, models: dict[str, str]) -> None:
+def test_published_sizes_have_published_parameter_counts(size: str, models: dict[str, str]) -> None:
     model = config_of(models[size]).model
     assert isinstance(model, DenseModelConfig)
     assert model.num_parameters == PUBLISHED[size]
@@ -135,7 +135,7 @@ def count(rank: int, ports: list[int]) -> list[int]:
     return counts
 
 
-def test_ranks_hold_what_the_plan_says() -> None:
+def test_ranks_hold_the_planned_parameters() -> None:
     model = MODELS["qwen2, tied"]
     tensor, pipeline = (
         ParallelConfig(world_size=2, tensor=2),
@@ -173,7 +173,7 @@ def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
         ("adapter={rank: 4}", "adapter.targets: q of a qwen2 model cannot be adapted"),
     ],
 )
-def test_mistakes_are_named_by_key(override: str, message: Any) -> None:
+def test_dense_plan_errors_name_the_key(override: str, message: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of("qwen2.5-32b", override)
 

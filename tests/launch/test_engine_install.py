@@ -113,17 +113,17 @@ def test_failed_installation_continues_and_checks_hashes(
         ({"free_bytes": 5e9}, "GB more on this disk, but 5 GB are free"),
     ],
 )
-def test_a_machine_that_does_not_fit_is_told_why(changes: dict[str, object], reason: str) -> None:
+def test_unsuitable_machine_error_names_the_reason(changes: dict[str, object], reason: str) -> None:
     assert not unsuitable(GOOD)
     assert reason in unsuitable(replace(GOOD, **changes))
 
 
-def test_what_is_there_already_needs_no_more_room(tmp_path: Path) -> None:
+def test_installed_packages_need_no_free_disk(tmp_path: Path) -> None:
     assert not unsuitable(replace(GOOD, free_bytes=5e9), share=0.2)
     assert this_machine(tmp_path / "not" / "there" / "yet").free_bytes > 0
 
 
-def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_directory_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(InstallError, match="not empty, and not an environment of this command"):
         install_engine(tmp_path)
@@ -132,14 +132,14 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
         install_engine(tmp_path / "thesis.tex")
 
 
-def test_two_installations_into_one_directory_exclude_each_other(tmp_path: Path) -> None:
+def test_concurrent_installation_into_a_directory_is_rejected(tmp_path: Path) -> None:
     with open(tmp_path / NOTES, "a") as notes:
         fcntl.flock(notes, fcntl.LOCK_EX)
         with pytest.raises(InstallError, match="another process is installing"):
             install_engine(tmp_path)
 
 
-def test_the_pinned_file_has_a_hash_of_everything_and_no_address() -> None:
+def test_pinned_file_has_all_hashes_and_no_address() -> None:
     requirements = read_requirements(PINNED)
     pins = {requirement.pin for requirement in requirements}
     assert len(pins) == len(requirements) > 200
@@ -147,7 +147,7 @@ def test_the_pinned_file_has_a_hash_of_everything_and_no_address() -> None:
     assert "://" not in PINNED.read_text()
 
 
-def test_a_requirement_without_a_hash_is_refused(tmp_path: Path) -> None:
+def test_a_requirement_without_a_hash_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "pinned.txt").write_text("helper==1.0\n")
     with pytest.raises(InstallError, match=r"helper==1\.0 has no version or no hash"):
         read_requirements(tmp_path / "pinned.txt")

@@ -51,7 +51,7 @@ def gptoss(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(("config", "cluster", "more"), EXAMPLES)
-def test_a_dry_run_of_each_example_is_as_reviewed(
+def test_dry_run_of_each_example_equals_golden_file(
     config: str, cluster: str, more: tuple[str, ...], slurm_command: ForkedCommand, tmp_path: Path
 ) -> None:
     """After an intended change, run ``UPDATE_GOLDEN=1 pytest tests/launch/test_launch.py``.
@@ -185,7 +185,7 @@ def test_a_run_that_does_not_fit_names_the_keys(
         )
 
 
-def test_ranks_are_contiguous_and_engines_fill_what_is_free() -> None:
+def test_ranks_are_contiguous_and_engines_fill_free_gpus() -> None:
     changes = ["rollout.engine.servers=2", "rollout.engine.tensor_parallel=2", "parallel.expert=2"]
     config = load_config(
         ROOT / "configs/rl/gpt-oss-20b_2x8.yaml",
@@ -265,7 +265,7 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
         ([(BAD, 0, 0), (INTERRUPTED, 0, 4)], (BAD, 4, 4), False, "already replaced once"),
     ],
 )
-def test_the_retry_budget_ends_when_nothing_moves(
+def test_retry_budget_ends_without_progress(
     earlier: list[tuple[Result, int, int]], now: tuple[Result, int, int], again: bool, why: str
 ) -> None:
     def outcome(values: tuple[Result, int, int]) -> Outcome:
@@ -352,7 +352,7 @@ def test_node_is_bad_when_ray_store_does_not_fit(tmp_path: Path) -> None:
     assert "lower rollout.max_tokens" in problems[0]
 
 
-def test_a_node_starts_ray_with_room_for_a_step(tmp_path: Path) -> None:
+def test_node_starts_ray_with_store_for_a_step(tmp_path: Path) -> None:
     head = HeadAddress("10.0.0.1", "", port=1, dashboard_port=2, check_port=3)
     node = RayNode(
         cluster=cluster_of_gpus(tmp_path), name="n0", is_head=True, resources={}, scratch=tmp_path,
@@ -367,7 +367,7 @@ def test_a_node_with_another_driver_or_clock_is_named() -> None:
     assert find_outlier_nodes(reports) == {"n2": "driver is 550, on other nodes 570"}
 
 
-def test_the_node_that_is_slow_with_both_neighbours_is_named() -> None:
+def test_node_that_is_slow_with_both_neighbors_is_named() -> None:
     measured = {"n1": {"within": 400.0, "between": 45.0}, "n2": {"within": 400.0, "between": 3.0}}
     assert find_slow_nodes(measured, 20) == {
         "n2": "all-reduce between nodes at 3.00 GB/s, but cluster.min_bandwidth is 20",
@@ -442,7 +442,7 @@ def test_snapshot_of_installation_has_layout_of_checkout(
     assert "installed: megatron-gptoss" in (tmp_path / "code/.gptoss/git.txt").read_text()
 
 
-def test_slurm_formats_are_understood() -> None:
+def test_slurm_formats_are_parsed() -> None:
     gpus = Partition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
     assert gpus == {"h100": 4, "a100": 2}
     assert Partition("p", True, "1:00", 1, "gpu:8", 8, 1000, "").gpus == {"": 8}

@@ -35,7 +35,7 @@ def test_rl_outcome_shows_held_out_accuracy_and_reward(
     )
 
 
-def test_of_supervised_fine_tuning_the_losses_are_told(tmp_path: Path) -> None:
+def test_sft_outcome_shows_losses(tmp_path: Path) -> None:
     steps = [{Name.LOSS: 6.0 - i, Name.STEP_SECONDS: 1.0} for i in range(3)]
     steps[1][Name.VALIDATION_LOSS] = 5.5
     run = recorded(tmp_path / "run", *steps)

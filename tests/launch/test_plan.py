@@ -64,13 +64,13 @@ def test_plan_names_scheme_and_traffic_for_each_kind_of_layer() -> None:
     ]
 
 
-def test_a_scheme_set_by_the_user_is_the_one_taken() -> None:
+def test_plan_uses_configured_attention_scheme() -> None:
     full, window = taken(plan(*LONG, "parallel.context_scheme_full=all_to_all"))
     assert (full[2], window[2]) == ("all_to_all", "halo")
     assert full[-1] == "(set)"
 
 
-def test_the_memory_of_a_run_is_that_of_all_its_models() -> None:
+def test_planned_memory_includes_all_models_of_a_run() -> None:
     config = load_config(CONFIG, RlConfig, ["algorithm=ppo", "algorithm.kl.coefficient=0.1"])
     assert config.memory_inputs.auxiliary_models == [
         config.algorithm.critic.optimizer(config.optimizer),
@@ -404,7 +404,7 @@ END
 """
 
 
-def test_the_plan_knows_the_smallest_gpu_of_this_machine(
+def test_plan_uses_smallest_gpu_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -481,7 +481,7 @@ def test_dry_run_plans_for_cluster_gpu_or_configured_gpu(
     assert re.search(said, describe_launch(config, cluster))
 
 
-def test_h200s_as_nvidia_smi_shows_them_are_those_of_the_table() -> None:
+def test_known_h200_memory_equals_nvidia_smi() -> None:
     # 143,771 MiB minus the driver's part. An H200 with no free page showed 143,154 MiB.
     assert KNOWN_GPUS["h200"].total_bytes / (1 << 20) == pytest.approx(143_154, rel=1e-3)
 

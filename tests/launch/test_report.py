@@ -94,7 +94,7 @@ def write_steps(run: RunDirectory, steps: int) -> None:
     writer.close()
 
 
-def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
+def test_report_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "lr: 0.001\n")
     write_steps(run, steps=3)
     record_episodes(run, ["question", "print", "4\n", "done"])
@@ -113,7 +113,7 @@ def test_the_page_shows_the_run_and_loads_nothing(tmp_path: Path) -> None:
     assert run.curve.read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_colour_of_a_chart_has_one_for_dark_systems() -> None:
+def test_chart_colors_have_a_dark_variant() -> None:
     records = [{"step": step, "reward": float(step), "accuracy": 0.5} for step in range(40)]
     drawn = base64.b64decode(draw_for_page(OUTCOME_CHART, records)).decode()
     style, body = drawn.split("</style><defs>")
@@ -246,7 +246,7 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
         ("text", "text"),
     ],
 )
-def test_figures_are_readable(value: object, shown: str) -> None:
+def test_summary_figures_are_readable(value: object, shown: str) -> None:
     assert format_number(value) == shown
 
 

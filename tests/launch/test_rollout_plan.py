@@ -39,7 +39,7 @@ def plan_of(config: RlConfig) -> str:
 
 
 @pytest.mark.parametrize("sequences", list(MEASURED_MS))
-def test_a_decoding_step_takes_about_as_long_as_was_measured(sequences: int) -> None:
+def test_decoding_step_prediction_is_close_to_measurement(sequences: int) -> None:
     model = load(OVERLAP).model.model_copy(update={"num_layers": 12})
     predicted = 1000 * decoding_step_seconds(model, sequences, context=512 + 96)
     assert predicted == pytest.approx(MEASURED_MS[sequences], rel=0.3)
@@ -76,7 +76,7 @@ def test_tokens_per_gpu_count_trainer_and_server_gpus() -> None:
     assert prediction.tokens_per_gpu == 512 * 16_384 / 2 / 8
 
 
-def test_engines_on_the_trainers_gpus_need_none_of_their_own() -> None:
+def test_colocated_engines_add_no_gpus() -> None:
     """128 episodes use half of their 16,384 tokens. 4 GPUs both decode and train."""
     config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
     prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)

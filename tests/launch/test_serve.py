@@ -157,7 +157,7 @@ def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
     assert process.returncode == 0, errors
 
 
-def test_what_cannot_be_served_is_named(
+def test_unservable_directory_is_named(
     command: ForkedCommand, checkpoint: Path, tmp_path: Path
 ) -> None:
     for arguments, named in (

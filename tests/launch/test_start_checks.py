@@ -259,13 +259,13 @@ def listening(answer: bytes) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_another_server_at_the_address_of_ray_is_recognised(tmp_path: Path) -> None:
+def test_other_server_at_ray_address_is_recognized(tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         result = gptoss("sft", SFT, f"output_dir={tmp_path}/runs", RAY_ADDRESS=f"127.0.0.1:{port}")
     assert_refused(result, "where something else than Ray answers")
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_named(tmp_path: Path) -> None:
+def test_disk_without_space_for_checkpoints_is_named(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mount = ("bwrap", "--dev-bind", "/", "/", "--size", "6000000", "--tmpfs", str(small))
@@ -278,7 +278,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(tmp_path: Path) -> Non
     )
 
 
-def test_a_resume_names_the_run_that_a_mistyped_name_may_mean(tmp_path: Path) -> None:
+def test_resume_suggests_run_for_mistyped_name(tmp_path: Path) -> None:
     write(tmp_path / "tiny_retool/config.yaml", "name: tiny_retool\n")
     result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=tiny_retol", "--resume")
     assert_refused(result, "tiny_retol: there is no run to resume; did you mean name=tiny_retool")
@@ -302,7 +302,7 @@ def test_missing_checkpoint_is_named_before_loading(tmp_path: Path) -> None:
     )
 
 
-def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
+def test_predicted_checkpoint_size_matches_the_model(tmp_path: Path) -> None:
     config = load_config(ROOT / RL, RlConfig, ["training.steps=5", "training.checkpoint_every=3"])
     parameters = sum(math.prod(shape) for shape in hf_shapes(config.model).values())
     assert config.model.num_parameters == parameters
@@ -319,7 +319,7 @@ def test_the_predicted_checkpoint_is_that_of_the_model(tmp_path: Path) -> None:
     assert checkpoint_bytes(config.model, "bfloat16", adapter=adapter) == 14 * trained
 
 
-def test_the_predicted_export_is_that_of_the_model() -> None:
+def test_predicted_export_size_matches_the_model() -> None:
     config = load_config(ROOT / RL, RlConfig).model
     shapes = written_shapes(config, quantized=False)
     values = sum(math.prod(shape) for shape in shapes.values())
@@ -333,9 +333,7 @@ def test_the_predicted_export_is_that_of_the_model() -> None:
     assert export_bytes(config, "float32", quantization="mxfp4") == expected
 
 
-def test_a_run_needs_room_for_its_export_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_check_includes_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(free=100e9)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     training = load_config(ROOT / RL, RlConfig, ["training.steps=1"]).training
@@ -397,7 +395,7 @@ def a_server_among_free_ports() -> Iterator[int]:
     pytest.fail("no free block of ports below 32,000")
 
 
-def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) -> None:
+def test_port_of_ray_in_use_is_a_node_problem(tmp_path: Path) -> None:
     with a_server_among_free_ports() as port:
         cluster = ClusterConfig(kind="local", ray_port=port - 3)
         assert busy_ports(cluster) == [f"port {port} is in use, but cluster.ray_port is {port - 3}"]
@@ -418,7 +416,7 @@ def test_a_port_of_ray_that_is_taken_is_a_problem_of_the_node(tmp_path: Path) ->
     assert busy_ports(ClusterConfig(kind="local")) == []
 
 
-def test_a_launch_says_at_once_what_the_run_would_miss(tmp_path: Path) -> None:
+def test_launch_reports_missing_package_at_once(tmp_path: Path) -> None:
     cluster_file = write(tmp_path / "cluster.yaml", "kind: local\nmin_free_disk: 0\n")
     arguments = [
         "launch",
@@ -435,7 +433,7 @@ def test_a_launch_says_at_once_what_the_run_would_miss(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"]
 
 
-def test_nucleus_sampling_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_top_p_below_1_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """The log-probs are computed without top_p, so the run warns the user."""
     for top_p, warns in ((1.0, False), (0.9, True)):
         caplog.clear()

@@ -83,7 +83,7 @@ def test_grouped_training_equals_sequential_experts(
         assert expected.abs().max() > 0
 
 
-def test_names_checkpoints_exports_and_digest_are_the_same() -> None:
+def test_grouped_names_exports_and_digest_equal_sequential_ones() -> None:
     formats: tuple[Quantization | None, ...] = (None, "mxfp4")
     for quantization in formats:
         grouped, sequential = grouped_and_sequential(quantization)
@@ -116,7 +116,7 @@ def test_experts_that_get_no_token_have_a_gradient_of_zero() -> None:
             assert (gradient.abs().max() > 0) == (count > 0), name
 
 
-def test_no_token_at_all_is_no_error() -> None:
+def test_experts_accept_zero_tokens() -> None:
     model, _ = grouped_and_sequential("mxfp4")
     experts = model.decoder.layers[0].mlp.experts
     x = torch.randn(0, MODEL.hidden_size, requires_grad=True)
@@ -163,7 +163,7 @@ def test_weights_are_merged_again_only_after_another_layer(
     torch.testing.assert_close(x.grad, gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max())
 
 
-def test_memory_is_lent_to_the_last_one_only_and_given_back() -> None:
+def test_only_last_lease_is_valid_and_memory_is_released() -> None:
     memory = shared_memory("test", torch.device("cpu"), torch.float32)
     small = memory.lease(torch.Size((2, 3)))
     small.tensor.fill_(1)
@@ -199,7 +199,7 @@ def merged_matrices() -> int:
     return sum(tensor.numel() in sizes for tensor in tensors)
 
 
-def test_merged_weights_are_free_as_soon_as_they_are_given_back() -> None:
+def test_merged_weights_are_freed_on_release() -> None:
     model, _ = grouped_and_sequential("mxfp4")
     trainer = PolicyTrainer(model, OptimizerConfig())
     give_back_cache()
@@ -226,7 +226,7 @@ def test_a_model_that_was_moved_computes_the_same() -> None:
     )
 
 
-def test_packed_experts_take_no_memory_beside_their_own_blocks() -> None:
+def test_packed_experts_need_only_the_memory_of_their_blocks() -> None:
     model = build_model(
         MODEL, ParallelConfig(), adapter=ADAPTER, quantization="mxfp4", moe_grouped_gemm=True
     )
@@ -255,7 +255,7 @@ def test_the_input_of_the_first_layer_has_a_gradient() -> None:
 # -- expert GEMMs ------------------------------------------------------------------------------
 
 
-def test_products_are_those_of_every_experts_rows() -> None:
+def test_grouped_gemms_equal_single_expert_gemms() -> None:
     torch.manual_seed(0)
     row_counts = [3, 0, 5]
     x = torch.randn(8, 6)

@@ -163,7 +163,7 @@ def test_older_checkpoints_with_one_tensor_per_expert_are_read(
         assert torch.equal(factor, expected[name]), name
 
 
-def test_adapters_of_another_base_are_refused(saved: tuple[Path, list[float]]) -> None:
+def test_adapters_of_another_base_are_rejected(saved: tuple[Path, list[float]]) -> None:
     policy = trainer()
     weight = policy.module.decoder.layers[1].self_attention.linear_qkv.weight
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_adapters_of_another_base_are_refused(saved: tuple[Path, list[float]]) -
         ({"targets": ("q", "o")}, "adapter.targets="),
     ],
 )
-def test_other_adapters_are_refused(
+def test_other_adapters_are_rejected(
     change: dict[str, object], message: str, saved: tuple[Path, list[float]]
 ) -> None:
     policy = trainer(ADAPTER.model_copy(update=change))
@@ -188,7 +188,7 @@ def test_other_adapters_are_refused(
         load_checkpoint(saved[0], policy)
 
 
-def test_a_model_without_adapters_refuses_them(saved: tuple[Path, list[float]]) -> None:
+def test_model_without_adapters_rejects_adapter_checkpoint(saved: tuple[Path, list[float]]) -> None:
     model = build_model(MODEL, ParallelConfig())
     with pytest.raises(CheckpointError, match="holds adapters, but all parameters of this model"):
         load_checkpoint(saved[0], PolicyTrainer(model, OptimizerConfig()))
@@ -196,7 +196,7 @@ def test_a_model_without_adapters_refuses_them(saved: tuple[Path, list[float]]) 
         load_model_weights(saved[0], model)
 
 
-def test_a_whole_model_is_not_taken_for_adapters(tmp_path: Path) -> None:
+def test_complete_checkpoint_is_not_loaded_as_adapters(tmp_path: Path) -> None:
     model = build_model(MODEL, ParallelConfig())
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
@@ -207,7 +207,7 @@ def test_a_whole_model_is_not_taken_for_adapters(tmp_path: Path) -> None:
         load_checkpoint(path, trainer())
 
 
-def test_settings_that_are_written_in_another_way_are_the_same(
+def test_equal_settings_in_other_spelling_are_accepted(
     saved: tuple[Path, list[float]],
 ) -> None:
     path, expected = saved
@@ -218,7 +218,7 @@ def test_settings_that_are_written_in_another_way_are_the_same(
     assert steps(policy, 3) == expected
 
 
-def test_a_digest_knows_every_weight_and_no_adapter() -> None:
+def test_base_digest_covers_all_weights_and_no_adapter() -> None:
     model = adapted_model(ParallelConfig())
     digest = base_digest(model)
     packed = adapted_model(ParallelConfig(), b_std=0.2, quantization="mxfp4")
@@ -261,7 +261,7 @@ def test_saving_and_loading_do_not_read_the_base(
 
 
 @pytest.mark.parametrize("quantization", [None, "mxfp4"])
-def test_a_base_that_is_loaded_again_is_read_again(
+def test_reloaded_base_gets_a_new_digest(
     quantization: Quantization | None, reads: list[int]
 ) -> None:
     model = adapted_model(ParallelConfig(), quantization=quantization)

@@ -30,7 +30,7 @@ def test_expert_rank_is_rank_divided_by_active_experts() -> None:
         ({"targets": ("q",), "expert_rank": 4}, r"adapter.expert_rank \(4\) has no effect"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_adapter_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         AdapterConfig(**settings)
 
@@ -45,7 +45,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         ({"rank": 2881, "targets": ("head",)}, r"\(2881\) .*\(2880\).*target head"),
     ],
 )
-def test_a_rank_above_the_size_of_a_weight_is_refused(
+def test_a_rank_above_the_size_of_a_weight_is_rejected(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -77,14 +77,14 @@ EXPERTS_ONLY = AdapterConfig(targets=("experts",), expert_rank=8)
         (EXPERTS_ONLY, EXPERTS_ONLY.model_copy(update={"rank": 4}), None),
     ],
 )
-def test_configurations_differ_where_they_make_other_adapters(
+def test_difference_names_settings_that_change_adapters(
     one: AdapterConfig, other: AdapterConfig, difference: tuple[str, str, str] | None
 ) -> None:
     assert one.difference(other, GPT_OSS_20B) == difference
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
-def test_quantization_needs_whole_blocks(name: str) -> None:
+def test_quantization_needs_complete_blocks(name: str) -> None:
     model = GPT_OSS_20B.model_copy(update={name: 2896})
     with pytest.raises(ValueError, match=rf"quantization mxfp4 needs {name} \(2896\)"):
         check_quantization("quantization", "mxfp4", model)

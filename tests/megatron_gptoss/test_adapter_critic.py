@@ -48,7 +48,7 @@ def steps(trainer: ValueTrainer, count: int) -> list[float]:
     return [trainer.train_step([BATCH], error_of_values, 1e-2).sums["loss"] for _ in range(count)]
 
 
-def test_adapters_and_value_head_learn_and_nothing_else() -> None:
+def test_critic_trains_only_adapters_and_value_head() -> None:
     trainer = critic()
     before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
     losses = steps(trainer, 6)
@@ -74,7 +74,7 @@ def test_a_resumed_critic_continues_the_same_curve_to_the_bit(
     assert steps(resumed, 3) == expected
 
 
-def test_the_value_head_is_no_part_of_the_base(tmp_path: Path) -> None:
+def test_value_head_is_not_part_of_the_base(tmp_path: Path) -> None:
     trainer = critic()
     digest = base_digest(trainer.module)
     steps(trainer, 2)

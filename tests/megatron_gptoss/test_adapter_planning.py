@@ -65,7 +65,7 @@ def inputs_of(model: GptOssModelConfig, **parallel: Any) -> MemoryInputs:
 @pytest.mark.parametrize(
     "targets", [*((target,) for target in EVERY_TARGET), EVERY_TARGET], ids=",".join
 )
-def test_as_many_parameters_are_counted_as_a_model_has(targets: Any) -> None:
+def test_planned_adapter_parameters_equal_the_model(targets: Any) -> None:
     adapter = AdapterConfig(rank=8, alpha=16, targets=targets)
     model = build_model(MODEL, ParallelConfig(), adapter=adapter)
     counted = sum(each.a.numel() + each.b.numel() for _, each in named_adapters(model))
@@ -128,7 +128,7 @@ def test_expert_parallel_ranks_share_experts_and_their_adapters() -> None:
     assert one.gradients / four.gradients == pytest.approx(3.5, abs=0.1)
 
 
-def test_a_critic_has_a_base_of_its_own() -> None:
+def test_critic_has_a_separate_base() -> None:
     alone = inputs_of(GPT_OSS_20B)
     critic = replace(alone, auxiliary_models=[OptimizerConfig()])
     vocabulary = 201_088 * 2880
@@ -170,7 +170,7 @@ def test_adapters_fit_where_full_training_does_not(
     assert not layouts_that_fit(full, gigabytes)
 
 
-def test_frozen_weights_need_one_product_in_the_backward_pass() -> None:
+def test_frozen_weights_need_one_gemm_in_the_backward_pass() -> None:
     lengths = [4096] * 4
     forward = forward_flops(GPT_OSS_20B, lengths)
     assert training_flops(GPT_OSS_20B, lengths) == 3 * forward
@@ -222,7 +222,7 @@ def test_merge_time_prediction_is_within_8_percent(
     assert step.merging == pytest.approx(measured, rel=0.08)
 
 
-def test_every_rank_is_a_multiply_add_for_every_value_made_twice() -> None:
+def test_merge_time_is_linear_in_adapter_rank() -> None:
     merging = {
         rank: predicted_step(adapter=AdapterConfig(rank=rank, targets=("experts",))).merging
         for rank in (32, 64, 128)

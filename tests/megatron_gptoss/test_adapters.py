@@ -56,7 +56,7 @@ def train_one_step(model: torch.nn.Module) -> PolicyTrainer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_exported_computes_the_same_bits(dtype: torch.dtype) -> None:
+def test_exported_adapters_compute_equal_bits(dtype: torch.dtype) -> None:
     model = adapted_model(ParallelConfig(), dtype=dtype)
     merged = plain_model_with_merged_weights(model)
     base = build_model(MODEL, ParallelConfig(), dtype)
@@ -83,7 +83,7 @@ def test_logits_equal_those_of_merged_weights() -> None:
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
-def test_fresh_adapters_leave_the_base_as_it_is() -> None:
+def test_new_adapters_do_not_change_outputs() -> None:
     model = adapted_model(ParallelConfig())
     initialize_adapters(model, seed=3)
     expected = base_weights()
@@ -190,7 +190,7 @@ def train_three_steps(
 
 
 @pytest.mark.parametrize("targets", [("q", "experts"), ("o",)])
-def test_a_base_in_four_bits_trains_to_the_same_bits(targets: tuple[str, ...]) -> None:
+def test_mxfp4_base_trains_to_equal_bits(targets: tuple[str, ...]) -> None:
     dense_losses, dense = train_three_steps(None, targets)
     packed_losses, packed = train_three_steps("mxfp4", targets)
     if "experts" in targets:
@@ -212,7 +212,7 @@ def test_a_base_in_four_bits_trains_to_the_same_bits(targets: tuple[str, ...]) -
     assert sum(sizes) == weights * 17 / 32
 
 
-def test_weights_that_are_not_four_bits_are_refused_by_name() -> None:
+def test_weights_that_mxfp4_cannot_hold_are_rejected_by_name() -> None:
     model = build_model(MODEL, ParallelConfig(), adapter=ADAPTER, quantization="mxfp4")
     weights = base_weights()
     weights["model.layers.1.mlp.experts.down_proj"][3, 0, 0] += 0.01
@@ -221,7 +221,7 @@ def test_weights_that_are_not_four_bits_are_refused_by_name() -> None:
         load_hf_weights(model, MODEL, weights.__getitem__)
 
 
-def test_a_gradient_that_is_not_finite_is_named() -> None:
+def test_non_finite_gradient_is_named() -> None:
     model = adapted_model(ParallelConfig())
     trainer = PolicyTrainer(model, OptimizerConfig())
 

@@ -136,7 +136,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [[300, 0, 1, 77, 0, 900, 13, 0], [0, 0, 0, 0, 0, 0, 0, 5]])
 @pytest.mark.parametrize("rank", [8, 32])
-def test_grouped_products_are_those_of_each_expert(rows: list[int], rank: int) -> None:
+def test_grouped_gemms_equal_fp64_gemms_of_each_expert(rows: list[int], rank: int) -> None:
     torch.manual_seed(0)
     total = sum(rows)
     x = draw(total, 2880)
@@ -251,7 +251,7 @@ def expected_gradients(
     return adapter.scale * b.T @ gradient, adapter.scale * gradient @ a.T
 
 
-def test_both_bases_and_all_recomputation_train_alike(base: dict[str, torch.Tensor]) -> None:
+def test_bases_and_recomputation_modes_train_equally(base: dict[str, torch.Tensor]) -> None:
     batch = build_batch(SAMPLES).to("cuda")
     losses = {}
     cases: list[tuple[Quantization | None, tuple[str, ...]]] = [

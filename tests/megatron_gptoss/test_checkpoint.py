@@ -99,7 +99,7 @@ def test_resumed_trainer_uses_new_optimizer_settings(dtype: torch.dtype, tmp_pat
     assert {group["max_lr"] for group in other.optimizer.param_groups} == {3e-4}
 
 
-def test_a_master_weight_is_put_together_from_its_halves() -> None:
+def test_master_weight_is_restored_from_its_halves() -> None:
     master = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(
         -38, 38, 10_000
     )
@@ -138,7 +138,7 @@ def test_a_checkpoint_from_before_the_first_update_is_resumed(tmp_path: Path) ->
     assert steps(other, 2) == expected
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_training_continues_during_a_checkpoint_write(tmp_path: Path) -> None:
     policy = trainer()
     writer = CheckpointWriter(tmp_path)
     disk_is_free = threading.Event()
@@ -164,7 +164,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
 
 
-def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_not_an_error(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(
     assert steps(policy, 1) == expected
 
 
-def test_a_full_disk_is_named_whatever_megatron_says(
+def test_full_disk_is_named_despite_vague_megatron_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron reports errors of its threads only by their class."""
@@ -410,7 +410,7 @@ def test_an_error_of_the_writing_thread_is_named(
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name(
+def test_checkpoint_is_synced_before_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[tuple[int, int]] = set()
@@ -436,7 +436,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(
         assert (needed.stat().st_dev, needed.stat().st_ino) in synced, needed.name
 
 
-def test_a_pointer_to_nothing_is_named(tmp_path: Path) -> None:
+def test_latest_file_with_missing_target_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step_000009")
     with pytest.raises(CheckpointError, match="latest names step_000009"):
         latest_checkpoint(tmp_path)

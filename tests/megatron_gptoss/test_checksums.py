@@ -118,7 +118,7 @@ def test_one_flipped_bit_anywhere_is_noticed_and_its_file_named(
         MegatronCheckpoint(path)
 
 
-def test_a_file_that_is_short_or_gone_is_named_as_such(root: Path, policy: PolicyTrainer) -> None:
+def test_short_or_missing_file_is_named(root: Path, policy: PolicyTrainer) -> None:
     path = latest_checkpoint(root)
     data = path / "__0_0.distcp"
     content = data.read_bytes()
@@ -136,9 +136,7 @@ def test_damaged_or_escaping_checksums_are_rejected(root: Path) -> None:
         assert damage_in(listing.parent).startswith(f"{listing}: damaged (")
 
 
-def test_a_checkpoint_without_checksums_is_loaded_as_before(
-    root: Path, policy: PolicyTrainer
-) -> None:
+def test_checkpoint_without_checksums_is_loaded(root: Path, policy: PolicyTrainer) -> None:
     path = latest_checkpoint(root)
     (path / "checksums.json").unlink()
     assert load_checkpoint(path, policy) == {"step": 2}
@@ -326,7 +324,7 @@ def test_a_data_file_outside_the_directory_is_named(root: Path, policy: PolicyTr
         MegatronCheckpoint(path)
 
 
-def test_blocks_that_read_data_only_take_turns_in_threads() -> None:
+def test_concurrent_data_only_loads_are_serialized() -> None:
     """Otherwise, the first exit would restore torch's loaders for the second. They run pickles."""
     loaders: list[object] = []
 

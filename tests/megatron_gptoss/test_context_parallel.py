@@ -99,7 +99,7 @@ def test_short_sequences_stay_whole_and_need_no_communication() -> None:
         assert best.bytes_sent == 0
 
 
-def test_work_in_a_window_counts_the_keys_that_it_shows() -> None:
+def test_window_work_counts_visible_keys() -> None:
     layout = layout_of([50, 3, 47], 2)
     for rank in range(2):
         pairs = sum(
@@ -285,7 +285,7 @@ def test_window_layers_use_halo_and_all_ranks_have_a_scheme() -> None:
     assert choose_scheme(layout_of([131_072], 3), GPTOSS, None, H200) == "all_gather"
 
 
-def test_a_slow_network_takes_what_sends_least() -> None:
+def test_slow_network_uses_scheme_with_least_traffic() -> None:
     layout = layout_of([32_768], 8)
     slow = Machine(bandwidth=1e9, rate=525e12)
     costs = candidates(layout, GPTOSS, None, slow)

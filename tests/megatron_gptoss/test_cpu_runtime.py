@@ -28,7 +28,7 @@ class TestShim:
             torch.zeros(1, device="cuda")
         assert torch.zeros(1).type() == "torch.FloatTensor"
 
-    def test_calling_it_twice_changes_nothing(self) -> None:
+    def test_second_cpu_patch_call_changes_nothing(self) -> None:
         cpu_runtime.enable_cpu_runtime()
         before = torch.Tensor.type
         cpu_runtime.enable_cpu_runtime()

@@ -150,7 +150,7 @@ def test_float64_logits_and_gradients_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2, tied"])
-def test_a_document_does_not_see_the_others_of_its_row(name: str) -> None:
+def test_document_does_not_attend_to_others_of_its_row(name: str) -> None:
     model = megatron(MODELS[name])
     together = logits(model)
     _, exact = exact_reference(MODELS[name])
@@ -218,9 +218,7 @@ def test_model_without_sinks_is_correct_for_scores_of_any_size() -> None:
         ({"quantization": "mxfp4"}, "quantization mxfp4: a llama model has no experts"),
     ],
 )
-def test_what_is_not_built_for_dense_models_is_refused(
-    options: dict[str, Any], message: str
-) -> None:
+def test_unsupported_dense_features_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_model(LLAMA, ParallelConfig(), **options)
 
@@ -233,6 +231,6 @@ def test_what_is_not_built_for_dense_models_is_refused(
         ({"tensor": 4}, "parallel.tensor .4. must divide num_key_value_heads .2."),
     ],
 )
-def test_impossible_layouts_are_refused(layout: dict[str, Any], message: str) -> None:
+def test_impossible_layouts_are_rejected(layout: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelConfig(world_size=4, **layout).check_layout(LLAMA)

@@ -42,7 +42,7 @@ def threads_after_trainings(rank: int) -> tuple[int, int]:
     return after_first, native_threads()
 
 
-def test_a_process_that_joins_again_and_again_keeps_no_threads() -> None:
+def test_repeated_joins_leave_no_threads() -> None:
     """A process with many runs, such as the test process, would otherwise have thousands."""
     ((after_first, after_fourth),) = run_distributed(
         threads_after_trainings, 1, keeps_imports_frozen=False

@@ -372,12 +372,12 @@ def test_offloaded_state_learns_saves_and_resumes_as_any_other(
         assert rank["offloaded"][1] == rank["losses"][SAVED:]
 
 
-def test_its_state_reshards(two_ranks: list[dict[str, Any]]) -> None:
+def test_distributed_optimizer_state_reshards(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank["resumed"][1] == pytest.approx(rank["losses"][SAVED:], rel=1e-2)  # bf16
 
 
-def test_experts_with_an_optimizer_of_their_own_resume_too(two_ranks: list[dict[str, Any]]) -> None:
+def test_experts_with_separate_optimizer_resume(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         losses, resumed = rank["apart"]
         assert resumed == losses[SAVED:]

@@ -8,7 +8,7 @@ from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak, phase_memory
 from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
 
-def test_each_phase_has_its_own_peak_and_the_servers_that_it_met() -> None:
+def test_phase_peaks_include_memory_of_servers() -> None:
     gpu = ScriptedGpu()
     memory = PhaseMemory(gpu)
     memory.enter("start")

@@ -98,7 +98,7 @@ def test_fused_activation_with_wrong_clamp_is_disabled() -> None:
     assert distance(bias_activation_fusion=True, activation_func=quick_gelu) > 0.02
 
 
-def test_deepep_is_refused_where_it_cannot_run() -> None:
+def test_deepep_is_rejected_where_it_cannot_run() -> None:
     with pytest.raises(ValueError, match=r"deepep has no effect, because parallel\.expert is 1"):
         ParallelConfig(expert_dispatcher="deepep").check_layout(TINY)
     with pytest.raises(RuntimeError, match="deepep: DeepEP is not available"):

@@ -131,6 +131,6 @@ def test_a_vocabulary_split_over_two_ranks_gives_the_same() -> None:
     torch.testing.assert_close(torch.cat([r[3] for r in results]), leaves[1].grad)
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
+def test_a_temperature_of_zero_is_rejected() -> None:
     with pytest.raises(ValueError, match="temperature"):
         log_probs_and_entropy(*inputs(), 0.0)

@@ -163,7 +163,7 @@ def test_scoring_peak_prediction_is_within_3_percent(
 TWO_GPUS = ParallelConfig(world_size=2, expert=2, recompute=("moe_act", "layernorm"))
 
 
-def test_the_whole_20b_on_two_gpus_starts_as_measured() -> None:
+def test_start_memory_of_20b_on_2_gpus_matches_measurement() -> None:
     """A run held 66.8 GiB of a GPU when its server started.
 
     SGLang's log agrees: 39 GiB of weights were 0.532 of the free memory. Weights are held twice at
@@ -180,7 +180,7 @@ def test_the_whole_20b_on_two_gpus_starts_as_measured() -> None:
     ("phase", "offload", "allocated", "gpu"),
     [("start", 0, 66.5, 67.8), ("scoring", 1, 47.2, 54.1), ("update", 1, 67.1, 72.7)],
 )
-def test_a_gpu_with_twelve_layers_holds_what_was_measured(
+def test_phase_memory_of_12_layers_matches_measurement(
     phase: str, offload: float, allocated: float, gpu: float
 ) -> None:
     """``allocated`` is the memory of torch. ``gpu`` is the complete GPU according to nvidia-smi.
@@ -231,7 +231,7 @@ def test_weights_are_held_twice_at_start_without_offload() -> None:
     assert copied(with_critic) == pytest.approx(predict(resident).weights)
 
 
-def test_half_of_the_20b_on_two_gpus_updates_as_measured() -> None:
+def test_update_memory_of_12_layers_matches_measurement() -> None:
     """A run with 12 layers and no offload held 87.2 GiB after the first update.
 
     This includes buffers of the weight sync, which the estimate lists in another phase. The
@@ -452,7 +452,7 @@ def test_a_pipeline_holds_no_more_micro_batches_than_there_are(
 @pytest.mark.parametrize(
     ("model", "total"), [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)]
 )
-def test_parameters_are_those_of_the_published_models(model: GptOssModelConfig, total: int) -> None:
+def test_parameter_counts_equal_published_models(model: GptOssModelConfig, total: int) -> None:
     assert sum(parameters_per_gpu(model, ParallelConfig())) == total
 
 
@@ -467,7 +467,7 @@ def test_parameters_are_those_of_the_published_models(model: GptOssModelConfig, 
         (GPT_OSS_120B, 64),
     ],
 )
-def test_both_models_fit_where_they_should(model: GptOssModelConfig, gpus: int) -> None:
+def test_both_models_fit_on_the_expected_gpus(model: GptOssModelConfig, gpus: int) -> None:
     training = MemoryInputs(
         model, THRIFTY.model_copy(update={"world_size": gpus}), BF16_MOMENTS, 16_384
     )
@@ -484,7 +484,7 @@ def test_120b_does_not_fit_on_eight_gpus() -> None:
     assert not layouts_that_fit(MemoryInputs(GPT_OSS_120B, thrifty, BF16_MOMENTS, 16_384), H200)
 
 
-def test_interleaving_keeps_the_activations_that_its_paper_says() -> None:
+def test_interleaving_activations_follow_the_paper() -> None:
     plain = ParallelConfig(world_size=8, pipeline=4)
     chunks = plain.model_copy(update={"virtual_pipeline": 3})
     before, after = (
@@ -568,7 +568,7 @@ def test_offloaded_part_reuses_memory_of_activations(tokens: int, room: bool) ->
 
 
 @pytest.mark.parametrize("working_bytes", [0, 10**10], ids=["in the sync", "in the rollout"])
-def test_servers_get_what_the_rest_leaves_of_the_gpu(working_bytes: int) -> None:
+def test_servers_get_remaining_gpu_memory(working_bytes: int) -> None:
     engine = EngineMemory(
         awake_fraction=0.9,
         asleep_bytes=7 * 10**9,
@@ -625,7 +625,9 @@ def test_out_of_memory_prints_plan_and_next_setting() -> None:
 @pytest.mark.parametrize(
     ("host", "too_much"), [(None, False), (430.0, False), (420.0, True), (140.0, True)]
 )
-def test_the_host_must_hold_what_is_offloaded_and_saved(host: float | None, too_much: bool) -> None:
+def test_host_memory_must_hold_offloaded_and_saved_state(
+    host: float | None, too_much: bool
+) -> None:
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     hardware = Hardware(H200, host_gigabytes=host)

@@ -69,7 +69,7 @@ def test_a_weight_merges_in_pieces_to_the_same_bits(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("has_kernel", "launches"), [(True, [OUT]), (False, 13 * [3] + [2])])
-def test_a_kernel_takes_a_large_weight_whole(
+def test_large_weight_is_merged_whole_only_by_the_kernel(
     has_kernel: bool, launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge_module, "PIECE", 3 * IN + 1)
@@ -95,7 +95,7 @@ def test_experts_merge_together_as_each_alone() -> None:
         assert torch.equal(together[expert], alone)
 
 
-def test_an_update_of_zero_leaves_every_bit() -> None:
+def test_zero_update_keeps_every_bit() -> None:
     weight, a, b = factors(dtype=torch.bfloat16)
     weight[0, :3] = torch.tensor([-0.0, 0.0, -0.0])
     merged = merge(weight, a, torch.zeros_like(b), SCALE)
@@ -170,7 +170,7 @@ def test_weights_in_a_shared_buffer_give_equal_gradients() -> None:
         assert torch.equal(got, want)
 
 
-def test_values_that_four_bits_cannot_hold_are_refused() -> None:
+def test_merge_rejects_values_that_mxfp4_cannot_hold() -> None:
     weight = PackedWeight(2, 32)
     values = torch.ones(2, 32)
     weight.load(values)
@@ -180,6 +180,6 @@ def test_values_that_four_bits_cannot_hold_are_refused() -> None:
         weight.load(values)
 
 
-def test_rows_that_are_no_whole_blocks_are_refused() -> None:
+def test_merge_rejects_rows_of_incomplete_blocks() -> None:
     with pytest.raises(ValueError, match="rows of 48 values cannot be cut into blocks of 32"):
         PackedWeight(2, 48)

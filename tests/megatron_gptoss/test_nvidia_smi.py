@@ -35,7 +35,7 @@ def test_query_gpus_is_empty_when_driver_finds_none(program: Path, fields: tuple
         ("echo 'Field is not valid'", "does not report name, index, but 'Field is not valid'"),
     ],
 )
-def test_query_gpus_fails_when_program_does(program: Path, script: str, message: str) -> None:
+def test_query_gpus_fails_when_nvidia_smi_fails(program: Path, script: str, message: str) -> None:
     program.write_text(f"#!/bin/sh\n{script}\n")
     with pytest.raises(NvidiaSmiFailed, match=message):
         query_gpus("name", "index")
@@ -47,6 +47,6 @@ def test_query_gpus_raises_without_program(tmp_path: Path, monkeypatch: pytest.M
         query_gpus("name")
 
 
-def test_memory_bytes_is_none_for_no_number() -> None:
+def test_memory_bytes_is_none_for_text() -> None:
     assert memory_bytes("3") == 3 << 20
     assert memory_bytes("[N/A]") is None

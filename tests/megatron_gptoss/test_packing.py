@@ -103,7 +103,7 @@ def random_samples(lengths: list[int], columns: set[str], seed: int) -> list[dic
     st.integers(0, 99),
     st.data(),
 )
-def test_a_row_is_what_is_made_of_its_sequences_token_by_token(
+def test_packed_row_equals_token_by_token_construction(
     sizes: list[int], columns: set[str], align: int, seed: int, data: st.DataObject
 ) -> None:
     samples = random_samples(sizes, columns, seed)
@@ -175,7 +175,7 @@ def naive_schedule(
     st.sampled_from([float, flops, square]),
     st.integers(1, 3),
 )
-def test_the_schedule_is_that_of_plain_lists(
+def test_schedule_equals_plain_python_schedule(
     sizes: list[int], limit: int, ranks: int, work: Callable[[int], float], multiple: int
 ) -> None:
     plan = schedule(np.array(sizes), limit, ranks, work, multiple)
@@ -183,7 +183,7 @@ def test_the_schedule_is_that_of_plain_lists(
 
 
 @given(lengths, st.integers(39, 90), st.integers(1, 4), st.sampled_from([1, 4]))
-def test_a_rank_packs_the_rows_that_it_was_sent_as_if_it_had_all(
+def test_rank_packs_its_rows_like_a_rank_with_all_rows(
     sizes: list[int], limit: int, ranks: int, align: int
 ) -> None:
     samples = samples_of(sizes)
@@ -295,7 +295,7 @@ def test_micro_batch_with_most_tokens_is_first() -> None:
         assert [twice[one].tolist() for one in rank] == [[61, 61], [101]]
 
 
-def test_a_long_tail_is_shared_out_by_work_at_every_micro_batch() -> None:
+def test_long_sequences_are_balanced_by_work_per_micro_batch() -> None:
     lengths = np.random.default_rng(0).lognormal(8.0, 1.0, 512).clip(64, 32_000).astype(int)
     tokens = int(lengths.sum())
     samples = TrainingSamples(
@@ -360,7 +360,7 @@ def test_context_parallel_shards_are_restored_to_row_order(sizes: list[int], ran
         ),
     ],
 )
-def test_what_cannot_be_packed_is_named(
+def test_unpackable_samples_are_named(
     samples: list[dict[str, Any]], limit: int, data_parallel: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -211,7 +211,7 @@ def test_every_sample_is_scored_however_many_there_are(
 @pytest.mark.parametrize(
     ("layout", "place"), [("pipeline", "rank 1, chunk 0"), ("interleaved", "rank 0, chunk 1")]
 )
-def test_the_layer_where_nan_begins_is_named_last(
+def test_first_layer_with_nan_is_named_last(
     layout: str, place: str, two_ranks: list[dict[str, Any]]
 ) -> None:
     for rank in two_ranks:
@@ -229,7 +229,7 @@ def train_deep(rank: int, port: int) -> dict[str, Any]:
     )
 
 
-def test_messages_between_three_stages_arrive_as_what_they_are() -> None:
+def test_messages_between_three_stages_are_not_mixed_up() -> None:
     one = train(ParallelConfig(), 0, free_port(), config=DEEP)
     with float64_training():
         exact = train(ParallelConfig(), 0, free_port(), config=DEEP, dtype=torch.float64)
@@ -366,7 +366,7 @@ def train_on_gpus(rank: int, gpus: int, ports: list[int], checkpoints: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus_train_as_one_does_and_checkpoints_change_layouts(gpus: int, tmp_path: Path) -> None:
+def test_several_gpus_train_like_one_and_change_layouts(gpus: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")
     losses, norms = train_on_a_gpu(ParallelConfig(), 0, free_port(), save=None, resume=None)

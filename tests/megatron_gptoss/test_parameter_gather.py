@@ -97,7 +97,7 @@ def test_scores_after_a_step_use_complete_weights(
         assert rank["never_waited_for"] == 0
 
 
-def test_whoever_reads_weights_gets_those_of_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
+def test_weight_readers_get_weights_of_all_ranks(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["weights"] for rank in two_ranks] == [0, 0]
 
 

@@ -150,7 +150,7 @@ def test_sinks_without_gradient_still_take_attention(reference: torch.nn.Module)
     assert distance(model, reference) < 1e-3
 
 
-def test_a_trainer_without_sinks_attends_as_if_they_were_absent(
+def test_trainer_without_sinks_ignores_them(
     reference: torch.nn.Module,
 ) -> None:
     model = sinks_learn_nothing_with(reference, sinks=False)
@@ -252,7 +252,7 @@ def test_parity_fails_when_the_yarn_ramp_is_rounded(
     assert distance(megatron(reference), reference) > 1e-3
 
 
-def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Module) -> None:
+def test_parity_fails_without_separation_of_documents(reference: torch.nn.Module) -> None:
     model = megatron(reference)
     batch = build_batch(SAMPLES)
     batch.cu_seqlens = batch.cu_seqlens[[0, -1]]
@@ -267,7 +267,7 @@ def test_parity_fails_when_documents_are_not_kept_apart(reference: torch.nn.Modu
         assert (out[0] - hf_logits(reference, SAMPLES)).abs().max() > 0.02
 
 
-def test_input_that_is_not_packed_is_refused(reference: torch.nn.Module) -> None:
+def test_unpacked_input_is_rejected(reference: torch.nn.Module) -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="attention needs packed sequences"):
         megatron(reference)(ids, ids, None)

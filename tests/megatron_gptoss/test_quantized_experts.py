@@ -131,7 +131,9 @@ def test_batched_expert_quantization_equals_single_experts(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-6), (torch.float64, 1e-13)],
 )
-def test_it_computes_what_the_exported_values_compute(dtype: torch.dtype, tolerance: float) -> None:
+def test_quantized_model_equals_model_with_exported_values(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     model = quantized_model(dtype)
     plain = model_with(exported_values(model), dtype=dtype)
     unquantized = model_with(master_weights(), dtype=dtype)
@@ -142,7 +144,7 @@ def test_it_computes_what_the_exported_values_compute(dtype: torch.dtype, tolera
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exported_values_are_not_changed_by_rounding_them_again(dtype: torch.dtype) -> None:
+def test_rounding_of_exported_values_changes_nothing(dtype: torch.dtype) -> None:
     model = quantized_model(dtype)
     again = model_with(exported_values(model), "mxfp4", dtype)
     assert torch.equal(scores(again), scores(model))
@@ -250,7 +252,7 @@ def test_master_weights_learn_updates_below_mxfp4_precision() -> None:
     assert (exported_values(model)[name] != before[name]).float().mean() > 0.05
 
 
-def test_frozen_experts_have_no_gradient_and_the_others_one() -> None:
+def test_only_frozen_experts_have_no_gradient() -> None:
     model = quantized_model()
     freeze(model, ["experts"])
     trainer = train_one_step(model, learning_rate=1e-3)
@@ -260,7 +262,7 @@ def test_frozen_experts_have_no_gradient_and_the_others_one() -> None:
         assert torch.equal(values[name], value) == is_frozen, name
 
 
-def test_no_token_at_all_is_no_error() -> None:
+def test_experts_accept_zero_tokens() -> None:
     experts = quantized_model().decoder.layers[0].mlp.experts
     x = torch.randn(0, MODEL.hidden_size, requires_grad=True)
     output, _ = experts(x, torch.zeros(MODEL.num_experts, dtype=torch.int64), torch.rand(0))
@@ -330,7 +332,7 @@ def run_layers(hidden: torch.Tensor, layers: list[Any], probs: torch.Tensor) -> 
 # -- names, checkpoints, exports -----------------------------------------------------------------
 
 
-def test_checkpoints_are_those_of_full_training(tmp_path: Path) -> None:
+def test_quantized_checkpoints_equal_full_training_checkpoints(tmp_path: Path) -> None:
     model = quantized_model()
     plain = model_with(master_weights())
     found = {name: tensor.key for name, tensor in model_state(model)["0"].items()}
@@ -379,7 +381,7 @@ def test_checkpoint_of_rounded_experts_is_not_exported_in_bf16(tmp_path: Path) -
     export_checkpoint(plain, tmp_path / "plain_bf16", "bf16")
 
 
-def test_what_cannot_be_quantized_is_refused_by_name() -> None:
+def test_unquantizable_model_is_rejected_by_key() -> None:
     narrow = MODEL.model_copy(update={"intermediate_size": 48})
     with pytest.raises(ValueError, match=r"quantization mxfp4 needs intermediate_size \(48\)"):
         build_model(narrow, ParallelConfig(), quantization="mxfp4")

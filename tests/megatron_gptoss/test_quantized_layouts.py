@@ -101,7 +101,7 @@ def test_losses_and_norms_equal_those_of_one_process(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_bits_that_are_sent_are_those_of_the_whole_weights(
+def test_sent_bits_equal_those_of_complete_weights(
     layout: str, two_ranks: list[dict[str, Any]]
 ) -> None:
     sent = dict(two_ranks[0][layout]["before"])

@@ -21,7 +21,7 @@ MATRIX_VALUES = 32 / 4 * 3 * 2880 * 2880
 """Number of expert matrix values of a layer on one rank."""
 
 
-def test_the_rounded_matrices_of_one_layer_are_all_that_is_added() -> None:
+def test_plan_adds_rounded_matrices_of_one_layer_only() -> None:
     plain = predict(INPUTS)
     quantized = predict(QUANTIZED)
     assert quantized.weights - plain.weights == 2 * MATRIX_VALUES
@@ -39,7 +39,7 @@ def test_rounding_time_is_bf16_traffic_of_forward_and_backward() -> None:
     assert replace(quantized, merging=0.0) == plain
 
 
-def test_the_plan_says_what_experts_are_trained_through() -> None:
+def test_plan_names_quantization_of_experts() -> None:
     hardware = Hardware(gpu="H200", gigabytes=150.1)
     assert "experts trained through mxfp4" in memory_plan(QUANTIZED, hardware)
     assert "trained through" not in memory_plan(INPUTS, hardware)

@@ -14,7 +14,7 @@ from megatron_gptoss.routing_replay import expert_numbers
     ("num_experts", "dtype"),
     [(8, np.uint8), (128, np.uint8), (255, np.uint8), (256, np.int16), (257, np.int16)],
 )
-def test_a_byte_holds_255_experts_and_that_none_is_known(num_experts: int, dtype: type) -> None:
+def test_one_byte_holds_255_experts_and_the_unknown_value(num_experts: int, dtype: type) -> None:
     assert route_dtype(num_experts) == dtype
     # The number for an unknown expert is not an expert.
     assert unknown_route(route_dtype(num_experts)) not in range(num_experts)

@@ -255,7 +255,7 @@ def of_all_ranks(ranks: list[dict[str, Any]], layout: str, kind: str, name: str)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_recorded_routes_are_those_that_were_given(
+def test_recorded_routes_equal_replayed_routes(
     layout: str, two_ranks: list[dict[str, Any]]
 ) -> None:
     recorded = of_all_ranks(two_ranks, layout, "R3", "recorded")
@@ -379,7 +379,7 @@ def test_recomputed_layer_reuses_routes_of_its_micro_batch() -> None:
     assert not layer.pending_recompute
 
 
-def test_a_route_is_used_once_and_none_is_left(one_rank: dict[str, Any]) -> None:
+def test_unused_or_reused_routes_are_errors(one_rank: dict[str, Any]) -> None:
     layer = LayerReplay(Router(recompute=False), 3)
     layer.pending.append(None)
     layer.take()

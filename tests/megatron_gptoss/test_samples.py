@@ -112,7 +112,7 @@ def with_routes(lengths: list[int], dtype: type = np.uint8) -> TrainingSamples:
     )
 
 
-def test_taken_columns_are_copies_and_routes_are_handed_on() -> None:
+def test_take_copies_columns_and_passes_routes() -> None:
     samples = with_routes([3, 4, 2])
     taken = samples.take([2, 0])
     assert list(taken.names) == ["task 2", "task 0"]
@@ -123,7 +123,7 @@ def test_taken_columns_are_copies_and_routes_are_handed_on() -> None:
     assert samples.advantages.tolist() == [0] * 3 + [1] * 4 + [2] * 2
 
 
-def test_only_the_columns_that_are_asked_for_are_taken() -> None:
+def test_take_returns_only_requested_columns() -> None:
     samples = with_routes([3, 4])
     needed = ("token_ids", "loss_mask")
     assert samples.take([1], needed).columns.keys() == set(needed)
@@ -275,7 +275,7 @@ def test_a_sequence_without_tokens_is_named(token_ids: Any) -> None:
     ],
     ids=["int32", "big-endian", "not from 0", "two dimensions", "empty"],
 )
-def test_offsets_are_checked(offsets: np.ndarray) -> None:
+def test_invalid_offsets_are_rejected(offsets: np.ndarray) -> None:
     with pytest.raises(ColumnError, match="offsets must be int64"):
         TrainingSamples(**columns_of_one() | {"offsets": offsets})
 

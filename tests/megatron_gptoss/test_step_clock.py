@@ -77,7 +77,7 @@ DISPATCHER = MoEAlltoAllTokenDispatcher
         (DISPATCHER, "token_combine", True, "communication"),
     ],
 )
-def test_a_slow_layer_shows_where_it_is_slow(
+def test_delay_is_attributed_to_its_part_of_the_layer(
     owner: type,
     method: str,
     backward: bool,
@@ -105,7 +105,7 @@ def test_a_slow_layer_shows_where_it_is_slow(
         (PolicyTrainer, "_reduce_outputs", "other"),
     ],
 )
-def test_what_follows_the_backward_pass_is_told_apart(
+def test_parts_after_the_backward_pass_are_timed_separately(
     owner: type, method: str, part: str, trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = getattr(owner, method)
@@ -121,7 +121,7 @@ def test_what_follows_the_backward_pass_is_told_apart(
     assert seconds_of[part] > nap
 
 
-def test_a_step_that_was_interrupted_leaves_nothing_behind(
+def test_interrupted_step_leaves_no_times(
     trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
@@ -143,7 +143,7 @@ def tensors_of_dispatchers(trainer: PolicyTrainer) -> list[str]:
     return found
 
 
-def test_layers_keep_no_tensors_of_the_tokens(
+def test_layers_keep_no_token_tensors_after_a_step(
     trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(trainer)

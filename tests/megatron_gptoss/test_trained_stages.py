@@ -80,7 +80,7 @@ def train_on_two_ranks(rank: int, ports: list[int], root: Path) -> dict[str, lis
     }
 
 
-def test_partly_frozen_stages_train_as_one_process(tmp_path: Path) -> None:
+def test_partly_frozen_stages_train_like_one_process(tmp_path: Path) -> None:
     two_ranks = run_distributed(train_on_two_ranks, 2, [free_port() for _ in LAYOUTS], tmp_path)
     for name in LAYOUTS:
         expected = train(name, 0, 1, free_port(), tmp_path)
@@ -102,7 +102,7 @@ def build_trainer(rank: int, port: int) -> str:
     return ""
 
 
-def test_trainer_refuses_stages_without_trained_weights() -> None:
+def test_trainer_rejects_stages_without_trained_weights() -> None:
     """Callers of the library may set ``requires_grad`` directly. All ranks raise the same error."""
     messages = run_distributed(build_trainer, 4, free_port())
     assert messages == [messages[0]] * 4
@@ -111,7 +111,7 @@ def test_trainer_refuses_stages_without_trained_weights() -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 @pytest.mark.parametrize("frozen", [(), ("attention",), ("experts",), PARTS])
-def test_layouts_are_refused_if_a_stage_trains_nothing(
+def test_layouts_are_rejected_if_a_stage_trains_nothing(
     pipeline: int, frozen: tuple[str, ...]
 ) -> None:
     """The test tries all sets of up to three targets, and full training."""
@@ -137,7 +137,7 @@ def test_layouts_are_refused_if_a_stage_trains_nothing(
             parallel.check_layout(FOUR_LAYERS, adapter, frozen)
 
 
-def test_refused_layouts_name_their_keys_and_a_remedy() -> None:
+def test_rejected_layouts_name_their_keys_and_a_remedy() -> None:
     four = ParallelConfig(world_size=4, pipeline=4)
     message = (
         r"ablation.freeze \(attention, experts\): pipeline stages 1, 2 would have nothing to train "

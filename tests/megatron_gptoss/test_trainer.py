@@ -50,7 +50,7 @@ def test_learning_rate_warms_up_then_stays_or_decays_to_a_tenth(
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (50, None), (5, 8), (50, 8)])
-def test_attended_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
+def test_attended_pairs_equal_those_of_the_mask(length: int, window: int | None) -> None:
     row = torch.arange(length)[:, None]
     column = torch.arange(length)[None]
     mask = (column <= row) & (column > row - (window or length))
@@ -81,7 +81,7 @@ def test_a_step_reports_its_speed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_decay_shrinks_matrices_and_nothing_else(dtype: torch.dtype) -> None:
+def test_weight_decay_shrinks_only_matrices(dtype: torch.dtype) -> None:
     model = build_model(TINY, ParallelConfig(), dtype)
     for parameter in model.parameters():
         parameter.data.fill_(1.0)

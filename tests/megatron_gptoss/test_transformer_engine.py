@@ -77,7 +77,7 @@ def relative(x: torch.Tensor, exact: torch.Tensor) -> float:
     return ((x.float() - exact.float()).norm() / exact.float().norm()).item()
 
 
-def test_the_router_bias_is_fp32_and_counts() -> None:
+def test_router_bias_is_fp32_and_changes_the_logits() -> None:
     model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
     router = next(module for module in model.modules() if isinstance(module, GptOssRouter))
     assert {p.dtype for n, p in model.named_parameters() if "router.bias" not in n} == {
@@ -155,7 +155,7 @@ def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(recompute: tuple[str,
     assert our_error < 1.1 * their_error
 
 
-def test_scores_are_those_of_the_logits() -> None:
+def test_scores_equal_log_probs_of_the_logits() -> None:
     trainer = policy()
     batch = build_batch(SAMPLES).to("cuda")
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_recomputed_layers_replay_their_routes() -> None:
             assert got == pytest.approx(want, rel=1e-2)
 
 
-def test_only_the_first_layers_compute_again_and_nothing_changes() -> None:
+def test_only_first_layers_recompute_with_equal_losses() -> None:
     """The allocator's peak in a backward pass shows the memory that layers keep.
 
     The unit of comparison is the activations that one layer frees. Workspaces of libraries and
@@ -395,7 +395,7 @@ def test_offload_avoids_second_weight_copy_and_releases_cache(
         assert optimizer.reserved >= update.reserved
 
 
-def test_a_cache_that_was_given_back_is_free_for_other_processes() -> None:
+def test_released_cache_is_free_for_other_processes() -> None:
     give_back_cache()
     free, _ = torch.cuda.mem_get_info()
     block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -408,7 +408,7 @@ def test_a_cache_that_was_given_back_is_free_for_other_processes() -> None:
 
 
 @pytest.mark.parametrize("recompute", [(), ("moe", "layernorm")])
-def test_a_step_says_where_its_time_went_and_does_not_get_slower(
+def test_step_timing_adds_up_and_costs_little_time(
     recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = policy(recompute)

@@ -40,7 +40,7 @@ def scores_of_base(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("quantization", [None, "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_trained_model_without_its_adapters_scores_as_its_base(
+def test_disabled_adapters_score_like_the_base(
     dtype: torch.dtype, quantization: Quantization | None
 ) -> None:
     model = adapted_model(ParallelConfig(), dtype=dtype, quantization=quantization)
@@ -55,7 +55,7 @@ def test_a_trained_model_without_its_adapters_scores_as_its_base(
     assert (with_adapters - reference).abs().max() > 0.1
 
 
-def test_adapters_have_their_scale_again_after_an_error() -> None:
+def test_adapter_scale_is_restored_after_an_error() -> None:
     scorer = Scorer(adapted_model(ParallelConfig()))
     before = torch.cat(scorer.score(BATCHES))
     with pytest.raises(RuntimeError, match="out of memory"), without_adapters(scorer.module):
@@ -63,7 +63,7 @@ def test_adapters_have_their_scale_again_after_an_error() -> None:
     assert torch.equal(torch.cat(scorer.score(BATCHES)), before)
 
 
-def test_gradients_after_a_reference_pass_are_those_without_one() -> None:
+def test_reference_pass_does_not_change_gradients() -> None:
     losses = []
     for has_reference in (False, True):
         trainer = PolicyTrainer(adapted_model(ParallelConfig()), OptimizerConfig())

@@ -64,7 +64,7 @@ def test_four_node_run_places_every_part_as_planned(
     assert "trainer 3   rollout workers 1" in text
 
 
-def test_status_and_logs_answer_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
+def test_status_and_logs_return_at_once(lab: Lab, uninterrupted: RunDirectory) -> None:
     for arguments, expected in [
         (("status",), "step 6 of 6"),
         (("logs",), "step 6/6"),
@@ -222,7 +222,7 @@ def test_killed_rank_is_first_error_of_heterogeneous_job(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_node_dies_names_it_and_goes_on_without_it(
+def test_run_names_dead_node_and_continues_without_it(
     lab: Lab, uninterrupted: RunDirectory
 ) -> None:
     """The test kills all processes of a node, including Slurm's daemon.
@@ -309,7 +309,7 @@ def test_containers_on_two_nodes_measure_bandwidth_first(lab: Lab) -> None:
     )
 
 
-def test_cancel_ends_the_run_and_what_is_chained_to_it(lab: Lab) -> None:
+def test_cancel_ends_the_run_and_its_chained_jobs(lab: Lab) -> None:
     lab.launch("cancelled", STEPS, nodes=2, chain=3)
     assert len(lab.state("cancelled").splitlines()) == 3
     lab.until(lambda: "RUNNING" in lab.state("cancelled"), "the first job to start", seconds=20)
@@ -358,7 +358,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_preflight_names_the_field_and_what_there_is_instead(lab: Lab, change: dict[str, object], message: str,
+def test_preflight_names_the_field_and_available_values(lab: Lab, change: dict[str, object], message: str,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("SLURM_CONF", lab.cluster.env["SLURM_CONF"])
     cluster = load_cluster(str(lab.cluster_file(**change)))

@@ -225,7 +225,7 @@ def test_the_readme_shows_pictures_of_both_themes() -> None:
         assert picture.stat().st_size < LARGEST_PICTURE
 
 
-def test_a_curve_grows_while_the_run_goes_on(
+def test_curve_grows_while_the_run_continues(
     chromium: Any, viewer: Served, run: ExampleRun
 ) -> None:
     with opened(chromium, viewer, "#/curves?runs=growing") as page:
@@ -270,7 +270,7 @@ def test_charts_zoom_together_and_smoothing_keeps_the_scale(chromium: Any, viewe
         until(page, "document.querySelectorAll('.chart:not([hidden])').length === 1")
 
 
-def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Served) -> None:
+def test_episodes_can_be_filtered_opened_and_colored(chromium: Any, viewer: Served) -> None:
     with opened(chromium, viewer, "#/episodes?run=growing") as page:
         page.wait_for_selector(".episodes tbody tr")
         assert page.get_by_role("status").last.inner_text() == "80 of 80 episodes"
@@ -302,9 +302,7 @@ def test_a_reader_filters_opens_and_colours_an_episode(chromium: Any, viewer: Se
         assert page.get_by_label("From step").input_value() == "19"
 
 
-def test_what_a_model_wrote_is_text_everywhere(
-    chromium: Any, viewer: Served, run: ExampleRun
-) -> None:
+def test_model_output_is_text_on_every_page(chromium: Any, viewer: Served, run: ExampleRun) -> None:
     (four,), (markup,) = VOCABULARY.encode("4"), VOCABULARY.encode("<i>bold</i>")
     group = groups_of_step(21, tasks=1)[0]
     for episode in group.trajectories:
@@ -326,7 +324,7 @@ def test_what_a_model_wrote_is_text_everywhere(
             assert page.locator("main i").count() == 0
 
 
-def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
+def test_viewer_is_usable_by_keyboard(chromium: Any, viewer: Served) -> None:
     with opened(chromium, viewer) as page:
         page.wait_for_selector(".chart canvas")
         page.keyboard.press("2")
@@ -354,7 +352,7 @@ def test_the_keyboard_suffices(chromium: Any, viewer: Served) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_is_wrong_with_a_run_is_seen_at_a_glance(
+def test_problems_of_a_run_are_visible_on_first_page(
     chromium: Any, viewer: Served, run: ExampleRun, width: int
 ) -> None:
     run.add(1, grad_norm=float("nan"))
@@ -373,7 +371,7 @@ def test_what_is_wrong_with_a_run_is_seen_at_a_glance(
         assert barriers(page) == []
 
 
-def test_an_answer_has_the_colour_of_its_reward(chromium: Any, viewer: Served) -> None:
+def test_answer_has_the_color_of_its_reward(chromium: Any, viewer: Served) -> None:
     colours = []
     for reward in ("reward_from=1", "reward_to=-1"):
         (row,) = viewer.get(f"/api/runs/growing/episodes?limit=1&{reward}").json["rows"]

@@ -51,14 +51,14 @@ def test_the_name_of_a_special_token_in_text_is_text() -> None:
     assert message.ended_by == "<|end|>"
 
 
-def test_a_message_that_was_cut_short_says_so() -> None:
+def test_truncated_message_is_marked() -> None:
     first, second = split("<|start|>", "user", "<|message|>", "hi", "<|start|>", "assistant")
     assert (first.text, first.ended_by) == ("hi", None)
     assert (second.role, second.text, second.ended_by) == ("assistant", "assistant", None)
 
 
 @given(st.lists(st.sampled_from(VOCABULARY.texts), max_size=40))
-def test_whatever_was_sampled_every_token_is_in_one_message(texts: list[str]) -> None:
+def test_every_harmony_token_is_in_exactly_one_message(texts: list[str]) -> None:
     messages = messages_of(texts, [False] * len(texts))
     covered = [i for message in messages for i in range(message.start, message.end)]
     assert covered == list(range(len(texts)))

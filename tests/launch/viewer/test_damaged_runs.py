@@ -122,7 +122,7 @@ def test_file_without_a_column_is_left_out_and_named(episodes: Path, tmp_path: P
         ]
 
 
-def test_what_a_merge_left_behind_is_shown_once(episodes: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_merge_are_shown_once(episodes: Path, tmp_path: Path) -> None:
     # A crash may happen between the write of the merged file and the deletion of the others.
     tables = [pq.read_table(file.path) for file in list_files(episodes)]
     merged = write_episodes(episodes, 100, pa.concat_tables(tables))

@@ -36,7 +36,7 @@ def finding_of(check: str, **last: Any) -> Finding:
     return finding
 
 
-def test_a_healthy_run_passes_every_check() -> None:
+def test_healthy_run_passes_every_check() -> None:
     findings = find(records(), is_on_policy=True)
     assert {finding.level for finding in findings} == {"good"}
     assert len(findings) == 9
@@ -67,13 +67,15 @@ def test_a_healthy_run_passes_every_check() -> None:
         ("speed", {"seconds/step": 50.0}, "warning", "5.0x the usual"),
     ],
 )
-def test_what_is_wrong_is_said(check: str, last: dict[str, Any], level: str, message: str) -> None:
+def test_health_check_reports_each_fault(
+    check: str, last: dict[str, Any], level: str, message: str
+) -> None:
     finding = finding_of(check, **last)
     assert finding.level == level
     assert message in finding.message
 
 
-def test_the_worst_comes_first() -> None:
+def test_worst_health_finding_comes_first() -> None:
     last = {"finish/length": 0.9, "ratio/deviation_max": 1.0}
     levels = [finding.level for finding in find(records(**last), is_on_policy=True)]
     assert levels[:3] == ["bad", "warning", "good"]
@@ -84,7 +86,7 @@ def test_a_ratio_is_free_to_deviate_off_policy() -> None:
     assert "importance ratio" not in {finding.check for finding in findings}
 
 
-def test_a_run_that_measures_little_is_judged_by_that() -> None:
+def test_run_with_few_metrics_is_checked_on_these() -> None:
     checks = [finding.check for finding in find([{"step": 0, "loss": 2.0}], is_on_policy=True)]
     assert checks == ["numbers are finite"]
     assert find([], is_on_policy=True) == []
@@ -103,7 +105,7 @@ def test_a_run_that_measures_little_is_judged_by_that() -> None:
         (40, 9000, True, None, "finished"),
     ],
 )
-def test_whether_a_run_goes_on(
+def test_run_state_is_derived_from_its_records(
     steps: int, silent: float, is_finished: bool, holder_is_alive: bool | None, state: str
 ) -> None:
     made = records(steps) if steps else []
@@ -112,7 +114,7 @@ def test_whether_a_run_goes_on(
     assert found == state
 
 
-def test_a_run_that_is_made_longer_is_not_finished() -> None:
+def test_extended_run_is_not_finished() -> None:
     made = records(40)
     now = made[-1]["time"] + 5
     assert state_of(made, now, steps=80, is_finished=True, holder_is_alive=True) == "running"

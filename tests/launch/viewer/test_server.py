@@ -96,7 +96,7 @@ def test_a_run_that_begins_later_appears(tmp_path: Path) -> None:
         assert "steps: 5" in viewer.get("/api/runs/new/config").json["config"]
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_distinguished(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder / "run").mkdir(parents=True)
         (tmp_path / folder / "run" / "config.yaml").touch()
@@ -295,7 +295,7 @@ TRAVERSALS = [
 
 
 @pytest.mark.parametrize("path", TRAVERSALS)
-def test_no_path_leads_out_of_the_runs(viewer: Served, path: str) -> None:
+def test_no_request_path_leaves_the_runs_directory(viewer: Served, path: str) -> None:
     answer = viewer.get(path)
     assert answer.status == 404
     assert set(answer.json) == {"error"}
@@ -306,7 +306,7 @@ def test_no_absolute_path_is_a_run(viewer: Served, runs: Path) -> None:
     assert viewer.get(f"/api/runs/{path}/config").status == 404
 
 
-def test_every_answer_forbids_foreign_content(viewer: Served) -> None:
+def test_every_response_forbids_external_content(viewer: Served) -> None:
     for path in ("/", "/static/app.js", "/api/runs", "/nothing", "/api/runs/first/episodes?x=1"):
         headers = viewer.get(path).headers
         policy = headers["Content-Security-Policy"]
@@ -339,7 +339,7 @@ def test_the_server_only_reads(viewer: Served) -> None:
         assert viewer.get("/api/runs", method=method).status == 405
 
 
-def test_a_foreign_name_for_this_machine_is_refused(viewer: Served) -> None:
+def test_unknown_host_name_of_this_machine_is_rejected(viewer: Served) -> None:
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
         answer = viewer.get("/api/runs", headers={"Host": host})
         assert answer.status == 403, host
@@ -347,7 +347,7 @@ def test_a_foreign_name_for_this_machine_is_refused(viewer: Served) -> None:
         assert viewer.get("/api/runs", headers={"Host": host}).status == 200, host
 
 
-def test_a_token_is_asked_for_and_leaves_the_address(runs: Path) -> None:
+def test_token_is_required_and_removed_from_the_address(runs: Path) -> None:
     with served(runs, ask_for_token=True) as viewer:
         token = viewer.address.partition("?token=")[2]
         assert len(token) > 20
@@ -372,7 +372,7 @@ def test_a_token_is_asked_for_and_leaves_the_address(runs: Path) -> None:
         assert viewer.get("/api/runs", {"Cookie": "gptoss_view=\xe9"}).status == 403
 
 
-def test_other_addresses_need_a_token_unasked(runs: Path) -> None:
+def test_addresses_beyond_loopback_always_need_a_token(runs: Path) -> None:
     opened = [open_server([runs], host, 0, False) for host in ("0.0.0.0", "127.0.0.1")]
     for server in opened:
         server.listener.close()
@@ -380,7 +380,7 @@ def test_other_addresses_need_a_token_unasked(runs: Path) -> None:
     assert "?token=" not in opened[1].address
 
 
-def test_mistakes_are_said_before_anything_starts(runs: Path, tmp_path: Path) -> None:
+def test_viewer_reports_mistakes_before_it_starts(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory"):
         open_server([tmp_path / "missing"], "127.0.0.1", 0, False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -404,14 +404,14 @@ ODD_VALUES = [
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EpisodeQuery)])
-def test_filters_never_fail(name: str, viewer: Served) -> None:
+def test_any_filter_values_give_a_response(name: str, viewer: Served) -> None:
     for value in ODD_VALUES:
         answer = viewer.get(f"/api/runs/first/episodes?{name}={value}")
         assert answer.status in (200, 400), (value, answer.body[:300])
 
 
 @pytest.mark.parametrize("value", ["9" * 30, "-1", "-" + "9" * 30])
-def test_odd_numbers_of_an_address_do_not_fail(value: str, viewer: Served) -> None:
+def test_odd_query_numbers_give_a_response(value: str, viewer: Served) -> None:
     assert viewer.get(f"/api/runs/first/episodes/{value}").status == 404
     for name in ("after", "generation"):
         assert viewer.get(f"/api/runs/first/curves?{name}={value}").status == 200
