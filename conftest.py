@@ -39,7 +39,7 @@ START_RAY = {
     "tests/rl_loop/engines/test_outside_backend.py",
     "tests/rl_loop/engines/test_sglang_sync.py",
     "tests/rl_loop/engines/test_sglang_sync_faults.py",
-    "tests/faults/test_fault_campaign.py",
+    "tests/faults/test_fault_injection.py",
     "tests/rl_loop/lifecycle/test_store_size.py",
     "tests/rl_loop/rollout/test_stored_routes.py",
     "benchmarks/tests/test_data_plane.py",

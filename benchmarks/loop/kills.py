@@ -35,7 +35,7 @@ from benchmarks.loop import run as reference_run
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, read_json_lines
-from tests.faults.course import Attempt
+from tests.faults.observed_run import Attempt
 
 VICTIMS = {
     "server": "sglang.launch_server",

@@ -62,7 +62,7 @@ import tempfile
 from pathlib import Path
 
 from tests.faults import results
-from tests.faults.campaign import Campaign
+from tests.faults.injector import Campaign
 from tests.faults.kinds import KINDS, SERVER_KINDS
 from tests.faults.options import Options
 from tests.faults.whole_run import kill_whole_runs

@@ -3,7 +3,7 @@
 import re
 
 from rl_loop.tracking.run_directory import RunDirectoryError
-from tests.faults.course import Attempt, Course, Numbers
+from tests.faults.observed_run import Attempt, Course, Numbers
 from tests.faults.options import Options
 from tests.faults.pairs import kind_of
 from tests.faults.results import Injection

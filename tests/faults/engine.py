@@ -1,7 +1,7 @@
 """Embedded engine that samples scripted turns and injects false answers on request.
 
-course.py names it as ``tests.faults.engine:FaultyBackend``. A file in ``orders`` is an order. The
-first engine that sees it executes it:
+observed_run.py names it as ``tests.faults.engine:FaultyBackend``. A file in ``orders`` is an order.
+The first engine that sees it executes it:
 
     nan      log-probs of an answer are NaN
     version  an answer has a future weight version

@@ -21,7 +21,7 @@ import pyarrow.parquet as parquet
 from megatron_gptoss.checkpoint.checksums import damage_in
 from rl_loop.tracking.episode_files import read_row_groups
 from rl_loop.tracking.run_directory import RunDirectoryError
-from tests.faults.course import Attempt, Course, small_file_system
+from tests.faults.observed_run import Attempt, Course, small_file_system
 from tests.faults.options import Options
 
 PROCESSES = {

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from tests.faults.checks import compare_episodes
-from tests.faults.course import Attempt, Course, Numbers
+from tests.faults.observed_run import Attempt, Course, Numbers
 from tests.faults.options import Options
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.faults import results
 from tests.faults.checks import examine
-from tests.faults.course import Attempt, Course
+from tests.faults.observed_run import Attempt, Course
 from tests.faults.options import Options
 from tests.faults.reference import Reference
 from tests.faults.results import CourseResult, Results, WholeRunKill

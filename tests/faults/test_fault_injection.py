@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from tests.faults import Attempt, Course, results, whole_run
-from tests.faults.campaign import Campaign
 from tests.faults.checks import examine, find_named_damage, judge_outcome
-from tests.faults.course import MARK, Numbers, RecordedStep, own_environment
+from tests.faults.injector import Campaign
 from tests.faults.kinds import (
     KINDS,
     Moment,
@@ -26,6 +25,7 @@ from tests.faults.kinds import (
     fill,
     possible_kinds,
 )
+from tests.faults.observed_run import MARK, Numbers, RecordedStep, own_environment
 from tests.faults.options import Options
 from tests.faults.results import CourseResult, Injection, Results, WholeRunKill
 from tests.faults.soak import BLOCKS, fit, slopes

@@ -27,11 +27,11 @@ from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatch
-from tests.faults.campaign import Campaign
 from tests.faults.checks import judge_outcome
-from tests.faults.course import Attempt, Course
 from tests.faults.engine import DAMAGED
+from tests.faults.injector import Campaign
 from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
+from tests.faults.observed_run import Attempt, Course
 from tests.faults.options import Options
 from tests.faults.pairs import OnlyFirst, kind_of, plan_pairs
 from tests.faults.results import Injection
@@ -213,7 +213,7 @@ def test_an_episode_of_other_weights_is_not_one_of_its_step(
 
         def refresh(self) -> None: ...
 
-    monkeypatch.setattr("tests.faults.course.EpisodeReader", lambda path: Reader())
+    monkeypatch.setattr("tests.faults.observed_run.EpisodeReader", lambda path: Reader())
     course = Course.__new__(Course)
     course.run = RunDirectory(Path("runs/any"))
     assert course.episodes() == {4: Counter({"a": 2, "a of weights 3 to 4": 1})}

@@ -17,8 +17,8 @@ from tests.faults.checks import (
     find_named_damage,
     judge_outcome,
 )
-from tests.faults.course import Attempt, Course, small_file_system
 from tests.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYet, possible_kinds
+from tests.faults.observed_run import Attempt, Course, small_file_system
 from tests.faults.options import Options
 from tests.faults.pairs import SEPARATOR, OnlyFirst, kind_of, plan_pairs
 from tests.faults.reference import Reference
