@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tolerances import (
-    assert_same_course,
+    assert_same_training,
     assert_within,
     attention_error,
     log_prob_error,
@@ -188,10 +188,10 @@ def test_nan_is_never_within_a_bound() -> None:
         ([3.02], "of step 2: off by 2.0e-02"),
     ],
 )
-def test_same_course_allows_drift_but_no_fault(found: list[float], fault: str | None) -> None:
+def test_same_training_allows_drift_but_no_fault(found: list[float], fault: str | None) -> None:
     expected, exact = [5.0, 4.0, 3.0], [5.0000001, 4.00002, 3.0003]
     if fault is None:
-        assert_same_course(found, expected, exact, terms=100, name="loss")
+        assert_same_training(found, expected, exact, terms=100, name="loss")
         return
     with pytest.raises(AssertionError, match=fault):
-        assert_same_course(found, expected, exact, terms=100, name="loss")
+        assert_same_training(found, expected, exact, terms=100, name="loss")

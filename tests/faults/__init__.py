@@ -13,7 +13,7 @@ results.py       file of results and its table
 __main__.py      command line
 """
 
-from tests.faults.observed_run import CONFIG, Attempt, Course
+from tests.faults.observed_run import CONFIG, Attempt, ObservedRun
 from tests.faults.options import Options
 
-__all__ = ["CONFIG", "Attempt", "Course", "Options"]
+__all__ = ["CONFIG", "Attempt", "ObservedRun", "Options"]

@@ -46,7 +46,7 @@ above 1. A run that has ended is continued with ``--resume``. A fault fails in t
   be equal bit by bit, unless --tolerance allows a difference.
 - No message names the damage.
 
-A run has --faults-per-course faults. It fails if a step is missing or was recorded twice, or if a
+A run has --faults-per-run faults. It fails if a step is missing or was recorded twice, or if a
 step was trained on wrong episodes, on an episode twice, or on episodes of other weights.
 
 Random choices depend on --seed, except the times within a step, which depend on the speed of the
@@ -62,7 +62,7 @@ import tempfile
 from pathlib import Path
 
 from tests.faults import results
-from tests.faults.injector import Campaign
+from tests.faults.injector import FaultInjector
 from tests.faults.kinds import KINDS, SERVER_KINDS
 from tests.faults.options import Options
 from tests.faults.whole_run import kill_whole_runs
@@ -78,8 +78,8 @@ def main() -> None:
     add("--kinds", nargs="+", choices=list(KINDS | SERVER_KINDS), default=[], help="all by default")
     add("--servers", type=int, default=Options.servers, help="that sample, of SGLang's protocol")
     add("--pairs", action="store_true", help="two faults at a time")
-    add("--steps", type=int, default=Options.steps, help="of a course in which faults happen")
-    add("--faults-per-course", type=int, default=Options.faults_per_course)
+    add("--steps", type=int, default=Options.steps, help="steps of a run in which faults happen")
+    add("--faults-per-run", type=int, default=Options.faults_per_run)
     add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
     add("--starved", type=float, default=Options.starved_seconds, help="seconds of busy loops")
     add("--patience", type=float, default=Options.patience, help="seconds until it has healed")
@@ -111,7 +111,7 @@ def main() -> None:
         servers=arguments.servers,
         pairs=arguments.pairs,
         steps=arguments.steps,
-        faults_per_course=arguments.faults_per_course,
+        faults_per_run=arguments.faults_per_run,
         stopped_seconds=arguments.stopped,
         starved_seconds=arguments.starved,
         patience=arguments.patience,
@@ -125,7 +125,7 @@ def main() -> None:
                 options, Path(directory), arguments.whole_run, arguments.results
             )
         else:
-            found = Campaign(options, Path(directory), arguments.results).run()
+            found = FaultInjector(options, Path(directory), arguments.results).run()
     print(results.table(found))
     if found.failures:
         sys.exit(1)

@@ -3,7 +3,7 @@
 import re
 
 from rl_loop.tracking.run_directory import RunDirectoryError
-from tests.faults.observed_run import Attempt, Course, Numbers
+from tests.faults.observed_run import Attempt, Numbers, ObservedRun
 from tests.faults.options import Options
 from tests.faults.pairs import kind_of
 from tests.faults.results import Injection
@@ -38,12 +38,12 @@ def find_named_damage(attempt: Attempt, file: str) -> str:
     return named.group() if named else ""
 
 
-def compare_curves(course: Course, reference: dict[int, Numbers], tolerance: float) -> str:
+def compare_curves(run: ObservedRun, reference: dict[int, Numbers], tolerance: float) -> str:
     """Return the first difference from the recorded steps of the undisturbed run.
 
     Only steps that the undisturbed run has completed are compared.
     """
-    recorded = course.recorded()
+    recorded = run.recorded()
     steps = [step.step for step in recorded]
     if steps != list(range(1, len(steps) + 1)):
         return f"steps are missing or were recorded twice: {steps}"
@@ -60,26 +60,26 @@ def compare_curves(course: Course, reference: dict[int, Numbers], tolerance: flo
     return ""
 
 
-def compare_episodes(course: Course) -> str:
+def compare_episodes(run: ObservedRun) -> str:
     """Return the steps that were not trained exactly once on each of their episodes."""
     try:
-        trained = course.episodes()
+        trained = run.episodes()
     except RunDirectoryError as error:
         return f"the episodes cannot be read: {error}"
 
-    expected = course.expected_episodes(len(course.curve()))
+    expected = run.expected_episodes(len(run.curve()))
     for step in sorted(set(expected) | set(trained)):
         if trained.get(step) != expected.get(step):
             return f"step {step} was trained on {trained.get(step)}, not on {expected.get(step)}"
     return ""
 
 
-def examine(course: Course, reference: dict[int, Numbers], options: Options) -> str:
+def examine(run: ObservedRun, reference: dict[int, Numbers], options: Options) -> str:
     """Return an error if the records of a finished run are wrong, or an empty string."""
-    left = course.attempts[-1].leftovers(options.limit())
+    left = run.attempts[-1].leftovers(options.limit())
     if left:
         return f"left behind: {left}"
-    unknown = set(course.curve()) - set(reference)
+    unknown = set(run.curve()) - set(reference)
     if unknown:
         return f"steps that the undisturbed run does not have: {sorted(unknown)}"
-    return compare_curves(course, reference, options.tolerance) or compare_episodes(course)
+    return compare_curves(run, reference, options.tolerance) or compare_episodes(run)

@@ -18,11 +18,11 @@ from tests.faults.checks import (
     judge_outcome,
 )
 from tests.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYet, possible_kinds
-from tests.faults.observed_run import Attempt, Course, small_file_system
+from tests.faults.observed_run import Attempt, ObservedRun, small_file_system
 from tests.faults.options import Options
 from tests.faults.pairs import SEPARATOR, OnlyFirst, kind_of, plan_pairs
 from tests.faults.reference import Reference
-from tests.faults.results import CourseResult, Injection, Results
+from tests.faults.results import Injection, Results, RunResult
 
 MOST_RETRIES = 20
 """Maximum number of postponed faults per kind, if a requirement is missing."""
@@ -34,7 +34,7 @@ STEPS_UNNOTICED = 10
 """Steps after a fault that show that a run ignores it although it should end."""
 
 
-class Campaign:
+class FaultInjector:
     """Fault-injection test that injects the missing faults of its file of results."""
 
     def __init__(self, options: Options, directory: Path, file: Path | None = None) -> None:
@@ -92,54 +92,54 @@ class Campaign:
         """Start runs until all faults have been injected or the time is up."""
         self._reference = Reference(self.options, self._directory)
         try:
-            courses = len(self.results.courses)
+            runs = len(self.results.runs)
             while not self._is_over:
-                directory = self._directory / f"course_{courses}"
+                directory = self._directory / f"run_{runs}"
                 with (
                     small_file_system(directory),
-                    closing(Course(self.options, directory)) as course,
+                    closing(ObservedRun(self.options, directory)) as run,
                 ):
-                    self._run_course(course)
+                    self._inject_into_run(run)
                 shutil.rmtree(directory, ignore_errors=True)
-                courses += 1
+                runs += 1
         finally:
             self._reference.close()
         return self.results
 
     # -- runs -------------------------------------------------------------------------------------
 
-    def _run_course(self, course: Course) -> None:
-        name = f"{course.directory.name}_{int(time.time())}"
-        result = CourseResult(name, self.options.seed)
-        attempt = course.start()
-        if not course.wait_for_step(attempt, START_PATIENCE * self.options.limit()):
+    def _inject_into_run(self, run: ObservedRun) -> None:
+        name = f"{run.directory.name}_{int(time.time())}"
+        result = RunResult(name, self.options.seed)
+        attempt = run.start()
+        if not run.wait_for_step(attempt, START_PATIENCE * self.options.limit()):
             attempt.kill_everything()
             raise SystemExit(f"a run has not begun:\n{attempt.said[-3000:]}")
 
         if self._planned_end == math.inf:
             self._planned_end = time.monotonic() + 60 * self.options.minutes
         injected = 0
-        while injected < self.options.faults_per_course and not self._is_over:
-            if len(course.recorded()) > self.options.steps:
+        while injected < self.options.faults_per_run and not self._is_over:
+            if len(run.recorded()) > self.options.steps:
                 break
             time.sleep(self._random.uniform(0, 3))
             if attempt.has_ended:
-                if not course.is_finished():
+                if not run.is_finished():
                     result.failure = f"it ended without a fault: {attempt.last_error()}"
                 break
 
-            injection = Injection(self.left.pop(0), len(course.recorded()), course=name)
+            injection = Injection(self.left.pop(0), len(run.recorded()), run=name)
             injection.seed = self.options.seed
-            attempt = self._inject(course, attempt, injection)
+            attempt = self._inject(run, attempt, injection)
             self._record(injection)
             if injection.outcome != "not injected":
                 injected += 1
                 self._injected += 1
-            if injection.failure or course.is_finished():
+            if injection.failure or run.is_finished():
                 break
-        self._end_course(course, attempt, result)
+        self._end_run(run, attempt, result)
 
-    def _end_course(self, course: Course, attempt: Attempt, result: CourseResult) -> None:
+    def _end_run(self, run: ObservedRun, attempt: Attempt, result: RunResult) -> None:
         """Stop the run and check all of its records."""
         if not result.failure and not attempt.stop_after_step(self.options.limit()):
             result.failure = f"it cannot be stopped: {attempt.last_error()}"
@@ -147,23 +147,23 @@ class Campaign:
             attempt.kill_everything()
 
         assert self._reference is not None
-        steps = course.recorded()
+        steps = run.recorded()
         if steps and not result.failure:
             reference = self._reference.up_to(steps[-1].step)
-            result.failure = examine(course, reference, self.options)
-        result.attempts = len(course.attempts)
+            result.failure = examine(run, reference, self.options)
+        result.attempts = len(run.attempts)
         result.steps = len(steps)
         with suppress(Exception):  # an unreadable file has been reported already
-            result.episodes = sum(count.total() for count in course.episodes().values())
-        self.results.courses.append(result)
+            result.episodes = sum(count.total() for count in run.episodes().values())
+        self.results.runs.append(result)
         results.append(self._file, result)
-        print(f"{result.course}: {result.steps} steps  {result.failure or 'ok'}", flush=True)
+        print(f"{result.name}: {result.steps} steps  {result.failure or 'ok'}", flush=True)
 
     # -- faults -----------------------------------------------------------------------------------
 
-    def _inject(self, course: Course, attempt: Attempt, injection: Injection) -> Attempt:
+    def _inject(self, run: ObservedRun, attempt: Attempt, injection: Injection) -> Attempt:
         """Inject a fault and wait for its outcome. Return the attempt that continues the run."""
-        moment = Moment(course, attempt, self._random, self.options, self._end)
+        moment = Moment(run, attempt, self._random, self.options, self._end)
         with moment.undo:
             try:
                 injection.detail = kind_of(injection.kind).inject(moment)
@@ -176,15 +176,15 @@ class Campaign:
             except AssertionError as error:
                 injection.failure = str(error)
             if injection.outcome != "not injected":
-                self._await_outcome(course, attempt, injection)
+                self._await_outcome(run, attempt, injection)
             if injection.outcome != "not injected":
                 injection.failure = injection.failure or judge_outcome(attempt, injection)
 
-        if attempt.has_ended and not course.is_finished():
-            attempt = self._resume(course, attempt, injection)
+        if attempt.has_ended and not run.is_finished():
+            attempt = self._resume(run, attempt, injection)
         assert self._reference is not None
         injection.failure = injection.failure or compare_curves(
-            course, self._reference.curve(), self.options.tolerance
+            run, self._reference.curve(), self.options.tolerance
         )
         return attempt
 
@@ -198,7 +198,7 @@ class Campaign:
         if self._retries[kind] <= MOST_RETRIES:
             self.left.insert(min(2, len(self.left)), kind)
 
-    def _await_outcome(self, course: Course, attempt: Attempt, injection: Injection) -> None:
+    def _await_outcome(self, run: ObservedRun, attempt: Attempt, injection: Injection) -> None:
         """Wait until the run has recorded steps that began after the fault, or has ended."""
         kind = kind_of(injection.kind)
         enough = STEPS_UNNOTICED if kind.must_end else STEPS_TO_HEAL
@@ -207,21 +207,21 @@ class Campaign:
         while not injection.outcome:
             # the load may increase during the wait
             injection.limit = max(injection.limit, self.options.limit())
-            newest = course.newest_time()
+            newest = run.newest_time()
             if newest > began:
                 steps_after.add(newest)
-            if attempt.has_ended and course.is_finished():
+            if attempt.has_ended and run.is_finished():
                 injection.outcome = "healed"
                 if len(steps_after) < STEPS_TO_HEAL:
                     self._put_off(injection, "the run came to its end before it could be told")
             elif attempt.has_ended:
                 injection.outcome = "ended"
                 injection.said = attempt.last_error(seconds=2.0)
-            elif len(steps_after) >= enough and _is_complete(course, attempt, kind):
+            elif len(steps_after) >= enough and _is_complete(run, attempt, kind):
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:
                 has_healed = len(steps_after) >= STEPS_TO_HEAL
-                if has_healed and _is_complete(course, attempt, kind):
+                if has_healed and _is_complete(run, attempt, kind):
                     injection.outcome = "healed"
                 else:
                     injection.outcome = "hung"
@@ -231,14 +231,14 @@ class Campaign:
                 time.sleep(0.2)
         injection.seconds = round(time.time() - began, 2)
 
-    def _resume(self, course: Course, attempt: Attempt, injection: Injection) -> Attempt:
+    def _resume(self, run: ObservedRun, attempt: Attempt, injection: Injection) -> Attempt:
         """Check for leftover processes, resume the run, and wait for a step."""
         left = attempt.leftovers(self.options.limit())
         if left:
             injection.failure = injection.failure or f"left behind: {left}"
 
-        following = course.start(resume=True)
-        if not course.wait_for_step(following, START_PATIENCE * self.options.limit()):
+        following = run.start(resume=True)
+        if not run.wait_for_step(following, START_PATIENCE * self.options.limit()):
             problem = f"--resume did not go on: {following.last_error()}"
             injection.failure = injection.failure or problem
         has_damage = "corrupt_checkpoint" in injection.kind.split(SEPARATOR)
@@ -259,8 +259,8 @@ class Campaign:
         )
 
 
-def _is_complete(course: Course, attempt: Attempt, kind: Kind) -> bool:
+def _is_complete(run: ObservedRun, attempt: Attempt, kind: Kind) -> bool:
     """Return True if the number of processes of the affected sort is complete again."""
     if not kind.comes_back:
         return True
-    return len(attempt.processes(PROCESSES[kind.comes_back])) >= course.servers
+    return len(attempt.processes(PROCESSES[kind.comes_back])) >= run.servers

@@ -21,7 +21,7 @@ import pyarrow.parquet as parquet
 from megatron_gptoss.checkpoint.checksums import damage_in
 from rl_loop.tracking.episode_files import read_row_groups
 from rl_loop.tracking.run_directory import RunDirectoryError
-from tests.faults.observed_run import Attempt, Course, small_file_system
+from tests.faults.observed_run import Attempt, ObservedRun, small_file_system
 from tests.faults.options import Options
 
 PROCESSES = {
@@ -44,7 +44,7 @@ class NotPossibleYet(Exception):
 class Moment:
     """The run and the options of one injection."""
 
-    course: Course
+    run: ObservedRun
     attempt: Attempt
     random: random.Random
     options: Options
@@ -136,7 +136,7 @@ def starve(moment: Moment) -> str:
 
 def cut(moment: Moment) -> str:
     """Close all TCP connections of a process from outside."""
-    names = ["worker", "trainer", "driver", *["server"] * (moment.course.servers > 0)]
+    names = ["worker", "trainer", "driver", *["server"] * (moment.run.servers > 0)]
     name = moment.random.choice(names)
     process = victim(moment, name)
     connections = [
@@ -179,9 +179,9 @@ def can_close_connections() -> bool:
 
 def fill(moment: Moment) -> str:
     """Fill the file system of the run."""
-    if not os.path.ismount(moment.course.directory):
+    if not os.path.ismount(moment.run.directory):
         raise NotPossibleYet("the run is on no file system of its own")
-    ballast = moment.course.directory / "ballast"
+    ballast = moment.run.directory / "ballast"
     moment.undo.callback(ballast.unlink, missing_ok=True)
     written = 0
     try:
@@ -218,8 +218,8 @@ def server(moment: Moment) -> psutil.Process:
     Otherwise the effect of an earlier fault would count as an effect of this one.
     """
     running = moment.attempt.processes(PROCESSES["server"])
-    if len(running) < moment.course.servers:
-        raise NotPossibleYet(f"{len(running)} of {moment.course.servers} servers are running")
+    if len(running) < moment.run.servers:
+        raise NotPossibleYet(f"{len(running)} of {moment.run.servers} servers are running")
     return victim(moment, "server")
 
 
@@ -262,7 +262,7 @@ def flip_a_bit(path: Path, chance: random.Random, place: int | None = None) -> s
 
 def corrupt_checkpoint(moment: Moment) -> str:
     """Damage the newest checkpoint and end the run. The resumed run must detect the damage."""
-    root = moment.course.run.checkpoints
+    root = moment.run.files.checkpoints
     if _intact_checkpoints(root) < 2:
         raise NotPossibleYet("there are no two intact checkpoints")
     moment.attempt.driver.kill()
@@ -286,7 +286,7 @@ def corrupt_episodes(moment: Moment) -> str:
 
     Parquet has checksums for the contents of pages, but not for page headers and the footer.
     """
-    files = sorted(moment.course.run.episodes.glob("*-*.parquet"))
+    files = sorted(moment.run.files.episodes.glob("*-*.parquet"))
     if not files:
         raise NotPossibleYet("no file of episodes is complete")
     path = moment.random.choice(files)
@@ -314,7 +314,7 @@ def order(name: str, content: str = "") -> Callable[[Moment], str]:
     """Return a function that makes an engine (engine.py) or a server execute an order."""
 
     def inject(moment: Moment) -> str:
-        path = moment.course.orders / name
+        path = moment.run.orders / name
         path.write_text(content)
         deadline = min(time.monotonic() + moment.options.limit(), moment.deadline)
         while path.exists():

@@ -187,7 +187,7 @@ def own_environment(mark: str) -> dict[str, str]:
     return environment
 
 
-class Course:
+class ObservedRun:
     """A run under fault injection, from its first step. It may consist of several attempts."""
 
     def __init__(self, options: Options, directory: Path, further: Sequence[str] = ()) -> None:
@@ -198,7 +198,7 @@ class Course:
         self.servers = options.servers
         self._overrides = [*overrides(options, directory, self.orders), *further]
         self.config = load_config(CONFIG, RlConfig, self._overrides)
-        self.run = RunDirectory(self.config.directory)
+        self.files = RunDirectory(self.config.directory)
         self.attempts: list[Attempt] = []
 
     def start(self, resume: bool = False) -> Attempt:
@@ -206,7 +206,7 @@ class Course:
         for stale in self.orders.iterdir():
             stale.unlink(missing_ok=True)
         log = self.directory.with_name(f"{self.directory.name}_{len(self.attempts)}.log")
-        goes_on = resume and self.run.existing()
+        goes_on = resume and self.files.existing()
         arguments = [*self._overrides, *(["--resume"] if goes_on else [])]
         self.attempts.append(Attempt(CONFIG, arguments, log, ENVIRONMENT))
         return self.attempts[-1]
@@ -230,7 +230,7 @@ class Course:
     def recorded(self) -> list[RecordedStep]:
         """Return the recorded steps in the order of the file."""
         try:
-            lines = read_json_lines(self.run.metrics)
+            lines = read_json_lines(self.files.metrics)
         except RunDirectoryError:  # the file does not exist yet, or its last line is incomplete
             return []
         return [
@@ -260,7 +260,7 @@ class Course:
         Raises:
             RunDirectoryError: a record is unreadable.
         """
-        reader = EpisodeReader(self.run.episodes)
+        reader = EpisodeReader(self.files.episodes)
         reader.refresh()
         trained: dict[int, Counter[str]] = {}
         for row in reader.figures.to_pylist():

@@ -22,9 +22,9 @@ class Options:
     steps: int = 80
     """Steps of a run after which no fault is injected.
 
-    A run has ``course.RESERVED_STEPS`` more steps. The learning rate schedule depends on both.
+    A run has ``observed_run.RESERVED_STEPS`` more steps. The learning rate schedule depends on both.
     """
-    faults_per_course: int = 12
+    faults_per_run: int = 12
     """Number of faults after which a run is stopped and examined, and a new run begins."""
     stopped_seconds: float = 20.0
     """Seconds between SIGSTOP and SIGCONT."""

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from tests.faults.checks import compare_episodes
-from tests.faults.observed_run import Attempt, Course, Numbers
+from tests.faults.observed_run import Attempt, Numbers, ObservedRun
 from tests.faults.options import Options
 
 
@@ -13,10 +13,10 @@ class Reference:
 
     def __init__(self, options: Options, directory: Path) -> None:
         self._options = options
-        self._course = Course(options, directory / "undisturbed")
+        self._run = ObservedRun(options, directory / "undisturbed")
         self._attempt: Attempt | None = None
         if not options.reference_follows:
-            self._attempt = self._course.start()
+            self._attempt = self._run.start()
         self._curve: dict[int, Numbers] = {}
 
     def curve(self) -> dict[int, Numbers]:
@@ -24,20 +24,20 @@ class Reference:
         if self._curve or self._attempt is None:
             return self._curve
         if not self._attempt.has_ended:
-            return self._course.curve()
+            return self._run.curve()
 
         if self._attempt.driver.returncode != 0:
             raise SystemExit(f"the undisturbed run failed:\n{self._attempt.said[-3000:]}")
-        problem = compare_episodes(self._course)
+        problem = compare_episodes(self._run)
         if problem:
             raise SystemExit(f"the undisturbed run: {problem}")
-        self._curve = self._course.curve()
+        self._curve = self._run.curve()
         return self._curve
 
     def up_to(self, step: int) -> dict[int, Numbers]:
         """Wait until ``step`` is recorded, and return all numbers."""
         if self._attempt is None:
-            self._attempt = self._course.start()
+            self._attempt = self._run.start()
         while step not in self.curve():
             if self._attempt.has_ended and step not in self.curve():
                 raise SystemExit(f"the undisturbed run has no step {step}")
@@ -46,4 +46,4 @@ class Reference:
 
     def close(self) -> None:
         """End the run if it is still running."""
-        self._course.close()
+        self._run.close()

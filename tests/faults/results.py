@@ -18,8 +18,8 @@ class Injection:
     step: int
     """Number of steps that were recorded before the fault."""
     seed: int = 0
-    course: str = ""
-    """Name of the run, as in CourseResult."""
+    run: str = ""
+    """Name of the run, as in RunResult."""
     detail: str = ""
     """Description of the affected object."""
     outcome: str = ""
@@ -35,10 +35,10 @@ class Injection:
 
 
 @dataclass
-class CourseResult:
+class RunResult:
     """Result of a run after all of its faults."""
 
-    course: str
+    name: str
     seed: int = 0
     attempts: int = 0
     steps: int = 0
@@ -52,7 +52,7 @@ class CourseResult:
 class WholeRunKill:
     """One kill of a whole run."""
 
-    course: str
+    run: str
     step: int
     """Number of steps that were recorded before the kill."""
     seed: int = 0
@@ -67,7 +67,7 @@ class Results:
     """Contents of files of results."""
 
     injections: list[Injection] = field(default_factory=list)
-    courses: list[CourseResult] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     kills: list[WholeRunKill] = field(default_factory=list)
 
     def examined(self) -> set[tuple[int, str]]:
@@ -75,7 +75,7 @@ class Results:
 
         If the test is killed, the faults of its current run count as not done.
         """
-        return {(course.seed, course.course) for course in self.courses}
+        return {(run.seed, run.name) for run in self.runs}
 
     def counted(self) -> list[Injection]:
         """Return the injected faults of examined runs. Failed faults always count."""
@@ -84,21 +84,19 @@ class Results:
             fault
             for fault in self.injections
             if fault.outcome != "not injected"
-            and (fault.failure or (fault.seed, fault.course) in examined)
+            and (fault.failure or (fault.seed, fault.run) in examined)
         ]
 
     @property
     def failures(self) -> list[str]:
         """Return descriptions of all failures."""
         faults = [f"{fault.kind}: {fault.failure}" for fault in self.injections if fault.failure]
-        courses = [
-            f"{course.course}: {course.failure}" for course in self.courses if course.failure
-        ]
-        return faults + courses
+        runs = [f"{run.name}: {run.failure}" for run in self.runs if run.failure]
+        return faults + runs
 
 
-Record = Injection | CourseResult | WholeRunKill
-TYPES = {"fault": Injection, "course": CourseResult, "kill": WholeRunKill}
+Record = Injection | RunResult | WholeRunKill
+TYPES = {"fault": Injection, "run": RunResult, "kill": WholeRunKill}
 
 
 def append(path: Path | None, record: Record) -> None:
@@ -122,8 +120,8 @@ def read(paths: Sequence[Path]) -> Results:
             record = TYPES[values.pop("record")](**values)
             if isinstance(record, Injection):
                 results.injections.append(record)
-            elif isinstance(record, CourseResult):
-                results.courses.append(record)
+            elif isinstance(record, RunResult):
+                results.runs.append(record)
             else:
                 results.kills.append(record)
     return results
@@ -143,15 +141,15 @@ def table(results: Results) -> str:
     seeds = sorted({fault.seed for fault in counted} | {kill.seed for kill in results.kills})
     late = sum(fault.seconds > 60 for fault in counted)
     examined = results.examined()
-    unexamined = sum((f.seed, f.course) not in examined for f in results.injections)
+    unexamined = sum((f.seed, f.run) not in examined for f in results.injections)
     lines += [
         "",
-        f"seeds {', '.join(map(str, seeds))}; {len(results.courses)} courses in "
-        f"{sum(course.attempts for course in results.courses)} attempts, "
-        f"{sum(course.steps for course in results.courses)} steps compared, "
-        f"{sum(course.episodes for course in results.courses)} episodes counted; "
+        f"seeds {', '.join(map(str, seeds))}; {len(results.runs)} runs in "
+        f"{sum(run.attempts for run in results.runs)} attempts, "
+        f"{sum(run.steps for run in results.runs)} steps compared, "
+        f"{sum(run.episodes for run in results.runs)} episodes counted; "
         f"{late} faults took more than 60 s; {len(results.kills)} kills of a whole run; "
-        f"{unexamined} faults of courses that were not examined",
+        f"{unexamined} faults of runs that were not examined",
     ]
     lines += [f"- FAILED: {failure}" for failure in results.failures]
     return "\n".join(lines)

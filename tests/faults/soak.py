@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tests.faults import CONFIG, Attempt, Course, Options
+from tests.faults import CONFIG, Attempt, ObservedRun, Options
 
 BLOCKS = 10
 STEPS = "steps"
@@ -167,12 +167,12 @@ GROWING = ("episodes", "metrics.jsonl", "tensorboard", "output.log")
 
 
 def watch(
-    course: Course, minutes: float, every: float, record: Path | None = None
+    run: ObservedRun, minutes: float, every: float, record: Path | None = None
 ) -> tuple[list[float], list[dict[str, float]], str]:
     """Take samples while the run runs.
 
     Args:
-        course: run to start.
+        run: run to start.
         minutes: duration after the first step.
         every: seconds between two samples.
         record: file that gets every sample immediately as a JSON line.
@@ -180,8 +180,8 @@ def watch(
     Returns:
         The times in hours, the samples, and the output of the run if it ended early.
     """
-    attempt = course.start()
-    while not course.curve():
+    attempt = run.start()
+    while not run.curve():
         if attempt.has_ended:
             raise SystemExit(f"the run failed:\n{attempt.said[-3000:]}")
         time.sleep(0.5)
@@ -191,10 +191,10 @@ def watch(
     samples: list[dict[str, float]] = []
     while time.monotonic() - began < 60 * minutes and not attempt.has_ended:
         taken = sample(attempt)
-        taken["disk but records, MB"] = disk_bytes(course.run.path, GROWING) / 1e6
-        steps = max(1, len(course.curve()))
+        taken["disk but records, MB"] = disk_bytes(run.files.path, GROWING) / 1e6
+        steps = max(1, len(run.curve()))
         taken[STEPS] = steps
-        records = disk_bytes(course.run.path, ()) / 1e3 - taken["disk but records, MB"] * 1e3
+        records = disk_bytes(run.files.path, ()) / 1e3 - taken["disk but records, MB"] * 1e3
         taken["records per step, kB"] = records / steps
         if attempt.has_ended:  # some processes had exited during the sample
             break
@@ -260,13 +260,13 @@ def main() -> None:
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="soak_") as directory:
-        course = Course(
+        run = ObservedRun(
             Options(steps=10**6, deterministic=False),
             Path(directory) / "run",
             [f"algorithm.max_staleness={options.staleness}"],
         )
-        times, samples, ended = watch(course, options.minutes, options.every, options.json)
-        steps = len(course.curve())
+        times, samples, ended = watch(run, options.minutes, options.every, options.json)
+        steps = len(run.curve())
 
     if len(samples) < 2:
         raise SystemExit(f"the run ended before there were two samples:\n{ended}")

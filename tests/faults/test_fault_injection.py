@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tests.faults import Attempt, Course, results, whole_run
+from tests.faults import Attempt, ObservedRun, results, whole_run
 from tests.faults.checks import examine, find_named_damage, judge_outcome
-from tests.faults.injector import Campaign
+from tests.faults.injector import FaultInjector
 from tests.faults.kinds import (
     KINDS,
     Moment,
@@ -27,7 +27,7 @@ from tests.faults.kinds import (
 )
 from tests.faults.observed_run import MARK, Numbers, RecordedStep, own_environment
 from tests.faults.options import Options
-from tests.faults.results import CourseResult, Injection, Results, WholeRunKill
+from tests.faults.results import Injection, Results, RunResult, WholeRunKill
 from tests.faults.soak import BLOCKS, fit, slopes
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
@@ -43,10 +43,10 @@ def all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_has_equal_kind_counts_and_depends_on_seed(
     tmp_path: Path,
 ) -> None:
-    plan = Campaign(Options(seed=3, count=3 * len(KINDS)), tmp_path).left
+    plan = FaultInjector(Options(seed=3, count=3 * len(KINDS)), tmp_path).left
     assert set(Counter(plan).values()) == {3} and set(plan) == set(KINDS)
-    assert plan == Campaign(Options(seed=3, count=3 * len(KINDS)), tmp_path).left
-    assert plan != Campaign(Options(seed=4, count=3 * len(KINDS)), tmp_path).left
+    assert plan == FaultInjector(Options(seed=3, count=3 * len(KINDS)), tmp_path).left
+    assert plan != FaultInjector(Options(seed=4, count=3 * len(KINDS)), tmp_path).left
 
 
 def test_impossible_kinds_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_impossible_kinds_are_left_out(tmp_path: Path, monkeypatch: pytest.Monke
     can_close_connections.cache_clear()
     can_mount.cache_clear()
 
-    moment = Moment(cast(Course, Recorded({}, directory=tmp_path)), *3 * [cast(Any, None)])
+    moment = Moment(cast(ObservedRun, Recorded({}, directory=tmp_path)), *3 * [cast(Any, None)])
     with pytest.raises(NotPossibleYet, match="no file system of its own"):
         fill(moment)
     assert list(tmp_path.iterdir()) == []
@@ -102,7 +102,7 @@ def test_interrupted_fault_test_kills_its_processes(
 ) -> None:
     started: list[Attempt] = []
 
-    def start(self: Course, resume: bool = False) -> Attempt:
+    def start(self: ObservedRun, resume: bool = False) -> Attempt:
         attempt = Attempt.__new__(Attempt)
         attempt.mark = f"interrupted {uuid.uuid4().hex}"
         # A run has several processes, and some are outside the driver's process group.
@@ -118,8 +118,8 @@ def test_interrupted_fault_test_kills_its_processes(
     def interrupt(*_: Any) -> Any:
         raise reason
 
-    monkeypatch.setattr(Course, "start", start)
-    monkeypatch.setattr(Course, "newest_time", interrupt)
+    monkeypatch.setattr(ObservedRun, "start", start)
+    monkeypatch.setattr(ObservedRun, "newest_time", interrupt)
     monkeypatch.setattr(whole_run, "_wait_for_moment", interrupt)
     options = Options(kinds=("lie_nan",), count=1)
     try:
@@ -127,7 +127,7 @@ def test_interrupted_fault_test_kills_its_processes(
             if is_whole_run:
                 whole_run.kill_whole_runs(options, tmp_path, kills=1)
             else:
-                Campaign(options, tmp_path).run()
+                FaultInjector(options, tmp_path).run()
         assert len(started) == 2  # includes the undisturbed run
         assert [attempt.processes() for attempt in started] == [[], []]
     finally:
@@ -140,16 +140,16 @@ def test_resumed_fault_test_injects_only_missing_faults(tmp_path: Path) -> None:
     file = tmp_path / "faults.jsonl"
     options = Options(seed=3, kinds=("lie_nan", "lie_twice"), count=6)
     written = [
-        Injection("lie_nan", 3, seed=3, course="a", outcome="healed"),
-        Injection("lie_nan", 3, seed=3, course="a", outcome="not injected"),
-        Injection("lie_nan", 3, seed=3, course="unexamined", outcome="healed"),
-        Injection("lie_twice", 3, seed=4, course="a", outcome="healed"),
-        CourseResult("a", seed=3),
-        CourseResult("a", seed=4),
+        Injection("lie_nan", 3, seed=3, run="a", outcome="healed"),
+        Injection("lie_nan", 3, seed=3, run="a", outcome="not injected"),
+        Injection("lie_nan", 3, seed=3, run="unexamined", outcome="healed"),
+        Injection("lie_twice", 3, seed=4, run="a", outcome="healed"),
+        RunResult("a", seed=3),
+        RunResult("a", seed=4),
     ]
     for record in written:
         results.append(file, record)
-    left = Campaign(options, tmp_path, file).left
+    left = FaultInjector(options, tmp_path, file).left
     assert Counter(left) == {"lie_nan": 2, "lie_twice": 3}
 
 
@@ -162,13 +162,13 @@ def test_table_counts_injected_faults_and_names_failures() -> None:
             Injection("lie_nan", 4, 5, "a", outcome="not injected"),
             Injection("fill", 4, 5, "unexamined", outcome="healed", seconds=3.0),
         ],
-        [CourseResult("a", 5, attempts=2, steps=30, episodes=240)],
+        [RunResult("a", 5, attempts=2, steps=30, episodes=240)],
         [WholeRunKill("b", 3, 6)],
     )
     lines = results.table(found).splitlines()
     assert lines[2] == "| lie_nan | 3 | 1 | 1 | 2.5 | 61.0 | 1 |"
     assert not any(line.startswith("| fill") for line in lines)
-    assert "seeds 5, 6; 1 courses in 2 attempts, 30 steps compared, 240 episodes" in lines[-2]
+    assert "seeds 5, 6; 1 runs in 2 attempts, 30 steps compared, 240 episodes" in lines[-2]
     assert "1 faults took more than 60 s; 1 kills" in lines[-2]
     assert lines[-1] == "- FAILED: lie_nan: it hung"
 
@@ -260,10 +260,10 @@ def test_run_equals_undisturbed_run_or_names_the_difference(
     left: list[str],
     verdict: str,
 ) -> None:
-    course = cast(
-        Course, Recorded(numbers, trained, EPISODES | {3: Counter({"task 3": 4})}, left=left)
+    run = cast(
+        ObservedRun, Recorded(numbers, trained, EPISODES | {3: Counter({"task 3": 4})}, left=left)
     )
-    found = examine(course, UNDISTURBED, Options())
+    found = examine(run, UNDISTURBED, Options())
     assert verdict in found and bool(found) == bool(verdict)
 
 
@@ -333,7 +333,7 @@ def test_leak_differs_from_noise_and_warm_up() -> None:
     assert slopes(list(hours[: 2 * BLOCKS]), samples[: 2 * BLOCKS]) == {}
 
 
-def run_campaign(
+def inject_kinds(
     directory: Path,
     kinds: tuple[str, ...],
     fewest: int,
@@ -354,7 +354,7 @@ def run_campaign(
         fewest=fewest,
         reference_follows=True,
     )
-    found = Campaign(options, directory).run()
+    found = FaultInjector(options, directory).run()
     assert found.failures == []
     return {fault.kind for fault in found.counted()}
 
@@ -365,7 +365,7 @@ def test_short_fault_test_loses_and_repeats_no_episode(
 ) -> None:
     """An engine returns a wrong answer, and a damaged file ends an attempt. One worker suffices."""
     kinds = ("lie_twice", "corrupt_checkpoint")
-    injected = run_campaign(tmp_path, kinds, len(kinds), 0.0, monkeypatch, workers=1)
+    injected = inject_kinds(tmp_path, kinds, len(kinds), 0.0, monkeypatch, workers=1)
     assert injected == set(kinds)
 
 
@@ -386,5 +386,5 @@ def test_fault_test_of_8_kinds_loses_and_repeats_no_episode(
         "lie_version",
     )
     half = len(kinds) // 2
-    injected = run_campaign(tmp_path, kinds, half, 1.5, monkeypatch)
+    injected = inject_kinds(tmp_path, kinds, half, 1.5, monkeypatch)
     assert injected <= set(kinds) and len(injected) >= half

@@ -29,9 +29,9 @@ from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatch
 from tests.faults.checks import judge_outcome
 from tests.faults.engine import DAMAGED
-from tests.faults.injector import Campaign
+from tests.faults.injector import FaultInjector
 from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
-from tests.faults.observed_run import Attempt, Course
+from tests.faults.observed_run import Attempt, ObservedRun
 from tests.faults.options import Options
 from tests.faults.pairs import OnlyFirst, kind_of, plan_pairs
 from tests.faults.results import Injection
@@ -214,9 +214,9 @@ def test_an_episode_of_other_weights_is_not_one_of_its_step(
         def refresh(self) -> None: ...
 
     monkeypatch.setattr("tests.faults.observed_run.EpisodeReader", lambda path: Reader())
-    course = Course.__new__(Course)
-    course.run = RunDirectory(Path("runs/any"))
-    assert course.episodes() == {4: Counter({"a": 2, "a of weights 3 to 4": 1})}
+    run = ObservedRun.__new__(ObservedRun)
+    run.files = RunDirectory(Path("runs/any"))
+    assert run.episodes() == {4: Counter({"a": 2, "a of weights 3 to 4": 1})}
 
 
 # -- two faults at once ----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_pairs_have_equal_kind_counts_and_run_enders_second() -> None:
 
 def test_pairs_option_plans_pairs_of_kinds(tmp_path: Path) -> None:
     options = Options(seed=3, kinds=("kill_worker", "lie_nan", "stop"), count=6, pairs=True)
-    left = Campaign(options, tmp_path).left
+    left = FaultInjector(options, tmp_path).left
     assert len(left) == 6 and all(name.count("+") == 1 for name in left)
 
 

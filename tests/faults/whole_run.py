@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.faults import results
 from tests.faults.checks import examine
-from tests.faults.observed_run import Attempt, Course
+from tests.faults.observed_run import Attempt, ObservedRun
 from tests.faults.options import Options
 from tests.faults.reference import Reference
-from tests.faults.results import CourseResult, Results, WholeRunKill
+from tests.faults.results import Results, RunResult, WholeRunKill
 
 MOST_STEPS_BETWEEN = 5
 LONGEST_START = 30.0
@@ -30,27 +30,27 @@ def kill_whole_runs(
     chance = random.Random(options.seed)
     reference = Reference(options, directory)
     try:
-        courses = 0
+        runs = 0
         while len(found.kills) < kills:
-            result = CourseResult(f"killed_{courses}", options.seed)
-            with closing(Course(options, directory / result.course)) as course:
-                _run_course(course, options, chance, kills, found, file)
-            courses += 1
+            result = RunResult(f"killed_{runs}", options.seed)
+            with closing(ObservedRun(options, directory / result.name)) as run:
+                _kill_and_resume(run, options, chance, kills, found, file)
+            runs += 1
 
-            recorded = course.recorded()
-            result.attempts = len(course.attempts)
+            recorded = run.recorded()
+            result.attempts = len(run.attempts)
             result.steps = len(recorded)
-            result.episodes = sum(count.total() for count in course.episodes().values())
-            result.failure = examine(course, reference.up_to(recorded[-1].step), options)
-            found.courses.append(result)
+            result.episodes = sum(count.total() for count in run.episodes().values())
+            result.failure = examine(run, reference.up_to(recorded[-1].step), options)
+            found.runs.append(result)
             results.append(file, result)
     finally:
         reference.close()
     return found
 
 
-def _run_course(
-    course: Course,
+def _kill_and_resume(
+    run: ObservedRun,
     options: Options,
     chance: random.Random,
     kills: int,
@@ -59,14 +59,14 @@ def _run_course(
 ) -> None:
     """Kill and resume the run until it is complete or has been killed ``kills`` times."""
     while True:
-        attempt = course.start(resume=True)
+        attempt = run.start(resume=True)
         began = time.monotonic()
         is_last = len(found.kills) >= kills
-        _wait_for_moment(course, attempt, chance, is_last)
+        _wait_for_moment(run, attempt, chance, is_last)
         if attempt.has_ended or is_last:
             break
 
-        kill = WholeRunKill(course.directory.name, len(course.recorded()), options.seed)
+        kill = WholeRunKill(run.directory.name, len(run.recorded()), options.seed)
         kill.after = round(time.monotonic() - began, 2)
         kill.processes = attempt.kill_everything()
         found.kills.append(kill)
@@ -85,7 +85,7 @@ def _run_course(
 
 
 def _wait_for_moment(
-    course: Course, attempt: Attempt, chance: random.Random, is_last: bool
+    run: ObservedRun, attempt: Attempt, chance: random.Random, is_last: bool
 ) -> None:
     """Wait for the next kill, within the start of the attempt or within a step."""
     steps = LAST_STEPS if is_last else chance.randint(0, MOST_STEPS_BETWEEN)
@@ -95,7 +95,7 @@ def _wait_for_moment(
 
     seen: set[float] = set()
     while len(seen) < steps and not attempt.has_ended:
-        newest = course.newest_time()
+        newest = run.newest_time()
         if newest > attempt.began:
             seen.add(newest)
         time.sleep(0.1)

@@ -28,7 +28,7 @@ from tests.support.megatron_gptoss.reference import (
     mean_cross_entropy,
     save_checkpoint,
 )
-from tests.support.tolerances import assert_same_course, assert_within, rounding_error
+from tests.support.tolerances import assert_same_training, assert_within, rounding_error
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())
@@ -136,7 +136,7 @@ def test_losses_and_norms_equal_those_of_one_process(
     parameters = sum(gradient.numel() for gradient, _ in one_rank["gradients"][0].values())
     for rank in two_ranks:
         for name, terms in (("losses", TOKENS), ("norms", parameters)):
-            assert_same_course(rank[layout][name], one_rank[name], exact[name], terms, name)
+            assert_same_training(rank[layout][name], one_rank[name], exact[name], terms, name)
 
 
 @pytest.mark.parametrize("step", [0, 1])

@@ -32,7 +32,7 @@ from tests.support.megatron_gptoss.reference import (
     save_checkpoint,
     unpack,
 )
-from tests.support.tolerances import assert_same_course
+from tests.support.tolerances import assert_same_training
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())
@@ -154,7 +154,7 @@ def check_equals_one_process(
     for rank in ranks:
         parameters = sum(tensor.numel() for tensor in one["gradients"].values())
         for name, terms in (("losses", TOKENS), ("norms", parameters)):
-            assert_same_course(rank[name], one[name], exact[name], terms, name)
+            assert_same_training(rank[name], one[name], exact[name], terms, name)
 
     for tensor, want in one["gradients"].items():
         got = ranks[0]["gradients"][tensor]
@@ -227,8 +227,8 @@ def test_optimizer_checkpoint_continues_in_another_layout(
     assert len(results) == len(TRAINED) * len(RESUMED)
     for name, saved, layout, losses in results:
         assert len(losses) == STEPS - STEPS // 2
-        course = (one_rank[name]["losses"], exact[name]["losses"])
-        assert_same_course(losses, *course, TOKENS, f"{name}, {saved} -> {layout}")
+        expected = (one_rank[name]["losses"], exact[name]["losses"])
+        assert_same_training(losses, *expected, TOKENS, f"{name}, {saved} -> {layout}")
 
 
 def load_and_save(rank: int, ports: list[int], imported: Path, out: Path) -> None:

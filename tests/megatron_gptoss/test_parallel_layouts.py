@@ -38,7 +38,7 @@ from tests.support.megatron_gptoss.reference import (
     save_checkpoint,
     unpack,
 )
-from tests.support.tolerances import assert_same_course
+from tests.support.tolerances import assert_same_training
 
 SAMPLES = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 TOKENS = int(SAMPLES.loss_tokens.sum())
@@ -166,7 +166,7 @@ def test_losses_equal_those_of_one_process(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for rank in two_ranks:
-        assert_same_course(
+        assert_same_training(
             rank[layout]["losses"], one_rank["losses"], exact["losses"], TOKENS, "loss"
         )
 
@@ -181,7 +181,7 @@ def test_gradient_norms_equal_those_of_one_process(
     # norms show a gradient that is missing or counted twice, unlike the first losses
     parameters = number_of_values(one_rank["gradients"])
     for rank in two_ranks:
-        assert_same_course(
+        assert_same_training(
             rank[layout]["norms"], one_rank["norms"], exact["norms"], parameters, "norm"
         )
 
@@ -235,7 +235,7 @@ def test_messages_between_three_stages_are_not_mixed_up() -> None:
         exact = train(ParallelConfig(), 0, free_port(), config=DEEP, dtype=torch.float64)
     for rank in run_distributed(train_deep, 3, free_port()):
         for name, terms in (("losses", TOKENS), ("norms", number_of_values(one["gradients"]))):
-            assert_same_course(rank[name], one[name], exact[name], terms, name)
+            assert_same_training(rank[name], one[name], exact[name], terms, name)
 
 
 RESUMED = {
@@ -273,8 +273,8 @@ def test_optimizer_checkpoint_continues_in_another_layout(
     ports = [free_port() for others in RESUMED.values() for _ in others]
     for saved, name, losses in run_distributed(resume_in_other_layouts, 2, ports, checkpoints)[0]:
         assert len(losses) == STEPS - STEPS // 2
-        course = (one_rank["losses"], exact["losses"])
-        assert_same_course(losses, *course, TOKENS, f"{saved} -> {name}")
+        expected = (one_rank["losses"], exact["losses"])
+        assert_same_training(losses, *expected, TOKENS, f"{saved} -> {name}")
 
 
 def test_unsplittable_optimizer_error_names_the_remedy(

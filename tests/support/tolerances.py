@@ -155,7 +155,7 @@ def rounding_error(reference: Tensor | float, exact: Tensor | float) -> float:
     return OTHER_ORDER * max(measured, unit_roundoff(dtype) * float(wanted.abs().max()))
 
 
-def assert_same_course(
+def assert_same_training(
     found: Sequence[float],
     expected: Sequence[float],
     exact: Sequence[float],
