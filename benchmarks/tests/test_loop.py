@@ -107,7 +107,7 @@ def next_log_probs(policy: Any, ids: list[int]) -> torch.Tensor:
     return policy(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
 
-def test_a_turn_begins_with_a_call_of_python(policy: Any, harmony: Harmony) -> None:
+def test_policy_turn_begins_with_a_python_call(policy: Any, harmony: Harmony) -> None:
     ids = call_of(harmony)
     log_probs = next_log_probs(policy, ids)
     begin = len(harmony.render_prompt([{"role": "user", "content": "(8-3)*(2+7)"}]))

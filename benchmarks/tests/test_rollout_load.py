@@ -68,7 +68,7 @@ def load_of(rollout_load: ModuleType, engine: Engine, log: Path) -> SimpleNamesp
     return rollout_load.Load(way, "1/0", options, config)
 
 
-def test_a_round_counts_the_turns_that_ended_in_it(
+def test_round_counts_turns_that_ended_in_it(
     rollout_load: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_load, "TOOL_SECONDS", 1e-6)

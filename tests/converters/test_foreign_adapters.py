@@ -125,7 +125,7 @@ def test_rank_stabilized_adapter_trains_on_with_the_same_scale(base: Path, tmp_p
     assert all(torch.equal(first.get(name), second.get(name)) for name in hf_shapes(TINY))
 
 
-def test_adapter_of_some_layers_is_not_imported_and_says_why(base: Path, tmp_path: Path) -> None:
+def test_import_of_adapter_of_some_layers_names_the_reason(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(
         tmp_path / "adapter", TINY, ["q_proj"], [1], settings={"layers_to_transform": [1]}
     )

@@ -86,9 +86,7 @@ def test_tokenizer_and_generation_settings_are_copied(tmp_path: Path, weights: W
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [3]
 
 
-def test_an_existing_directory_is_replaced_only_when_asked(
-    tmp_path: Path, weights: Weights
-) -> None:
+def test_existing_directory_is_replaced_only_on_request(tmp_path: Path, weights: Weights) -> None:
     out = save_hf(tmp_path / "out", weights)
     (out / "old_file").touch()
     with pytest.raises(DirectoryError, match="out: exists already"):

@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_of_adapters_is_rejected(
         CheckpointAdapters(tmp_path / "damaged")
 
 
-def test_an_adapter_that_peft_made_is_imported(root: Path, tmp_path: Path) -> None:
+def test_adapter_written_by_peft_is_imported(root: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(
         r=4,

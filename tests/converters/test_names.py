@@ -66,7 +66,7 @@ def test_qkv_holds_per_group_its_query_heads_then_key_then_value() -> None:
     assert merged == expected
 
 
-def test_a_tensor_parallel_rank_gets_the_qkv_of_whole_groups() -> None:
+def test_tensor_parallel_ranks_get_qkv_of_complete_groups() -> None:
     q, k, v = torch.randn(48, 5), torch.randn(12, 5), torch.randn(12, 5)
     mapping = TABLE["decoder.layers.0.self_attention.linear_qkv.weight"]
     full = merge_qkv(q, k, v, groups=2)

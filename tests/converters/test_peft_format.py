@@ -330,7 +330,7 @@ def test_an_adapter_that_cannot_be_read_is_rejected_by_name(
         (change_settings(use_rslora=True), "one alpha for all"),
     ],
 )
-def test_adapter_that_only_a_merge_can_read_says_why(
+def test_import_of_merge_only_adapter_names_the_reason(
     change: Callable[[Path], None], message: str, exported: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(exported, tmp_path / "changed")
@@ -387,7 +387,7 @@ def test_model_with_other_adapters_rejects_checkpoint(exported: Path) -> None:
         load_adapter(model, MODEL, PeftDirectory(exported, MODEL))
 
 
-def test_a_checkpoint_of_a_whole_model_has_no_adapter_to_export(tmp_path: Path) -> None:
+def test_adapter_export_rejects_complete_model_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "gptoss_config.json").write_text(MODEL.model_dump_json())
     with pytest.raises(ConversionError, match=r"adapter.json: missing"):
         export_adapter(tmp_path, tmp_path / "adapter")

@@ -466,7 +466,7 @@ def test_tensor_names_of_these_tests_exist_in_the_model() -> None:
     )
 
 
-def test_an_export_without_a_tokenizer_says_where_to_get_one(tmp_path: Path, floats: Path) -> None:
+def test_export_without_tokenizer_names_a_source_for_it(tmp_path: Path, floats: Path) -> None:
     import_checkpoint(floats, tmp_path / "megatron")
     export = ["convert", "export", str(tmp_path / "megatron")]
     done = CliRunner().invoke(app, [*export, str(tmp_path / "bare")])

@@ -71,7 +71,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, weights: Weights, precision: An
     assert back.config == TINY
 
 
-def test_import_converts_to_the_precision_asked_for(
+def test_import_converts_to_requested_precision(
     tmp_path: Path, hf_dir: Path, weights: Weights
 ) -> None:
     import_checkpoint(hf_dir, tmp_path / "megatron", "bf16")
@@ -80,7 +80,7 @@ def test_import_converts_to_the_precision_asked_for(
     assert not verify(hf_dir, tmp_path / "megatron").equal  # verify compares with fp32 values
 
 
-def test_export_converts_to_the_precision_asked_for(
+def test_export_converts_to_requested_precision(
     tmp_path: Path, megatron_dir: Path, weights: Weights
 ) -> None:
     export_checkpoint(megatron_dir, tmp_path / "back", "bf16")
@@ -127,7 +127,7 @@ def test_megatron_loads_import_with_logits_of_transformers(
         assert (logits[0, :57] - hf_logits(reference, samples)).abs().max() <= 2e-5
 
 
-def test_export_reads_what_the_trainer_saved(
+def test_export_reads_checkpoint_of_the_trainer(
     one_rank: None, tmp_path: Path, megatron_dir: Path, hf_dir: Path
 ) -> None:
     model = build_model(TINY, ParallelConfig())

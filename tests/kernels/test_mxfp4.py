@@ -117,7 +117,7 @@ def test_out_is_written_in_place():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_quantize_rejects_nan_and_inf_and_says_where(value):
+def test_quantize_rejects_nan_and_inf_with_their_place(value):
     x = torch.zeros(2, 64).bfloat16()
     x[1, 40] = value
     with pytest.raises(ValueError, match="block 3"):

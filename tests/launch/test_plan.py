@@ -129,7 +129,7 @@ def gpu_of(path: Path) -> float:
     return {"H200": H200, "80 GB": EIGHTY_GB}[named[0]]
 
 
-def test_configuration_says_where_it_ran_unless_it_is_untested() -> None:
+def test_shipped_configuration_states_hardware_unless_untested() -> None:
     for path in SHIPPED:
         if not path.stem.startswith("tiny"):
             comment = " ".join(path.read_text().split("\nname:")[0].replace("#", " ").split())
@@ -280,7 +280,7 @@ def test_fastest_fitting_layouts_show_memory_time_and_mfu() -> None:
     assert re.search(r" tokens/s/GPU, [\d.]+% MFU", configured)
 
 
-def test_step_plan_without_a_fitting_layout_says_so() -> None:
+def test_step_plan_reports_missing_layout() -> None:
     inputs = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig).memory_inputs
     *_, last = step_plan(inputs, 84.9).splitlines()
     assert last == "no layout of the trainer's 4 GPUs fits"

@@ -171,7 +171,7 @@ def test_a_run_without_a_finished_step_has_a_report(tmp_path: Path) -> None:
     assert "No step is complete" in text and "No episode was recorded" in text
 
 
-def test_a_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
+def test_report_of_stopped_run_shows_its_progress(tmp_path: Path) -> None:
     run = start_run(tmp_path / "tiny", "")
     write_steps(run, steps=2)
     assert "not finished; last step 1" in build_report(run.path).read_text()

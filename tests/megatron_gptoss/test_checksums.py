@@ -103,7 +103,7 @@ def test_every_file_of_a_checkpoint_has_a_checksum(root: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("place", [0, 0.3, 1])
-def test_one_flipped_bit_anywhere_is_noticed_and_its_file_named(
+def test_any_flipped_bit_is_detected_with_its_file(
     name: str, place: float, root: Path, policy: PolicyTrainer
 ) -> None:
     path = latest_checkpoint(root)

@@ -91,7 +91,7 @@ def test_ranks_get_equal_attention_work(ranks: int, tokens: int) -> None:
             assert max(work) <= bound * sum(work) / ranks, (seed, window)
 
 
-def test_short_sequences_stay_whole_and_need_no_communication() -> None:
+def test_short_sequences_are_not_split_or_communicated() -> None:
     layout = layout_of([100] * 64, 4)
     assert layout.shared == (0, 0, 0, 0)
     for window in (None, 8):

@@ -12,7 +12,7 @@ from megatron_gptoss import cpu_runtime
     torch.cuda.is_available(), reason="the shim is inactive where CUDA is available"
 )
 class TestShim:
-    def test_every_patched_module_exists_and_sees_the_proxy(self) -> None:
+    def test_every_patched_module_exists_and_has_the_proxy(self) -> None:
         cpu_runtime.enable_cpu_runtime()
         for name in cpu_runtime.PATCHED_MODULES:
             module = importlib.import_module(f"megatron.core.{name}")

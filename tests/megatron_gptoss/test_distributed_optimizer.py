@@ -383,7 +383,7 @@ def test_experts_with_separate_optimizer_resume(two_ranks: list[dict[str, Any]])
         assert resumed == losses[SAVED:]
 
 
-def test_a_rank_needs_host_memory_for_what_it_writes(
+def test_rank_needs_host_memory_for_its_written_state(
     two_ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan of a run predicts this memory. The test uses the buckets of this file."""

@@ -65,6 +65,6 @@ def test_memory_of_an_unlimited_v1_group_is_the_machines(machine: Path) -> None:
     assert host_memory.total_bytes() == 100 * GB
 
 
-def test_memory_limits_here_are_at_most_what_the_machine_has() -> None:
+def test_memory_limits_are_at_most_the_machine_memory() -> None:
     assert 0 < host_memory.available_bytes() <= host_memory.total_bytes()
     assert host_memory.total_bytes() <= psutil.virtual_memory().total

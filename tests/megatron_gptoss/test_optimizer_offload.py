@@ -195,7 +195,7 @@ def test_all_parts_belong_to_one_step_of_every_group(counts_empty_groups: bool) 
                 assert torch.allclose(parameter, torch.full_like(parameter, expected))
 
 
-def test_groups_are_whole_again_after_a_step_that_fails() -> None:
+def test_parameter_groups_are_restored_after_a_failed_step() -> None:
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     adam = CountingAdam([{"params": parameters}], counts_empty_groups=True)
     chained = [SimpleNamespace(optimizer=adam)]

@@ -117,7 +117,7 @@ def test_sent_bits_equal_those_of_complete_weights(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_knows_the_digests_of_what_is_sent(
+def test_every_rank_has_the_digests_of_sent_weights(
     layout: str, two_ranks: list[dict[str, Any]]
 ) -> None:
     for moment, digests in (("before", "digests"), ("after", "digests after")):

@@ -281,7 +281,7 @@ def test_recorded_routes_are_used_for_tokens_but_not_padding(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_record_what_one_process_does_for_the_same_tokens(
+def test_ranks_record_routes_of_one_process_for_equal_tokens(
     layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
 ) -> None:
     want = one_rank["R2"]["recorded"]

@@ -117,7 +117,7 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
         assert viewer.get("/api/runs/run/curves").json["metrics"]["grad_norm"][-1] is None
 
 
-def test_a_run_says_why_it_ended(tmp_path: Path) -> None:
+def test_viewer_shows_why_a_run_ended(tmp_path: Path) -> None:
     run = ExampleRun(tmp_path / "run", steps=2)
     run.close()
     holder = f"process {2**22 + 1} on {socket.gethostname()} since 2026-01-01 00:00:00\n"
@@ -246,7 +246,7 @@ def test_an_episode_that_is_not_there_is_a_404(viewer: Served) -> None:
     assert viewer.get("/api/runs/third/episodes").status == 404
 
 
-def test_new_episodes_appear_while_a_run_goes_on(tmp_path: Path) -> None:
+def test_new_episodes_appear_during_a_run(tmp_path: Path) -> None:
     run = ExampleRun(tmp_path / "run", steps=2)
     with served(tmp_path) as viewer:
         assert episodes(viewer, run="run")["total"] == 8
@@ -315,7 +315,7 @@ def test_every_response_forbids_external_content(viewer: Served) -> None:
         assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_the_page_is_made_of_the_packages_own_files(viewer: Served) -> None:
+def test_page_consists_of_files_of_the_package(viewer: Served) -> None:
     page = viewer.get("/")
     assert page.status == 200
     assert page.headers["Content-Type"].startswith("text/html")
@@ -446,7 +446,7 @@ def test_viewer_reads_own_files_only(name: str, kind: str, tmp_path: Path) -> No
             assert b"4711" not in answer.body
 
 
-def test_overview_tells_whether_there_are_episodes(tmp_path: Path) -> None:
+def test_overview_shows_if_episodes_exist(tmp_path: Path) -> None:
     ExampleRun(tmp_path / "with", steps=1).close()
     ExampleRun(tmp_path / "without").close()
     with served(tmp_path) as viewer:
