@@ -68,7 +68,7 @@ def test_tool_chat_example_holds_out_questions(tmp_path: Path) -> None:
     """tests/rl_loop/test_sft_on_conversations.py tests the training on these conversations."""
     assert "4000 and 100 conversations" in run("chat_with_tools", str(tmp_path))
 
-    def asked(name: str) -> list[tuple[str, str]]:
+    def questions_and_answers(name: str) -> list[tuple[str, str]]:
         """Return the questions of a file and the answers of the tool."""
         pairs = []
         for line in (tmp_path / name).read_text().splitlines():
@@ -78,9 +78,9 @@ def test_tool_chat_example_holds_out_questions(tmp_path: Path) -> None:
             pairs += list(zip(questions, answers, strict=True))
         return pairs
 
-    held_out = asked("held_out.jsonl")
+    held_out = questions_and_answers("held_out.jsonl")
     assert len(set(held_out)) == 200
-    assert not set(held_out) & set(asked("train.jsonl"))
+    assert not set(held_out) & set(questions_and_answers("train.jsonl"))
 
 
 def test_clerk_example_holds_out_questions_and_imports_no_loop(

@@ -66,7 +66,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def short_grace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Create a folder for an inner suite with a short grace period for leftover processes."""
     (tmp_path / "conftest.py").write_text(
         "from tests.support import leftover_processes\nleftover_processes.GRACE_SECONDS = 0.5\n"
@@ -76,16 +76,16 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
 def test_leftover_process_fails_the_run_and_is_killed(
-    options: tuple[str, ...], quick: Path
+    options: tuple[str, ...], short_grace: Path
 ) -> None:
     bystander = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(1000)"]
     )  # a child of this process, not of the inner suite
     try:
-        done = run_suite(quick, CARELESS, *options)
+        done = run_suite(short_grace, CARELESS, *options)
         assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
         assert "2 passed" in done.stdout
-        pid = int((quick / "pid").read_text())
+        pid = int((short_grace / "pid").read_text())
         assert f"process {pid} of test_inner.py::test_one_leaves_a_process (call): " in done.stdout
         assert has_ended(pid)
         assert bystander.poll() is None
@@ -95,7 +95,7 @@ def test_leftover_process_fails_the_run_and_is_killed(
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_a_suite_that_leaves_nothing_passes(options: tuple[str, ...], quick: Path) -> None:
+def test_a_suite_that_leaves_nothing_passes(options: tuple[str, ...], short_grace: Path) -> None:
     clean = CARELESS.partition("def test_one_leaves")[0] + (
         "def test_a_helper_that_ends_with_its_parent():\n"
         "    import multiprocessing\n"
@@ -103,7 +103,7 @@ def test_a_suite_that_leaves_nothing_passes(options: tuple[str, ...], quick: Pat
         "    process.start()\n"
         "    process.join()\n"
     )
-    done = run_suite(quick, clean, *options)
+    done = run_suite(short_grace, clean, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left behind" not in done.stdout
 

@@ -192,7 +192,7 @@ def run_overrides(options: argparse.Namespace, scratch: Path) -> list[str]:
 
 def tail(attempt: Attempt) -> str:
     """Return the end of an attempt's output."""
-    return attempt.said[-3000:]
+    return attempt.output[-3000:]
 
 
 def main() -> None:

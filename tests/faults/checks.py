@@ -20,13 +20,13 @@ def judge_outcome(attempt: Attempt, injection: Injection) -> str:
     if injection.outcome == "healed":
         return "nothing has noticed it" if kind.must_end else ""
     if kind.must_heal:
-        return f"it ended, and should have gone on: {injection.said}"
+        return f"it ended, and should have gone on: {injection.message}"
     if kind.kills_driver:
         return ""
-    if not injection.said:
+    if not injection.message:
         return "it ended without saying why"
-    if kind.named_by and not re.search(kind.named_by, injection.said):
-        return f"its last line names another cause: {injection.said}"
+    if kind.named_by and not re.search(kind.named_by, injection.message):
+        return f"its last line names another cause: {injection.message}"
     if attempt.driver.returncode == 0:
         return "it ended with status 0"
     return ""
@@ -34,7 +34,7 @@ def judge_outcome(attempt: Attempt, injection: Injection) -> str:
 
 def find_named_damage(attempt: Attempt, file: str) -> str:
     """Return the line in which a resumed run names a damaged file; empty if there is none."""
-    named = re.search(rf"{re.escape(file)}: damaged[^\n]*", attempt.said)
+    named = re.search(rf"{re.escape(file)}: damaged[^\n]*", attempt.output)
     return named.group() if named else ""
 
 

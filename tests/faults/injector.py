@@ -114,7 +114,7 @@ class FaultInjector:
         attempt = run.start()
         if not run.wait_for_step(attempt, START_PATIENCE * self.options.limit()):
             attempt.kill_everything()
-            raise SystemExit(f"a run has not begun:\n{attempt.said[-3000:]}")
+            raise SystemExit(f"a run has not begun:\n{attempt.output[-3000:]}")
 
         if self._planned_end == math.inf:
             self._planned_end = time.monotonic() + 60 * self.options.minutes
@@ -190,7 +190,7 @@ class FaultInjector:
 
     def _put_off(self, injection: Injection, reason: str) -> None:
         injection.outcome = "not injected"
-        injection.said = reason
+        injection.message = reason
         self._put_back(injection.kind)
 
     def _put_back(self, kind: str) -> None:
@@ -216,7 +216,7 @@ class FaultInjector:
                     self._put_off(injection, "the run came to its end before it could be told")
             elif attempt.has_ended:
                 injection.outcome = "ended"
-                injection.said = attempt.last_error(seconds=2.0)
+                injection.message = attempt.last_error(seconds=2.0)
             elif len(steps_after) >= enough and _is_complete(run, attempt, kind):
                 injection.outcome = "healed"
             elif time.time() > began + injection.limit:
@@ -243,8 +243,8 @@ class FaultInjector:
             injection.failure = injection.failure or problem
         has_damage = "corrupt_checkpoint" in injection.kind.split(SEPARATOR)
         if has_damage and injection.outcome != "not injected":
-            injection.said = find_named_damage(following, injection.detail.rpartition("/")[2])
-            if not injection.said:
+            injection.message = find_named_damage(following, injection.detail.rpartition("/")[2])
+            if not injection.message:
                 injection.failure = injection.failure or "--resume has not named the damage"
         return following
 
@@ -254,7 +254,7 @@ class FaultInjector:
         verdict = f"FAILED: {injection.failure}" if injection.failure else "ok"
         print(
             f"{injection.kind:<20} after {injection.step:>2} steps  {injection.outcome:<7}"
-            f"{injection.seconds:6.1f} s  {verdict}  [{injection.detail}] {injection.said[:160]}",
+            f"{injection.seconds:6.1f} s  {verdict}  [{injection.detail}] {injection.message[:160]}",
             flush=True,
         )
 

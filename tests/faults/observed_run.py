@@ -108,7 +108,7 @@ class Attempt:
         return self.driver.poll() is not None
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text(errors="replace")
 
     def last_error(self, seconds: float = 0.0) -> str:
@@ -118,7 +118,7 @@ class Attempt:
         """
         deadline = time.monotonic() + seconds
         while True:
-            lines = [line for line in self.said.splitlines() if line.startswith("gptoss: ")]
+            lines = [line for line in self.output.splitlines() if line.startswith("gptoss: ")]
             if lines or time.monotonic() > deadline:
                 return lines[-1] if lines else ""
             time.sleep(0.1)

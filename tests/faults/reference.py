@@ -27,7 +27,7 @@ class Reference:
             return self._run.curve()
 
         if self._attempt.driver.returncode != 0:
-            raise SystemExit(f"the undisturbed run failed:\n{self._attempt.said[-3000:]}")
+            raise SystemExit(f"the undisturbed run failed:\n{self._attempt.output[-3000:]}")
         problem = compare_episodes(self._run)
         if problem:
             raise SystemExit(f"the undisturbed run: {problem}")

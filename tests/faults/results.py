@@ -24,7 +24,7 @@ class Injection:
     """Description of the affected object."""
     outcome: str = ""
     """"healed", "ended" (and resumed), "hung" or "not injected"."""
-    said: str = ""
+    message: str = ""
     """Message of the run about the fault."""
     seconds: float = 0.0
     """Seconds until the run had healed or ended."""

@@ -183,7 +183,7 @@ def watch(
     attempt = run.start()
     while not run.curve():
         if attempt.has_ended:
-            raise SystemExit(f"the run failed:\n{attempt.said[-3000:]}")
+            raise SystemExit(f"the run failed:\n{attempt.output[-3000:]}")
         time.sleep(0.5)
 
     began = time.monotonic()
@@ -206,7 +206,7 @@ def watch(
                 lines.write(json.dumps({"hours": times[-1], **taken}) + "\n")
         time.sleep(every)
 
-    ended = attempt.said[-3000:] if attempt.has_ended else ""
+    ended = attempt.output[-3000:] if attempt.has_ended else ""
     attempt.driver.terminate()
     attempt.driver.wait()
     left = attempt.leftovers(60)

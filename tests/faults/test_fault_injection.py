@@ -268,12 +268,12 @@ def test_run_equals_undisturbed_run_or_names_the_difference(
 
 
 def test_named_damage_must_be_of_the_same_file() -> None:
-    class Saying:
-        said = (
+    class EndedAttempt:
+        output = (
             "WARNING: /runs/x/__0_1.distcp: damaged; its content is not what was written\ngoing on"
         )
 
-    attempt = cast(Attempt, Saying())
+    attempt = cast(Attempt, EndedAttempt())
     named = "__0_1.distcp: damaged; its content is not what was written"
     assert find_named_damage(attempt, "__0_1.distcp") == named
     assert find_named_damage(attempt, "metadata.json") == ""
@@ -294,17 +294,21 @@ class Ended:
         (Injection("lie_version", 1, outcome="healed"), 0, "nothing has noticed it"),
         (Injection("kill_worker", 1, outcome="hung", limit=60), 0, "neither healed nor ended"),
         (Injection("stop", 1, outcome="ended"), 1, "without saying why"),
-        (Injection("stop", 1, outcome="ended", said="gptoss: it hangs"), 1, ""),
-        (Injection("kill_worker", 1, outcome="ended", said="gptoss: x"), 1, "should have gone on"),
-        (Injection("lie_twice", 1, outcome="ended", said="gptoss: x"), 1, "should have gone on"),
+        (Injection("stop", 1, outcome="ended", message="gptoss: it hangs"), 1, ""),
         (
-            Injection("lie_version", 1, outcome="ended", said="gptoss: no"),
+            Injection("kill_worker", 1, outcome="ended", message="gptoss: x"),
+            1,
+            "should have gone on",
+        ),
+        (Injection("lie_twice", 1, outcome="ended", message="gptoss: x"), 1, "should have gone on"),
+        (
+            Injection("lie_version", 1, outcome="ended", message="gptoss: no"),
             1,
             "another cause: gptoss",
         ),
-        (Injection("lie_version", 1, outcome="ended", said="weights 9 sampled it"), 1, ""),
+        (Injection("lie_version", 1, outcome="ended", message="weights 9 sampled it"), 1, ""),
         (
-            Injection("lie_version", 1, outcome="ended", said="weights 9 sampled it"),
+            Injection("lie_version", 1, outcome="ended", message="weights 9 sampled it"),
             0,
             "with status 0",
         ),
@@ -314,8 +318,8 @@ class Ended:
 )
 def test_outcome_is_judged_by_kind(injection: Injection, status: int, verdict: str) -> None:
     attempt = cast(Attempt, Ended(status))
-    said = judge_outcome(attempt, injection)
-    assert verdict in said and bool(said) == bool(verdict)
+    found = judge_outcome(attempt, injection)
+    assert verdict in found and bool(found) == bool(verdict)
 
 
 def test_leak_differs_from_noise_and_warm_up() -> None:

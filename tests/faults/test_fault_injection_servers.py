@@ -251,7 +251,7 @@ class Ended:
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome", "said", "verdict"),
+    ("kind", "outcome", "message", "verdict"),
     [
         ("kill_worker+lie_nan", "healed", "", ""),
         ("kill_worker+lie_nan", "ended", "gptoss: x", "should have gone on"),
@@ -267,9 +267,11 @@ class Ended:
     ],
 )
 def test_pair_of_faults_may_have_outcomes_of_either(
-    kind: str, outcome: str, said: str, verdict: str
+    kind: str, outcome: str, message: str, verdict: str
 ) -> None:
-    found = judge_outcome(cast(Attempt, Ended()), Injection(kind, 1, outcome=outcome, said=said))
+    found = judge_outcome(
+        cast(Attempt, Ended()), Injection(kind, 1, outcome=outcome, message=message)
+    )
     assert verdict in found and bool(found) == bool(verdict)
 
 

@@ -81,7 +81,7 @@ def _kill_and_resume(
         attempt.stop_after_step(options.limit())
     if attempt.driver.poll() not in (0, 143):
         attempt.kill_everything()
-        raise SystemExit(f"a run cannot be continued:\n{attempt.said[-3000:]}")
+        raise SystemExit(f"a run cannot be continued:\n{attempt.output[-3000:]}")
 
 
 def _wait_for_moment(

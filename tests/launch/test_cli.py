@@ -35,7 +35,7 @@ def gptoss(*arguments: str, timeout: float = PATIENCE_SECONDS) -> subprocess.Com
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
-def gptoss_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def gptoss_in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the installed entry point with ``folder`` as first entry of PYTHONPATH."""
     paths = os.pathsep.join([".", str(ROOT), str(ROOT / "kernels")])
     return subprocess.run(
@@ -50,14 +50,14 @@ def gptoss_beside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 def test_user_module_named_launch_does_not_hide_ours(tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text("raise SystemExit('the wrong launch')\n")
-    done = gptoss_beside(tmp_path, "config", "tiny_retool", "--changed")
+    done = gptoss_in_folder(tmp_path, "config", "tiny_retool", "--changed")
     assert done.returncode == 0, done.stderr
     assert "tiny_retool" in done.stdout
 
 
 def test_module_that_hides_a_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "converters.py").write_text("")
-    done = gptoss_beside(tmp_path, "--version")
+    done = gptoss_in_folder(tmp_path, "--version")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     hidden = "converters.py hides megatron-gptoss's package converters. Rename it"

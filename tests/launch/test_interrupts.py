@@ -44,7 +44,7 @@ def start(kind: str, saved: bool, output: Path) -> Terminal:
     return Terminal(command, ROOT, OMP_NUM_THREADS="1")
 
 
-def steps_said(terminal: Terminal, count: int) -> None:
+def wait_for_steps(terminal: Terminal, count: int) -> None:
     terminal.wait_for(rf"step {count}/100000", STARTED)
 
 
@@ -86,7 +86,7 @@ def test_stopped_run_reports_saved_state_and_leaves_no_process(
     run = tmp_path / "stopped"
     with start(kind, saved, tmp_path) as terminal:
         # The first checkpoint is complete when the second one begins.
-        steps_said(terminal, 3 if saved else 1)
+        wait_for_steps(terminal, 3 if saved else 1)
 
         if how.startswith("INT"):
             terminal.press_ctrl_c()
@@ -136,7 +136,7 @@ def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path) ->
 @pytest.mark.slow  # Ray itself ends its daemons, but here they are in a separate session
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     with start("rl", False, tmp_path) as terminal:
-        steps_said(terminal, 2)
+        wait_for_steps(terminal, 2)
         terminal.process.kill()
         terminal.wait(30)
         # After the death of their daemon, Ray's agents try to contact a server for up to one

@@ -22,7 +22,7 @@ WIDE = TINY.model_copy(update={"intermediate_size": 64})
 BATCH = build_batch(documents([30, 5, 18]), align=2)
 
 
-def forget_the_others_shares(model: DistributedDataParallel) -> None:
+def invalidate_other_ranks_parts(model: DistributedDataParallel) -> None:
     """Fill the other ranks' parts of each bucket with NaN. After a step they are outdated."""
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         group.param_gather_dispatched = False
@@ -60,13 +60,13 @@ def use_after_a_step(rank: int, port: int, quantization: Quantization | None) ->
             if list(submodule.parameters(recurse=False)):
                 owners.add(name)
 
-        forget_the_others_shares(wrapped)
+        invalidate_other_ranks_parts(wrapped)
         scores = [scorer.score([BATCH])[0] for _ in range(2)]
         waiting = [
             group for group in wrapped.bucket_groups if group.param_gather_handle is not None
         ]
 
-        forget_the_others_shares(wrapped)
+        invalidate_other_ranks_parts(wrapped)
         gather_parameters(scorer.model)
         errors = []
         for weight, parameter in zip(weights, module.parameters(), strict=True):
