@@ -22,7 +22,7 @@ class Options:
     steps: int = 80
     """Steps of a run after which no fault is injected.
 
-    A run has ``observed_run.RESERVED_STEPS`` more steps. The learning rate schedule depends on both.
+    A run has ``observed_run.RESERVED_STEPS`` more steps. The learning rate schedule counts both.
     """
     faults_per_run: int = 12
     """Number of faults after which a run is stopped and examined, and a new run begins."""

@@ -108,8 +108,8 @@ def sample(attempt: Attempt) -> dict[str, float]:
 def own_memory(pid: int) -> int:
     """Return the bytes that a process has written, in memory and swapped out.
 
-    Pages of files, such as libraries, are excluded. Other programs of the machine determine how many
-    of these pages count as shared (psutil's ``uss``). Ray's shared store is counted separately.
+    Pages of files, such as libraries, are excluded. Other programs of the machine determine how
+    many of these pages count as shared (psutil's ``uss``). Ray's store is counted separately.
     """
     kilobytes = 0
     with suppress(OSError):

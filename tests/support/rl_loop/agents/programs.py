@@ -186,7 +186,7 @@ def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
 
 
 def adding(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Do what the agent loop does with ``tests.rl_loop.agents.test_same_episodes.Adding``."""
+    """Act like the agent loop with ``tests.rl_loop.agents.test_same_episodes.Adding``."""
     messages: list[dict[str, Any]] = [user(task["prompt"])]
     follow_ups = list(task["follow_ups"])
     while True:
