@@ -7,7 +7,7 @@
 # make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
 # make test-browser  the viewer in a real Chromium (installs it as root)
 # make hub-environments  virtual environments for openenv and verifiers, which cannot be installed beside this project
-# make lint   ruff, mypy and the dependency rules
+# make lint   ruff, mypy, the dependency rules and the habits of prose
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -80,6 +80,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy $(TYPED_ROOMS)
 	.venv/bin/lint-imports
+	.venv/bin/python scripts/prose.py --check
 
 clean-venv:
 	rm -rf .venv
