@@ -8,10 +8,11 @@
 # make test-browser  the viewer in a real Chromium (installs it as root)
 # make hub-environments  virtual environments for openenv and verifiers, which cannot be installed beside this project
 # make lint   ruff, mypy, the dependency rules and the habits of prose
+# make docs   the documentation as a site with search: build/docs/index.html; a broken link is an error
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-numerics test-busy test-slurm test-browser hub-environments lint clean-venv
+.PHONY: help setup demo test test-slow test-numerics test-busy test-slurm test-browser hub-environments lint docs clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
@@ -74,6 +75,17 @@ hub-environments: setup
 		.venv/bin/python -m venv .cache/hub/$${package%%==*} && \
 		.cache/hub/$${package%%==*}/bin/pip install --quiet $$package || exit 1; \
 	done
+
+# An environment of its own, because Sphinx reads Markdown and imports nothing of this project.
+.cache/docs/complete: requirements-docs.txt | setup
+	rm -rf .cache/docs
+	.venv/bin/python -m venv .cache/docs
+	.cache/docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--require-hashes -r requirements-docs.txt
+	touch $@
+
+docs: .cache/docs/complete
+	.cache/docs/bin/python -m sphinx -W --keep-going -q -d build/docs-cache docs build/docs
 
 lint: setup
 	.venv/bin/ruff check .

@@ -37,7 +37,7 @@ def make(task: dict[str, Any]) -> MCPServer:
 
     @server.tool()
     def find(item: str) -> str:
-        """Says on which shelf an item is."""
+        """Return the shelf of an item."""
         if item != task.get("item"):
             raise ValueError("no such item")
         return f"shelf {task['shelf']}"
