@@ -29,6 +29,8 @@ NAVIGATION: dict[str, list[str]] = {
         "running",
         "launching",
         "viewer",
+        "metrics",
+        "evaluating",
         "troubleshooting",
     ],
     "Bring your own": [
@@ -39,11 +41,13 @@ NAVIGATION: dict[str, list[str]] = {
         "agents",
         "gateway",
         "algorithms",
+        "library",
     ],
     "Models": [
         "adapters",
         "quantization",
         "dense",
+        "converting",
         "serving",
         "certify",
     ],
@@ -123,7 +127,7 @@ def navigation() -> str:
 
 
 def prepare_page(app: Any, name: str, source: list[str]) -> None:
-    """Add to a page what only the site has. Sphinx calls this for every page that it reads."""
+    """Rewrite links of a page, and add the navigation to the index. Sphinx calls this for every page that it reads."""
     from sphinx.util import logging  # tests of this file run without Sphinx
 
     repository = _PROJECT.get("urls", {}).get("Repository")

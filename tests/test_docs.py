@@ -207,3 +207,65 @@ def test_reference_has_every_key_of_shipped_configurations() -> None:
             for key in load_run_config(file, command).model_dump():
                 assert f"| `{key}` |" in page, key
     assert sum(len(names) for modules in API.values() for names in modules.values()) > 30
+
+
+# ---- programs of the page for libraries
+
+
+LIBRARY_PROGRAMS = re.findall(
+    r"^```python\n(.*?)^```\n\n```\n(.*?)^```",
+    (ROOT / "docs/library.md").read_text(),
+    flags=re.S | re.M,
+)
+
+
+def run_python(code: str) -> str:
+    """Run a program in a fresh interpreter, and return its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("code", "printed"), LIBRARY_PROGRAMS)
+def test_library_programs_print_the_shown_output(code: str, printed: str) -> None:
+    assert run_python(code) == printed
+
+
+def test_library_page_has_output_for_every_program() -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    assert len(LIBRARY_PROGRAMS) == page.count("```python\n") >= 7
+
+
+HEAVY = {"torch", "megatron", "ray", "transformers", "datasets"}
+"""Packages whose import takes a second, or hundreds of megabytes."""
+
+
+def test_library_imports_only_the_listed_large_packages() -> None:
+    page = (ROOT / "docs/library.md").read_text()
+    section = page.partition("## Import cost")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| [\d.]+ \| \d+ MB \| (\w+)", section, flags=re.M)
+    assert len(rows) == 8
+    for modules, listed in rows:
+        imports = ", ".join(re.findall(r"`([\w.]+)`", modules))
+        loaded = set(run_python(f"import sys, {imports}\nprint(*sys.modules)").split())
+        allowed = set() if listed == "none" else {listed}
+        assert loaded & HEAVY == allowed, imports
+
+
+def test_metrics_page_names_metrics_of_the_code() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    first_cells = re.findall(r"^\| (`.*?)\s*\|", page, flags=re.M)
+    names = [name for cell in first_cells for name in re.findall(r"`([a-z_/0-9]+)", cell)]
+    assert len(names) > 25
+    texts = texts_in_the_code()
+    for name in names:
+        # A prefix may be put in: rollout/invalid is "…/invalid" in the code.
+        tail = f"…/{name.rpartition('/')[2]}"
+        assert any(text == name or text in (tail, f"{name}…") for text in texts), name
