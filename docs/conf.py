@@ -38,6 +38,7 @@ NAVIGATION: dict[str, list[str]] = {
         "tasks",
         "environments",
         "tool_servers",
+        "mcp_example",
         "agents",
         "gateway",
         "algorithms",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from launch.cli import app
@@ -219,11 +220,11 @@ LIBRARY_PROGRAMS = re.findall(
 )
 
 
-def run_python(code: str) -> str:
-    """Run a program in a fresh interpreter, and return its output."""
+def run_python(code: str, directory: Path = ROOT) -> str:
+    """Run a program in a fresh interpreter in a directory, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT,
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
@@ -257,6 +258,21 @@ def test_library_imports_only_the_listed_large_packages() -> None:
         loaded = set(run_python(f"import sys, {imports}\nprint(*sys.modules)").split())
         allowed = set() if listed == "none" else {listed}
         assert loaded & HEAVY == allowed, imports
+
+
+def test_mcp_example_plays_its_episode_and_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs/mcp_example.md").read_text()
+    blocks = re.findall(r"^```(?:python|json|yaml)?\n(.*?)^```", page, flags=re.S | re.M)
+    server, train, held_out, program, printed, tasks = blocks
+    files = {"shop_server.py": server, "train.jsonl": train, "held_out.jsonl": held_out}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert run_python(program, tmp_path) == printed
+
+    shipped = yaml.safe_load((ROOT / "configs/rl/gpt-oss-20b-adapter_1x1.yaml").read_text())
+    (tmp_path / "shop.yaml").write_text(yaml.safe_dump(shipped | yaml.safe_load(tasks)))
+    config = load_run_config(tmp_path / "shop.yaml", "rl", None)
+    assert config.tasks.sources["shop"].environment == "mcp"
 
 
 def test_metrics_page_names_metrics_of_the_code() -> None:
