@@ -84,8 +84,10 @@ hub-environments: setup
 		--require-hashes -r requirements-docs.txt
 	touch $@
 
+# From scratch, because Sphinx repeats no warning about a page that it has already read.
 docs: .cache/docs/complete
-	.cache/docs/bin/python -m sphinx -W --keep-going -q -d build/docs-cache docs build/docs
+	rm -rf build/docs
+	.cache/docs/bin/python -m sphinx -W --keep-going -q -E -d build/docs-cache docs build/docs
 
 lint: setup
 	.venv/bin/ruff check .
