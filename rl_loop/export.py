@@ -125,7 +125,8 @@ def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, byte
     if extras is not None and extras.files:
         return extras.files
     logger.warning(
-        "the export gets no tokenizer and no chat template: %s holds none; copy those of the base model there",
+        "the export has no tokenizer and no chat template, because %s has none. Copy the files "
+        "of the base model to the export",
         source or "nothing that the run began with",
     )
     return {}
@@ -154,7 +155,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
     """
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
-        raise ConversionError(f"{checkpoints}: holds no checkpoint of the adapters to export")
+        raise ConversionError(f"{checkpoints} has no checkpoint of adapters to export")
 
     export_adapter(checkpoint, directory, peft_base_name(base), overwrite=True)
 

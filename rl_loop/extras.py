@@ -9,7 +9,7 @@ class ExtraMissing(UserError):
     """A package of an optional dependency is not installed. The message has the install command."""
 
     def __init__(self, user: str, extra: str, error: ImportError) -> None:
-        super().__init__(f"{user}: {error}. `{install_command(extra)}` installs it")
+        super().__init__(f"{user}: {error}. Run `{install_command(extra)}`")
 
 
 def install_command(extra: str, options: str = "") -> str:

@@ -134,14 +134,14 @@ class ForkedPool:
                     if control is None or self._is_well(closings, control):
                         raise
                     raise PoolFailure(
-                        f"{self._name} answers no question: {control!r:.500}"
+                        f"{self._name} does not answer its control question: {control!r:.500}"
                     ) from None
 
             # Text of a policy or a client must not be able to cause a PoolFailure.
             is_well = self._is_well(closings, self.control if control is None else control)
             if is_well and out_of_memory_kills() == killed_before:
-                raise TooExpensive(f"{self._name} died twice over it")
-        raise PoolFailure(f"{self._name} died twice over {question!r:.500}")
+                raise TooExpensive("two processes died while working on it")
+        raise PoolFailure(f"{self._name}: two processes died while working on {question!r:.500}")
 
     def asked(self, question: Any, control: Any = None) -> Awaitable[Any]:
         """Call ``ask`` on a thread and return an awaitable of the answer."""
@@ -180,20 +180,20 @@ class ForkedPool:
         except TimeoutError:
             worker.close()
             raise PoolFailure(
-                f"{self._name} did not reply within {REPLY_SECONDS:.0f} s; "
-                "is the machine overloaded?"
+                f"{self._name} did not reply within {REPLY_SECONDS:.0f} s. The machine may be "
+                "overloaded"
             ) from None
         except (EOFError, OSError):
             worker.close()
             # A process uses at most one core, so a worker that lived for less than the limit was
             # not killed by the limit.
             if time.monotonic() - began >= self.seconds:
-                raise TooExpensive(f"it takes more than {self.seconds:g} s") from None
+                raise TooExpensive(f"processing it takes more than {self.seconds:g} s") from None
             raise _Died from None
 
         if kind == "memory":
             worker.close()
-            raise TooExpensive("it takes too much memory")
+            raise TooExpensive("processing it takes too much memory")
         self._keep(worker)
         if kind == "error":
             raise content
@@ -226,7 +226,7 @@ class ForkedPool:
         for _ in range(2):
             with self._lock:
                 if self._closings != closings:
-                    raise PoolFailure(f"{self._name} was ended")
+                    raise PoolFailure(f"{self._name} was closed")
                 if self._server is None or self._server.poll() is not None:
                     self._start_server()
                 assert self._requests is not None
@@ -242,7 +242,7 @@ class ForkedPool:
                 # Another thread may have started the next one.
                 if self._server is server:
                     self._stop_server()
-        reason = self._last_error or "its process dies without a word"
+        reason = self._last_error or "its process exits without a message"
         raise PoolFailure(f"{self._name} does not start: {reason}")
 
     # ---- the server, with the lock held by the caller

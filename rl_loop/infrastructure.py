@@ -127,7 +127,7 @@ class InfrastructureBreaker:
         else:
             self._streak += len(group.invalid)
         if self._max_streak is not None and self._streak >= self._max_streak:
-            limit = f"{self._streak} in a row, and {self._max_streak} end a run"
+            limit = f"{self._streak} in a row; the limit is {self._max_streak}"
             raise InfrastructureOutage(self._message(limit))
 
     def check_share(self) -> None:
@@ -156,5 +156,8 @@ class InfrastructureBreaker:
             causes.append(f"{component} in {count}{named}, such as: {reason}")
 
         ended = f"infrastructure failures ended {len(self._invalid)} of {self._episodes} episodes ({limit})"
-        advice = "Nothing was learned from them. Mend it; a training run then goes on with --resume"
+        advice = (
+            "These episodes were not trained on. Fix the cause, then continue a training run "
+            "with --resume"
+        )
         return f"{ended}: {'; '.join(causes)}. {advice}"

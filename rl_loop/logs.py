@@ -47,12 +47,12 @@ class LogSettings:
         chosen_format = environment.get(FORMAT_VARIABLE, "plain").lower()
         if chosen_format not in FORMATS:
             raise UserError(
-                f"{FORMAT_VARIABLE} is {chosen_format!r}; use one of {', '.join(FORMATS)}"
+                f"{FORMAT_VARIABLE} is {chosen_format!r}. Use one of {', '.join(FORMATS)}"
             )
 
         level = environment.get(LEVEL_VARIABLE, "INFO").upper()
         if level not in LEVELS:
-            raise UserError(f"{LEVEL_VARIABLE} is {level!r}; use one of {', '.join(LEVELS)}")
+            raise UserError(f"{LEVEL_VARIABLE} is {level!r}. Use one of {', '.join(LEVELS)}")
         return cls(chosen_format, level)
 
 

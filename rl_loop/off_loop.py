@@ -55,7 +55,7 @@ async def call_users_code[T](function: Callable[[], T], name: str) -> T:
     """
     if _hanging[name] >= MOST_HANGING:
         raise TooManyHanging(
-            f"{name}: {MOST_HANGING} calls have not returned. Give it a time limit of its own"
+            f"{name}: {MOST_HANGING} calls have not returned. Add a time limit to this function"
         )
 
     loop = asyncio.get_running_loop()
@@ -112,7 +112,7 @@ class _Call:
             self._is_abandoned = True
             _hanging[self._name] += 1
             hanging = _hanging[self._name]
-        logger.warning("%s does not return; %d of its calls hang", self._name, hanging)
+        logger.warning("%s does not return; %d of its calls are hanging", self._name, hanging)
 
     def _hand_over(self, value: Any, error: BaseException | None) -> None:
         if self._result.done():

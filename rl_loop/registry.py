@@ -57,13 +57,15 @@ class Registry[T]:
         if ":" not in entry:
             known = ", ".join(sorted(self.entries)) or "none"
             raise ValueError(
-                f"there is no {self.kind} {name!r}; known: {known}, or give MODULE:NAME"
+                f"there is no {self.kind} {name!r}. Known names: {known}. For your own, write "
+                "MODULE:NAME"
             )
 
         imported = self._import(entry)
         if not self.accepts(imported):
             raise ValueError(
-                f"there is no {self.kind} {name!r}: {entry} is {_describe(imported)}, expected {self.expected}"
+                f"there is no {self.kind} {name!r}: {entry} is {_describe(imported)}, expected "
+                f"{self.expected}"
             )
         return imported  # type: ignore[return-value]  # ``accepts`` has looked at it
 
@@ -76,7 +78,7 @@ class Registry[T]:
         except ModuleNotFoundError as error:
             failure = f"{failure}: {error}"
             if error.name == module_name.partition(".")[0]:
-                failure += "; is its folder in PYTHONPATH?"
+                failure += ". Is its directory in PYTHONPATH?"
             raise ValueError(failure) from error
         except Exception as error:
             # Importing runs the module, which may raise any exception, such as a SyntaxError.

@@ -99,7 +99,9 @@ def run_sft(
         is_stopped = done < steps and not data.exhausted
         if is_stopped or (session.interrupt.requested and config.exports):
             saved = f"saved after step {done} of {steps} in {session.run.path}"
-            raise Interrupted(saved if is_stopped else f"{saved}; its export is left")
+            raise Interrupted(
+                saved if is_stopped else f"{saved}. The export is missing; --resume writes it"
+            )
         if config.exports:
             _export(config, session)
 
@@ -305,7 +307,7 @@ def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> st
         return f"stopped; {session.what_is_saved()}"
     saved = f"saved after step {done} of {config.training.steps} in {session.run.path}"
     if done == config.training.steps:
-        saved += "; its evaluation and its export are left"
+        saved += ". The final evaluation and the export are missing; --resume continues with them"
     return saved
 
 
@@ -351,8 +353,8 @@ def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
 
     if config.model.num_parameters > LARGEST_DECODED:
         logger.info(
-            "%s: a sample of its weights was compared with the trainer's, its answers were not: "
-            "%.1f billion parameters are too many for this machine's processors",
+            "%s: a sample of its weights was compared with the trainer, but its answers were "
+            "not, because %.1f billion parameters are too many for the CPU of this machine",
             session.run.export,
             config.model.num_parameters / 1e9,
         )

@@ -197,8 +197,8 @@ class Session(ABC):
             logger.warning("%s: %s", self._config.name, damage)
         if resumed.damages:
             logger.warning(
-                "%s: --resume continues after step %d, from the newest checkpoint that is complete. "
-                "Later steps are taken again",
+                "%s: --resume continues after step %d, the newest complete checkpoint. Later "
+                "steps are repeated",
                 self._config.name,
                 state.step,
             )
@@ -271,19 +271,22 @@ class Session(ABC):
 
     def finishing_steps(self) -> AbstractContextManager[None]:
         """Let the current step end before a request to stop takes effect."""
-        note = "stopping after this step; Ctrl-C again stops at once"
+        note = "stopping after this step; press Ctrl-C again to stop at once"
         return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
 
     def what_is_saved(self) -> str:
         """Return a message with the saved step, for a run that was stopped within a step."""
         run = RunDirectory(self._config.directory)
         if not run.existing():
-            return "the run had not begun, and nothing was written"
+            return "the run had not started, and nothing was written"
         latest = run.checkpoints / "latest"
         if not latest.exists():
-            return f"{run.path} has no checkpoint yet, so it begins with step 1 again"
+            return f"{run.path} has no checkpoint yet, so --resume starts with step 1"
         saved = int(latest.read_text().rpartition("_")[2])
-        return f"{run.path} goes on after step {saved} of {self._config.training.steps}, its newest checkpoint"
+        return (
+            f"{run.path} has its newest checkpoint after step {saved} of "
+            f"{self._config.training.steps}; --resume continues there"
+        )
 
     def _delete_unfinished(self) -> None:
         """Delete incomplete checkpoints and exports."""
@@ -394,7 +397,9 @@ def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationDat
         DataError: conversations cannot be read.
     """
     if not isinstance(config, SftConfig) or config.data is None:
-        raise ConfigError(f"{config.name} learns no conversations: its configuration has no `data`")
+        raise ConfigError(
+            f"{config.name} does not train on conversations, because `data` is null. Set `data`"
+        )
     check_conversations(config.data)
 
     from rl_loop.conversations.dataset import ConversationData

@@ -70,11 +70,13 @@ def sample_advantages(config: AlgorithmConfig, rewards: BatchRewards) -> torch.T
             tuple(advantages.shape) if torch.is_tensor(advantages) else type(advantages).__name__
         )
         raise ValueError(
-            f"algorithm.advantage {config.advantage.type} returned {shape}, expected [{len(rewards.totals)}]"
+            f"algorithm.advantage {config.advantage.type} returned {shape}, expected a tensor of "
+            f"shape [{len(rewards.totals)}]"
         )
     if not advantages.isfinite().all():
         raise ValueError(
-            f"algorithm.advantage {config.advantage.type} returned {advantages.tolist()}"
+            f"algorithm.advantage {config.advantage.type} returned advantages that are not "
+            f"finite ({advantages.tolist()})"
         )
     return advantages.detach().double()
 
@@ -139,7 +141,7 @@ def group_advantages(
         ValueError: ``rewards`` is not a non-empty vector of finite numbers.
     """
     if rewards.ndim != 1 or len(rewards) == 0:
-        raise ValueError(f"rewards must be a non-empty vector, got shape {tuple(rewards.shape)}")
+        raise ValueError(f"rewards must be a non-empty vector (got shape {tuple(rewards.shape)})")
 
     # Equal rewards have no standard deviation to divide by.
     centred = centre(rewards)
@@ -368,7 +370,7 @@ def centre(values: torch.Tensor) -> torch.Tensor:
         ValueError: a value is not finite.
     """
     if not values.isfinite().all():
-        raise ValueError(f"rewards must be finite, got {values.tolist()}")
+        raise ValueError(f"rewards must be finite (got {values.tolist()})")
 
     # Even in fp64 the mean of equal values need not be that value.
     values = values.double()

@@ -125,7 +125,8 @@ class GdpoAdvantage(FunctionChoice):
     def _check(self) -> Self:
         if not self.reward_weights:
             raise ValueError(
-                "advantage gdpo needs algorithm.advantage.reward_weights, such as {correct: 1.0}"
+                "advantage gdpo has no reward weights. Set algorithm.advantage.reward_weights, "
+                "such as {correct: 1.0}."
             )
         return self
 

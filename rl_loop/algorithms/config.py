@@ -67,14 +67,17 @@ class CorrectionConfig(StrictModel):
     def _check(self) -> Self:
         if self.bounds and self.weight not in ("sequence_mis", "icepop"):
             raise ValueError(
-                f"correction.bounds belong to sequence_mis and icepop; weight is {self.weight}"
+                "bounds apply only to the weights sequence_mis and icepop, but "
+                f"correction.weight is {self.weight}. Remove correction.bounds, or change the "
+                "weight."
             )
 
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
                 raise ValueError(
-                    f"correction.{name} {bounds} must hold 1, the ratio of equal policies"
+                    f"{name} must contain 1, the ratio of equal policies (got {bounds}). Change "
+                    f"correction.{name}."
                 )
         return self
 
@@ -95,7 +98,8 @@ class KlConfig(StrictModel):
     def _check(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
-                "kl.estimator k1 does nothing in the loss: its gradient does not know the reference"
+                "kl.estimator=k1 has no effect in the loss, because its gradient does not "
+                "depend on the reference policy. Use k2 or k3, or set kl.place=reward."
             )
         return self
 
@@ -221,17 +225,18 @@ class AlgorithmConfig(StrictModel):
         is_custom = isinstance(self.advantage, CustomAdvantage)
 
         if self.advantage.type == "gae" and not self.critic:
-            raise ValueError("advantage gae needs a value model: set algorithm.critic")
+            raise ValueError("advantage gae needs a value model. Set algorithm.critic.")
         if self.critic and self.advantage.type != "gae":
             raise ValueError(
-                f"a critic is of no use to advantage {self.advantage.type}: use gae or set algorithm.critic to null"
+                f"advantage {self.advantage.type} does not use a critic. Set "
+                "algorithm.critic=null, or use advantage gae."
             )
 
         if self.advantage.type == "gdpo" and self.kl and self.kl.place == "reward":
             raise ValueError(
-                "kl.place reward with advantage gdpo: every reward is divided by its own "
-                "standard deviation, which would undo kl.coefficient, and the paper has its KL "
-                "in the loss: set kl.place to loss"
+                "kl.place=reward does not work with advantage gdpo: division by each reward's "
+                "standard deviation would cancel kl.coefficient. Set kl.place=loss, as in the "
+                "paper."
             )
 
         # Only the author of a custom estimator knows if it learns from groups of equal rewards.
@@ -241,15 +246,17 @@ class AlgorithmConfig(StrictModel):
             and not is_custom
         ):
             raise ValueError(
-                "dynamic_sampling_rounds above 1 drops groups of equal rewards, and advantage "
-                f"{self.advantage.type} learns from them, as it compares with other tasks or a value "
-                "model: set it to 1, or use a group-relative advantage"
+                f"dynamic_sampling_rounds ({self.dynamic_sampling_rounds}) drops groups of equal "
+                f"rewards, but advantage {self.advantage.type} learns from them, because it "
+                "compares with other tasks or a value model. Set dynamic_sampling_rounds=1, or "
+                "use a group-relative advantage."
             )
 
     def _check_whitening(self) -> None:
         if self.whiten_advantages == "samples" and self.advantage.type == "gae":
             raise ValueError(
-                "whiten_advantages samples: advantage gae has one advantage per token. Use tokens"
+                "whiten_advantages=samples needs one advantage per sample, but advantage gae "
+                "has one per token. Set whiten_advantages=tokens."
             )
 
     def _check_old_log_probs(self) -> None:
@@ -260,18 +267,21 @@ class AlgorithmConfig(StrictModel):
         # Only a ratio or a correction takes the age of a token into account.
         if source == "forward" and self.max_staleness > 0 and not self.correction.active:
             raise ValueError(
-                "max_staleness above 0 with old_log_probs forward ignores how far the policy "
-                "has moved since tokens were sampled: set a correction, or use rollout"
+                f"max_staleness ({self.max_staleness}) with old_log_probs=forward ignores the "
+                "change of the policy since tokens were sampled. Set a correction, or use "
+                "old_log_probs=rollout."
             )
         if source == "rollout" and self.correction.active:
             raise ValueError(
-                "old_log_probs rollout already has the mismatch in its ratio; a correction "
-                "would count it twice: set correction.weight to none and its rejections to null"
+                "old_log_probs=rollout already includes the mismatch in the ratio, and a "
+                "correction would count it twice. Set correction.weight=none and its rejections "
+                "to null."
             )
         if source != "forward" and self.routing_replay == "R2":
             raise ValueError(
-                "routing_replay R2 replays the routes of the forward pass for old log-probs, "
-                "and there is none: use old_log_probs forward, or R3"
+                "routing_replay=R2 replays the routes of the forward pass for old log-probs, "
+                f"but old_log_probs={source} has no such pass. Use old_log_probs=forward, or "
+                "routing_replay=R3."
             )
 
     def _check_ratio_of_one(self) -> None:
@@ -284,36 +294,38 @@ class AlgorithmConfig(StrictModel):
         # 1.
         if self.mini_batches > 1:
             raise ValueError(
-                f"old_log_probs detach makes the ratio 1 in all {self.mini_batches} "
-                "mini-batches, though only the first is on-policy: use forward, or mini_batches 1"
+                f"old_log_probs=detach sets the ratio to 1 in all {self.mini_batches} "
+                "mini-batches, but only the first is on-policy. Use old_log_probs=forward, or "
+                "mini_batches=1."
             )
 
         # Tokens of earlier weights have the same problem.
         if self.max_staleness > 0:
             raise ValueError(
-                "max_staleness above 0 with old_log_probs detach calls stale tokens on-policy: "
-                "use rollout, or forward with a correction"
+                "old_log_probs=detach treats stale tokens as on-policy, and max_staleness is "
+                f"{self.max_staleness}. Use old_log_probs=rollout, or forward with a correction."
             )
 
         # Refuse a limit that no sequence can exceed, because it would have no effect.
         if self.correction.off_policy_limit:
             raise ValueError(
-                "correction.off_policy_limit looks at pi_old / pi, which is 1 with old_log_probs detach"
+                "correction.off_policy_limit has no effect with old_log_probs=detach, because "
+                "pi_old / pi is 1. Set it to null, or use old_log_probs=forward."
             )
 
         # Rejections compare the trainer's log-probs with the engine's. With detach, the trainer's
         # are known only in the policy's update, which follows the critic's update.
         if self.critic and self.correction.rejects:
             raise ValueError(
-                "a correction that rejects must reject for the critic too, which learns before "
-                "the trainer's log-probs are known with old_log_probs detach: set old_log_probs "
-                "to forward"
+                "a correction that rejects tokens also applies to the critic, but with "
+                "old_log_probs=detach the critic learns before the trainer's log-probs are "
+                "known. Set old_log_probs=forward."
             )
 
     def _check_policy_loss(self) -> None:
         needless = self.old_log_probs_from == "forward" and not self.correction.active
         if self.policy_loss.type == "reinforce" and needless:
             raise ValueError(
-                "policy_loss reinforce has no ratio: old_log_probs would be computed for "
-                "nothing; leave it at auto with mini_batches 1"
+                "policy_loss=reinforce has no ratio, so a forward pass for old_log_probs would "
+                "have no effect. Set old_log_probs=auto and mini_batches=1."
             )

@@ -221,7 +221,10 @@ def _policy_loss(
                 f"{name} returned {field} {list(shape)}, expected {list(log_probs.shape)}"
             )
     if log_probs.requires_grad and not result.loss.requires_grad:
-        raise ValueError(f"{name} returned a loss without a gradient to log_probs")
+        raise ValueError(
+            f"{name} returned a loss that has no gradient for log_probs. Compute the loss from "
+            "the log_probs of its inputs."
+        )
     for metric, total in result.sums.items():
         if not isinstance(total, torch.Tensor) or total.shape != ():
             shape = list(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__

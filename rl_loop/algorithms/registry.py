@@ -65,5 +65,6 @@ def check_function(
         signature.bind(None, **options)
     except TypeError as error:
         raise ValueError(
-            f"{registry.kind} {name} with options {dict(options)}: {error}; it is {signature}"
+            f"{registry.kind} {name} does not accept the options {dict(options)}: {error}. Its "
+            f"signature is {signature}."
         ) from None

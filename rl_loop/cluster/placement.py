@@ -71,8 +71,8 @@ def check_place(role: str, index: int) -> None:
     if not any(node["Alive"] and place in node["Resources"] for node in nodes):
         dead = sorted(node["NodeName"] for node in nodes if not node["Alive"])
         raise PlaceLost(
-            f"{role.replace('_', ' ')} {index} cannot be started again: its node has died "
-            f"({', '.join(dead)}). Go on with --resume"
+            f"{role.replace('_', ' ')} {index} cannot be restarted, because its node has died "
+            f"({', '.join(dead)}). Continue with --resume"
         )
 
 

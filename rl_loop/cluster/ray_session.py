@@ -235,9 +235,9 @@ def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
 def death_of(part: str, program: str, process: int) -> str:
     """Return the last message to the user after the death of a part of Ray."""
     return (
-        f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, and the "
-        "run with it: killed, perhaps by the kernel for want of memory (dmesg). Go on with "
-        "--resume"
+        f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, which "
+        "ended the run. The kernel may have killed it because memory was short (see dmesg). "
+        "Continue with --resume"
     )
 
 
@@ -457,12 +457,13 @@ def _check_start(nodes: list[Any], deadline: float, seconds: float) -> None:
         for part, name in (("gcs_server", "control store"), ("raylet", "raylet")):
             processes = node.all_processes.get(part, [])
             if any(info.process.poll() is not None for info in processes):
-                raise RayStartError(f"Ray's {name} ended while it started; {_logs(nodes)}")
+                raise RayStartError(f"Ray's {name} exited during its start; {_logs(nodes)}")
 
     if time.monotonic() > deadline:
         raise RayStartError(
             f"Ray did not start within {seconds:g} s (load {os.getloadavg()[0]:.0f} on "
-            f"{os.cpu_count()} processors); {_logs(nodes)}"
+            f"{os.cpu_count()} processors). Stop other work on this machine, or see "
+            f"{_logs(nodes)}"
         )
 
 

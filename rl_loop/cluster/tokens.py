@@ -30,8 +30,8 @@ def private_directory(path: Path) -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise NotPrivate(
-            f"{path}: is not a directory of this user (owner {found.st_uid}). Have it removed, or "
-            "set RAY_TMPDIR to a directory of your own"
+            f"{path} is not a directory of this user (owner {found.st_uid}). Ask its owner to "
+            "remove it, or set RAY_TMPDIR to your own directory"
         )
     if stat.S_IMODE(found.st_mode) != 0o700:
         path.chmod(0o700)

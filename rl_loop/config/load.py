@@ -54,7 +54,9 @@ def load_config[Config: RunConfig](
     changes = overrides or []
     for change in changes:
         if not re.match("[^=]+=", change):
-            raise ConfigError(f"override {change!r}: expected key=value, such as optimizer.lr=1e-6")
+            raise ConfigError(
+                f"override {change!r} is not of the form key=value, such as optimizer.lr=1e-6"
+            )
     # Insert before the other overrides, which may change values of the named file.
     for key in ("model", "algorithm"):
         changes = _insert_named_section(path, tree, key, changes)
@@ -71,7 +73,8 @@ def load_config[Config: RunConfig](
     except TypeError:
         # OmegaConf does not report which override it was.
         raise ConfigError(
-            f"{path}: one of {' '.join(changes)} is a list where the file has keys, or the other way round"
+            f"{path}: one of the overrides {' '.join(changes)} sets a list where the file has "
+            "keys, or keys where the file has a list. Correct the override."
         ) from None
     return validated(path, kind, raw)
 
@@ -118,8 +121,8 @@ def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
         if value is not None and held_out not in keys:
             held_out, key = (k.replace(f".sources.{ONLY_SOURCE}.", ".") for k in (held_out, key))
             raise ConfigError(
-                f"{held_out}: {value} belongs to the {key} of {path}, which the command line replaces. "
-                f"Add {held_out}=FILE, or {held_out}=null"
+                f"{held_out}: {value} belongs to the {key} of {path}, which an override "
+                f"replaces. Add {held_out}=FILE, or {held_out}=null."
             )
 
 
@@ -268,7 +271,8 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
 
     if not (path / "config.json").exists():
         raise ConfigError(
-            f"{path} is neither a run (config.yaml) nor a Hugging Face directory (config.json)"
+            f"{path} is neither a run (config.yaml) nor a Hugging Face directory (config.json). "
+            "Name one of them."
         )
     return _config_of_model(path, overrides or [])
 
@@ -296,9 +300,9 @@ def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
         raise ConfigError(f"{path}: {error}") from None
     if model.default_vocabulary == "gptoss" and model.vocab_size != RELEASED_VOCABULARY:
         raise ConfigError(
-            f"{path}: its model has {model.vocab_size} token ids, and only the configuration of the "
-            "run that trained it knows which: give that run's directory or configuration, with "
-            f"--weights {path}"
+            f"{path}: its model has {model.vocab_size} token ids, a vocabulary that only the "
+            "configuration of its training run defines. Name the run's directory or "
+            f"configuration, and add --weights {path}"
         )
 
     tree = {
@@ -380,9 +384,9 @@ def _named_section(path: Path, key: str, name: str) -> tuple[Path, Any]:
         return _hf_section(path, Path(name))
 
     known = ", ".join(section_names(path, key))
-    other = ", and no Hugging Face directory or config.json has this path" if key == "model" else ""
+    other = ". No Hugging Face directory or config.json has this path" if key == "model" else ""
     raise ConfigError(
-        f"{path}: {key}: there is no {name}.yaml in {path.parent.parent / key}, nor among the "
+        f"{path}: {key}: {name}.yaml is neither in {path.parent.parent / key} nor among the "
         f"shipped ones: {known}{other}"
     )
 
@@ -428,8 +432,8 @@ def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationErr
         )
         if this is RlConfig:
             message += (
-                ". `gptoss plan`, `gptoss config` and `gptoss launch` take it with --sft; `gptoss eval` "
-                "takes one of configs/rl, with --weights RUN/export"
+                ". `gptoss plan`, `gptoss config` and `gptoss launch` accept it with --sft. For "
+                "`gptoss eval` name a configuration of configs/rl, and add --weights RUN/export"
             )
         raise ConfigError(message) from None
 
@@ -446,13 +450,13 @@ def read_yaml(path: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: a directory; give the YAML file") from None
+        raise ConfigError(f"{path} is a directory. Name the YAML file.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: it is nested too deeply") from None
+        raise ConfigError(f"{path}: the YAML is nested too deeply") from None
     except (YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
     if not OmegaConf.is_dict(tree):
-        raise ConfigError(f"{path}: expected a mapping of keys to values")
+        raise ConfigError(f"{path}: the file does not contain a mapping of keys to values")
     return tree
 
 

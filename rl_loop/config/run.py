@@ -80,13 +80,14 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         if self.adapter is None:
             if self.initial_adapter is not None:
                 raise ValueError(
-                    f"initial_adapter ({self.initial_adapter}) has no effect without adapter, the settings of the "
-                    "adapters to train: take over those that it was trained with"
+                    f"initial_adapter ({self.initial_adapter}) has no effect while adapter is "
+                    "null. Set adapter to the settings that the adapters were trained with."
                 )
             if self.training.keep_adapters:
                 raise ValueError(
-                    "training.keep_adapters has no effect without adapter: full training has none, and "
-                    "training.keep_checkpoints says how many checkpoints stay"
+                    "training.keep_adapters has no effect while adapter is null. Set it to "
+                    "false, or set adapter. training.keep_checkpoints is the number of full "
+                    "checkpoints to keep."
                 )
             return
 
@@ -100,27 +101,35 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         ablation = self.ablation
         family = self.model.model_type
         if self.rollout.routed_experts:
-            raise ValueError(f"rollout.routed_experts: a {family} model has no experts")
+            raise ValueError(
+                f"rollout.routed_experts: a {family} model has no experts. Leave it out."
+            )
         if ablation.router_noise > 0:
-            raise ValueError(f"ablation.router_noise: a {family} model has no router")
+            raise ValueError(
+                f"ablation.router_noise: a {family} model has no router. Leave it out."
+            )
 
         if ablation.without:
-            raise ValueError(f"ablation.without: a {family} model has no attention sinks")
+            raise ValueError(
+                f"ablation.without: a {family} model has no attention sinks. Leave it out."
+            )
 
     def _check_engine(self) -> None:
         engine = self.rollout.engine
         if self.ablation.changes_engine_weights and not engine.takes_tensors:
             raise ValueError(
-                "ablation.without=[engine_sinks] and engine_noise alter tensors on their way to the engine, and "
-                f"engine {engine.type} takes them elsewhere: set rollout.engine.type=transformers"
+                "ablation.without=[engine_sinks] and ablation.engine_noise change tensors on "
+                f"their way to the engine, but engine {engine.type} receives its tensors another "
+                "way. Set rollout.engine.type=transformers."
             )
         self._check_engine_quantization()
 
         temperature = self.rollout.temperature
         if self.rollout.purification and temperature != 1 and not engine.scores_at_any_temperature:
             raise ValueError(
-                f"rollout.purification scores at rollout.temperature ({temperature}), and engine {engine.type} scores "
-                "at temperature 1 only: set rollout.temperature=1 or rollout.engine.type=transformers"
+                f"rollout.purification needs log-probs at rollout.temperature ({temperature}), "
+                f"but engine {engine.type} scores at temperature 1 only. Set "
+                "rollout.temperature=1 or rollout.engine.type=transformers."
             )
 
     def _check_engine_quantization(self) -> None:
@@ -130,18 +139,18 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         if engine.packs_experts and self.trained_quantization is None:
             trained = "quantization is null"
             if self.adapter is not None:
-                trained = "experts merged with an adapter have other values"
+                trained = "an adapter changes the values of merged experts"
             raise ValueError(
-                f"rollout.engine.quantization ({engine.experts_format}): {engine.type} servers can only hold experts "
-                f"that were trained through this format, and {trained}. Leave it out, or train all weights with "
-                "quantization=mxfp4"
+                f"rollout.engine.quantization ({engine.experts_format}): {engine.type} servers "
+                f"can hold only experts that were trained in this format, and {trained}. Leave "
+                "it out, or train all weights with quantization=mxfp4."
             )
 
         noise = self.ablation.engine_noise
         if noise > 0 and self.trained_quantization is not None:
             raise ValueError(
-                f"ablation.engine_noise ({noise:g}) cannot be added to experts in {self.quantization}: "
-                "leave quantization out"
+                f"ablation.engine_noise ({noise:g}) cannot be added to experts in "
+                f"{self.quantization}. Leave quantization out."
             )
 
 
@@ -222,12 +231,14 @@ class RlConfig(RunConfig):
         row = self.training.max_tokens_per_micro_batch
         if longest > row:
             raise ValueError(
-                f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch ({row}): the longest "
-                "episode would not fit a micro-batch"
+                f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch "
+                f"({row}), so the longest episode would not fit into a micro-batch. Lower the "
+                "first or raise the second."
             )
         if longest > self.model.max_length:
             raise ValueError(
-                f"rollout.max_tokens ({longest}) exceeds model.max_length ({self.model.max_length})"
+                f"rollout.max_tokens ({longest}) exceeds model.max_length "
+                f"({self.model.max_length}). Lower it."
             )
 
     def _check_groups(self) -> None:
@@ -236,14 +247,17 @@ class RlConfig(RunConfig):
         episodes = rollout.tasks_per_step * rollout.samples_per_task
         if episodes < self.parallel.data * algorithm.mini_batches:
             raise ValueError(
-                f"rollout.tasks_per_step x samples_per_task ({episodes}) gives fewer episodes than data-parallel ranks "
-                f"x algorithm.mini_batches ({self.parallel.data} x {algorithm.mini_batches})"
+                f"rollout.tasks_per_step x samples_per_task ({episodes} episodes) is less than "
+                f"data-parallel ranks x algorithm.mini_batches ({self.parallel.data} x "
+                f"{algorithm.mini_batches}). Sample more episodes, or use fewer ranks or "
+                "mini-batches."
             )
 
         if algorithm.advantage.type in GROUP_ADVANTAGES and rollout.samples_per_task == 1:
             raise ValueError(
-                f"algorithm.advantage {algorithm.advantage.type} compares the samples of a task, and "
-                "rollout.samples_per_task is 1: use 2 or more, or advantage gae or reinforce"
+                f"algorithm.advantage {algorithm.advantage.type} compares the samples of a task, "
+                "but rollout.samples_per_task is 1. Use 2 or more samples, or advantage gae or "
+                "reinforce."
             )
 
     def _check_staleness(self) -> None:
@@ -251,9 +265,9 @@ class RlConfig(RunConfig):
         staleness = self.algorithm.max_staleness
         if staleness > 0 and self.rollout.engine.shares_trainer_gpus:
             raise ValueError(
-                f"algorithm.max_staleness {staleness} generates while the trainer learns, and "
-                "rollout.engine.colocated gives its GPUs to one of them at a time: use 0, or servers on GPUs of their "
-                "own"
+                f"algorithm.max_staleness ({staleness}) samples while the trainer updates, but "
+                "rollout.engine.colocated lets only one of them use the GPUs at a time. Set "
+                "max_staleness=0, or run servers on separate GPUs."
             )
 
     def _check_programs(self) -> None:
@@ -264,13 +278,14 @@ class RlConfig(RunConfig):
 
             if self.vocabulary == "tiny" and self.vocabulary_data is None:
                 raise ValueError(
-                    f"vocabulary tiny: what the agent of tasks.sources.{name} says cannot be known here; name the "
-                    "conversations that the policy was fine-tuned on in vocabulary_data"
+                    "vocabulary tiny cannot include the texts of the agent of "
+                    f"tasks.sources.{name}. Set vocabulary_data to the conversations that the "
+                    "policy was fine-tuned on."
                 )
             if self.rollout.purification is not None:
                 raise ValueError(
-                    f"rollout.purification replays tool calls, and those of tasks.sources.{name} are run by an agent "
-                    "of its own: set it to null"
+                    "rollout.purification replays tool calls, but the external agent of "
+                    f"tasks.sources.{name} runs its own tools. Set rollout.purification=null."
                 )
 
     def _check_algorithm_needs(self) -> None:
@@ -278,26 +293,30 @@ class RlConfig(RunConfig):
         rollout = self.rollout
         if algorithm.routing_replay != "none" and self.model.num_experts == 0:
             raise ValueError(
-                f"algorithm.routing_replay {algorithm.routing_replay}: a {self.model.model_type} model has no experts"
+                f"algorithm.routing_replay ({algorithm.routing_replay}): a "
+                f"{self.model.model_type} model has no experts. Set it to none."
             )
         if algorithm.routing_replay == "R3" and not rollout.routed_experts:
             raise ValueError(
-                "algorithm.routing_replay R3 needs the engine's routes: set rollout.routed_experts"
+                "algorithm.routing_replay=R3 needs the engine's routes. Set "
+                "rollout.routed_experts=true."
             )
 
         longest = rollout.max_response_tokens
         if algorithm.overlong_buffer is not None and algorithm.overlong_buffer >= longest:
             raise ValueError(
-                f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be below the longest response "
-                f"({longest}, the least of rollout.max_sampled_tokens, max_tokens and max_turns x "
-                "max_new_tokens_per_turn), or every episode is punished for its length"
+                f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be less than the "
+                f"longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
+                "max_tokens and max_turns x max_new_tokens_per_turn), because the length "
+                "penalty would otherwise apply to every episode. Lower it."
             )
 
         steps = self.training.steps
         if algorithm.critic and algorithm.critic.warmup_steps >= steps:
             raise ValueError(
-                f"algorithm.critic.warmup_steps ({algorithm.critic.warmup_steps}) leaves none of the {steps} steps to "
-                "the policy"
+                f"algorithm.critic.warmup_steps ({algorithm.critic.warmup_steps}) must be less "
+                f"than training.steps ({steps}), because the policy would otherwise never be "
+                "trained. Lower it."
             )
 
 
@@ -352,8 +371,9 @@ class SftConfig(RunConfig):
         row, longest = self.training.max_tokens_per_micro_batch, self.model.max_length
         if self.data.max_tokens > min(row + 1, longest):
             raise ValueError(
-                f"data.max_tokens ({self.data.max_tokens}) exceeds training.max_tokens_per_micro_batch ({row}) or "
-                f"model.max_length ({longest}): the longest sample would not fit"
+                f"data.max_tokens ({self.data.max_tokens}) exceeds "
+                f"training.max_tokens_per_micro_batch ({row}) or model.max_length ({longest}), "
+                "so the longest sample would not fit. Lower it."
             )
         return self
 
@@ -368,7 +388,7 @@ def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
     unknown = sorted(set(config.algorithm.reward_weights) - parts)
     if unknown:
         raise ConfigError(
-            "algorithm.advantage.reward_weights: no environment of tasks.sources has a reward part "
-            f"{', '.join(unknown)}; there are {', '.join(sorted(parts))} (an environment's own are "
-            "those that unfinished() returns)"
+            "algorithm.advantage.reward_weights: no environment of tasks.sources has the reward "
+            f"part {', '.join(unknown)}. Known parts: {', '.join(sorted(parts))}. An environment "
+            "declares its parts in unfinished()."
         )

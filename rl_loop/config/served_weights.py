@@ -36,7 +36,7 @@ class ServedWeights:
         """Description of the weights and their step, in one line."""
         kind = "its export" if self.is_export else "its newest checkpoint"
         after = "of an unknown step" if self.step is None else f"after step {self.step}"
-        return f"{self.run}: what is served is {kind}, {after}"
+        return f"{self.run}: serving {kind}, {after}"
 
     def warning(self, base: str) -> str | None:
         """Return how to serve newer weights, or None if the newest weights are served.
@@ -47,8 +47,9 @@ class ServedWeights:
         if self.newer_adapters is None:
             return None
         return (
-            f"{self.newer_adapters} is of step {step_of(self.newer_adapters)}, but holds adapters without their "
-            f"base: gptoss convert merge {base} {self.newer_adapters} DIR makes a model of them, for --weights DIR"
+            f"{self.newer_adapters} is newer (step {step_of(self.newer_adapters)}), but has "
+            f"adapters without their base model. To serve it, run `gptoss convert merge {base} "
+            f"{self.newer_adapters} DIR` and pass --weights DIR"
         )
 
 

@@ -52,17 +52,22 @@ class SourceConfig(StrictModel):
         check_place(self.held_out_path)
         if self.train_path is not None and self.held_out_path is None:
             raise ValueError(
-                "train_path needs held_out_path: accuracy is measured on tasks that are not trained on"
+                "train_path needs held_out_path, because accuracy is measured on tasks that are "
+                "not trained on. Set held_out_path."
             )
         if self.held_out_path is not None and self.train_path is None and self.weight > 0:
             raise ValueError(
-                "held_out_path without train_path: give train_path, or weight 0 to evaluate only"
+                "held_out_path has no train_path. Set train_path, or weight=0 to evaluate only."
             )
         if self.pass_rate is not None and self.train_path is None:
-            raise ValueError("pass_rate filters the tasks of train_path, which is not given")
+            raise ValueError(
+                "pass_rate filters the tasks of train_path, but train_path is null. Set "
+                "train_path, or leave pass_rate out."
+            )
         if self.columns and self.held_out_path is None:
             raise ValueError(
-                "columns are those of train_path and held_out_path, which are not given"
+                "columns apply to train_path and held_out_path, but both are null. Set these "
+                "paths, or leave columns out."
             )
         environment_class(self.environment).Options.model_validate(self.options)
         return self
@@ -83,5 +88,7 @@ class TaskConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not any(source.weight > 0 for source in self.sources.values()):
-            raise ValueError("no source has a weight above 0")
+            raise ValueError(
+                "every source has weight 0. Set the weight of at least one source above 0."
+            )
         return self

@@ -94,7 +94,7 @@ class CompletionsEngine:
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Raise EndpointError, because a completions endpoint does not score."""
-        raise EndpointError(f"{self._url} is for sampling only")
+        raise EndpointError(f"{self._url} only samples and does not score texts")
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all if ``request_id`` is None. An aborted request has no tokens."""
@@ -120,7 +120,8 @@ def _read_choice(
     ids = choice.get("token_ids")
     if not isinstance(ids, list):
         raise EndpointError(
-            f"{url} does not return token ids: it must know return_token_ids, as vLLM does"
+            f"{url} does not return token ids. Use a server that supports return_token_ids, such "
+            "as vLLM"
         )
 
     token_log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []

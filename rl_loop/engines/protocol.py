@@ -140,8 +140,8 @@ def weight_holder(engine: RolloutEngine) -> HoldsWeights:
     if isinstance(engine, HoldsWeights):
         return engine
     raise TypeError(
-        f"rollout.engine: {type(engine).__name__} has no sync_weights, so its backend cannot call "
-        "workers.load_weights. For a client of servers call workers.set_min_version"
+        f"rollout.engine: {type(engine).__name__} has no sync_weights, so its backend cannot "
+        "call workers.load_weights. For a client of servers, call workers.set_min_version"
     )
 
 
@@ -154,8 +154,9 @@ def server_client(engine: RolloutEngine) -> ClientOfServers:
     if isinstance(engine, ClientOfServers):
         return engine
     raise TypeError(
-        f"rollout.engine: {type(engine).__name__} has no set_min_version, so its backend cannot call "
-        "workers.set_min_version. For an engine that holds the model call workers.load_weights"
+        f"rollout.engine: {type(engine).__name__} has no set_min_version, so its backend cannot "
+        "call workers.set_min_version. For an engine that holds the model, call "
+        "workers.load_weights"
     )
 
 
@@ -215,7 +216,7 @@ def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelS
     """
     try:
         if result.request_id not in (None, request.request_id):
-            raise _InvalidResult(f"this is the answer to request {result.request_id}")
+            raise _InvalidResult(f"the result belongs to request {result.request_id}")
         _check_tokens(request.sampling, result, shape.vocabulary_size)
         _check_versions(result)
         if request.return_routed_experts and result.output_ids:
@@ -235,19 +236,22 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     reason = result.finish_reason
 
     if reason not in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
-        raise _InvalidResult(f"it ended for the reason {reason!r}, which no sampling has")
+        raise _InvalidResult(f"the finish reason {reason!r} is unknown")
     if len(ids) > sampling.max_new_tokens:
         raise _InvalidResult(
-            f"{len(ids)} tokens came back, {sampling.max_new_tokens} were asked for"
+            f"the engine returned {len(ids)} tokens, but max_new_tokens is "
+            f"{sampling.max_new_tokens}"
         )
     if len(log_probs) != len(ids):
-        raise _InvalidResult(f"{len(log_probs)} log-probs came back for {len(ids)} tokens")
+        raise _InvalidResult(
+            f"the engine returned {len(log_probs)} log-probs for {len(ids)} tokens"
+        )
 
     # Only a request that was aborted before its first token may have no tokens.
     if not ids:
         if reason is not FinishReason.ABORT:
-            ending = f"it ended for the reason {reason.value!r}"
-            raise _InvalidResult(f"no token came back, and {ending}")
+            ending = f"the finish reason is {reason.value!r}"
+            raise _InvalidResult(f"the engine returned no token, but {ending}")
         return
 
     if (fault := fault_in_ids(ids, vocabulary_size)) is not None:
@@ -255,7 +259,7 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     if (fault := fault_in_log_probs(log_probs)) is not None:
         raise _InvalidResult(fault)
     if any(token in sampling.stop_token_ids for token in ids[:-1]):
-        raise _InvalidResult("tokens came back behind a stop token")
+        raise _InvalidResult("the engine returned tokens after a stop token")
 
 
 def fault_in_ids(ids: list[int], vocabulary_size: int) -> str | None:
@@ -267,12 +271,14 @@ def fault_in_ids(ids: list[int], vocabulary_size: int) -> str | None:
     """
     array = np.asarray(ids)
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        return f"token ids are no whole numbers: {ids[:3]}"
+        return f"token ids are not integers: {ids[:3]}"
 
     outside = (array < 0) | (array >= vocabulary_size)
     if outside.any():
         position = int(outside.argmax())
-        return f"token {position} is {array[position]}, and the vocabulary has {vocabulary_size}"
+        return (
+            f"token {position} is {array[position]}, but the vocabulary has {vocabulary_size} ids"
+        )
     return None
 
 
@@ -282,13 +288,16 @@ def fault_in_log_probs(log_probs: list[float]) -> str | None:
     for position, log_prob in enumerate(log_probs):
         # The first comparison takes a tenth of the time of the second, and nearly always suffices.
         if type(log_prob) is not float and not isinstance(log_prob, Real):
-            return f"the log-prob of token {position} is {log_prob!r}"
+            return f"the log-prob of token {position} is {log_prob!r}, not a number"
 
     array = np.asarray(log_probs, dtype=np.float64)
     is_log_prob = np.isfinite(array) & (array <= POSITIVE_LOG_PROB)
     if not is_log_prob.all():
         position = int(is_log_prob.argmin())
-        return f"the log-prob of token {position} is {log_probs[position]}: broken weights, or numbers that overflow"
+        return (
+            f"the log-prob of token {position} is {log_probs[position]}. The weights are "
+            "damaged, or a value overflows"
+        )
     return None
 
 
@@ -302,21 +311,24 @@ def _check_versions(result: GenerateResult) -> None:
     for span in result.weight_versions:
         if span.start != end or span.end <= span.start:
             raise _InvalidResult(
-                f"weight versions {result.weight_versions} are not one behind the other"
+                f"the spans of weight versions {result.weight_versions} are not adjacent"
             )
         end = span.end
     if end != len(result.output_ids):
         raise _InvalidResult(
-            f"weight versions are of {end} tokens, {len(result.output_ids)} came back"
+            f"the spans of weight versions cover {end} tokens, but the engine returned "
+            f"{len(result.output_ids)}"
         )
 
 
 def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
     """Check that ``routes`` are expert indices of ``tokens`` tokens for a model of this shape."""
     if routes is None:
-        raise _InvalidResult("no routed experts came back, which were asked for")
+        raise _InvalidResult(
+            "the engine returned no routed experts, but the request asked for them"
+        )
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
-        raise _InvalidResult("routed experts are no uint8 or int16 [tokens, layers, top_k]")
+        raise _InvalidResult("routed experts are not uint8 or int16 [tokens, layers, top_k]")
 
     expected = (tokens, shape.layers or routes.shape[1], shape.top_k or routes.shape[2])
     if routes.shape != expected:
@@ -344,8 +356,8 @@ def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
     """
     if routes.dtype == np.uint8 and experts > unknown_route(routes.dtype):
         raise RuntimeError(
-            f"routed experts came as uint8, which cannot tell {experts} experts and "
-            f'"not known" apart; expected {route_dtype(experts)}'
+            f'routed experts are uint8, which has no free value for "not known" with {experts} '
+            f"experts; expected {route_dtype(experts)}"
         )
 
     # After sorting, equal experts are adjacent, and the first and last show whether all are in
@@ -358,8 +370,9 @@ def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
     if len(invalid):
         token, layer = invalid[0]
         raise RuntimeError(
-            f"routed experts of layer {layer} were not recorded or are no expert numbers: "
-            f"{routes[token, layer]} of {experts} at token {token}. Its router did not run as "
-            "expected. In SGLang the triton_kernel MoE backend does this; triton does not"
+            f"routed experts of layer {layer} were not recorded or are invalid: "
+            f"{routes[token, layer]} of {experts} experts at token {token}. The engine's router "
+            "did not run. In SGLang this happens with --moe-runner-backend triton_kernel. Use "
+            "triton"
         )
     return routes

@@ -36,26 +36,29 @@ def check_ray_address() -> None:
     if address == "auto":
         if not RAY_CURRENT_CLUSTER.exists():
             raise CannotStart(
-                "RAY_ADDRESS is auto, and no Ray was started on this machine: "
-                "unset RAY_ADDRESS to start one for the run"
+                "RAY_ADDRESS is auto, but no Ray was started on this machine. Unset RAY_ADDRESS "
+                "to start a Ray for this run"
             )
         return
 
     host, port = _host_and_port(address)
     if host is None or port is None:
-        raise CannotStart(f"RAY_ADDRESS is {address!r}, not HOST:PORT")
+        raise CannotStart(
+            f"RAY_ADDRESS is {address!r}, which is not HOST:PORT. Correct or unset it"
+        )
 
-    advice = "start Ray there (ray start --head), correct RAY_ADDRESS, or unset it to start a Ray for this run"
+    advice = (
+        "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it to start a Ray "
+        "for this run"
+    )
     try:
         is_ray = _speaks_http2(host, port)
     except OSError as error:
         raise CannotStart(
-            f"RAY_ADDRESS is {address}, where nothing answers ({_reason(error)}): {advice}"
+            f"RAY_ADDRESS is {address}, but no server answers there ({_reason(error)}). {advice}"
         ) from None
     if not is_ray:
-        raise CannotStart(
-            f"RAY_ADDRESS is {address}, where something else than Ray answers: {advice}"
-        )
+        raise CannotStart(f"RAY_ADDRESS is {address}, but the server there is not Ray. {advice}")
 
 
 def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
@@ -76,7 +79,10 @@ def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
     try:
         socket.create_connection((where.hostname, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise CannotStart(f"{named_by}: nothing answers at {url} ({_reason(error)})") from None
+        raise CannotStart(
+            f"{named_by}: no server answers at {url} ({_reason(error)}). Start the server, or "
+            "correct the address"
+        ) from None
 
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:

@@ -30,9 +30,12 @@ def check_writable(directory: Path) -> None:
     """
     nearest = _nearest_existing(directory)
     if not nearest.is_dir():
-        raise CannotStart(f"output_dir: {nearest} is a file; a run needs a directory")
+        raise CannotStart(f"output_dir: {nearest} is a file. Name a directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise CannotStart(f"output_dir: {nearest} may not be written by this user")
+        raise CannotStart(
+            f"output_dir: this user cannot write in {nearest}. Name another directory, or change "
+            "its permissions"
+        )
 
 
 def check_disk(
@@ -74,8 +77,9 @@ def check_disk(
             parts.append(f"an export of {_size(export)}")
         or_keep_no_adapters = ", or set training.keep_adapters to false" if adapters else ""
         raise CannotStart(
-            f"output_dir: {_size(free)} are free in {folder}, and the run needs {_size(needed)} for "
-            f"{' and '.join(parts)}: make room, or lower training.keep_checkpoints{or_keep_no_adapters}"
+            f"output_dir: {_size(free)} are free in {folder}, but the run needs {_size(needed)} "
+            f"for {' and '.join(parts)}. Free disk space, or lower "
+            f"training.keep_checkpoints{or_keep_no_adapters}"
         )
 
 

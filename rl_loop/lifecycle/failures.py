@@ -51,7 +51,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     """
     failure = find_cause(error)
     if failure.is_full_disk:
-        return f"{failure.message}: make room, then add --resume"
+        return f"{failure.message}. Free disk space, then continue with --resume"
     if failure.is_user_error and not failure.is_remote:
         return str(error)
 
@@ -67,7 +67,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     log = _write_traceback(error, directory)
     if log is None:
         return line
-    return f"{line}; the traceback is in {log}"
+    return f"{line}. The traceback is in {log}"
 
 
 def find_cause(error: BaseException) -> Failure:

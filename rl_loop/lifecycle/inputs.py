@@ -79,7 +79,8 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
             continue
         except OSError as error:
             raise CannotStart(
-                f"{key}: {place} cannot be read ({error.strerror}). Name a file that this user may read"
+                f"{key}: {place} cannot be read ({error.strerror}). Name a file that this user "
+                "can read"
             ) from error
     return inputs
 

@@ -36,11 +36,11 @@ def how_to_make(key: str, path: Path) -> str:
         return how_to_make_weights(path)
     if name == "initial_adapter":
         return (
-            "`gptoss sft CONFIG` or `gptoss rl CONFIG` with `adapter` makes one: name its run directory, or "
-            "its adapter/"
+            "`gptoss sft CONFIG` or `gptoss rl CONFIG` with `adapter` trains adapters. Name its "
+            "run directory, or the adapter/ in it"
         )
     if name == "episodes":
-        return f"`gptoss eval CONFIG --output {path}` makes it"
+        return f"`gptoss eval CONFIG --output {path}` writes it"
     return how_to_make_data(key, path)
 
 
@@ -48,19 +48,22 @@ def how_to_make_weights(path: Path) -> str:
     """Return a sentence with the command that creates or downloads a model at ``path``."""
     config = _training_of(path)
     if config is not None:
-        return f"`gptoss sft {config}` makes it"
+        return f"`gptoss sft {config}` trains it"
     if path.parent.name.startswith("checkpoints"):
-        return "`ls` shows the checkpoints that the run has"
+        return "`ls` lists the checkpoints of the run"
     if path.name == "export":
-        return f"The run {path.parent} makes it at its end: `gptoss rl CONFIG --resume`"
+        return (
+            f"The run {path.parent} writes it at its end. Continue the run with `gptoss rl "
+            "CONFIG --resume`"
+        )
     hub_name = HUB_NAMES.get(path.name.lower())
     if hub_name is not None:
         options = ONLY_OF_RELEASE if hub_name.startswith("openai/") else ""
         directory = shlex.quote(str(path))
         return f"`hf download {hub_name} --local-dir {directory}{options}` downloads it"
     return (
-        f"`hf download MODEL --local-dir {shlex.quote(str(path))}` downloads a model there; or name the "
-        "directory of a run"
+        f"`hf download MODEL --local-dir {shlex.quote(str(path))}` downloads a model there. Or "
+        "name the directory of a run"
     )
 
 
@@ -68,14 +71,14 @@ def how_to_make_data(key: str, path: Path) -> str:
     """Return a sentence that tells how to create a data file."""
     program = EXAMPLES.get(path.parent.name)
     if program is not None and path.parent.parent.name == "runs":
-        return f"`{program} {path.parent}` makes it"
+        return f"`{program} {path.parent}` writes it"
     if key.startswith("tasks."):
         return (
-            "Write a task per line (docs/environments.md, Data), or name a data set of the hub: "
-            f"{key}=hub:NAME:SPLIT"
+            "Write one task per line (docs/environments.md, Data), or name a data set of the "
+            f"hub: {key}=hub:NAME:SPLIT"
         )
     return (
-        "Write a conversation per line (docs/data.md), or name a data set of the hub: "
+        "Write one conversation per line (docs/data.md), or name a data set of the hub: "
         f"{key}=hub:NAME:SPLIT. `gptoss data preview CONFIG` shows what is read"
     )
 

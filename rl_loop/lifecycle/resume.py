@@ -99,8 +99,9 @@ def changes_since(
     if refused:
         listed = ", ".join(str(change) for change in refused)
         raise ConfigError(
-            f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep what {run.config} says, or start another "
-            f"run from these weights: name=ANOTHER {_beginning_from(run, before, refused)}"
+            f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep the values in "
+            f"{run.config}, or start another run from these weights: name=ANOTHER "
+            f"{_beginning_from(run, before, refused)}"
         )
 
     for key, content in contents.items():
@@ -140,14 +141,15 @@ def _refuse_content(
     if reason is None:
         return
 
-    remedy = "Restore what it was"
+    remedy = "Restore the earlier content"
     old: Input = change.before
     if old.path != change.now.path and os.path.exists(old.path):
         remedy = f"Set {key}={old.path}"
     raise ConfigError(
-        f"{key}: the content of {change.now.path} is not what the run began with ({old.path} with digest "
-        f"{old.digest}, now {change.now.digest}), and --resume cannot change it: {reason}. {remedy}, or start "
-        f"another run from these weights: name=ANOTHER {_beginning_from(run, before, [change])}"
+        f"{key}: the content of {change.now.path} differs from the content at the start of the "
+        f"run ({old.path} with digest {old.digest}, now {change.now.digest}), and --resume "
+        f"cannot change it: {reason}. {remedy}, or start another run from these weights: "
+        f"name=ANOTHER {_beginning_from(run, before, [change])}"
     )
 
 
@@ -196,7 +198,8 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
     command = "rl" if "algorithm" in raw else "sft"
     if command != kind.command:
         raise ConfigError(
-            f"{run.path} is a run of `gptoss {command}`; `gptoss {kind.command}` cannot go on with it"
+            f"{run.path} is a run of `gptoss {command}`, so `gptoss {kind.command}` cannot "
+            f"continue it. Use `gptoss {command}`, or another name"
         )
 
     try:
@@ -215,7 +218,7 @@ def _refusal(
 
     if change.key == "quantization" and config.adapter is None:
         return (
-            "the policy has learned with the other experts, and the curve would say nothing of it"
+            "the policy was trained with the other expert format, so curves would not be comparable"
         )
 
     if change.key in ("parallel.expert", "parallel.tensor"):
@@ -223,13 +226,13 @@ def _refusal(
         was_split = parallel.get("expert", 1) > 1 or parallel.get("tensor", 1) > 1
         is_split = config.parallel.expert > 1 or config.parallel.tensor > 1
         if was_split != is_split:
-            return "with expert or tensor parallelism the optimizer is another one than without"
+            return "the optimizer differs with and without expert or tensor parallelism"
 
     if change.key == "training.steps":
         # The last evaluation would call weights of later steps by an earlier one.
         done = _finished_steps(run)
         if done > config.training.steps:
-            return f"{done} steps are done already"
+            return f"the newest checkpoint already has {done} steps"
 
     if change.key in WEIGHTS:
         return _weights_refusal(change.key, config, run)
@@ -253,7 +256,7 @@ def _samples(config: RunConfig) -> bool:
 def _weights_refusal(key: str, config: RunConfig, run: RunDirectory) -> str | None:
     """Return why a run cannot continue with other initial weights. None if it can."""
     if not (run.checkpoints / LATEST_FILE).exists():
-        return "no checkpoint was saved yet: the curve would begin with one model and go on with the other"
+        return "no checkpoint exists yet, so one run would have begun with two models"
     # The base of adapters may have any path and format: the checkpoint has a digest of its values.
     has_reference = isinstance(config, RlConfig) and config.algorithm.kl is not None
     if has_reference and (config.adapter is None or key == "initial_adapter"):

@@ -41,29 +41,29 @@ def _refused(reason: str) -> Rule:
     return Rule(Effect.REFUSED, reason)
 
 
-SHAPE = "the checkpoint's weights have the shapes of the other model"
-DATA = "data is addressed by position: some tasks would be trained on twice and others never"
+SHAPE = "the weights of the checkpoint have other shapes"
+DATA = "data is addressed by position, so some tasks would be trained on twice and others never"
 STATE = "the checkpoint's optimizer state does not fit"
-ADAPTER = "the checkpoint holds what those settings train, and the optimizer's state for it"
-TOKEN_IDS = "the policy has learned the other token ids"
+ADAPTER = "the checkpoint has the weights and the optimizer state of the earlier adapters"
+TOKEN_IDS = "the policy was trained with other token ids"
 SYSTEM_MESSAGE = (
-    "the policy has learned with the other system message, and the curve would say nothing of it"
+    "the policy was trained with another system message, so curves would not be comparable"
 )
-TOOLS = "episodes would meet other tools, and the curve would say nothing of it"
+TOOLS = "episodes would use other tools, so curves would not be comparable"
 
-LEARNING = Rule(Effect.MAY_CHANGE, "how the policy learns from the next step on")
-SAMPLING = Rule(Effect.MAY_CHANGE, "how episodes are sampled from the next step on", samples=True)
-REWARD = Rule(Effect.MAY_CHANGE, "what later episodes earn", samples=True)
-ENDING = Rule(Effect.MAY_CHANGE, "when the run ends")
+LEARNING = Rule(Effect.MAY_CHANGE, "training from the next step on")
+SAMPLING = Rule(Effect.MAY_CHANGE, "sampling from the next step on", samples=True)
+REWARD = Rule(Effect.MAY_CHANGE, "rewards of later episodes", samples=True)
+ENDING = Rule(Effect.MAY_CHANGE, "the end of the run")
 FILES = Rule(Effect.MAY_CHANGE, "compared by content, see lifecycle.inputs")
-MEASUREMENT = Rule(Effect.MAY_CHANGE, "what is measured, not what is trained")
+MEASUREMENT = Rule(Effect.MAY_CHANGE, "measurements, not training")
 LAYOUT = Rule(Effect.NO_EFFECT, "the same computation in another place")
-RECORDING = Rule(Effect.NO_EFFECT, "what is recorded")
+RECORDING = Rule(Effect.NO_EFFECT, "recorded files")
 ELSEWHERE = Rule(Effect.NO_EFFECT, "used by another command")
 
 RULES: dict[str, Rule] = {
-    "name": Rule(Effect.NO_EFFECT, "the place of the run"),
-    "output_dir": Rule(Effect.NO_EFFECT, "the place of the run"),
+    "name": Rule(Effect.NO_EFFECT, "the location of the run"),
+    "output_dir": Rule(Effect.NO_EFFECT, "the location of the run"),
     "seed": _refused(DATA),
     "model": _refused(SHAPE),
     "adapter": _refused(ADAPTER),
@@ -118,7 +118,7 @@ RULES: dict[str, Rule] = {
     "training.keep_adapters": RECORDING,
     "training.keep_checkpoints": RECORDING,
     "training.max_tokens_per_micro_batch": Rule(
-        Effect.MAY_CHANGE, "how sequences are packed, and which samples of `data` are too long"
+        Effect.MAY_CHANGE, "packing of sequences, and which samples of `data` are too long"
     ),
     "training.steps": Rule(Effect.MAY_CHANGE, "the length of the run and of its schedules"),
     "tracking.episodes": RECORDING,
@@ -194,7 +194,7 @@ RULES: dict[str, Rule] = {
     "algorithm.correction.off_policy_limit": LEARNING,
     "algorithm.correction.veto": LEARNING,
     "algorithm.correction.weight": LEARNING,
-    "algorithm.critic": _refused("a critic learns from the first step on"),
+    "algorithm.critic": _refused("a critic is trained from the first step on"),
     "algorithm.critic.lr": LEARNING,
     "algorithm.critic.value_clip": LEARNING,
     "algorithm.critic.warmup_steps": LEARNING,
@@ -225,7 +225,7 @@ RULES: dict[str, Rule] = {
 }
 """Rules by key."""
 
-UNDECLARED = _refused("rl_loop.lifecycle.resume_rules declares no effect of it")
+UNDECLARED = _refused("rl_loop.lifecycle.resume_rules declares no effect of this key")
 
 OF_EPISODES = ("rollout.", "reward.", "algorithm.")
 """Prefixes of keys that matter only if episodes are sampled."""

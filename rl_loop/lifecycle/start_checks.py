@@ -108,23 +108,28 @@ def check_chat_format(config: RunConfig) -> None:
         ensure_o200k()
     if CHAT_FORMATS[type(config.model)] == "harmony":
         if config.vocabulary == "tokenizer":
-            raise CannotStart("vocabulary tokenizer: GPT-OSS has gptoss, the released one, or tiny")
+            raise CannotStart(
+                "vocabulary=tokenizer is not supported for GPT-OSS. Set vocabulary=gptoss for a "
+                "released model, or vocabulary=tiny"
+            )
         return
 
     family = config.model.model_type
     if config.vocabulary == "gptoss":
         raise CannotStart(
-            f"vocabulary gptoss is not that of a {family} model: set tokenizer, for the checkpoint's own, or tiny"
+            f"vocabulary=gptoss does not fit a {family} model. Set vocabulary=tokenizer for the "
+            "tokenizer of the checkpoint, or vocabulary=tiny"
         )
     source = config.tokenizer or config.initial_weights
     if config.vocabulary == "tokenizer" and source is not None and not source.exists():
         raise CannotStart(
-            f"vocabulary tokenizer: {source} does not exist. {how_to_make_weights(source)}"
+            f"vocabulary=tokenizer: {source} does not exist. {how_to_make_weights(source)}"
         )
     if config.vocabulary == "tokenizer" and tokenizer_directory(source) is None:
         raise CannotStart(
-            f"vocabulary tokenizer: there is no tokenizer.json in {source or 'initial_weights, which is null'}; "
-            "name a directory that has one in `tokenizer`"
+            "vocabulary=tokenizer: there is no tokenizer.json in "
+            f"{source or 'initial_weights, which is null'}. Set tokenizer to a directory that "
+            "has one"
         )
     _check_chatml(config, family)
 
@@ -133,8 +138,8 @@ def _check_chatml(config: RunConfig, family: str) -> None:
     """Raise CannotStart for settings that only Harmony supports."""
     if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
         raise CannotStart(
-            f"demonstrations.history harmony is GPT-OSS's: a {family} model sees earlier turns as they were "
-            "sampled, which is history append"
+            f"demonstrations.history=harmony is only for GPT-OSS. A {family} model sees earlier "
+            "turns as they were sampled. Set demonstrations.history=append"
         )
 
 
@@ -156,13 +161,14 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
         check_weights("--weights", weights, config.model)
     elif config.initial_adapter is not None:
         raise CannotStart(
-            "initial_adapter: evaluation takes whole models: give --weights a merged one (gptoss convert merge)"
+            "initial_adapter: evaluation needs a whole model, but these are adapters. Merge "
+            "them (gptoss convert merge), and pass the result as --weights"
         )
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:
         raise CannotStart(
-            "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
+            "nothing to evaluate. Pass --weights, or set initial_weights or evaluation.endpoint"
         )
 
     if endpoint is None:
@@ -183,7 +189,7 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:
-        raise CannotStart("nothing to serve: give --weights or initial_weights")
+        raise CannotStart("nothing to serve. Pass --weights, or set initial_weights")
 
     if config.rollout.engine.server_processes is not None:
         check_ray_address()
@@ -221,9 +227,9 @@ def _check_file(key: str, path: Path) -> None:
     if not path.exists():
         raise CannotStart(f"{key}: {path} does not exist. {how_to_make(key, path)}")
     if not path.is_file():
-        raise CannotStart(f"{key}: {path} is no file")
+        raise CannotStart(f"{key}: {path} is not a file. Name a file")
     if not os.access(path, os.R_OK):
-        raise CannotStart(f"{key}: {path} may not be read by this user")
+        raise CannotStart(f"{key}: this user cannot read {path}. Change its permissions")
 
 
 def _read_rows(source: SourceConfig, path: str) -> None:
@@ -248,9 +254,10 @@ def warn_about_sampling(config: RlConfig) -> None:
     """
     if config.rollout.top_p < 1:
         logger.warning(
-            "rollout.top_p: tokens are sampled from the likeliest %g of the probability, but log-probs, "
-            "ratios and gradients are those of the whole distribution, which biases them (top_p=%g). "
-            "Set rollout.top_p=1, or lower rollout.temperature, which the trainer follows",
+            "rollout.top_p=%g: tokens are sampled from the most likely %g of the probability "
+            "mass, but log-probs, ratios and gradients are those of the whole distribution, "
+            "which biases them. Set rollout.top_p=1, or lower rollout.temperature, which the "
+            "trainer also applies",
             config.rollout.top_p,
             config.rollout.top_p,
         )
@@ -275,13 +282,15 @@ def check_tracking() -> None:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is not None and importlib.util.find_spec("mlflow") is None:
         raise CannotStart(
-            "MLFLOW_TRACKING_URI is set, but mlflow is not installed: pip install mlflow-skinny, or unset it"
+            "MLFLOW_TRACKING_URI is set, but mlflow is not installed. Run pip install "
+            "mlflow-skinny, or unset the variable"
         )
     if uri is not None and uri.startswith(("http://", "https://")):
         check_endpoint(uri, "MLFLOW_TRACKING_URI")
     if "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is None:
         raise CannotStart(
-            "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
+            "WANDB_PROJECT is set, but wandb is not installed. Run pip install wandb, or unset "
+            "the variable"
         )
 
 

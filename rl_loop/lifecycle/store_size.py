@@ -245,11 +245,11 @@ def check_local_store(need: StoreNeed) -> None:
     lower = _listed(need.keys)
     if memory < shared:
         raise CannotStart(
-            f"a step needs {need}, and {_gb(memory)} of memory are free: lower {lower}"
+            f"a step needs {need}, but only {_gb(memory)} of memory are free. Lower {lower}"
         )
     raise CannotStart(
-        f"a step needs {need}, and /dev/shm has {_gb(shared)}: lower {lower}, "
-        "or enlarge /dev/shm (docker run --shm-size)"
+        f"a step needs {need}, but /dev/shm has only {_gb(shared)} free. Lower {lower}, or "
+        "enlarge /dev/shm (docker run --shm-size)"
     )
 
 
@@ -266,19 +266,19 @@ def check_running_store(need: StoreNeed) -> None:
     at_driver = stores.get(ray.get_runtime_context().get_node_id(), 0)
     total = sum(stores.values())
 
-    advice = f"lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
+    advice = f"Lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
     if len(stores) == 1 and total < need.step:
-        raise CannotStart(f"a step needs {need}, and the store has {_gb(total)}: {advice}")
+        raise CannotStart(f"a step needs {need}, but the store has only {_gb(total)}. {advice}")
     if at_driver < need.through_driver:
         raise CannotStart(
-            f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, whose "
-            f"store has {_gb(at_driver)}: {advice}"
+            f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, but "
+            f"the store there has only {_gb(at_driver)}. {advice}"
         )
     # Objects that one node produces and another reads are stored on both.
     if len(stores) > 1 and total < 2 * need.step:
         raise CannotStart(
-            f"a step needs {need}, most of it on two nodes, and the stores of {len(stores)} nodes "
-            f"have {_gb(total)} together: {advice}"
+            f"a step needs {need}, most of it on two nodes, but the stores of {len(stores)} "
+            f"nodes have only {_gb(total)} together. {advice}"
         )
 
 

@@ -52,8 +52,9 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
 
     if (checkpoint / ADAPTER_FILE).exists():
         raise CannotStart(
-            f"{key}: {checkpoint} holds adapters without their base: name the base, and these as initial_adapter; "
-            f"or name a merged model, such as the export of that run (gptoss convert merge BASE {checkpoint} DIR)"
+            f"{key}: {checkpoint} has adapters without their base model. Set initial_weights to "
+            "the base and initial_adapter to the adapters, or name a merged model, such as the "
+            f"export of that run (gptoss convert merge BASE {checkpoint} DIR)"
         )
 
     described = checkpoint / MODEL_CONFIG_FILE
@@ -76,7 +77,7 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
     key = "initial_adapter"
     if (path / PEFT_CONFIG_FILE).exists():
         if not (path / PEFT_WEIGHTS_FILE).exists():
-            raise CannotStart(f"{key}: {path} has no {PEFT_WEIGHTS_FILE}")
+            raise CannotStart(f"{key}: {path} has no {PEFT_WEIGHTS_FILE}. Copy the whole adapter")
         _check_peft_settings(key, path / PEFT_CONFIG_FILE, adapter, model)
         return
 
@@ -99,7 +100,10 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
         ) from None
     if difference is not None:
         setting, here, there = difference
-        raise CannotStart(f"{key}: {checkpoint} has {setting} {there}, and this run {here}")
+        raise CannotStart(
+            f"{key}: {checkpoint} has {setting} {there}, but the configuration has {here}. Use "
+            "the setting of the adapters"
+        )
 
 
 def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: ModelConfig) -> None:
@@ -117,12 +121,14 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
             rank = adapter.rank_of_experts(model)
         if settings.rank_of(kind) != rank:
             raise CannotStart(
-                f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, and this run {rank}"
+                f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, but the "
+                f"configuration has {rank}. Use the rank of the adapters"
             )
         if not math.isclose(settings.scale_of(kind), adapter.alpha / rank, rel_tol=1e-12):
             raise CannotStart(
-                f"{key}: {file} scales {target} as lora_alpha {settings.scale_of(kind) * rank:g} does, and "
-                f"this run has adapter.alpha {adapter.alpha:g}"
+                f"{key}: {file} scales {target} like lora_alpha "
+                f"{settings.scale_of(kind) * rank:g}, but the configuration has adapter.alpha "
+                f"{adapter.alpha:g}. Use the value of the adapters"
             )
 
 
@@ -152,7 +158,8 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
         newest = _pointed_to(pointer)
         if not (root / newest / "metadata.json").exists():
             raise CannotStart(
-                f"{pointer} names {newest}, which is missing or incomplete; correct or delete the file"
+                f"{pointer} names {newest}, which is missing or incomplete. Correct or delete "
+                "the file"
             )
 
 
@@ -193,13 +200,14 @@ def _compare_models(
 
     ours = model.model_dump(exclude=NOT_COMPARED)
     different = [
-        f"{name} is {theirs.get(name)} there and {value} here"
+        f"{name} is {theirs.get(name)} there and {value} in the configuration"
         for name, value in ours.items()
         if theirs.get(name) != value
     ]
     if different:
         raise CannotStart(
-            f"{key}: {file.parent} is another model than the configuration's: {', '.join(different)}"
+            f"{key}: {file.parent} is a different model: {', '.join(different)}. Change `model` "
+            "or the path"
         )
 
 

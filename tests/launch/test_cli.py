@@ -102,7 +102,7 @@ def test_help_explains_every_command(command: list[str]) -> None:
         ("rollout.max_tokens=100000", "rollout.max_tokens (100000) exceeds"),
         ("model=huge", "model: there is no"),
         ("tasks.sources.retool.train_path=x.jsonl", "train_path needs held_out_path"),
-        ("steps", "expected key=value"),
+        ("steps", "not of the form key=value"),
     ],
 )
 def test_a_wrong_value_is_named_before_anything_is_written(
@@ -232,7 +232,7 @@ def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
 def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["config", str(tmp_path)])
     assert ended.exit_code == 1
-    assert ended.output == f"gptoss: {tmp_path}: a directory; give the YAML file\n"
+    assert ended.output == f"gptoss: {tmp_path} is a directory. Name the YAML file.\n"
 
 
 def test_a_missing_config_is_named() -> None:
@@ -292,7 +292,7 @@ def test_actor_error_is_one_line_and_keeps_the_earlier_run(
     *events, line = result.stderr.splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \S+ INFO rl_loop\.", event) for event in events)
     assert re.match(rf"gptoss: {re.escape(str(damaged))}/model\.safetensors.*", line)
-    assert line.endswith(f"the traceback is in {tmp_path}/x/error.log")
+    assert line.endswith(f"The traceback is in {tmp_path}/x/error.log")
     assert "TrainerProcess" in (tmp_path / "x/error.log").read_text()
     assert (tmp_path / "x/metrics.jsonl").read_text() == '{"step": 0}\n'
 
@@ -315,7 +315,7 @@ cli.main()
     )
     assert result.returncode == 1
     (log,) = tmp_path.glob("gptoss-error-*.log")
-    assert result.stderr == f"gptoss: KeyError: 'a fault of ours'; the traceback is in {log}\n"
+    assert result.stderr == f"gptoss: KeyError: 'a fault of ours'. The traceback is in {log}\n"
     assert "in fail" in log.read_text()
 
 

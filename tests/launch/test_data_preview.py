@@ -152,7 +152,7 @@ def test_the_command_previews_a_configuration(chats: Path, command: ForkedComman
 
     result = command.run("data", "preview", "configs/sft/tiny_retool.yaml")
     assert result.returncode == 1
-    assert "its configuration has no `data`" in result.stderr
+    assert "because `data` is null" in result.stderr
     options = ["data.path=none.jsonl", "data.validation_path=null"]
     result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", *options)
     assert result.returncode == 1

@@ -96,7 +96,7 @@ def test_stopped_run_reports_saved_state_and_leaves_no_process(
             terminal.hang_up()
 
         if how == "INT twice":
-            terminal.wait_for("Ctrl-C again stops at once|saved after", 30)
+            terminal.wait_for("press Ctrl-C again to stop at once|saved after", 30)
             terminal.press_ctrl_c()
         status = terminal.wait(120)
         left = terminal.processes_left()
@@ -112,7 +112,11 @@ def test_stopped_run_reports_saved_state_and_leaves_no_process(
     checkpoints = run / "checkpoints"
     assert not list(checkpoints.glob("*.partial"))
     if how == "INT twice" and "stopped at once" in said:
-        known = r"goes on after step \d+ of 100000" if saved else "begins with step 1 again"
+        known = (
+            r"newest checkpoint after step \d+ of 100000"
+            if saved
+            else "so --resume starts with step 1"
+        )
         assert re.search(rf"stopped at once; \S+ .*{known}", said)
         return
 
@@ -128,7 +132,7 @@ def test_a_run_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path) ->
         left = terminal.processes_left()
     assert status == 130
     assert left == []
-    assert "stopped at once; the run had not begun, and nothing was written" in terminal.said
+    assert "stopped at once; the run had not started, and nothing was written" in terminal.said
     assert "Traceback" not in terminal.said
     assert list(tmp_path.iterdir()) == []
 

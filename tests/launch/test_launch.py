@@ -558,7 +558,7 @@ def test_node_without_sglang_is_bad(tmp_path: Path) -> None:
     cluster = cluster_of_gpus(tmp_path, gpus_per_node=0)
     engine = load_config(ROOT / "configs" / PLAIN, RlConfig).rollout.engine
     (problem,) = check_node(cluster, SMALL_STORE, engine).problems
-    assert re.search(r"rollout\.engine\.python: .* has no SGLang; `gptoss doctor", problem)
+    assert re.search(r"rollout\.engine\.python: .* has no SGLang\. `gptoss doctor", problem)
     assert check_node(cluster, SMALL_STORE).problems == []
 
 

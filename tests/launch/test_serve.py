@@ -35,6 +35,8 @@ from tests.support.rl_loop.gateway.policy import learned_model
 
 
 
+
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
 
@@ -129,7 +131,7 @@ def test_a_dense_directory_has_its_own_vocabulary(dense: Path) -> None:
     assert served.tokenizer_source == dense
     check_what_a_server_needs(served, None)
     # Overrides replace the defaults of the model family.
-    with pytest.raises(CannotStart, match="vocabulary gptoss is not that of a qwen2 model"):
+    with pytest.raises(CannotStart, match="vocabulary=gptoss does not fit a qwen2 model"):
         check_what_a_server_needs(load_served_config(dense, ["vocabulary=gptoss"]), None)
 
 
@@ -161,11 +163,11 @@ def test_unservable_directory_is_named(
     command: ForkedCommand, checkpoint: Path, tmp_path: Path
 ) -> None:
     for arguments, named in (
-        ([str(CONFIG), "initial_weights=null"], "nothing to serve: give --weights"),
+        ([str(CONFIG), "initial_weights=null"], "nothing to serve. Pass --weights"),
         ([str(CONFIG), "--weights", str(tmp_path)], f"--weights: {tmp_path} is neither"),
         ([str(tmp_path)], f"{tmp_path} is neither a run (config.yaml) nor a Hugging Face"),
         ([str(tmp_path / "absent.yaml")], "no such file"),
-        ([str(checkpoint)], "only the configuration of the run that trained it knows which"),
+        ([str(checkpoint)], "only the configuration of its training run defines"),
         (
             [str(CONFIG), "--weights", str(checkpoint), "--max-tokens", "5000"],
             "--max-tokens 5000: the model has 1024 positions",
@@ -213,14 +215,14 @@ def resumed_run(config: RlConfig, tmp_path: Path) -> Path:
 def test_newer_checkpoint_is_served_instead_of_export(resumed_run: Path) -> None:
     served = served_weights(resumed_run)
     assert load_served_config(resumed_run).initial_weights == served.source == resumed_run
-    assert served.description.endswith("what is served is its newest checkpoint, after step 120")
+    assert served.description.endswith("serving its newest checkpoint, after step 120")
     assert served.warning("BASE") is None
 
     # A new export takes precedence, because it has been compared with the trained weights.
     (resumed_run / "summary.json").write_text('{"steps": 120}')
     served = served_weights(resumed_run)
     assert load_served_config(resumed_run).initial_weights == resumed_run / "export"
-    assert served.description.endswith("what is served is its export, after step 120")
+    assert served.description.endswith("serving its export, after step 120")
 
 
 @pytest.mark.parametrize("summary", [None, "{", "[]", '{"steps": "many"}'])
@@ -254,8 +256,10 @@ def test_newer_adapters_without_base_name_the_merge_command(
         return caplog.messages
 
     step, newer = say()
-    assert step == f"{resumed_run}: what is served is its export, after step 100"
-    assert newer.startswith(f"{checkpoint} is of step 120, but holds adapters without their base:")
+    assert step == f"{resumed_run}: serving its export, after step 100"
+    assert newer.startswith(
+        f"{checkpoint} is newer (step 120), but has adapters without their base model"
+    )
     assert f"gptoss convert merge models/base {checkpoint} DIR" in newer
 
     # Weights from another directory do not belong to a step of this run.

@@ -112,7 +112,7 @@ def test_export_without_tokenizer_is_logged(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert not export_from(tmp_path / "second").extras.files
-    assert "the export gets no tokenizer" in caplog.text
+    assert "the export has no tokenizer" in caplog.text
 
 
 def test_model_card_names_base_model_results_and_serve_commands() -> None:

@@ -99,8 +99,8 @@ def test_log_lines_follow_a_replaced_standard_error(
 @pytest.mark.parametrize(
     ("variable", "told"),
     [
-        ("GPTOSS_LOG", "GPTOSS_LOG is 'loud'; use one of plain, json"),
-        ("GPTOSS_LOG_LEVEL", "GPTOSS_LOG_LEVEL is 'LOUD'; use one of DEBUG, INFO, WARNING, ERROR"),
+        ("GPTOSS_LOG", "GPTOSS_LOG is 'loud'. Use one of plain, json"),
+        ("GPTOSS_LOG_LEVEL", "GPTOSS_LOG_LEVEL is 'LOUD'. Use one of DEBUG, INFO, WARNING, ERROR"),
     ],
 )
 def test_invalid_log_variable_is_rejected_with_allowed_values(variable: str, told: str) -> None:

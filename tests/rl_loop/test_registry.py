@@ -34,11 +34,11 @@ def test_objects_of_other_modules_resolve_by_module_and_name() -> None:
     [
         (
             "windows",
-            "there is no path 'windows'; known: misfiled, on_demand, plain, or give MODULE:NAME",
+            "there is no path 'windows'. Known names: misfiled, on_demand, plain. For your own, write MODULE:NAME",
         ),
         (
             "nowhere:X",
-            r"path 'nowhere:X' cannot be imported: No module named 'nowhere'; is its folder in PYTHONPATH",
+            r"path 'nowhere:X' cannot be imported: No module named 'nowhere'. Is its directory in PYTHONPATH",
         ),
         (
             "pathlib:Nothing",

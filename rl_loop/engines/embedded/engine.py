@@ -62,7 +62,7 @@ class TransformersEngine:
             ValueError: if ``max_batch_size`` is below 1.
         """
         if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
+            raise ValueError(f"max_batch_size must be at least 1 (got {max_batch_size})")
 
         model.eval().requires_grad_(False)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -116,12 +116,13 @@ class TransformersEngine:
         self._check_weights(name)
         self._check_tokens(request.input_ids, name)
         if request.return_routed_experts and not self._has_experts:
-            raise ValueError(f"{name}: asks for routed experts of a model without experts")
+            raise ValueError(f"{name} asks for routed experts, but the model has no experts")
         total = len(request.input_ids) + request.sampling.max_new_tokens
         limit = self._model.config.max_position_embeddings
         if total > limit:
             raise ValueError(
-                f"{name}: prompt and max_new_tokens make {total} tokens, the model has {limit} positions"
+                f"{name}: prompt and max_new_tokens are {total} tokens, but the model has "
+                f"{limit} positions"
             )
 
         # on_begin must run on the event loop, but sequences leave the queue on the engine's thread.
@@ -144,7 +145,7 @@ class TransformersEngine:
     def _check_weights(self, name: str) -> None:
         """Raise RuntimeError if there are no weights yet: random tokens would look valid."""
         if self._scheduler.weight_version is None:
-            raise RuntimeError(f"{name}: the engine has no weights yet. Call sync_weights first.")
+            raise RuntimeError(f"{name}: the engine has no weights yet. Call sync_weights first")
 
     def _add(self, sequence: RunningSequence) -> None:
         was_idle = not self._scheduler.has_work
@@ -242,7 +243,8 @@ class TransformersEngine:
             if len(faults) > MAX_REPORTED_FAULTS:
                 shown += f"; and {len(faults) - MAX_REPORTED_FAULTS} more"
             raise WeightMismatch(
-                f"weights {version} do not fit the rollout engine's model, nothing was changed: {shown}"
+                f"weights {version} do not fit the model of the rollout engine; the engine keeps "
+                f"its earlier weights: {shown}"
             )
 
         self._scheduler.abort(None)
@@ -275,7 +277,7 @@ class TransformersEngine:
                 continue
             values = _values(self._packed[blocks_name], self._packed[scales_name])
             if not torch.equal(parameter, values.to(parameter.dtype)):
-                raise RuntimeError(f"{name}: the engine computes with other values than its bits")
+                raise RuntimeError(f"{name}: the values in the engine differ from its MXFP4 bits")
         return stack_digests(self._packed.items())
 
     async def close(self) -> None:
@@ -300,7 +302,7 @@ class TransformersEngine:
         if not tokens:
             raise ValueError(f"{name}: input_ids is empty")
         if min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"{name}: input_ids holds ids outside [0, {vocab_size})")
+            raise ValueError(f"{name}: input_ids contains ids outside [0, {vocab_size})")
 
 
 def _values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ class Scheduler:
         for other in (*self._running, *self._waiting):
             if other.request.request_id == request_id and not other.future.done():
                 name = f"request {request_id}"
-                raise ValueError(f"{name} is already running: request ids must be unique")
+                raise ValueError(f"{name} is already running. Request ids must be unique")
         self._waiting.append(sequence)
 
     def step(self) -> None:
@@ -224,7 +224,8 @@ class Scheduler:
         sampled_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
         if not torch.isfinite(sampled_log_probs).all():
             raise RuntimeError(
-                f"the model's logits are not finite: weights {self.weight_version} hold NaN or infinities, or overflow"
+                f"weights {self.weight_version}: the model's logits are not finite. The weights "
+                "contain NaN or infinities, or a value overflows"
             )
         return tokens.tolist(), sampled_log_probs.tolist()
 

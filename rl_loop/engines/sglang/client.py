@@ -119,7 +119,7 @@ class SglangClient:
                         yield _read_chunk(where, payload)
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailed(f"{where}: {_reason(error)}") from error
-        raise ServerFailed(f"{where}: the answer ended in the middle")
+        raise ServerFailed(f"{where}: the response ended before its last chunk")
 
     async def healthy(self, seconds: float) -> bool:
         """Return True if the server generates a token within ``seconds``.
@@ -161,7 +161,7 @@ def _read_chunk(where: str, payload: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(payload)
     except ValueError:
-        raise ServerFailed(f"{where}: a chunk is no JSON: {payload[:100]!r}") from None
+        raise ServerFailed(f"{where}: a chunk is not JSON: {payload[:100]!r}") from None
 
     # An error within a stream is a chunk that contains the HTTP status of the error.
     if error := chunk.get("error"):

@@ -33,11 +33,11 @@ MOE_CONFIGS = Path(__file__).parent / "moe_configs"
 """
 
 RESERVED_ARGUMENTS = {
-    "--api-key": "every run makes a random key for its servers",
-    "--admin-api-key": "every run makes a random key for its servers",
-    "--config": "servers get the run's key in such a file",
-    "--tokenizer-worker-num": "SGLang then does not ask for the key",
-    "--grpc-port": "SGLang does not ask for the key there",
+    "--api-key": "every run generates a random key for its servers",
+    "--admin-api-key": "every run generates a random key for its servers",
+    "--config": "servers read the run's key from such a file",
+    "--tokenizer-worker-num": "SGLang would not check the key",
+    "--grpc-port": "SGLang does not check the key on this port",
 }
 """Options that would open a server to others: {option: reason why a user cannot set it}."""
 
@@ -158,7 +158,8 @@ class SglangConfig(EngineConfig):
         self._check_kernels()
         if self.colocated and self.weight_sync == "nccl":
             raise ValueError(
-                "colocated needs weight_sync cuda_ipc: NCCL has no ranks that share a GPU"
+                "rollout.engine.weight_sync=nccl is not supported with colocated servers, "
+                "because NCCL ranks cannot share a GPU. Set weight_sync=cuda_ipc"
             )
         self._check_prefill_graphs()
         return self
@@ -176,20 +177,23 @@ class SglangConfig(EngineConfig):
             return
         if not self.colocated:
             raise ValueError(
-                "prefill_graph_tokens is for colocated servers: others have SGLang's own graphs of prefills"
+                "rollout.engine.prefill_graph_tokens applies to colocated servers only. Other "
+                "servers use SGLang's own prefill graphs. Leave it out"
             )
         if self.attention_backend != "fa3" or self.deterministic:
             raise ValueError(
-                "prefill_graph_tokens needs attention_backend fa3 without deterministic: other attention cannot be "
-                "captured with a prefix"
+                "rollout.engine.prefill_graph_tokens needs attention_backend=fa3 and "
+                "deterministic=false, because other attention cannot be captured with a prefix. "
+                "Leave it out, or change these keys"
             )
 
     def _check_packed_experts(self) -> None:
         names = {argument.partition("=")[0] for argument in self.arguments}
         if "--quantization" in names:
             raise ValueError(
-                "rollout.engine.arguments: --quantization makes a server that loses what a weight sync brings; for "
-                "MXFP4 experts set rollout.engine.quantization=mxfp4 (docs/quantization.md)"
+                "rollout.engine.arguments: --quantization is not supported, because SGLang "
+                "would ignore weight syncs. Set rollout.engine.quantization=mxfp4 for MXFP4 "
+                "experts (docs/quantization.md)"
             )
         if self.quantization is None:
             return
@@ -197,27 +201,29 @@ class SglangConfig(EngineConfig):
         # The plugin does not write the layouts of other MoE runners or of expert parallelism.
         if names & {"--moe-runner-backend", "--ep-size", "--ep"}:
             raise ValueError(
-                f"rollout.engine.quantization {self.quantization} has weight syncs for --moe-runner-backend "
-                "triton_kernel without expert parallelism: leave those out of rollout.engine.arguments"
+                f"rollout.engine.quantization={self.quantization} supports weight syncs only "
+                "with --moe-runner-backend triton_kernel and without expert parallelism. Leave "
+                "these options out of rollout.engine.arguments"
             )
         if self.attention_backend in ("trtllm_mha", "intel_amx"):
             raise ValueError(
-                f"rollout.engine.quantization {self.quantization} has weight syncs on Hopper GPUs, and "
-                f"attention_backend {self.attention_backend} is for others: leave quantization out of rollout.engine"
+                f"rollout.engine.quantization={self.quantization} supports weight syncs on "
+                f"Hopper GPUs only, but attention_backend={self.attention_backend} is for other "
+                "hardware. Leave quantization out of rollout.engine"
             )
 
     def _check_logits(self) -> None:
         if self.fp32_logits and self.deterministic:
             raise ValueError(
-                "rollout.engine.fp32_logits: its product differs with the size of the batch, which deterministic "
-                "forbids. Leave one of them out of rollout.engine"
+                "rollout.engine.fp32_logits is not supported with deterministic, because its "
+                "result depends on the batch size. Leave one of them out of rollout.engine"
             )
 
     def _check_kernels(self) -> None:
         if self.fp32_logits and self._is_on_cpus:
             raise ValueError(
-                "rollout.engine.fp32_logits is for GPUs, and rollout.engine.arguments asks for servers on "
-                "CPUs: leave fp32_logits out"
+                "rollout.engine.fp32_logits is for GPUs, but rollout.engine.arguments starts "
+                "servers on CPUs. Leave fp32_logits out"
             )
 
     def for_model(self, model: ModelConfig) -> Self:
@@ -329,22 +335,23 @@ class SglangConfig(EngineConfig):
         python = shutil.which(self.python)
         if python is None:
             raise EngineUnavailable(
-                f"rollout.engine.python: {self.python} is no program; `gptoss doctor --install-engine DIR` makes an "
-                "environment with SGLang, and prints what to write here"
+                f"rollout.engine.python: {self.python} is not executable. `gptoss doctor "
+                "--install-engine DIR` creates an environment with SGLang and prints the value "
+                "for this key"
             )
 
         if not self._can_import(python, "sglang"):
             raise EngineUnavailable(
-                f"rollout.engine.python: {python} has no SGLang; `gptoss doctor --install-engine DIR` installs it, "
-                "and prints what to write here"
+                f"rollout.engine.python: {python} has no SGLang. `gptoss doctor --install-engine "
+                "DIR` installs it and prints the value for this key"
             )
 
         # A wrapper that replaces PYTHONPATH would start servers without the plugin's patches, and
         # without an error.
         if self.has_plugin and not self._can_import(python, PLUGIN_MODULE):
             raise EngineUnavailable(
-                f"rollout.engine.python: {python} does not take PYTHONPATH, with which servers get the plugin for "
-                f"{', '.join(self._mends)}: a wrapper has to keep the PYTHONPATH that it is given"
+                f"rollout.engine.python: {python} ignores PYTHONPATH, by which servers find the "
+                f"plugin for {', '.join(self._mends)}. Let the wrapper keep PYTHONPATH"
             )
 
     @property

@@ -86,7 +86,7 @@ class SglangEngine:
         """
         if request.request_id in self._turns:
             name = f"request {request.request_id}"
-            raise ValueError(f"{name} is already running: request ids must be unique")
+            raise ValueError(f"{name} is already running. Request ids must be unique")
 
         turn = Turn(request)
         self._turns[request.request_id] = turn
@@ -120,7 +120,7 @@ class SglangEngine:
                 faults = turn.failures.total()
                 self._refreshed_at = -math.inf
                 if faults == MAX_FAULTS:
-                    what = f"met {faults} faults, the last: {failure}"
+                    what = f"had {faults} faults, the last: {failure}"
                     raise EngineFault(turn.request.request_id, what) from failure
                 await asyncio.sleep(min(MAX_PAUSE, 0.01 * 2**faults))
             finally:
@@ -150,8 +150,8 @@ class SglangEngine:
                     for status in self._statuses
                 )
                 raise RuntimeError(
-                    f"no SGLang server held policy weights {self.min_version} or later "
-                    f"for {self._wait_seconds:.0f} seconds: {states}"
+                    f"no SGLang server had policy weights {self.min_version} or later for "
+                    f"{self._wait_seconds:.0f} seconds: {states}"
                 )
             await asyncio.sleep(0.1)
 
@@ -225,7 +225,7 @@ class SglangEngine:
                 if chunk.finish is not None:
                     end_turn(turn, chunk.finish["type"], server.url)
                     return
-        raise ServerFailed(f"{server.url}: the answer has no finish reason")
+        raise ServerFailed(f"{server.url}: the response has no finish reason")
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Score a text on any server that holds the policy (see ``score_on``)."""
@@ -286,7 +286,7 @@ async def score_on(
         ValueError: if ``temperature`` is not 1.
     """
     if temperature != 1:
-        raise ValueError(f"SGLang scores at temperature 1 only, not {temperature}")
+        raise ValueError(f"SGLang scores at temperature 1 only (got {temperature})")
     if len(input_ids) < 2:
         return []
 

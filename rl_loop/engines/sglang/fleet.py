@@ -194,7 +194,8 @@ class SglangFleet:
             now = time.monotonic()
             if now - told >= NEWS_SECONDS:
                 logger.info(
-                    "waiting for SGLang servers: %d of %d are ready after %.0f s; what they print is in %s",
+                    "waiting for SGLang servers: %d of %d are ready after %.0f s; their output "
+                    "is in %s",
                     len(healthy), len(known), now - began, self._directory / "server_*.log",
                 )  # fmt: skip
                 told = now
@@ -244,7 +245,7 @@ class SglangFleet:
                 if attempt + 1 == MAX_SYNCS:
                     raise
                 logger.warning(
-                    "weight sync is tried again, with restarted servers: %s", describe(failure)
+                    "retrying the weight sync with restarted servers: %s", describe(failure)
                 )
 
     def heal(self) -> None:
@@ -272,7 +273,7 @@ class SglangFleet:
             except SyncFailed as failure:
                 if len(stale) == len(healthy):
                     raise
-                logger.warning("a restarted SGLang server stays out: %s", describe(failure))
+                logger.warning("a restarted SGLang server does not serve: %s", describe(failure))
         finally:
             self._updating.release()
 
@@ -434,9 +435,9 @@ class SglangFleet:
             if failures and attempt + 1 == MAX_SCORINGS:
                 raise failures[0]
             for failure in failures:
-                logger.warning("an SGLang server did not score and is asked again: %s", failure)
+                logger.warning("an SGLang server failed to score a text; retrying: %s", failure)
             time.sleep(SCORING_PAUSE)
-        raise EngineUnavailable("no SGLang server lived long enough to score a text")
+        raise EngineUnavailable("no SGLang server stayed alive while scoring a text")
 
     def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
         canary = self._canary
@@ -448,7 +449,8 @@ class SglangFleet:
             gap = canary.gap(log_probs)
             if exceeds(gap, SAME_WEIGHTS):
                 raise SyncFailed(
-                    f"{url} was given the weights again, but differs by {gap:.2e} nats from the others"
+                    f"{url} received the weights again, but its log-probs differ by {gap:.2e} "
+                    "nats from those of the other servers"
                 )
 
     # -- memory -----------------------------------------------------------------------------------
@@ -473,7 +475,7 @@ class SglangFleet:
             if failure is None:
                 self._paused.add(status.incarnation)
             else:
-                logger.warning("an SGLang server did not go to sleep and is ended: %s", failure)
+                logger.warning("an SGLang server could not be paused and is killed: %s", failure)
                 _ask(actor.end_sync.remote(status.incarnation, None))
 
     async def _put_to_sleep(self, client: SglangClient) -> str | None:

@@ -207,19 +207,19 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
     share = fraction * gpu.total
     if least > most:
         raise NotEnoughGpuMemory(
-            f"{KEY}: a server needs {_gb(needs.all)} of {gpu.name} ({_needs_in_words(needs)}), and "
-            f"only {_gb(gpu.free)} of {_gb(gpu.total)} are free: let the trainer keep less there "
-            "(optimizer.offload, more GPUs), or give servers GPUs of their own"
+            f"{KEY}: a server needs {_gb(needs.all)} of {gpu.name} ({_needs_in_words(needs)}), "
+            f"but only {_gb(gpu.free)} of {_gb(gpu.total)} are free. Reduce the trainer's memory "
+            "there (optimizer.offload, more GPUs), or run servers on separate GPUs"
         )
     if share < needs.all:
         raise NotEnoughGpuMemory(
-            f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, and a server needs "
-            f"{_gb(needs.all)} ({_needs_in_words(needs)}): set {least:.2f} to {most:.2f}"
+            f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, but a server needs "
+            f"{_gb(needs.all)} ({_needs_in_words(needs)}). Set it to {least:.2f} to {most:.2f}"
         )
     if share > gpu.free:
         raise NotEnoughGpuMemory(
-            f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, and only {_gb(gpu.free)} of "
-            f"{_gb(gpu.total)} are free: set {least:.2f} to {most:.2f}"
+            f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, but only {_gb(gpu.free)} of "
+            f"{_gb(gpu.total)} are free. Set it to {least:.2f} to {most:.2f}"
         )
     return (share - needs.context - needs.working) / (gpu.free - needs.context)
 
@@ -234,13 +234,13 @@ def memory_fault(log: str, fraction: float) -> str | None:
     lines = [line.strip()[:SHOWN_CHARACTERS] for line in log.splitlines()]
     too_small = [line for line in lines if any(sign in line for sign in SHARE_TOO_SMALL)]
     if too_small:
-        return f"{too_small[-1]}; set {KEY}={min(0.98, fraction + 0.05):.2f} or higher"
+        return f"{too_small[-1]}. Set {KEY}={min(0.98, fraction + 0.05):.2f} or higher"
 
     used_up = [line for line in lines if any(sign in line for sign in MEMORY_USED_UP)]
     if used_up:
         return (
-            f"{used_up[-1]}; set {KEY}={max(0.02, fraction - 0.05):.2f} or lower, or end what "
-            "else uses the GPU"
+            f"{used_up[-1]}. Set {KEY}={max(0.02, fraction - 0.05):.2f} or lower, or stop other "
+            "processes on the GPU"
         )
     return None
 
@@ -302,7 +302,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     except OSError as error:
         # Without this error, the share would silently refer to the main memory.
         raise EngineUnavailable(
-            f"{KEY} is a share of the whole GPU, whose size is not known: {error}"
+            f"{KEY} is a share of the whole GPU, but the size of the GPU is unknown: {error}"
         ) from error
 
     gpus = []
@@ -311,8 +311,8 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
         if used is None or free is None:
             # "[N/A]", for example for GPUs that share the machine's main memory.
             raise EngineUnavailable(
-                f"{KEY} is a share of the whole GPU, and nvidia-smi does not say how much memory GPU "
-                f"{row['index']} has: memory.used is {row['memory.used']!r}, memory.free "
+                f"{KEY} is a share of the whole GPU, but nvidia-smi does not report the memory "
+                f"of GPU {row['index']}: memory.used is {row['memory.used']!r}, memory.free "
                 f"{row['memory.free']!r}"
             )
         memory = GpuMemory(name=f"GPU {row['index']}", total=used + free, free=free)
@@ -355,9 +355,9 @@ def _chosen_gpus(visible: str, gpus: Sequence[_ListedGpu]) -> list[GpuMemory]:
             count = "none" if not meant else "several"
             known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
             raise EngineUnavailable(
-                f"CUDA_VISIBLE_DEVICES={visible}: {name} is {count} of the GPUs that nvidia-smi "
-                f"shows: {known or 'no GPU'}. {KEY} is a share of a whole GPU, not of a MIG slice: "
-                "give numbers or UUIDs of whole ones"
+                f"CUDA_VISIBLE_DEVICES={visible}: {name} matches {count} of the GPUs that "
+                f"nvidia-smi reports: {known or 'no GPU'}. {KEY} is a share of a whole GPU, not "
+                "of a MIG slice. Use indices or UUIDs of whole GPUs"
             )
         chosen += meant
     return chosen

@@ -25,5 +25,5 @@ def log_probs_of(
     # the token that was sent.
     last = max(input_ids)
     if scored not in (list(input_ids), [0 if i == last else i for i in input_ids]):
-        raise ServerFailed(f"{url}: the scored tokens are not those that were sent")
+        raise ServerFailed(f"{url}: the server scored other tokens than those of the request")
     return [float(entry[0]) for entry in entries[1:]]

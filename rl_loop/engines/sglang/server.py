@@ -169,7 +169,7 @@ class SglangServer:
             return
         self._syncing = False
         if version is None:
-            self._change(fault="a weight sync failed half-way")
+            self._change(fault="a weight sync failed before its end")
             self._kill()
         else:
             self._change(state=ServerState.SYNCED, version=version)
@@ -234,12 +234,14 @@ class SglangServer:
                 message = f"{self._status.fault or message}{self._log_tail()}"
             self._change(state=ServerState.DEAD, version=None, fault=message, given_up=given_up)
             if given_up:
-                logger.error("SGLang server %s is given up: %s", self._status.url, message)
+                logger.error(
+                    "SGLang server %s failed and is not restarted: %s", self._status.url, message
+                )
                 return
 
             back_off = min(MAX_BACK_OFF, 2.0 ** (failures - 1))
             logger.warning(
-                "SGLang server %s failed and starts again in %.0f s: %s",
+                "SGLang server %s failed and restarts in %.0f s: %s",
                 self._status.url,
                 back_off,
                 message,
@@ -261,7 +263,7 @@ class SglangServer:
             # In a thread, because it waits until the GPU's free memory has settled.
             command = await asyncio.to_thread(self._command, host, port)
             if not self._may_start.is_set():
-                return Fault("held while it started")
+                return Fault("paused while it started")
             with self._key_options() as options:
                 self._process = self._start_process([*command, *options])
                 fault = await self._wait_until_healthy(client, self._process)
@@ -297,7 +299,7 @@ class SglangServer:
         advice = self._memory_fault(self._printed())
         if advice is None:
             return Fault(fault)
-        return Fault(f"{advice} (its log: {self._log})", is_lasting=True)
+        return Fault(f"{advice} (log: {self._log})", is_lasting=True)
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -326,9 +328,9 @@ class SglangServer:
         deadline = loop.time() + self._start_seconds
         while not await client.healthy(self._health_seconds):
             if process.poll() is not None:
-                return f"the process ended with status {process.returncode} while it started"
+                return f"the process exited with status {process.returncode} during its start"
             if loop.time() > deadline:
-                return f"not healthy within {self._start_seconds:.0f} seconds"
+                return f"the server was not healthy within {self._start_seconds:.0f} seconds"
             await asyncio.sleep(min(1.0, self._health_seconds / 4))
         return None
 
@@ -350,7 +352,7 @@ class SglangServer:
             if not healthy and not self._syncing:
                 return f"no answer to a health check within {self._health_seconds:.0f} seconds"
             checked_at = loop.time()
-        return f"the process ended with status {process.returncode}"
+        return f"the process exited with status {process.returncode}"
 
     def _kill(self) -> None:
         """Kill the process and all processes that it started."""

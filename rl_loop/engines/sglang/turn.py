@@ -141,7 +141,10 @@ class AnswerReader:
             _check_counts(ids, entries, received, total, url)
             room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
             if len(ids) > room:
-                raise ServerFailed(f"{url}: {len(ids)} tokens came back, {room} were asked for")
+                raise ServerFailed(
+                    f"{url}: the server returned {len(ids)} tokens, but {room} were left of "
+                    "max_new_tokens"
+                )
 
             log_probs = [entry[0] for entry in entries]
             if ids:
@@ -208,7 +211,7 @@ class AnswerReader:
             raise ServerFailed(f"routed experts cannot be read: {describe(error)}") from error
         if len(routes) != tokens:
             raise ServerFailed(
-                f"routed experts of {len(routes)} tokens came back, expected {tokens}"
+                f"the server returned routed experts of {len(routes)} tokens, expected {tokens}"
             )
         # Checked before the cast: a smaller dtype would turn invalid indices into valid ones.
         return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
@@ -223,10 +226,10 @@ def _checked_version(meta: dict[str, Any], turn: Turn, url: str, min_version: in
     version = str(meta.get("weight_version"))
     if not version.isdigit() or int(version) < min_version:
         raise ServerFailed(
-            f"{url} answered with weights {version!r}, the policy is {min_version} or later"
+            f"{url} answered with weights {version!r}, but the policy has {min_version} or later"
         )
     if meta.get("id", turn.server_request_id) != turn.server_request_id:
-        raise ServerFailed(f"{url} sent the answer to request {meta['id']!r}")
+        raise ServerFailed(f"{url} sent the response to request {meta['id']!r}")
     return int(version)
 
 
@@ -238,7 +241,7 @@ def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
     """
     finish: dict[str, Any] | None = meta.get("finish_reason")
     if finish is not None and finish["type"] not in FINISH_REASONS:
-        raise ServerFailed(f"{url}: the answer ended by {finish['type']!r}, which is no reason")
+        raise ServerFailed(f"{url}: the finish reason {finish['type']!r} is unknown")
     return finish
 
 
@@ -259,8 +262,8 @@ def _check_counts(ids: list[int], entries: list[Any], received: int, total: int,
     """
     if received + len(ids) != total or [entry[1] for entry in entries] != ids:
         raise ServerFailed(
-            f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} "
-            f"of {total} do not fit: does it run with --incremental-streaming-output?"
+            f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} of {total} "
+            "do not match. Start the server with --incremental-streaming-output"
         )
 
 
@@ -282,8 +285,8 @@ def check_routes_came(turn: Turn, url: str) -> None:
     asked = turn.request.return_routed_experts and turn.result.output_ids
     if asked and turn.result.routed_experts is None:
         raise RequestRejected(
-            f"{url} returned no routed experts for request {turn.request.request_id}: "
-            "does it run with --enable-return-routed-experts?"
+            f"{url} returned no routed experts for request {turn.request.request_id}. Start the "
+            "server with --enable-return-routed-experts"
         )
 
 
@@ -295,7 +298,7 @@ def end_turn(turn: Turn, reason: str, url: str) -> None:
     """
     turn.result.finish_reason = FINISH_REASONS[reason]
     if not turn.result.output_ids and turn.result.finish_reason is not FinishReason.ABORT:
-        raise ServerFailed(f"{url}: the answer has no token and ended by {reason!r}")
+        raise ServerFailed(f"{url}: the response has no token, and its finish reason is {reason!r}")
 
 
 def _extend_versions(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:

@@ -139,20 +139,23 @@ def test_guides_advantage_subtracts_a_quantile_of_the_group(workplace: Path) -> 
         ),
         (
             "policy_loss=my_algorithm:sapo",
-            "No module named 'my_algorithm'; is its folder in PYTHONPATH",
+            "No module named 'my_algorithm'. Is its directory in PYTHONPATH",
         ),
         (
             "policy_loss=sapo",
-            "there is no policy loss 'sapo'; known: cispo, gspo, ppo, reinforce, or give MODULE:NAME",
+            "there is no policy loss 'sapo'. Known names: cispo, gspo, ppo, reinforce. For your own, write MODULE:NAME",
         ),
         (
             "policy_loss=my_algorithms:PolicyLoss",
             "is the class PolicyLoss, expected a function of LossInputs",
         ),
-        ("policy_loss.options={tau: 1}", "unexpected keyword argument 'tau'; it is .*tau_positive"),
+        (
+            "policy_loss.options={tau: 1}",
+            "unexpected keyword argument 'tau'. Its signature is .*tau_positive",
+        ),
         (
             "advantage=quantile",
-            "there is no advantage 'quantile'; known: dr_grpo, gae, gdpo, grpo, ",
+            "there is no advantage 'quantile'. Known names: dr_grpo, gae, gdpo, grpo, ",
         ),
         ("advantage.options={shares: 1}", "unexpected keyword argument 'shares'"),
         ("advantage={type: grpo, options: {}}", "advantage.options: unknown key for this"),
@@ -169,8 +172,8 @@ def test_custom_function_with_wrong_signature_is_rejected_early(
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (vector([1.0, 2.0]), r"returned \(2,\), expected \[3\]"),
-        (1.0, r"returned float, expected \[3\]"),
+        (vector([1.0, 2.0]), r"returned \(2,\), expected a tensor of shape \[3\]"),
+        (1.0, r"returned float, expected a tensor of shape \[3\]"),
         (vector([1.0, math.nan, 2.0]), "returned .*nan"),
     ],
 )
@@ -194,7 +197,7 @@ def test_custom_advantage_with_invalid_result_stops_the_run(
         ),
         (
             lambda result: replace(result, loss=result.loss.detach()),
-            "returned a loss without a gradient",
+            "returned a loss that has no gradient",
         ),
         (
             lambda result: replace(result, sums={"gate": result.ratio}),

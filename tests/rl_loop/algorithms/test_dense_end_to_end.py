@@ -164,13 +164,16 @@ def refused(config: RunConfig, message: str) -> None:
 
 def test_settings_of_another_model_family_are_rejected(tmp_path: Path) -> None:
     refused(
-        rl_config(tmp_path, "vocabulary=gptoss"), "vocabulary gptoss is not that of a qwen2 model"
+        rl_config(tmp_path, "vocabulary=gptoss"), "vocabulary=gptoss does not fit a qwen2 model"
     )
     refused(rl_config(tmp_path, "vocabulary=tokenizer"), "initial_weights, which is null")
-    refused(sft_config(tmp_path, "demonstrations.history=harmony"), "history harmony is GPT-OSS's")
+    refused(
+        sft_config(tmp_path, "demonstrations.history=harmony"),
+        "history=harmony is only for GPT-OSS",
+    )
 
     gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["vocabulary=tokenizer"])
-    refused(gpt_oss, "GPT-OSS has gptoss, the released one, or tiny")
+    refused(gpt_oss, "tokenizer is not supported for GPT-OSS")
 
 
 def test_default_vocabulary_is_that_of_the_model_family() -> None:

@@ -150,7 +150,7 @@ def test_purification_with_sglang_needs_temperature_one() -> None:
     """SGLang scores only at temperature 1. Otherwise the first retried call would fail the run."""
     path = CONFIGS / "rl/tiny_retool.yaml"
     sglang = ["rollout.purification={}", "rollout.engine.type=sglang"]
-    with pytest.raises(ConfigError, match=r"rollout\.purification .* set rollout\.temperature=1"):
+    with pytest.raises(ConfigError, match=r"rollout\.purification .* Set rollout\.temperature=1"):
         load_config(path, RlConfig, [*sglang, "rollout.temperature=0.7"])
     load_config(path, RlConfig, [*sglang, "rollout.temperature=1"])
     load_config(path, RlConfig, ["rollout.purification={}", "rollout.temperature=0.7"])
@@ -170,7 +170,7 @@ def test_purification_with_sglang_needs_temperature_one() -> None:
         ),
         (
             ["rollout.engine.type=vllm"],
-            "there is no rollout backend 'vllm'; known: sglang, transformers, or give MOD",
+            "there is no rollout backend 'vllm'. Known names: sglang, transformers. For your own",
         ),
         (
             ["rollout.engine.type=nowhere:Backend"],
@@ -213,8 +213,8 @@ def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["initial_adapter=runs/a"], "initial_adapter (runs/a) has no effect without adapter"),
-        (["training.keep_adapters=true"], "training.keep_adapters has no effect without adapter"),
+        (["initial_adapter=runs/a"], "initial_adapter (runs/a) has no effect while adapter is null"),
+        (["training.keep_adapters=true"], "training.keep_adapters has no effect while adapter is null"),
         (["adapter={rang: 4}"], "adapter.rang: unknown key"),
         (["adapter={targets: []}"], "adapter.targets is empty"),
         (["adapter={targets: [gate]}"], "adapter.targets.0: Input should be 'q', 'k', 'v'"),
@@ -258,11 +258,11 @@ def test_quantization_is_a_key_of_every_run(kind: type[RunConfig]) -> None:
         (["rollout.engine.quantization=mxfp4", "model.intermediate_size=48"],
          "rollout.engine.quantization mxfp4 needs intermediate_size (48)"),
         (["rollout.engine={type: sglang, quantization: mxfp4}"],
-         "only hold experts that were trained through this format, and quantization is null"),
+         "hold only experts that were trained in this format, and quantization is null"),
         (["rollout.engine={type: sglang, quantization: mxfp4}", "quantization=mxfp4", "adapter={rank: 4}"],
-         "and experts merged with an adapter have other values. Leave it out"),
+         "and an adapter changes the values of merged experts. Leave it out"),
         (["rollout.engine={type: sglang, arguments: [--quantization=mxfp4]}"],
-         "rollout.engine.arguments: --quantization makes a server that loses"),
+         "rollout.engine.arguments: --quantization is not supported, because SGLang would ignore weight syncs"),
     ],
 )  # fmt: skip
 def test_quantization_that_cannot_work_is_refused_with_its_key(
@@ -292,7 +292,7 @@ def test_routed_experts_follow_routing_replay_unless_set() -> None:
     replay = "algorithm.routing_replay=R3"
     assert load_config(file, RlConfig, [replay]).rollout.routed_experts
     assert not load_config(file, RlConfig).rollout.routed_experts
-    with pytest.raises(ConfigError, match=r"set rollout\.routed_experts"):
+    with pytest.raises(ConfigError, match=r"Set rollout\.routed_experts"):
         load_config(file, RlConfig, [replay, "rollout.routed_experts=false"])
 
 
@@ -329,7 +329,9 @@ def test_a_copied_configuration_finds_shipped_models_and_prefers_those_beside_it
     assert load_config(copy, RlConfig).model.num_layers == 1
     assert value_origins(copy, RlConfig)["model.num_layers"] == str(beside)
 
-    with pytest.raises(ConfigError, match=r"no tinny.yaml in .*/model, nor .* ones: gpt-oss-120b"):
+    with pytest.raises(
+        ConfigError, match=r"tinny.yaml is neither in .*/model nor .* ones: gpt-oss-120b"
+    ):
         load_config(copy, RlConfig, ["model=tinny"])
 
 

@@ -125,7 +125,7 @@ def test_recursive_alias_and_deep_nesting_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recursive aliases are not supported"):
         read_yaml(path)
     path.write_text("a: " + "[" * 20_000 + "]" * 20_000)
-    with pytest.raises(ConfigError, match=r"strange\.yaml: it is nested too deeply"):
+    with pytest.raises(ConfigError, match=r"strange\.yaml: the YAML is nested too deeply"):
         read_yaml(path)
 
 

@@ -61,7 +61,7 @@ def test_dense_turn_from_the_cache_equals_a_full_forward() -> None:
 
 def test_routes_of_a_dense_model_are_rejected() -> None:
     engine = engine_of(MODELS["llama"])
-    with pytest.raises(ValueError, match="asks for routed experts of a model without experts"):
+    with pytest.raises(ValueError, match="asks for routed experts, but the model has no experts"):
         asyncio.run(engine.generate(request(prompt(4), 2, routes=True)))
     asyncio.run(engine.close())
 

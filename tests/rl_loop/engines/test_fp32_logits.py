@@ -97,7 +97,7 @@ def test_fp32_logits_are_the_default_on_gpus() -> None:
 def test_fp32_logits_are_rejected_where_unsupported() -> None:
     with pytest.raises(ValueError, match=r"rollout\.engine\.fp32_logits.* deterministic"):
         SglangConfig(fp32_logits=True, deterministic=True)
-    with pytest.raises(ValueError, match="asks for servers on CPUs: leave fp32_logits out"):
+    with pytest.raises(ValueError, match=r"starts servers on CPUs\. Leave fp32_logits out"):
         SglangConfig(fp32_logits=True, arguments=["--device", "cpu"])
 
 

@@ -210,7 +210,7 @@ async def test_only_servers_with_the_policys_weights_get_requests() -> None:
         fleet.states = {restarted.url: ServerState.STARTING, good.url: ServerState.STALE}
         engine._wait_seconds, engine._refreshed_at = 0.3, 0.0
         with pytest.raises(
-            RuntimeError, match=r"no SGLang server held policy weights 3 .* is stale"
+            RuntimeError, match=r"no SGLang server had policy weights 3 .* is stale"
         ):
             await engine.generate(request(PROMPT, 5, "late/0/0/0"))
 

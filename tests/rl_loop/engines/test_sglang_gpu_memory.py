@@ -194,7 +194,7 @@ def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
         static_fraction(0.3, [gpu(0.9)], TWENTY_B)
     message = str(too_small.value)
     assert message.startswith(
-        "rollout.engine.memory_fraction: 0.3 of GPU 0 is 45.0 GB, and a server needs "
+        "rollout.engine.memory_fraction: 0.3 of GPU 0 is 45.0 GB, but a server needs "
     )
     assert "\n" not in message
     least, most = message.rpartition("set ")[2].split(" to ")
@@ -204,7 +204,7 @@ def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
         static_fraction(float(least) - 0.02, [gpu(0.9)], TWENTY_B)
 
     with pytest.raises(
-        NotEnoughGpuMemory, match=r"only 60\.0 GB of 150\.0 GB are free: set .* to 0\.40$"
+        NotEnoughGpuMemory, match=r"only 60\.0 GB of 150\.0 GB are free\. Set it to .* to 0\.40$"
     ):
         static_fraction(0.5, [gpu(0.4)], TWENTY_B)
     static_fraction(0.4, [gpu(0.4)], TWENTY_B)
@@ -212,7 +212,8 @@ def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
 
 def test_gpu_without_enough_free_memory_is_rejected() -> None:
     with pytest.raises(
-        NotEnoughGpuMemory, match=r"only 30\.0 GB of 150\.0 GB are free: let the trainer keep less"
+        NotEnoughGpuMemory,
+        match=r"only 30\.0 GB of 150\.0 GB are free\. Reduce the trainer's memory",
     ):
         static_fraction(0.5, [gpu(0.2)], TWENTY_B)
 
@@ -226,7 +227,7 @@ def test_gpu_without_enough_free_memory_is_rejected() -> None:
         ),
         (
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.06 GiB.",
-            "set rollout.engine.memory_fraction=0.35 or lower, or end what else uses the GPU",
+            "Set rollout.engine.memory_fraction=0.35 or lower, or stop other processes on the GPU",
         ),
     ],
 )
@@ -279,11 +280,11 @@ def test_gpus_have_the_order_of_cuda_visible_devices(
     [
         (
             "7",
-            "CUDA_VISIBLE_DEVICES=7: 7 is none of the GPUs that nvidia-smi shows: 0 (GPU-8aa1-07), 1",
+            "CUDA_VISIBLE_DEVICES=7: 7 matches none of the GPUs that nvidia-smi reports: 0 (GPU-8aa1-07), 1",
         ),
-        ("0,GPU-8a", "CUDA_VISIBLE_DEVICES=0,GPU-8a: GPU-8a is several of the GPUs"),
-        ("MIG-5c8e", "MIG-5c8e is none of the GPUs"),
-        ("8aa1", "8aa1 is none of the GPUs"),
+        ("0,GPU-8a", "CUDA_VISIBLE_DEVICES=0,GPU-8a: GPU-8a matches several of the GPUs"),
+        ("MIG-5c8e", "MIG-5c8e matches none of the GPUs"),
+        ("8aa1", "8aa1 matches none of the GPUs"),
     ],
 )
 def test_unknown_gpu_in_cuda_visible_devices_is_rejected(
@@ -314,7 +315,7 @@ def test_gpu_of_unknown_memory_is_named(tmp_path: Path, two_gpus: None) -> None:
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\necho '3, GPU-8ab2-0f, [N/A], [N/A]'\n")
     with pytest.raises(
-        EngineUnavailable, match=r"how much memory GPU 3 has: memory.used is '\[N/A\]'"
+        EngineUnavailable, match=r"does not report the memory of GPU 3: memory.used is '\[N/A\]'"
     ):
         visible_gpus({})
 

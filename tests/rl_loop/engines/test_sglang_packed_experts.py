@@ -4,25 +4,24 @@ The plugin's code runs as in a server, in main memory. Its Triton kernels run in
 """
 
 from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from converters.mxfp4_tensors import pack_experts
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
@@ -30,24 +29,33 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
+from rl_loop.engines.sglang.config import PLUGIN
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.engines.sglang.gpu_memory import packed_expert_bytes
 from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
-from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
+from rl_loop.engines.sglang.weight_endpoints import SglangServers
+from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync import send
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
-from tests.support.distributed import free_port, run_distributed
-from tests.support.rl_loop.packed_server import (
-    PackedServer,
-    ServedModel,
-    SyncedModel,
-    expert_storage,
-    layout,
-    plugin,
-)
-from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
+from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import WeightMismatch
+from tests.support.distributed import free_port
+from tests.support.distributed import run_distributed
+from tests.support.rl_loop.packed_server import PackedServer
+from tests.support.rl_loop.packed_server import ServedModel
+from tests.support.rl_loop.packed_server import SyncedModel
+from tests.support.rl_loop.packed_server import expert_storage
+from tests.support.rl_loop.packed_server import layout
+from tests.support.rl_loop.packed_server import plugin
+from tests.support.rl_loop.plugin_process import run_with_plugin
+from tests.support.rl_loop.plugin_process import write_modules
 from tests.support.waiting import PATIENCE_SECONDS
+
+
+
+
+
 
 ROOT = Path(__file__).parents[3]
 MODEL = GptOssModelConfig(
@@ -336,7 +344,7 @@ def test_lost_bucket_is_named_and_the_server_does_not_serve(
         with pytest.raises(SyncFailed) as failure:
             await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
         first = sorted(names)[0]
-        assert f"the first is {first}: a part of the sync was lost" in str(failure.value)
+        assert f"the first is {first}" in str(failure.value)
         assert server.version == "default"
         assert not server.paused.is_set()
 
@@ -487,7 +495,7 @@ def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
 
 
 def test_fault_on_any_rank_of_a_server_ends_the_sync() -> None:
-    lost = f"1 tensors have not come, the first is {LAST}: a part of the sync was lost"
+    lost = f"1 tensors are missing, the first is {LAST}"
     for answers in run_distributed(sync_on_two_ranks, 2, free_port()):
         assert answers == [
             (True, "Success."),
@@ -527,10 +535,10 @@ def test_tensor_sent_twice_is_rejected_until_the_next_sync() -> None:
     assert others == [name for name in weights if ".experts." not in name]
     synced.end_sync()
     list(synced.load_experts(weights.items()))
-    with pytest.raises(expert_storage.WrongWeights, match="came twice"):
+    with pytest.raises(expert_storage.WrongWeights, match="was sent twice"):
         list(synced.load_experts(weights.items()))
     synced.begin_sync()
-    with pytest.raises(expert_storage.WrongWeights, match=f"{len(weights)} tensors have not come"):
+    with pytest.raises(expert_storage.WrongWeights, match=f"{len(weights)} tensors are missing"):
         synced.end_sync()
 
 
@@ -550,7 +558,7 @@ def weights_with_a_large_scale() -> dict[str, torch.Tensor]:
     return weights
 
 
-TOO_LARGE = f"{LAST} has the scale byte 130, which means values of up to 48; servers multiply with bytes up to 128"
+TOO_LARGE = f"{LAST} has the scale byte 130, which means values of up to 48, but servers support scale bytes up to 128"
 
 
 def test_too_large_scale_is_rejected_at_the_end_of_a_sync() -> None:
@@ -565,7 +573,7 @@ def test_too_large_scale_is_rejected_at_the_end_of_a_sync() -> None:
     synced.end_sync()
     list(synced.load_experts({LAST: weights_with_a_large_scale()[LAST]}.items()))
     synced.begin_sync()
-    with pytest.raises(expert_storage.WrongWeights, match="tensors have not come"):
+    with pytest.raises(expert_storage.WrongWeights, match="tensors are missing"):
         synced.end_sync()
 
 
@@ -667,8 +675,8 @@ def test_mxfp4_servers_require_mxfp4_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"arguments": ["--moe-runner-backend", "marlin"]}, "triton_kernel without expert"),
-        ({"arguments": ["--ep-size=2"]}, "triton_kernel without expert"),
+        ({"arguments": ["--moe-runner-backend", "marlin"]}, "triton_kernel and without expert"),
+        ({"arguments": ["--ep-size=2"]}, "triton_kernel and without expert"),
         ({"attention_backend": "trtllm_mha"}, "on Hopper GPUs"),
     ],
 )
@@ -716,5 +724,5 @@ def test_other_sglang_version_is_rejected_for_mxfp4_experts(tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 1
-    expected = "mxfp4_experts is mended for SGLang 0.5.17 and this is 0.5.18: leave rollout.engine.quantization out"
+    expected = "this is 0.5.18. Either leave rollout.engine.quantization out"
     assert expected in done.stderr

@@ -140,7 +140,10 @@ def test_triton_backend_decodes_the_window_of_a_query(tmp_path: Path) -> None:
 def test_other_sglang_version_is_rejected_before_it_serves(tmp_path: Path) -> None:
     done = run(tmp_path, "0.5.18", TRITON, RUN)
     assert done.returncode == 1
-    assert "mended for SGLang 0.5.17 and this is 0.5.18: use attention_backend fa3" in done.stderr
+    assert (
+        "a patch for SGLang 0.5.17, but this is 0.5.18. Either use attention_backend fa3"
+        in done.stderr
+    )
 
 
 def test_sleeping_server_releases_both_pools_of_its_cache(tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_other_sglang_version_serves_without_the_pause_patch(tmp_path: Path) -> 
     """Without the patch a pause only takes longer, so the server starts."""
     done = run(tmp_path, "0.5.18", {}, PAUSE)
     assert done.stdout.split()[3] == "False", done.stderr
-    assert "without quick_pause, which is for SGLang 0.5.17" in done.stderr
+    assert "quick_pause is not applied, because it is for SGLang 0.5.17" in done.stderr
 
 
 def test_servers_get_the_patches_of_their_settings() -> None:

@@ -100,8 +100,8 @@ def test_server_without_memory_starts_once_and_names_the_remedy(tmp_path: Path) 
         server = make_server(tmp_path, f"many\nlines\n{OUT_OF_MEMORY}\nand more")
         status = await reach(server, ServerState.DEAD, given_up=True)
         assert status.fault == (
-            f"{OUT_OF_MEMORY}; set rollout.engine.memory_fraction=0.35 or lower, or end what else uses the GPU "
-            f"(its log: {tmp_path / 'log'})"
+            f"{OUT_OF_MEMORY}. Set rollout.engine.memory_fraction=0.35 or lower, or stop other processes on the GPU "
+            f"(log:  {tmp_path / 'log'})"
         )
         await server.stop()
 

@@ -324,7 +324,7 @@ def test_wait_for_servers_logs_the_ready_count_and_log_paths(
     with caplog.at_level("INFO", logger=fleet_module.__name__):
         servers.ready()
     assert caplog.messages == [
-        f"waiting for SGLang servers: 1 of 2 are ready after {after} s; what they print is in "
+        f"waiting for SGLang servers: 1 of 2 are ready after {after} s; their output is in "
         f"{tmp_path / 'server_*.log'}"
         for after in (30, 60)
     ]

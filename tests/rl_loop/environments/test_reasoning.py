@@ -127,6 +127,8 @@ def test_scorer_that_hangs_on_the_right_answer_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = processes(monkeypatch, "never_scored")
-    with pytest.raises(InfrastructureFailure, match="the scorer answers no question"):
+    with pytest.raises(
+        InfrastructureFailure, match="the scorer does not answer its control question"
+    ):
         asyncio.run(judge(r"\boxed{1}"))
     pool.close()

@@ -221,6 +221,7 @@ def test_comparison_of_an_answer_does_not_block_the_event_loop() -> None:
 def test_unknown_environment_is_named() -> None:
     task = Task("t7", [], "", environment="chess")
     with pytest.raises(
-        ValueError, match="there is no environment 'chess'; known: black_box, gsm8k, incident"
+        ValueError,
+        match=r"there is no environment 'chess'\. Known names: black_box, gsm8k, incident",
     ):
         make_environment(task, without_sandbox().execute, REWARD)

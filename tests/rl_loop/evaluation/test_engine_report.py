@@ -76,7 +76,7 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     assert apart["NCCL_CUMEM_ENABLE"] == "1", "as the trainer's NCCL has it"
     expected = "hidden_key,bound_store,quick_pause,quick_sampling,quick_window,fp32_logits"
     assert apart["GPTOSS_SGLANG_MENDS"] == expected
-    with pytest.raises(ValueError, match="colocated needs weight_sync cuda_ipc"):
+    with pytest.raises(ValueError, match="Set weight_sync=cuda_ipc"):
         SglangConfig(colocated=True, weight_sync="nccl")
 
 
@@ -143,9 +143,9 @@ def test_colocated_servers_of_gpt_oss_capture_prefills_by_default() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"colocated": False}, "for colocated servers"),
-        ({"attention_backend": "triton"}, "needs attention_backend fa3"),
-        ({"deterministic": True}, "without deterministic"),
+        ({"colocated": False}, "applies to colocated servers only"),
+        ({"attention_backend": "triton"}, "needs attention_backend=fa3"),
+        ({"deterministic": True}, "and deterministic=false"),
     ],
 )
 def test_graphs_of_prefills_are_refused_where_there_are_none(

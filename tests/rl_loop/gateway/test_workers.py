@@ -169,7 +169,7 @@ def test_processes_start_and_end_with_the_gateway(full: Harmony) -> None:
                     await asyncio.sleep(0.05)
             processes = [server_of(talk), *server_of(talk).children()]
         for task in running:
-            with pytest.raises(ApiError, match="was ended"):
+            with pytest.raises(ApiError, match="was closed"):
                 await task
         return processes
 

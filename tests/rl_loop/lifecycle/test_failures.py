@@ -50,8 +50,8 @@ def test_the_actors_own_exception_is_told_on_one_line(through: object, tmp_path:
     error.add_note("first on trainer rank 3 on n2 (pid 7)")
     line = explain(error, tmp_path)
     assert line == (
-        "ZeroDivisionError: a reward was divided by the number of its parts (first on trainer rank 3 on n2 (pid 7)); "
-        f"the traceback is in {tmp_path}/error.log"
+        "ZeroDivisionError: a reward was divided by the number of its parts (first on trainer rank 3 on n2 (pid 7)). "
+        f"The traceback is in {tmp_path}/error.log"
     )
     log = (tmp_path / "error.log").read_text()
     assert "ray::Worker.step()" in log
@@ -63,7 +63,7 @@ def test_an_error_that_the_user_can_mend_is_told_without_its_class(
     through: object, tmp_path: Path
 ) -> None:
     line = explain(through(ConversionError("models/x: no config.json")), tmp_path)  # type: ignore[operator]
-    assert line == f"models/x: no config.json; the traceback is in {tmp_path}/error.log"
+    assert line == f"models/x: no config.json. The traceback is in {tmp_path}/error.log"
     assert explain(ConfigError("a:\n  b: wrong"), tmp_path) == "a:\n  b: wrong"
 
 
@@ -75,7 +75,7 @@ def test_an_error_that_only_the_actor_knew_is_recognised_by_its_name(
     monkeypatch.delitem(sys.modules, "rl_loop.engines.completions")
     assert (
         explain(died, tmp_path)
-        == f"http://x cannot be used; the traceback is in {tmp_path}/error.log"
+        == f"http://x cannot be used. The traceback is in {tmp_path}/error.log"
     )
 
 
@@ -97,7 +97,7 @@ def test_without_a_directory_the_traceback_is_in_a_file_of_its_own(tmp_path: Pat
     for directory in (None, tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
         found = re.fullmatch(
-            r"RuntimeError: unknown; the traceback is in (\S+)", explain(error, directory)
+            r"RuntimeError: unknown\. The traceback is in (\S+)", explain(error, directory)
         )
         assert found
         assert "RuntimeError: unknown" in Path(found[1]).read_text()
@@ -129,5 +129,8 @@ def test_the_exception_at_the_end_of_a_traceback_is_found_below_its_marks() -> N
 def test_a_full_disk_is_said_without_writing_anything(through: object, tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/data/runs/x/events")
     line = explain(through(full), tmp_path)  # type: ignore[operator]
-    assert line == "/data/runs/x/events: No space left on device: make room, then add --resume"
+    assert (
+        line
+        == "/data/runs/x/events: No space left on device. Free disk space, then continue with --resume"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -138,7 +138,7 @@ def test_resume_refuses_another_tokenizer(tmp_path: Path) -> None:
     config = load_config(file, RlConfig, [*options, "vocabulary=tokenizer"])
     run = begun(config)
     (tmp_path / "tokenizer.json").write_text("{ }")
-    with pytest.raises(ConfigError, match=r"^tokenizer: .* learned the other token ids"):
+    with pytest.raises(ConfigError, match=r"^tokenizer: .* trained with other token ids"):
         changes_since(run, config)
 
 

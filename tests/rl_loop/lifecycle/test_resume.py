@@ -122,7 +122,7 @@ def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> No
     assert changes == {"initial_weights", "quantization"}
 
     whole = run_of(config(tmp_path, "name=whole"))
-    with pytest.raises(ConfigError, match="has learned with the other experts"):
+    with pytest.raises(ConfigError, match="was trained with the other expert format"):
         changes_since(whole, config(tmp_path, "name=whole", "quantization=mxfp4"))
 
 
@@ -143,7 +143,7 @@ def test_the_adapters_that_a_run_started_from_may_move_unless_they_are_its_refer
 
 def test_initial_weights_matter_as_long_as_nothing_is_saved(tmp_path: Path) -> None:
     run = run_of(config(tmp_path), saved=False)
-    with pytest.raises(ConfigError, match="no checkpoint was saved yet"):
+    with pytest.raises(ConfigError, match="no checkpoint exists yet"):
         changes_since(run, config(tmp_path, "initial_weights=/elsewhere"))
 
 
@@ -158,7 +158,7 @@ def test_another_way_to_the_same_file_is_no_difference(tmp_path: Path) -> None:
 def test_a_run_of_the_other_kind_is_named(tmp_path: Path) -> None:
     run = run_of(config(tmp_path, kind=SftConfig))
     with pytest.raises(
-        ConfigError, match="is a run of `gptoss sft`; `gptoss rl` cannot go on with it"
+        ConfigError, match="is a run of `gptoss sft`, so `gptoss rl` cannot continue it"
     ):
         changes_since(run, config(tmp_path, f"name={run.path.name}"))
 
@@ -191,6 +191,6 @@ def test_the_configuration_keeps_its_history_and_can_be_read_again(tmp_path: Pat
 def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
     """Weights of step 3 would be evaluated and exported as those of step 2."""
     run = run_of(config(tmp_path))
-    with pytest.raises(ConfigError, match=r"training\.steps: 80 -> 2 .*3 steps are done already"):
+    with pytest.raises(ConfigError, match=r"training\.steps: 80 -> 2 .*already has 3 steps"):
         changes_since(run, config(tmp_path, "training.steps=2"))
     assert changes_since(run, config(tmp_path, "training.steps=3"))

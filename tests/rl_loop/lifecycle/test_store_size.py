@@ -163,9 +163,9 @@ def need_of(step: int) -> StoreNeed:
         (
             1 << 30,
             8 << 30,
-            "and /dev/shm has 1.1 GB: lower rollout.max_tokens, or enlarge /dev/shm",
+            "but /dev/shm has only 1.1 GB free. Lower rollout.max_tokens, or enlarge /dev/shm",
         ),
-        (8 << 30, 1 << 30, "and 1.1 GB of memory are free: lower rollout.max_tokens"),
+        (8 << 30, 1 << 30, "but only 1.1 GB of memory are free. Lower rollout.max_tokens"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_in_one_line(
@@ -274,7 +274,7 @@ ray.shutdown()
         "a step needs 0.2 GB of Ray's object store for 44 episodes of up to 32,768 tokens"
         in refused
     )
-    assert "and the store has 0.1 GB: lower rollout.tasks_per_step, " in refused
+    assert "but the store has only 0.1 GB. Lower rollout.tasks_per_step, " in refused
     assert "start Ray's nodes with a larger --object-store-memory" in refused
     assert spilled == "True"
 
@@ -303,5 +303,5 @@ def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
     """
     refused, exists = run_program(program).strip().split("\n")
     assert "a step needs 3.3 GB" in refused
-    assert "and the store has 0.1 GB: lower rollout.tasks_per_step" in refused
+    assert "but the store has only 0.1 GB. Lower rollout.tasks_per_step" in refused
     assert exists == "False"

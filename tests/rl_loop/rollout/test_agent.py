@@ -383,7 +383,7 @@ def test_an_engine_that_forgets_the_routes_is_noticed(tiny: Harmony) -> None:
     engine.returns_routes = False
     trajectory = episode(tiny, engine)
     assert trajectory.invalid is not None
-    assert "no routed experts came back" in trajectory.invalid.reason
+    assert "returned no routed experts" in trajectory.invalid.reason
     assert (
         episode(tiny, ScriptedEngine([answer(tiny)]), routed_experts=False).routed_experts is None
     )

@@ -181,7 +181,7 @@ MISBEHAVIOURS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
     "None for an id": lie(output_ids=first(None)),
     "a fraction for an id": lie(output_ids=first(1.5)),
     "more tokens than asked": surplus,
-    "tokens behind a stop": behind_a_stop,
+    "tokens after a stop": behind_a_stop,
     "nothing and no abort": lie(
         output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None
     ),
@@ -773,7 +773,7 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
-    with pytest.raises(InfrastructureOutage, match=r"20 in a row, and 20 end a run"):
+    with pytest.raises(InfrastructureOutage, match=r"20 in a row; the limit is 20"):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
 
 

@@ -344,7 +344,7 @@ def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: 
 
     check("{correct: 1.0, score: 1.0, format_error: -0.2}")
     with pytest.raises(
-        ConfigError, match="has a reward part corect; there are correct, format_error, score"
+        ConfigError, match=r"has the reward part corect\. Known parts: correct, format_error, score"
     ):
         check("{corect: 1.0}")
 

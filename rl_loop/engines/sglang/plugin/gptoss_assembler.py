@@ -47,11 +47,11 @@ def install() -> None:
         version = version_of(path)
         if version >= SOUND and version[0] == cuda_family():
             os.environ[VARIABLE] = path
-            logger.info("kernels are assembled by %s", path)
+            logger.info("Triton assembles kernels with %s", path)
             return
     logger.warning(
-        "Triton's own assembler can make wrong products of MXFP4 experts: install %s >= %d.%d in this "
-        "environment",
+        "Triton's own ptxas can miscompile the GEMMs of MXFP4 experts. Install %s >= %d.%d in "
+        "this environment",
         PACKAGE,
         *SOUND,
     )
@@ -61,7 +61,7 @@ def warn_of_others(path: str) -> None:
     """Warn if the ptxas that the user has chosen has the fault."""
     if version_of(path) < SOUND:
         logger.warning(
-            "%s=%s is none of CUDA %d.%d or newer, and can make wrong products of MXFP4 experts",
+            "%s=%s is older than CUDA %d.%d, and can miscompile the GEMMs of MXFP4 experts",
             VARIABLE,
             path,
             *SOUND,

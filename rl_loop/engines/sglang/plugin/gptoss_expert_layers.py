@@ -91,7 +91,9 @@ def take_over(layer: Any, method: Any) -> Experts:
         storage[name] = getattr(layer, name).data
 
     if layer.moe_ep_size != 1:
-        raise RuntimeError(f"MXFP4 experts are synced with --ep-size 1, not {layer.moe_ep_size}")
+        raise RuntimeError(
+            f"MXFP4 experts support weight syncs only with --ep-size 1 (got {layer.moe_ep_size})"
+        )
     experts = Experts(
         prefix="",
         storage=storage,
@@ -128,8 +130,8 @@ def _storage_of(name: str, tensor: Any) -> Tensor:
     if kind != expected or not memory.is_contiguous() or memory.dtype != torch.uint8:
         raise RuntimeError(
             f"{name} has layout {kind} in {memory.mT.dtype} {list(memory.mT.shape)} with strides "
-            f"{memory.mT.stride()}, expected {expected} in uint8, the transpose contiguous: MXFP4 experts are "
-            "synced on Hopper GPUs only"
+            f"{memory.mT.stride()}, expected {expected} in uint8, the transpose contiguous. "
+            "MXFP4 experts support weight syncs on Hopper GPUs only"
         )
     return memory
 
@@ -186,7 +188,7 @@ def _compare_values(packed: Tensor, theirs: Any) -> Tensor:
 
     back, stale = layout.unswizzle_values(ours, rows, row_bytes)
     if stale or not torch.equal(back, packed):
-        raise RuntimeError(f"{name} do not come back from their layout")
+        raise RuntimeError(f"{name} change when written to the layout and read back")
     return ours
 
 
@@ -202,7 +204,7 @@ def _compare_scales(scales: Tensor, theirs: Any) -> Tensor:
 
     back, stale = layout.unswizzle_scales(ours, rows, blocks, (rows, blocks))
     if stale or not torch.equal(back, scales):
-        raise RuntimeError(f"{name} do not come back from their layout")
+        raise RuntimeError(f"{name} change when written to the layout and read back")
     return ours
 
 
@@ -222,8 +224,8 @@ def _compare_bytes(name: str, ours: Tensor, expected: Tensor, theirs: Any) -> No
     differing = (ours != expected).nonzero()
     if len(differing):
         raise RuntimeError(
-            f"{name} are stored as {place}: {len(differing)} bytes are not where they should be, "
-            f"the first at {differing[0].tolist()}: {int(expected[tuple(differing[0])])} for "
+            f"{name} are stored as {place}: {len(differing)} bytes are at wrong positions, the "
+            f"first at {differing[0].tolist()}: {int(expected[tuple(differing[0])])} for "
             f"{int(ours[tuple(differing[0])])}"
         )
 
@@ -233,7 +235,7 @@ def _compare_descriptions(name: str, ours: Any, theirs: Any) -> None:
     their_description = _describe(theirs)
     if our_description != their_description:
         raise RuntimeError(
-            f"{name} are described as {their_description}, expected {our_description}"
+            f"{name} have the description {their_description}, expected {our_description}"
         )
 
 

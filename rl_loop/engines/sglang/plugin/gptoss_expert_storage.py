@@ -147,8 +147,8 @@ class Experts:
         if not fits or tuple(whole.shape) != self.whole_shape(name):
             expected = "floats" if is_bias else "uint8"
             raise WrongWeights(
-                f"{self.prefix}{source} has {whole.dtype} {list(whole.shape)}, the server expects {expected} "
-                f"{list(self.whole_shape(name))}"
+                f"{self.prefix}{source} has {whole.dtype} {list(whole.shape)}, but the server "
+                f"expects {expected} {list(self.whole_shape(name))}"
             )
 
         storage = self.storage[name]

@@ -221,7 +221,8 @@ def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
     experts, rows, row_bytes = packed.shape
     if packed.stride(2) != 1 or not storage.is_contiguous():
         raise ValueError(
-            f"packed has strides {packed.stride()} and storage {storage.stride()}: bytes of a row must be side by side"
+            f"packed has strides {packed.stride()} and storage {storage.stride()}, but bytes of "
+            "a row must be adjacent"
         )
 
     words = storage.view(torch.int32)

@@ -68,7 +68,9 @@ def _install_loading() -> None:
     @wraps(original_create)
     def create_weights(self: Any, layer: Any, *arguments: Any, **options: Any) -> None:
         if not self.use_triton_kernels:
-            raise RuntimeError("MXFP4 experts are synced with --moe-runner-backend triton_kernel")
+            raise RuntimeError(
+                "MXFP4 experts support weight syncs only with --moe-runner-backend triton_kernel"
+            )
         device = torch.empty(0).device  # SGLang sets it as default while it creates the model
         # SGLang's own parameters, as shapes without memory. ``allocate`` reads the shapes, and
         # replaces or deletes every parameter.
@@ -82,7 +84,7 @@ def _install_loading() -> None:
         self.gptoss_experts = allocate(layer, self, device)
         if layer.layer_id == 0:
             for name, tensor in self.gptoss_experts.storage.items():
-                logger.info("MXFP4 experts: %s is kept as %s", name, list(tensor.shape))
+                logger.info("MXFP4 experts: %s is stored as %s", name, list(tensor.shape))
 
     @wraps(method.process_weights_after_loading)
     def mark_as_loaded(self: Any, layer: Any) -> None:
@@ -104,7 +106,7 @@ def _install_loading() -> None:
             return result
         except Exception:
             # SGLang's response contains only a part of the error. The log contains all of it.
-            logger.exception("weights were refused")
+            logger.exception("the server rejected weights")
             raise
 
     method.create_weights = create_weights
@@ -125,7 +127,7 @@ def _install_checker() -> None:
             return original_handle(self, action, *arguments, **options)
         known = synced(self._get_model())
         if known is None:
-            raise WrongWeights("the server holds no MXFP4 experts")
+            raise WrongWeights("the server has no MXFP4 experts")
         if action == BEGIN_SYNC:
             known.begin_sync()
         else:

@@ -83,15 +83,16 @@ def register() -> None:
             # SystemExit, because SGLang only logs an Exception of a plugin and would serve
             # unpatched.
             raise SystemExit(
-                f"{name} is mended for SGLang {VERSION} and this is {__version__}: {advice}, "
-                "or see whether it still needs mending, and if not, set SGLANG_PLUGINS=none"
+                f"{name} is a patch for SGLang {VERSION}, but this is {__version__}. Either "
+                f"{advice}, or check whether this version still needs the patch; if not, set "
+                "SGLANG_PLUGINS=none, which disables all patches"
             )
 
     for name in names:
         if has_version or MENDS[name].is_of_torch:
             MENDS[name].apply()
         else:
-            logger.warning("without %s, which is for SGLang %s", name, VERSION)
+            logger.warning("%s is not applied, because it is for SGLang %s", name, VERSION)
 
 
 def hide_key() -> None:
@@ -269,7 +270,7 @@ MENDS = {
     "hidden_key": Mend(hide_key),
     "bound_store": Mend(bind_store, is_of_torch=True),
     "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
-    "sleeping_cache": Mend(free_cache_while_sleeping, "give servers GPUs of their own"),
+    "sleeping_cache": Mend(free_cache_while_sleeping, "run servers on separate GPUs"),
     "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
     "sound_assembler": Mend(assemble_without_hazards),
     "quick_routing": Mend(route_in_one_kernel),

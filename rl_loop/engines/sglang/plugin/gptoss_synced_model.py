@@ -58,7 +58,8 @@ class SyncedModel:
         missing = sorted((self._others | self._destinations.keys()) - received)
         if missing:
             raise WrongWeights(
-                f"{len(missing)} tensors have not come, the first is {missing[0]}: a part of the sync was lost"
+                f"the sync is incomplete: {len(missing)} tensors are missing, the first is "
+                f"{missing[0]}"
             )
 
     def load_experts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -74,7 +75,7 @@ class SyncedModel:
             if name not in self._destinations and name not in self._others:
                 raise WrongWeights(f"the server's model has no tensor {name}")
             if name in self._received:
-                raise WrongWeights(f"tensor {name} came twice")
+                raise WrongWeights(f"tensor {name} was sent twice")
 
             if name in self._destinations:
                 experts, own_name = self._destinations[name]
@@ -114,8 +115,9 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
     for name, byte in zip(largest_scales, largest_bytes, strict=True):
         if byte > LARGEST_SCALE:
             raise WrongWeights(
-                f"{name} has the scale byte {byte}, which means values of up to {6 * 2.0 ** (byte - 127):.3g}; "
-                f"servers multiply with bytes up to {LARGEST_SCALE}"
+                f"{name} has the scale byte {byte}, which means values of up to "
+                f"{6 * 2.0 ** (byte - 127):.3g}, but servers support scale bytes up to "
+                f"{LARGEST_SCALE}"
             )
 
 
