@@ -20,5 +20,5 @@ def with_known_names(record: Any, columns: Mapping[str, str]) -> Any:
     missing = [column for column in columns.values() if column not in record]
     if missing:
         keys = ", ".join(map(str, record)) or "no columns"
-        raise ValueError(f"`columns` names {', '.join(missing)}, and the row has {keys}")
+        raise ValueError(f"`columns` refers to {', '.join(missing)}, but the row has {keys}")
     return {known: record[column] for known, column in columns.items()}

@@ -105,8 +105,8 @@ def _check_reward(trajectory: Trajectory) -> None:
     numbers = (trajectory.reward, *trajectory.reward_parts.values())
     if not all(map(math.isfinite, numbers)):
         raise ValueError(
-            f"task {trajectory.task_id}: a reward must be a finite number, got {trajectory.reward}, parts "
-            f"{trajectory.reward_parts}"
+            f"task {trajectory.task_id}: rewards must be finite numbers (got "
+            f"{trajectory.reward}, parts {trajectory.reward_parts})"
         )
 
 
@@ -213,7 +213,7 @@ def _kl_penalties(
     assert config.kl is not None
     assert samples.rollout_log_probs is not None
     if samples.reference_log_probs is None:
-        raise ValueError("a KL penalty in the reward needs reference_log_probs")
+        raise ValueError("kl.place=reward needs reference_log_probs")
 
     is_sampled = samples.loss_mask[start:end]
     rollout = torch.from_numpy(samples.rollout_log_probs[start:end][is_sampled]).double()
@@ -241,7 +241,7 @@ def _assign_generalized_advantages(
         gae: settings of the estimator.
     """
     if samples.values is None:
-        raise ValueError("gae needs the critic's values")
+        raise ValueError("advantage gae needs the values of the critic")
 
     bounds = list(pairwise(samples.offsets.tolist()))
     token_rewards = None

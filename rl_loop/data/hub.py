@@ -16,7 +16,10 @@ def hub_name(place: str) -> tuple[list[str], str]:
     """
     *name, split = place.removeprefix(PREFIX).split(":")
     if len(name) not in (1, 2) or not all([*name, split]):
-        raise ValueError(f"{place}: give hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
+        raise ValueError(
+            f"{place} is not the name of a data set. Use hub:NAME:SPLIT or "
+            "hub:NAME:CONFIGURATION:SPLIT"
+        )
     return name, split
 
 

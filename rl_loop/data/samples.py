@@ -51,15 +51,16 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     newest = max((span.version for span in trajectory.weight_versions), default=version)
     if newest > version:
         raise OffPolicyError(
-            f"task {trajectory.task_id}: the engine says that weights {newest} sampled it, and the "
-            f"newest that there are is {version}"
+            f"task {trajectory.task_id}: the engine reports weights {newest}, but the newest "
+            f"weights are {version}"
         )
     staleness = _staleness(trajectory, version)
     oldest = 0 if staleness is None else int(staleness.max())
     if oldest > 0 and config.old_log_probs_from == "detach":
         raise OffPolicyError(
-            f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count as on-policy "
-            "(importance ratio 1). With algorithm.old_log_probs rollout or forward they would be left out"
+            f"task {trajectory.task_id}: tokens sampled {oldest} weight versions ago would count "
+            "as on-policy (importance ratio 1). Set algorithm.old_log_probs to rollout or "
+            "forward, which leave such tokens out"
         )
 
     columns: dict[str, Any] = trajectory.columns
@@ -75,7 +76,8 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     if config.routing_replay == "R3":
         if trajectory.routed_experts is None:
             raise ValueError(
-                f"task {trajectory.task_id}: routing_replay R3, and the episode has no routes"
+                f"task {trajectory.task_id}: algorithm.routing_replay=R3 needs routes, but the "
+                "episode has none"
             )
         columns[ROUTES] = trajectory.routed_experts
     return columns

@@ -62,10 +62,11 @@ def check_sampled_by_policy(
     worst = int(means.argmax())
     name = samples.names[worst] if samples.names else f"sample {worst}"
     raise ForeignAnswer(
-        f"step {step + 1}: the policy has not sampled an episode of task {name}: engine and trainer "
-        f"differ by {means[worst]:.3g} nats per token on {counts[worst]} tokens (at most {limit:g}), "
-        "though both hold the same weights. An answer went to the wrong request, or log-probs are "
-        "wrong. This step is not saved; --resume takes it again"
+        f"step {step + 1}: the policy has not sampled an episode of task {name}: engine and "
+        f"trainer differ by {means[worst]:.3g} nats per token on {counts[worst]} tokens (limit "
+        f"{limit:g}), although both have the same weights. Either a response belongs to another "
+        "request, or log-probs are wrong. The step was not saved. Continue with --resume, which "
+        "repeats it"
     )
 
 

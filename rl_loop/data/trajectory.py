@@ -198,7 +198,7 @@ class Trajectory(TokenColumns[np.ndarray]):
         # Checked where the episode ends, because a NaN in the loss would not name the episode.
         for name, column in self.columns.items():
             if column.dtype.kind == "f" and not (finite := np.isfinite(column)).all():
-                raise self._error(f"{name} holds {column[finite.argmin()]}")
+                raise self._error(f"{name} contains {column[finite.argmin()]}")
         log_probs = self.column("rollout_log_probs")
         if ((log_probs != 0) & ~self.loss_mask).any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")
@@ -207,7 +207,7 @@ class Trajectory(TokenColumns[np.ndarray]):
         covered = sum(span.end - span.start for span in self.weight_versions)
         if self.weight_versions and covered != self.sampled_tokens:
             raise self._error(
-                f"weight_versions cover {covered} tokens, {self.sampled_tokens} were sampled"
+                f"weight_versions cover {covered} tokens, but {self.sampled_tokens} were sampled"
             )
 
     def without_routes(self) -> "Trajectory":

@@ -43,10 +43,10 @@ def check_parquet(path: Path) -> None:
     groups = range(metadata.num_row_groups)
     declared = sum(metadata.row_group(group).total_byte_size for group in groups)
     if declared > limit:
-        raise _too_much(size, limit, f"says that it becomes {declared:,}")
+        raise _too_much(size, limit, f"declares {declared:,}")
     if metadata.num_rows > max(ALWAYS_ALLOWED_ROWS, size):
         raise ValueError(
-            f"{metadata.num_rows:,} rows in {size:,} bytes cannot be text; it was not read"
+            f"{metadata.num_rows:,} rows in {size:,} bytes cannot be text. The file was not read"
         )
 
     numbers = [str(limit), str(MOST_MEMORY)]
@@ -55,20 +55,21 @@ def check_parquet(path: Path) -> None:
     try:
         counted = subprocess.run(command, capture_output=True, timeout=seconds, text=True)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"it is not decoded within {seconds:.0f} s; it was not read") from None
+        raise ValueError(
+            f"decoding takes more than {seconds:.0f} s. The file was not read"
+        ) from None
     if counted.returncode == parquet_size.TOO_MUCH:
-        raise _too_much(size, limit, "becomes more than that")
+        raise _too_much(size, limit, "has more")
     if counted.returncode != 0:
         lines = counted.stderr.strip().splitlines() or [f"status {counted.returncode}"]
-        raise ValueError(
-            f"it cannot be decoded within {MOST_MEMORY >> 20} MiB of memory: {lines[-1]}"
-        )
+        raise ValueError(f"decoding needs more than {MOST_MEMORY >> 20} MiB of memory: {lines[-1]}")
 
 
 def _too_much(size: int, limit: int, what: str) -> ValueError:
     return ValueError(
-        f"{size:,} bytes may become {limit:,} at most, and it {what}; it was not read. If you trust "
-        "whoever made it, write it anew with another compression or as JSONL"
+        f"a file of {size:,} bytes may decode to at most {limit:,} bytes, but it {what}. The "
+        "file was not read. If you trust its source, rewrite it with another compression or as "
+        "JSONL"
     )
 
 
@@ -96,6 +97,6 @@ def check_archive(path: Path) -> None:
         for member in archive.infolist():
             if member.file_size > size:
                 raise ValueError(
-                    f"{member.filename} would become {member.file_size:,} bytes, and the archive has "
-                    f"{size:,}; what is written here is not compressed"
+                    f"{member.filename} would decompress to {member.file_size:,} bytes, but the "
+                    f"archive has {size:,}. This program writes archives without compression"
                 )

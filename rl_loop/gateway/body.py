@@ -32,7 +32,7 @@ async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
-        message = f"Content-Encoding {encoding[:40]!r} is not supported. Send the body as it is"
+        message = f"Content-Encoding {encoding[:40]!r} is not supported. Send an unencoded body"
         raise ApiError(415, "invalid_request", message)
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise _too_large()

@@ -164,9 +164,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         where = f"tools[{number}]"
         tool = mapping(entry, where)
         if tool.get("type") != "function":
-            raise invalid_request(
-                f"{tool.get('type')!r} is not supported, only functions are", where
-            )
+            raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
         tools.append(
             tool_of(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
         )
@@ -207,7 +205,7 @@ def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
         case "assistant":
             return _assistant_message(entry, where)
     raise invalid_request(
-        f"{role!r} is none of system, developer, user, assistant, tool", f"{where}.role"
+        f"{role!r} is not one of system, developer, user, assistant, tool", f"{where}.role"
     )
 
 

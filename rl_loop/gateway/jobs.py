@@ -201,8 +201,8 @@ class RequestWorkers:
         except TooExpensive:
             gigabytes = JOB_MEMORY_BYTES >> 30
             message = (
-                f"reading the request takes more than {JOB_SECONDS:g} s or {gigabytes} GiB. "
-                "Send a shorter request"
+                f"reading the request needs more than {JOB_SECONDS:g} s or {gigabytes} GiB. Send "
+                "a shorter request"
             )
             raise ApiError(413, "invalid_request", message) from None
         except PoolFailure as error:

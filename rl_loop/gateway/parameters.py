@@ -197,8 +197,8 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
     raise ApiError(
         400,
         "unsupported_parameter",
-        f"tool_choice {tool_choice!r} is not supported: what is sampled is not constrained; "
-        'use "auto" or "none"',
+        f"tool_choice {tool_choice!r} is not supported, because sampling is not constrained. Use "
+        '"auto" or "none"',
         parameter="tool_choice",
     )
 
@@ -209,5 +209,5 @@ def effort_of(value: Any, where: str) -> Effort | None:
         return None
     if not isinstance(value, str) or value not in EFFORTS:
         known = ", ".join(EFFORTS)
-        raise invalid_request(f"{value!r} is none of {known}", where)
+        raise invalid_request(f"{value!r} is not one of {known}", where)
     return EFFORTS[value]

@@ -201,9 +201,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         where = f"tools[{number}]"
         tool = mapping(entry, where)
         if tool.get("type") != "function":
-            raise invalid_request(
-                f"{tool.get('type')!r} is not supported, only functions are", where
-            )
+            raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
         tools.append(tool_of(tool, where))
 
     return TurnRequest(
@@ -255,7 +253,7 @@ def _other_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     if role in ("system", "developer"):
         return {"role": "developer", "content": content}
     raise invalid_request(
-        f"{role!r} is none of user, system, developer, assistant", f"{where}.role"
+        f"{role!r} is not one of user, system, developer, assistant", f"{where}.role"
     )
 
 

@@ -95,7 +95,9 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
     """
     max_tokens = options.max_tokens or positions
     if max_tokens > positions:
-        raise ServeError(f"--max-tokens {max_tokens}: the model has {positions} positions")
+        raise ServeError(
+            f"--max-tokens {max_tokens} exceeds the {positions} positions of the model"
+        )
 
     limits = EpisodeLimits(
         max_turns=sys.maxsize,
@@ -139,7 +141,10 @@ async def serve(
         await gateway.start()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ServeError(f"cannot listen on {settings.host}:{settings.port}: {reason}") from error
+        raise ServeError(
+            f"cannot listen on {settings.host}:{settings.port}: {reason}. Choose another --host "
+            "or --port"
+        ) from error
 
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

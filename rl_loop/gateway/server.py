@@ -130,7 +130,7 @@ class Gateway:
             self._workers,
         )
         if session.api_key in self._sessions:
-            raise ValueError(f"session {name}: its API key belongs to another session already")
+            raise ValueError(f"session {name}: its API key already belongs to another session")
         self._sessions[session.api_key] = session
         return session
 
@@ -276,7 +276,9 @@ class Gateway:
         """Return the body of a request that is never long. Raises ApiError."""
         body = await read_body(request, partial(_count_body, request, session))
         if len(body) > SHORT_BODY_BYTES:
-            raise ApiError(413, "invalid_request", f"more than {SHORT_BODY_BYTES} bytes")
+            raise ApiError(
+                413, "invalid_request", f"the body has more than {SHORT_BODY_BYTES} bytes"
+            )
         return body
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -164,7 +164,7 @@ class Session:
     def add_reward(self, reward: GivenReward) -> None:
         """Add a reward of the session or of a response. A repeat counts once. Raises ApiError."""
         if not self._settings.is_episode:
-            message = "nothing is trained here, so there is nothing to reward"
+            message = "this server does not train, so it accepts no rewards"
             raise ApiError(400, "invalid_request", message)
         if reward.response_id is not None and not self.forest.has_response(reward.response_id):
             raise ApiError(
@@ -279,7 +279,7 @@ class Session:
         return ApiError(
             400,
             "context_length_exceeded",
-            f"the conversation has {tokens} tokens, the model's context has {limit}",
+            f"the conversation has {tokens} tokens, but the context of the model has {limit}",
             parameter="messages",
         )
 
@@ -292,7 +292,7 @@ def _error_of(ending: Ending) -> ApiError:
         case IllegalTurn(kind):
             return invalid_content(kind)
         case LimitReached():
-            return ApiError(400, "session_over", f"the session had its {ending.allowed}")
+            return ApiError(400, "session_over", f"the session has used its {ending.allowed}")
         case Completed():
             return ApiError(400, "session_over", "the session is over")
         case _:

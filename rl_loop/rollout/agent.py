@@ -236,7 +236,7 @@ class EpisodeRunner:
         try:
             return await off_loop(self.codec.render_observation, outputs, user)
         except Exception as error:
-            what = f"what a tool or the user said in task {self.draft.task_id}"
+            what = f"a tool result or a user message of task {self.draft.task_id}"
             reason = f"{what} cannot be rendered: {describe(error)}"
             raise InfrastructureFailure("environment", reason) from error
 

@@ -127,7 +127,7 @@ def checked_end(result: StepResult) -> StepResult:
             finite number.
     """
     if not isinstance(result, StepResult):
-        reason = f"an episode ended with {type(result).__name__}, not a StepResult"
+        reason = f"an episode ended with {type(result).__name__}, expected a StepResult"
         raise InfrastructureFailure("environment", reason)
 
     for name, value in {"reward": result.reward, **result.reward_parts}.items():

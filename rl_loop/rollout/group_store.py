@@ -100,7 +100,7 @@ class GroupStore:
         in_use = path.with_name(path.name + IN_USE)
         if in_use.exists():
             logger.warning(
-                "%s: an attempt that restored these episodes failed; they are sampled again", path
+                "%s: an attempt that restored these episodes failed; sampling them again", path
             )
             in_use.unlink()
         if not path.exists():
@@ -109,7 +109,7 @@ class GroupStore:
         try:
             groups = self._read(path, step)
         except (OSError, ValueError, LookupError, TypeError, BadZipFile) as error:
-            logger.warning("%s cannot be read; its episodes are sampled again: %s", path, error)
+            logger.warning("%s cannot be read; sampling its episodes again: %s", path, error)
             groups = {}
         # If a power cut loses the new name, these groups are only tried once more.
         path.rename(in_use)
@@ -152,7 +152,7 @@ class GroupStore:
         with np.load(path, allow_pickle=False) as arrays:
             content = json.loads(arrays[DESCRIPTION].tobytes())
             if content["sampled_with"] != self._sampled_with:
-                logger.info("%s: settings have changed; its episodes are sampled again", path)
+                logger.info("%s: settings have changed; sampling its episodes again", path)
                 return {}
             groups = {
                 described["number"]: (described["version"], _read_group(described, arrays))

@@ -195,4 +195,4 @@ def check_groups(groups: Sequence[TrajectoryGroup], rollout: RolloutConfig) -> N
     breaker.check_share()
 
     if groups and all(group.skipped is not None for group in groups):
-        raise TaskFileError(f"no task of {len(groups)} can be run: {groups[0].skipped}")
+        raise TaskFileError(f"none of the {len(groups)} tasks can be run: {groups[0].skipped}")

@@ -214,7 +214,7 @@ class RolloutPool:
                     raise PoolClosed
                 self._count_death(death)
 
-                logger.warning("rollout worker %d died and is replaced: %s", index, describe(death))
+                logger.warning("rollout worker %d died; replacing it: %s", index, describe(death))
                 try:
                     self._workers[index] = self._start_successor(index)
                 except ACTOR_DEATHS as again:
@@ -225,9 +225,9 @@ class RolloutPool:
         deaths = self._deaths.add(time.monotonic())
         if deaths > self.MAX_RESTARTS:
             raise RuntimeError(
-                f"rollout workers died {deaths} times within {self._deaths.seconds:.0f} s, the last with: {death}. "
-                "If the machine is out of memory, lower rollout.workers, or rollout.engine.max_batch_size of embedded "
-                "engines"
+                f"rollout workers died {deaths} times within {self._deaths.seconds:.0f} s, the "
+                f"last with: {death}. If memory was exhausted, lower rollout.workers, or "
+                "rollout.engine.max_batch_size of embedded engines"
             ) from death
 
     def _start_successor(self, index: int) -> Any:

@@ -127,7 +127,9 @@ class TurnSampler:
     def _check_scores(name: str, log_probs: list[float], tokens: int) -> None:
         """Raise EngineFault if these cannot be the log-probs of ``tokens`` tokens."""
         if len(log_probs) != tokens - 1:
-            raise EngineFault(name, f"{len(log_probs)} log-probs came back for {tokens} tokens")
+            raise EngineFault(
+                name, f"the engine returned {len(log_probs)} log-probs for {tokens} tokens"
+            )
         if log_probs:
             fault = fault_in_log_probs(log_probs)
             if fault is not None:
@@ -193,7 +195,9 @@ class TurnSampler:
         try:
             await asyncio.wait(either, timeout=QUEUE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not begun.is_set():
-                raise EngineFault(request.request_id, f"not begun within {QUEUE_SECONDS:g} s")
+                raise EngineFault(
+                    request.request_id, f"the engine did not start it within {QUEUE_SECONDS:g} s"
+                )
 
             # An engine that answers at once may not have reported the beginning.
             self.clock.start()
@@ -225,7 +229,7 @@ class TurnSampler:
         await asyncio.wait({running}, timeout=ABORT_SECONDS)
         await end_task(asking)
         if not running.done():
-            what = f"neither ended in time nor within {ABORT_SECONDS:g} s of its abort"
+            what = f"it ended neither in time nor within {ABORT_SECONDS:g} s of its abort"
             raise EngineFault(request_id, what)
 
 

@@ -105,7 +105,7 @@ class AdapterKeeper:
                 if damage is None:
                     self.read(checkpoint)
                 else:
-                    logger.warning("the adapters of %s are not kept: %s", checkpoint, damage)
+                    logger.warning("no adapters are archived for %s: %s", checkpoint, damage)
         self.finish()
 
     def _shared_failure(self) -> str | None:
@@ -124,6 +124,6 @@ class AdapterKeeper:
             export_adapter(checkpoint, directory, self._base, overwrite=True)
         except Exception as error:
             raise CheckpointError(
-                f"{directory}: the adapters of {checkpoint.name} could not be kept ({error}). The "
-                "checkpoint is complete: --resume goes on from it and writes its adapters"
+                f"{directory}: the adapters of {checkpoint.name} could not be written ({error}). "
+                "The checkpoint is complete. Continue with --resume, which writes its adapters"
             ) from error

@@ -106,8 +106,8 @@ def check_packed_experts(
         name = first_difference(digests, written)
         if name is not None:
             raise ConversionError(
-                f"{directory}: {name} holds other bits ({written.get(name, 'none')}) than {side} "
-                f"({digests.get(name, 'none')}); nothing was kept"
+                f"{directory}: {name} has other MXFP4 bits ({written.get(name, 'none')}) than "
+                f"{side} ({digests.get(name, 'none')}). The export was not written"
             )
 
 

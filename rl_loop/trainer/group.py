@@ -98,8 +98,8 @@ class TrainerGroup:
         world = self._settings.parallel.world_size
         if max(sender.ranks) >= world:
             raise ValueError(
-                f"weights are to be sent from rank {max(sender.ranks)} of {world} trainer ranks: "
-                "engines on the trainer's GPUs need a rank on each"
+                f"rank {max(sender.ranks)} must send weights, but there are only {world} trainer "
+                "ranks. Engines on the trainer's GPUs need one rank per GPU"
             )
         self._all("send_weights", sender)
 
@@ -117,7 +117,8 @@ class TrainerGroup:
             after = getattr(algorithm, name)
             if before != after:
                 raise ValueError(
-                    f"algorithm.{name} cannot be changed while the trainer runs: it is {before!r}, not {after!r}"
+                    f"algorithm.{name} cannot change while the trainer runs (from {before!r} to "
+                    f"{after!r})"
                 )
         self._all("change_algorithm", algorithm)
         self._objective = algorithm

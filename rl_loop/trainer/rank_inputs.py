@@ -208,9 +208,8 @@ class StepPlan:
             if result.dtype != dtype or result.shape != (lengths.sum(),):
                 whose = samples.name_of(sequences[0]) if sequences else "no sequences"
                 raise ColumnError(
-                    f"column {name} of {whose} and what follows it on data-parallel rank {rank} "
-                    f"came back as {result.dtype} {list(result.shape)}, "
-                    f"expected {dtype} [{lengths.sum()}]"
+                    f"column {name} of {whose} and later sequences of data-parallel rank {rank} "
+                    f"has {result.dtype} {list(result.shape)}, expected {dtype} [{lengths.sum()}]"
                 )
             at = 0
             for i, length in zip(sequences, lengths, strict=True):

@@ -35,12 +35,12 @@ def check_local_ranks(ranks: int, cores: int) -> None:
     """Warn if local ranks share cores. Raise RankStartError above RANKS_PER_CORE."""
     if ranks > cores * RANKS_PER_CORE:
         raise RankStartError(
-            f"parallel.world_size is {ranks}, and this machine has {cores} cores and no GPUs for them: use at most "
-            f"{cores}, or `gptoss launch` for a cluster"
+            f"parallel.world_size is {ranks}, but this machine has {cores} cores and no GPUs for "
+            f"them. Set it to {cores} or less, or use `gptoss launch` for a cluster"
         )
     if ranks > cores:
         logger.warning(
-            "%d trainer ranks share %d cores, which is slow; parallel.world_size=%d is not",
+            "%d trainer ranks share %d cores, which is slow. Set parallel.world_size=%d or less",
             ranks,
             cores,
             cores,
@@ -76,8 +76,9 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
         started = len(calls) - len(waiting)
         if waiting and now - began > limit:
             raise RankStartError(
-                f"{started} of {len(calls)} trainer ranks started within {limit:.0f} s (load {os.getloadavg()[0]:.0f} "
-                f"on {os.cpu_count()} cores): use fewer ranks (parallel.world_size), or end what else runs here"
+                f"{started} of {len(calls)} trainer ranks started within {limit:.0f} s (load "
+                f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores). Use fewer ranks "
+                "(parallel.world_size), or stop other processes on this machine"
             )
         if waiting and now - told >= NEWS_SECONDS:
             logger.info(
@@ -85,4 +86,4 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
             )
             told = now
     if told > began:
-        logger.info("all %d trainer ranks have started; they load their weights", len(calls))
+        logger.info("all %d trainer ranks have started and load their weights", len(calls))

@@ -144,8 +144,8 @@ class RunCheckpoints:
                 return Resumed(state, damages)
             damages.append(damage)
         raise CheckpointError(
-            f"{self._run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. Restore "
-            "a file from a copy, or begin again with --overwrite"
+            f"{self._run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. "
+            "Restore a file from a copy, or start again with --overwrite"
         )
 
     def _damage(self, path: Path) -> str | None:

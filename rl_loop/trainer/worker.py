@@ -168,7 +168,7 @@ class TrainerWorker:
         (batches,) = inputs.pack(alignment())
         if mini_batch.is_empty:
             count = len(mini_batch.loss_tokens)
-            raise ValueError(f"none of the {count} samples has a token to learn from")
+            raise ValueError(f"none of the {count} samples has a token in the loss")
         loss = sft_objective(int(mini_batch.loss_tokens.sum()))
         return self._update(self.trainer, batches, loss, step)
 

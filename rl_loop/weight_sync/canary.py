@@ -204,7 +204,10 @@ def _describe_gap(
         f"differ by {gap:.2e} nats per token on the canary prompt (tolerance {nats:.2e})."
     )
     cause = _possible_cause(rounding, tolerance.dtype)
-    return f"{differ} {cause} Nothing was trained on this version; the last checkpoint is good."
+    return (
+        f"{differ} {cause} The run has not trained on this version, and the last checkpoint is "
+        "valid."
+    )
 
 
 def _possible_cause(rounding: float | None, dtype: str) -> str:
@@ -218,9 +221,9 @@ def _possible_cause(rounding: float | None, dtype: str) -> str:
     if dtype == "float32":
         return f"{different}."
     return (
-        f"{different}, or rounding to {dtype} changes its log-probs by as much. Run `gptoss doctor "
-        "--engine` with dtype=float32: if the canary is within 1e-3 there, it is rounding, and "
-        "canary_tolerance has to be larger."
+        f"{different}, or rounding to {dtype} changes the log-probs by as much. Run `gptoss "
+        "doctor --engine` with dtype=float32. If its canary is below 1e-3, rounding is the "
+        "cause, and canary_tolerance must be larger."
     )
 
 
@@ -243,8 +246,9 @@ def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, versi
         name = first_difference(expected, found)
         if name is not None:
             raise CanaryError(
-                f"after syncing weights {version}, rollout worker {worker} holds other bits of {name} "
-                f"({found.get(name, 'none')}) than the trainer ({expected.get(name, 'none')}). Nothing was "
-                "trained on this version; the last checkpoint is good."
+                f"after syncing weights {version}, rollout worker {worker} has other bits of "
+                f"{name} ({found.get(name, 'none')}) than the trainer "
+                f"({expected.get(name, 'none')}). The run has not trained on this version, and "
+                "the last checkpoint is valid."
             )
     return expected

@@ -32,16 +32,17 @@ class ExpectedTensors:
         """Record the next tensor. Return a description of its fault, None if it is expected."""
         expected = self._shapes.get(name)
         if expected is None:
-            return f"tensor {name} is none of {self._model}"
+            return f"tensor {name} is not in {self._model}"
         if name in self._came:
-            return f"tensor {name} came twice"
+            return f"tensor {name} was sent twice"
         self._came.add(name)
         if tuple(tensor.shape) != tuple(expected):
             return (
-                f"tensor {name} has shape {list(tensor.shape)}, the engine expects {list(expected)}"
+                f"tensor {name} has shape {list(tensor.shape)}, but the engine expects "
+                f"{list(expected)}"
             )
         if name.endswith(PACKED_ENDINGS) and tensor.dtype != torch.uint8:
-            return f"tensor {name} has dtype {tensor.dtype}, the engine expects torch.uint8"
+            return f"tensor {name} has dtype {tensor.dtype}, but the engine expects torch.uint8"
         return None
 
     def missing(self) -> list[str]:

@@ -127,5 +127,5 @@ async def _compare(sample: WeightSample, servers: WeightServers) -> None:
     for url, ranks in zip(plan.urls, await servers.checksums(), strict=True):
         if difference := sample.first_difference(ranks):
             raise WeightMismatch(
-                f"{url} was sent weights {plan.version} and holds something else in {difference}"
+                f"{url} received weights {plan.version}, but its content differs in {difference}"
             )

@@ -359,7 +359,7 @@ KINDS: dict[str, Kind] = {
         order("bucket"),
         is_order=True,
         must_end=True,
-        named_by="canary prompt|holds something else in",
+        named_by="canary prompt|but its content differs in",
     ),
     "lie_nan": Kind(order("nan"), is_order=True, must_heal=True),
     "lie_version": Kind(
@@ -375,7 +375,7 @@ SERVER_KINDS: dict[str, Kind] = {
     "stop_server": Kind(stop_server, must_heal=True, comes_back="server"),
     "cut_server": Kind(order("cut"), is_order=True, must_heal=True),
     "keep_bucket": Kind(
-        order("keep"), is_order=True, must_end=True, named_by="holds something else in"
+        order("keep"), is_order=True, must_end=True, named_by="but its content differs in"
     ),
     "lie_old": Kind(order("old"), is_order=True, must_heal=True),
     "lie_routes": Kind(

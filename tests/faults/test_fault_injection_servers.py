@@ -190,7 +190,7 @@ def test_sync_detects_flipped_bit_and_stale_tensor(tmp_path: Path) -> None:
         async with serving(tmp_path) as servers:
             await servers.sync(2, VERSION)
             servers.order("bucket")
-            with pytest.raises(WeightMismatch, match=f"holds something else in {DAMAGED}"):
+            with pytest.raises(WeightMismatch, match=f"but its content differs in {DAMAGED}"):
                 await servers.sync(1, VERSION)
 
             # Every run compares a sync of version 7. Its sample is of layer 1.

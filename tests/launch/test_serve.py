@@ -170,7 +170,7 @@ def test_unservable_directory_is_named(
         ([str(checkpoint)], "only the configuration of its training run defines"),
         (
             [str(CONFIG), "--weights", str(checkpoint), "--max-tokens", "5000"],
-            "--max-tokens 5000: the model has 1024 positions",
+            "--max-tokens 5000 exceeds the 1024 positions of the model",
         ),
     ):
         result = command.run("serve", *arguments)

@@ -1,15 +1,17 @@
 """MXFP4 engines are compared with the trainer before they close and the run exports."""
 
 from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
-
 import pytest
-
 from rl_loop import run
 from rl_loop.weight_sync.source import SyncFailed
+
+
+
+
+
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_mxfp4_weights_are_compared_before_the_engines_close(
 
 
 def test_run_does_not_export_if_engine_weights_differ(steps: MagicMock) -> None:
-    steps.rollouts.compare_weights.side_effect = SyncFailed("holds something else in a tensor")
-    with pytest.raises(SyncFailed, match="holds something else"):
+    steps.rollouts.compare_weights.side_effect = SyncFailed("but its content differs in a tensor")
+    with pytest.raises(SyncFailed, match="but its content differs"):
         run.run_rl(config(packs_experts=True), MagicMock())
     assert not steps.export.called

@@ -91,7 +91,9 @@ def test_exported_mxfp4_values_equal_those_of_the_engines(
         # Other quantized values in the engines are an error before the directory is renamed.
         name = next(iter(loop.sampled_bits))
         other = loop.sampled_bits | {name: "0" * 16}
-        with pytest.raises(ConversionError, match=r"expert 0 holds other bits .* than the engines"):
+        with pytest.raises(
+            ConversionError, match=r"expert 0 has other MXFP4 bits .* than the engines"
+        ):
             export_policy(
                 loop.trainer, harmony, tmp_path / "hf", quantization="mxfp4", sampled=other
             )
@@ -139,7 +141,7 @@ def test_damaged_mxfp4_export_is_rejected(tmp_path: Path, rollouts: LocalRollout
             file.seek(place.offset + 3)
             file.write(bytes([byte ^ 1]))
         message = (
-            r"layers\.1\.mlp\.experts\.down_proj, expert 0 holds other bits .* than the trainer"
+            r"layers\.1\.mlp\.experts\.down_proj, expert 0 has other MXFP4 bits .* than the trainer"
         )
         with pytest.raises(ConversionError, match=message):
             check_packed_experts(tmp_path / "hf", tmp_path / "hf", trained)

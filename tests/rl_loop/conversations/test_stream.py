@@ -320,7 +320,7 @@ def test_data_columns_are_renamed_by_the_configuration(tmp_path: Path, harmony: 
     assert read("renamed.jsonl", columns=columns) == expected
     assert read("renamed.parquet", columns=columns) == expected
     with pytest.raises(
-        DataError, match=r"`columns` names talk, and the row has chat, functions, id"
+        DataError, match=r"`columns` refers to talk, but the row has chat, functions, id"
     ):
         read("renamed.jsonl", columns={"messages": "talk"})
 

@@ -73,7 +73,7 @@ def test_sampled_tokens_have_staleness_and_spliced_ones_none() -> None:
 
 def test_future_weight_versions_are_rejected() -> None:
     for config in (ON_POLICY, STALE):
-        with pytest.raises(OffPolicyError, match="task a: the engine says that weights 6 sampled"):
+        with pytest.raises(OffPolicyError, match="task a: the engine reports weights 6"):
             to_samples(groups(episode("b", 4), episode("a", 5, version=6)), config, version=5)
 
 
@@ -94,7 +94,8 @@ def test_routes_are_passed_unchanged_and_missing_ones_are_named() -> None:
     assert row is routes
     assert to_samples(groups(with_routes), ON_POLICY, version=5).routed_experts is None
     with pytest.raises(
-        ValueError, match="task b: routing_replay R3, and the episode has no routes"
+        ValueError,
+        match=r"task b: algorithm\.routing_replay=R3 needs routes, but the episode has none",
     ):
         to_samples(groups(with_routes, episode("b", 5)), replayed, version=5)
 

@@ -1,32 +1,34 @@
 """Abort, weight sync, cancellation and failure while requests run."""
 
 from __future__ import annotations
-
 import asyncio
 import gc
 import threading
 import weakref
 from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-
-from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.data.trajectory import WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest
 from rl_loop.weight_sync.source import WeightMismatch
-from tests.support.rl_loop.engines.models import (
-    VOCAB,
-    engine_of,
-    held,
-    plain_log_probs,
-    plain_routes,
-    prompt,
-    reference_model,
-    request,
-)
-from tests.support.waiting import wait_until, wait_until_async
+from tests.support.rl_loop.engines.models import VOCAB
+from tests.support.rl_loop.engines.models import engine_of
+from tests.support.rl_loop.engines.models import held
+from tests.support.rl_loop.engines.models import plain_log_probs
+from tests.support.rl_loop.engines.models import plain_routes
+from tests.support.rl_loop.engines.models import prompt
+from tests.support.rl_loop.engines.models import reference_model
+from tests.support.rl_loop.engines.models import request
+from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until_async
+
+
+
+
+
 
 MODEL, OTHER = reference_model(0), reference_model(1)
 FOREVER = 50_000
@@ -177,7 +179,7 @@ def test_weight_sync_drops_the_prefix_cache() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("fault", ["is missing", "is none of", "has shape", "came twice"])
+@pytest.mark.parametrize("fault", ["is missing", "is not in", "has shape", "was sent twice"])
 def test_weights_that_do_not_fit_are_named_and_not_loaded(fault: str) -> None:
     engine = engine_of(MODEL)
     named = dict(OTHER.state_dict())
@@ -185,7 +187,7 @@ def test_weights_that_do_not_fit_are_named_and_not_loaded(fault: str) -> None:
     extra = []
     if fault == "is missing":
         del named[name]
-    elif fault == "is none of":
+    elif fault == "is not in":
         name = "model.layers.9.self_attn.sinks"
         named[name] = torch.zeros(4)
     elif fault == "has shape":

@@ -88,10 +88,10 @@ def test_changed_dequantized_values_are_detected() -> None:
             lambda named: named.update({SCALES: named[SCALES].int()}),
             f"tensor {SCALES} has dtype torch.int32",
         ),
-        (lambda named: named.update({f"{SCALES}x": named[SCALES]}), f"tensor {SCALES}x is none of"),
+        (lambda named: named.update({f"{SCALES}x": named[SCALES]}), f"tensor {SCALES}x is not in"),
         (
             lambda named: named.update({BLOCKS.removesuffix("_blocks"): torch.zeros(1)}),
-            f"tensor {BLOCKS.removesuffix('_blocks')} is none of",
+            f"tensor {BLOCKS.removesuffix('_blocks')} is not in",
         ),
     ],
 )
@@ -130,7 +130,7 @@ def test_differing_mxfp4_experts_are_named_with_the_worker() -> None:
         changed = packed_weights()
         changed[name][1].view(-1)[5] ^= 1
         found = stack_digests(changed.items())
-        message = r"weights 4, rollout worker 1 holds other bits of .*down_proj, expert 1 "
+        message = r"weights 4, rollout worker 1 has other bits of .*down_proj, expert 1 "
         with pytest.raises(CanaryError, match=message):
             check_packed_experts(HeldDigests(expected), HeldDigests([expected, found]), 4)
     missing = dict(expected)

@@ -294,7 +294,7 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
         blocks, scales = mxfp4.quantize(matrix)
         assert torch.equal(server.weights[f"{name}_blocks"][2], blocks)
         assert torch.equal(server.weights[f"{name}_scales"][2], scales)
-        with pytest.raises(WeightMismatch, match="holds something else in model"):
+        with pytest.raises(WeightMismatch, match="but its content differs in model"):
             await send_weights(packed_weights(2).items(), MODEL, everything)
 
     run_with_server(ranks, work)
@@ -312,7 +312,7 @@ def test_sleeping_server_keeps_addresses_and_reloads_experts() -> None:
         servers = SglangServers(MODEL, plan_for(server.url))
         await send_weights(weights.items(), MODEL, plan_for(server.url))
         await servers.call("/release_memory_occupation", {})
-        with pytest.raises(WeightMismatch, match="holds something else in model"):
+        with pytest.raises(WeightMismatch, match="but its content differs in model"):
             await send_weights(weights.items(), MODEL, plan_for(server.url, transport="none"))
         await servers.call("/resume_memory_occupation", {})
         await send_weights(weights.items(), MODEL, plan_for(server.url))
@@ -370,7 +370,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
 
     async def work(server: PackedServer) -> None:
         monkeypatch.setattr(send, "buckets", changed)
-        with pytest.raises(WeightMismatch, match=f"holds something else in {name}$"):
+        with pytest.raises(WeightMismatch, match=f"but its content differs in {name}$"):
             await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
         assert server.version == "default"
         assert not server.paused.is_set()

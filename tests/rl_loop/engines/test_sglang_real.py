@@ -123,7 +123,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
         held = weights_of(4)
         await send_weights(held.items(), MODEL, everything)
         last = "model.layers.3.mlp.experts.down_proj"
-        with pytest.raises(WeightMismatch, match=f"holds something else in {last}$"):
+        with pytest.raises(WeightMismatch, match=f"but its content differs in {last}$"):
             await send_weights((held | {last: held[last] + 1}).items(), MODEL, everything)
         client = SglangClient(url)  # a mismatch leaves the server paused
         await client.call("/continue_generation", {"torch_empty_cache": False})

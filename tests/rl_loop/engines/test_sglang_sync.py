@@ -192,7 +192,7 @@ def test_dropped_or_transposed_tensor_is_named_and_not_served(
             setattr(server, fault, f"model.layers.1.{name}")
             with pytest.raises(
                 WeightMismatch,
-                match=rf"sent weights 3 and holds something else in model.layers.1.{name}$",
+                match=rf"received weights 3, but its content differs in model.layers.1.{name}$",
             ):
                 await send_weights(after.items(), square, plan)
             assert server.version == "1"
@@ -229,7 +229,7 @@ def test_sent_weights_are_compared_without_sending_them_again(lost: str | None) 
         if lost:
             sampled = [name for names in sampled_parameters(MODEL, 2).values() for name in names]
             assert lost not in sampled
-            with pytest.raises(WeightMismatch, match=f"holds something else in {lost}$"):
+            with pytest.raises(WeightMismatch, match=f"but its content differs in {lost}$"):
                 await send_weights(after.items(), MODEL, everything)
         else:
             await send_weights(after.items(), MODEL, everything)
@@ -575,7 +575,7 @@ def test_canary_detects_wrong_server_weights(
         pool.backend.fleet._held = HeldWeights(Trainer(7), 5)
         with pytest.raises(
             WeightMismatch,
-            match=r"sent weights 5 and holds something else in model.embed_tokens.weight$",
+            match=r"received weights 5, but its content differs in model.embed_tokens.weight$",
         ):
             check_canary(
                 trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "float32"), version=5

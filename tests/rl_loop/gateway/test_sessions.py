@@ -165,7 +165,7 @@ def test_what_goes_wrong_with_a_request_ends_an_episode_and_no_session_that_is_o
             assert (error.value.status, error.value.kind) == (500, "model_error")
         answer = await ask(session, "two", request("Hi"))
         assert answer.answer.texts == ("Hello",)
-        with pytest.raises(ApiError, match="nothing is trained here"):
+        with pytest.raises(ApiError, match="accepts no rewards"):
             session.add_reward(GivenReward({"score": 1.0}, "two"))
 
     wrong = says(tiny, "x", channel="nonsense")

@@ -81,9 +81,9 @@ async def chat(talk: Talk, text: str, **more: Any) -> str | None:
 @pytest.mark.parametrize(
     ("job", "status", "message"),
     [
-        (Spinning(), 413, "takes more than"),
-        (Hungry(), 413, "takes more than"),
-        (Deadly(), 413, "takes more than"),
+        (Spinning(), 413, "needs more than"),
+        (Hungry(), 413, "needs more than"),
+        (Deadly(), 413, "needs more than"),
         (Refused(), 400, "^no$"),
     ],
     ids=["spinning", "hungry", "deadly", "refused"],

@@ -113,7 +113,7 @@ def test_groups_with_other_settings_or_damage_are_dropped(
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.WARNING):
         assert store.load(4) == {}
-    assert "step_000004.npz cannot be read; its episodes are sampled again" in caplog.text
+    assert "step_000004.npz cannot be read; sampling its episodes again" in caplog.text
 
 
 def test_a_run_without_anything_ahead_has_no_such_directory(tmp_path: Path) -> None:

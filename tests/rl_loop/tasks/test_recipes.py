@@ -123,7 +123,8 @@ def test_a_data_set_that_cannot_be_had_is_named(hub: Path, full: Harmony) -> Non
 def test_a_name_without_a_split_is_refused_with_the_configuration() -> None:
     place = "tasks.sources.math.held_out_path=hub:HuggingFaceH4/aime_2024"
     with pytest.raises(
-        ConfigError, match=r"tasks.sources.math: hub:.*aime_2024: give hub:NAME:SPLIT"
+        ConfigError,
+        match=r"tasks.sources.math: hub:.*aime_2024 is not the name of a data set\. Use hub:NAME:SPLIT",
     ):
         load_rl_config(Path(MATH[0]), [place])
 

@@ -320,7 +320,7 @@ def test_columns_of_other_names_are_read_under_those_that_the_environment_knows(
     assert [task.messages[0]["content"] for task in tasks] == ["1+1?", "1+2?"]
     assert [task.ground_truth for task in tasks] == ["2", "3"]
 
-    wrong = r"math.jsonl, line 2: `columns` names level, and the row has exercise, solution"
+    wrong = r"math.jsonl, line 2: `columns` refers to level, but the row has exercise, solution"
     with pytest.raises(TaskFileError, match=wrong):
         read(question="exercise", answer="solution", metadata="level")
 

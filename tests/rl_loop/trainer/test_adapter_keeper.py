@@ -135,7 +135,7 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
             save_next(group, 1, block=False)
             train_until(lambda: latest_checkpoint(run / "checkpoints") is not None, group)
             rank._worker._checkpoints._adapter_keeper.wait()
-            message = rf"{run}/adapters/step_000001: .*step_000001 could not be kept .*No space"
+            message = rf"{run}/adapters/step_000001: .*step_000001 could not be written .*No space"
             with pytest.raises(CheckpointError, match=message):
                 save_next(group, 2, block=False)
             assert names(run / "adapters") == []
@@ -193,7 +193,7 @@ def test_adapters_of_an_older_damaged_checkpoint_are_no_reason_to_stop(
     with keeping(run) as (group, _):
         assert group.resume().state == {"step": 2}
     assert names(run / "adapters") == ["step_000002"]
-    assert f"step_000001 are not kept: {file}: damaged" in caplog.text
+    assert f"step_000001: {file}: damaged" in caplog.text
 
 
 # -- several ranks -------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_the_first_rank_writes_the_experts_of_all_and_all_hear_of_its_failure(
     settings = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
     (first,), (second,) = run_distributed(save_on_rank, 2, free_port(), settings)
     assert first == second
-    assert "adapters/step_000002: the adapters of step_000002 could not be kept" in first
+    assert "adapters/step_000002: the adapters of step_000002 could not be written" in first
 
     export_adapter(tmp_path / "run/checkpoints/step_000001", tmp_path / "exported")
     assert names(tmp_path / "run/adapters") == ["step_000001"]

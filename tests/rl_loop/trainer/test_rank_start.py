@@ -40,7 +40,7 @@ def test_slow_ranks_are_counted_as_they_start(clock: Ray, caplog: pytest.LogCapt
     with caplog.at_level("INFO"):
         wait_for_processes([4.0 * rank for rank in range(1, 9)], limit=300)
     *news, end = caplog.messages
-    assert end == "all 8 trainer ranks have started; they load their weights"
+    assert end == "all 8 trainer ranks have started and load their weights"
     counts = [
         int(re.fullmatch(r"starting trainer ranks: (\d) of 8 after \d+ s", line)[1])
         for line in news
@@ -80,7 +80,7 @@ def test_ranks_that_share_cores_are_warned_of_in_one_line(
 def test_ranks_beyond_reason_are_refused() -> None:
     with pytest.raises(
         RankStartError,
-        match=r"parallel\.world_size is 64, and this machine has 2 cores and no GPUs",
+        match=r"parallel\.world_size is 64, but this machine has 2 cores and no GPUs",
     ):
         check_local_ranks(64, 2)
 

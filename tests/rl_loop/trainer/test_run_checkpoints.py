@@ -76,7 +76,7 @@ def test_without_an_intact_checkpoint_every_damaged_file_is_named(
         trainer.resume()
     places = [str(error.value).index(str(file)) for file in files]
     assert places == sorted(places)
-    assert "begin again with --overwrite" in str(error.value)
+    assert "start again with --overwrite" in str(error.value)
 
 
 # -- while a checkpoint is written ----------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_a_running_trainer_goes_on_with_other_settings_of_the_algorithm(director
         updates = trainer.rl_step(samples, 1)
         assert (len(updates.policy), updates.skipped) == (2, 0)
 
-        with pytest.raises(ValueError, match=r"algorithm\.routing_replay cannot be changed"):
+        with pytest.raises(ValueError, match=r"algorithm\.routing_replay cannot change"):
             trainer.change_algorithm(algorithm.model_copy(update={"routing_replay": "R2"}))
         assert len(trainer.rl_step(samples, 2).policy) == 2
     finally:

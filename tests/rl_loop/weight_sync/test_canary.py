@@ -86,7 +86,7 @@ def test_tolerance_fits_dtype_and_rounding_unless_given(
 @pytest.mark.parametrize(
     ("dtype", "rounding", "says"),
     [
-        ("float32", None, "2.00e-01.* They do not compute the same model. Nothing was trained"),
+        ("float32", None, "2.00e-01.* They do not compute the same model. The run has not trained"),
         ("bfloat16", None, "They do not compute the same model, or rounding to bfloat16 changes"),
         (
             "bfloat16",

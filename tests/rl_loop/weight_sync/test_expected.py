@@ -27,9 +27,14 @@ def test_checked_yields_all_tensors_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("place", "name", "tensor", "message"),
     [
-        (1, "d", torch.zeros(1), "tensor d is none of a small model"),
-        (1, "a", torch.zeros(2, 3), "tensor a came twice"),
-        (0, "a", torch.zeros(3, 2), r"tensor a has shape \[3, 2\], the engine expects \[2, 3\]"),
+        (1, "d", torch.zeros(1), "tensor d is not in a small model"),
+        (1, "a", torch.zeros(2, 3), "tensor a was sent twice"),
+        (
+            0,
+            "a",
+            torch.zeros(3, 2),
+            r"tensor a has shape \[3, 2\], but the engine expects \[2, 3\]",
+        ),
         (1, "b_blocks", torch.zeros(4), "tensor b_blocks has dtype torch.float32"),
     ],
 )
@@ -51,8 +56,8 @@ def test_checked_raises_at_the_end_if_tensors_are_missing() -> None:
 def test_faults_lists_everything_that_is_wrong() -> None:
     wrong = [("a", torch.zeros(2, 2)), *GOOD[1:2], *GOOD[1:2], ("d", torch.zeros(1))]
     assert expected().faults(wrong) == [
-        "tensor a has shape [2, 2], the engine expects [2, 3]",
-        "tensor b_blocks came twice",
-        "tensor d is none of a small model",
+        "tensor a has shape [2, 2], but the engine expects [2, 3]",
+        "tensor b_blocks was sent twice",
+        "tensor d is not in a small model",
         "tensor c is missing",
     ]

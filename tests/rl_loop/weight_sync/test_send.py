@@ -133,7 +133,7 @@ def test_send_names_a_dropped_tensor_and_publishes_nothing(tmp_path: Path) -> No
     name = "model.layers.1.self_attn.o_proj.weight"
     server, error = sync("shared_memory", tmp_path, drops=name)
     assert isinstance(error, WeightMismatch)
-    assert str(error) == f"memory was sent weights 2 and holds something else in {name}"
+    assert str(error) == f"memory received weights 2, but its content differs in {name}"
     assert server.steps[-1] == "checksums"
 
 
