@@ -54,7 +54,7 @@ def canonical_value(value: Any) -> Any:
             return ["object", dict(sorted(members.items()))]
         case list() | tuple():
             return ["array", [canonical_value(member) for member in value]]
-    raise ValueError(f"{type(value).__name__} is no value of JSON")
+    raise ValueError(f"{type(value).__name__} is not a JSON type")
 
 
 class Number:

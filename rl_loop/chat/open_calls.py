@@ -102,8 +102,9 @@ def in_call_order(
         elif call.recipient in missing:
             raise UnmatchedAnswer(
                 matched.index(call),
-                f"an earlier call of {call.recipient} has no answer, and a policy tells answers "
-                "apart by their order. Send the answers of all calls together",
+                f"an earlier call of {call.recipient} has no result, but results of calls with "
+                "the same name are matched by their order. Send the results of all calls "
+                "together",
             )
     return [(answers[i], matched[i]) for i in order]
 
@@ -168,7 +169,8 @@ class _Claim:
         is_clear = by_place or self.call_id is not None
         if not is_clear and len({call.recipient for call in candidates}) > 1:
             raise ValueError(
-                "several calls are open: say by name or tool_call_id which one this answers"
+                "several calls are open. Set name or tool_call_id to the call that this message "
+                "answers"
             )
         return candidates[0]
 

@@ -41,7 +41,7 @@ def check_encodes_text(
     for text in (*probe_texts(), *spelled):
         ids = vocabulary.encode_text(text)
         if not ids:
-            raise ValueError(f"the text {text!r} becomes no token at all")
+            raise ValueError(f"the text {text!r} is encoded as no token")
         if not special.isdisjoint(ids):
             found = min(special.intersection(ids))
-            raise ValueError(f"the text {text[:40]!r} becomes the special token {found}")
+            raise ValueError(f"the text {text[:40]!r} is encoded as the special token {found}")

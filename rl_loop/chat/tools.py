@@ -29,7 +29,7 @@ class Tool:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ValueError(
-                f"a tool is named {self.name!r}; a name has letters, digits and any of _ . - only"
+                f"{self.name!r} is not a valid name of a tool. Use letters, digits and any of _ . -"
             )
 
 
@@ -91,5 +91,5 @@ def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
-            raise ValueError(f"two tools are named {tool.name!r}")
+            raise ValueError(f"two tools have the name {tool.name!r}. Rename one")
         names.add(tool.name)

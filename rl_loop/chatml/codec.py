@@ -231,7 +231,8 @@ class ChatMl:
                 tool = tool.in_sandbox(self._python_seconds)
             if isinstance(tool, Tool) and tool.name == PYTHON:
                 raise ValueError(
-                    "in ChatML 'python' is the built-in tool: give the function another name"
+                    "in ChatML the name 'python' is reserved for the built-in tool. Rename the "
+                    "function"
                 )
             if isinstance(tool, BuiltinTool):
                 tool = _python_function(tool)
@@ -264,7 +265,9 @@ class ChatMl:
         if not text:
             return []
         if without_surrogates(text) != text:
-            raise ValueError("a text has half of a surrogate pair, which is no text")
+            raise ValueError(
+                "the text contains half of a surrogate pair, which UTF-8 cannot encode"
+            )
         return self.vocabulary.encode_text(text)
 
     # ---- parsing
@@ -429,7 +432,7 @@ def _python_function(tool: BuiltinTool) -> Tool:
     """Return Python as a function. Raises ValueError for another built-in tool."""
     if tool.name != PYTHON or tool.functions:
         raise ValueError(
-            f"the built-in tool {tool.name!r} is GPT-OSS's own: ChatML knows python only"
+            f"the built-in tool {tool.name!r} is for GPT-OSS only. ChatML supports only python"
         )
     code = {"type": "string", "description": "The Python program to run."}
     schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}

@@ -116,8 +116,8 @@ def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) ->
         if call not in answered:
             named = "" if call.call_id is None else f" ({call.call_id})"
             raise MissingAnswer(
-                f"the call of {call.recipient}{named} has no answer, and ChatML tells answers apart by "
-                "their order"
+                f"the call of {call.recipient}{named} has no result, but ChatML matches results "
+                "to calls by their order. Add the result"
             )
     return [chat_message(*answer) for answer, _ in in_call_order(calls, answers)]
 
@@ -126,8 +126,8 @@ def _check_end(messages: Sequence[ChatMessage]) -> None:
     """Raise ValueError if the next turn is not the assistant's."""
     if messages and messages[-1].role == "assistant":
         raise ValueError(
-            "the prompt ends with a message of the assistant, whose turn comes next; "
-            "end it with a message of the user or a tool"
+            "the prompt ends with a message of the assistant, but the assistant's turn comes "
+            "next. End it with a message of the user or a tool"
         )
 
 
@@ -150,9 +150,7 @@ def chat_message(number: int, message: Any) -> ChatMessage:
 def _chat_message(message: Any) -> ChatMessage:
     """Read one message. Raises ValueError if it cannot be rendered."""
     if not isinstance(message, dict):
-        raise ValueError(
-            f"a message must be a mapping of keys to values, not {type(message).__name__}"
-        )
+        raise ValueError(f"a message must be an object, not {type(message).__name__}")
     role = message.get("role")
     if role not in ALLOWED_KEYS:
         raise ValueError(f"the role must be one of {', '.join(ALLOWED_KEYS)}")
@@ -161,7 +159,7 @@ def _chat_message(message: Any) -> ChatMessage:
     present = {key for key, value in message.items() if value not in (None, "", [], {})}
     if unknown := sorted(present - ALLOWED_KEYS[role] - {"role"}):
         known = ", ".join(sorted(ALLOWED_KEYS[role]))
-        raise ValueError(f"{unknown[0]!r} cannot be rendered in ChatML; known: {known}")
+        raise ValueError(f"{unknown[0]!r} cannot be rendered in ChatML. Known keys: {known}")
 
     # "developer" is the same as "system", as in Harmony.
     role_of_chatml: Role = "system" if role == "developer" else role
@@ -179,12 +177,14 @@ def _call(tool_call: Any) -> Call:
     if isinstance(tool_call, dict):
         function = tool_call.get("function") or tool_call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError('a tool call must be like {"function": {"name": ..., "arguments": ...}}')
+        raise ValueError(
+            'a tool call must have the form {"function": {"name": ..., "arguments": ...}}'
+        )
 
     name = function["name"].removeprefix(FUNCTIONS)
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"a function is called {name!r}; a name has letters, digits and any of _ . -"
+            f"{name!r} is not a valid name of a function. Use letters, digits and any of _ . -"
         )
 
     # OpenAI's format has a JSON string. Data sets often have the object itself.
@@ -195,5 +195,5 @@ def _call(tool_call: Any) -> Call:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise ValueError(f"the arguments of {function['name']} are no JSON") from None
+            raise ValueError(f"the arguments of {function['name']} are not JSON") from None
     return Call(name, json.dumps(arguments, ensure_ascii=False))

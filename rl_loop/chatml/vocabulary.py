@@ -73,7 +73,8 @@ class ChatMlVocabulary:
         largest = max([known - 1, *self._names])
         if largest >= size:
             raise TokenizerError(
-                f"{where}: the tokenizer has ids up to {largest}, and model.vocab_size is {size}"
+                f"{where}: the tokenizer has ids up to {largest}, but model.vocab_size is "
+                f"{size}. Set model.vocab_size to at least {largest + 1}"
             )
         self._known = largest + 1
 
@@ -84,7 +85,7 @@ class ChatMlVocabulary:
             check_encodes_text(self, self._forbidden, self.markup)
         except ValueError as error:
             raise TokenizerError(
-                f"{where}: {error}. Use a tokenizer whose vocabulary can spell all text"
+                f"{where}: {error}. Use a tokenizer that can encode every text"
             ) from None
 
         ends = [name for name in (IM_END, END_OF_TEXT) if name in self.markup]
@@ -168,7 +169,7 @@ def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
         raise TokenizerError(str(error)) from None
     except OSError as error:
         raise TokenizerError(
-            f"{file}: {error.strerror}; it holds the tokens of the model"
+            f"{file}: {error.strerror}. The file must contain the tokens of the model"
         ) from None
     try:
         return ChatMlVocabulary(content.decode(), size, str(file))
@@ -191,7 +192,8 @@ def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
         raise TokenizerError(
-            f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}"
+            f"a tiny vocabulary needs {needed} ids for these tasks, but model.vocab_size is "
+            f"{size}. Raise it"
         )
 
     # transformers adds these two parts to any tokenizer in a qwen2 directory.
@@ -219,7 +221,7 @@ def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
     # Older files have no model type.
     if model.get("type", "BPE") != "BPE":
         raise TokenizerError(
-            f"{where}: the tokenizer's model is {model['type']}. Use one with byte-pair encoding"
+            f"{where}: the tokenizer has the model {model['type']}. Use a byte-pair encoding"
         )
 
     # Bytes without a token become the tokenizer's unknown token, which may be a stop token
@@ -250,10 +252,13 @@ def _check_markup(added_tokens: list[dict[str, Any]], where: str) -> None:
     for name in (IM_START, IM_END):
         if name not in by_name:
             raise TokenizerError(
-                f"{where}: has no token {name}; only ChatML is built for this family"
+                f"{where} has no token {name}, but only the ChatML format is supported for this "
+                "family"
             )
 
     for name in (IM_START, IM_END, TOOL_CALL, TOOL_CALL_END):
         # Such a token removes spaces of adjacent text, which is not supported.
         if name in by_name and (by_name[name]["lstrip"] or by_name[name]["rstrip"]):
-            raise TokenizerError(f"{where}: the token {name} strips the text beside it")
+            raise TokenizerError(
+                f"{where}: the token {name} strips adjacent spaces, which is not supported"
+            )

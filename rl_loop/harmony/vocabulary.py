@@ -125,7 +125,8 @@ class TinyVocabulary:
         if unused < 0:
             needed = size - unused
             raise ValueError(
-                f"a tiny vocabulary of {size} ids is too small: the tasks need {needed}"
+                f"a tiny vocabulary needs {needed} ids for these tasks, but model.vocab_size is "
+                f"{size}. Raise it"
             )
 
         names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
@@ -238,7 +239,8 @@ def make_vocabulary(
     vocabulary = GptOssVocabulary()
     if size != vocabulary.size:
         raise ValueError(
-            f"model.vocab_size is {size}, but vocabulary 'gptoss' has {vocabulary.size} ids"
+            f"model.vocab_size is {size}, but vocabulary=gptoss has {vocabulary.size} ids. Set "
+            f"model.vocab_size={vocabulary.size}"
         )
     return vocabulary
 
@@ -250,7 +252,8 @@ def tokens_of(corpus: str) -> tuple[bytes, ...]:
     path = ensure_o200k()
     if path is None:
         raise VocabularyUnavailable(
-            f"the tiny vocabulary needs the file {FILE_NAME}; set TIKTOKEN_ENCODINGS_BASE to its folder"
+            f"vocabulary=tiny needs the file {FILE_NAME}. Set TIKTOKEN_ENCODINGS_BASE to its "
+            "directory"
         )
 
     # A line of the file has a token in base64 and its rank, which is the line's number.

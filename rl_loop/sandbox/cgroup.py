@@ -62,16 +62,19 @@ def describe_protection() -> Protection:
     base = find_base()
     if base is None:
         return Protection(
-            memory="memory watched ten times a second",
-            processors="processors shared by niceness",
-            advice="for limits that the kernel keeps, start runs in a delegated cgroup (v2): "
+            memory="memory checked 10 times per second",
+            processors="CPU shared by niceness",
+            advice="For limits enforced by the kernel, start runs in a delegated cgroup (v2): "
             "systemd-run --user --scope -p Delegate=yes gptoss ...",
         )
     memory = f"memory limited by cgroup v2 ({base})"
     if "cpu" in _enabled(base):
-        return Protection(memory, "processors shared by its weights", advice="")
-    advice = "the cpu controller is not delegated: systemctl edit user@.service, [Service] Delegate=cpu memory pids"
-    return Protection(memory, "processors shared by niceness", advice)
+        return Protection(memory, "CPU shared by cgroup weights", advice="")
+    advice = (
+        "the cpu controller is not delegated. Run systemctl edit user@.service, and add "
+        "[Service] Delegate=cpu memory pids"
+    )
+    return Protection(memory, "CPU shared by niceness", advice)
 
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:

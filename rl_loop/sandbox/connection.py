@@ -115,11 +115,11 @@ class ServerProcess:
             self._connection.send_bytes(self._settings().to_json())
             kind, _ = self._receive(START_SECONDS)
             if kind != READY:
-                raise OSError(f"unexpected answer {kind!r}")
+                raise OSError(f"unexpected message {kind!r}")
             if self._cgroup is not None:
                 self._cgroup.limit_calls(config.total_memory_bytes)
         except (OSError, EOFError) as error:
-            reason = f"the sandbox's server did not start: {self.close() or error}"
+            reason = f"the sandbox server did not start: {self.close() or error}"
             raise SandboxUnavailable("; ".join([reason, *hints()])) from error
         except BaseException:
             # For example, the system calls of this machine may be unknown.
@@ -231,12 +231,14 @@ class ServerProcess:
                 culprit = "machine out of memory" if started else "set-up of a call"
                 raise ServerLost(f"a call failed in the sandbox: {reason}", culprit, started)
             if kind != RESULT or not started:
-                raise ServerLost(f"the server sent {kind!r} out of turn", "server died", started)
+                raise ServerLost(
+                    f"the server sent the unexpected message {kind!r}", "server died", started
+                )
             return self._result(payload)
         except TimeoutError as error:
             raise ServerLost(str(error), "server hung", started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
-            reason = f"the sandbox's server died: {self.close() or error}"
+            reason = f"the sandbox server exited: {self.close() or error}"
             raise ServerLost(reason, "server died", started) from error
 
     def kill(self) -> None:

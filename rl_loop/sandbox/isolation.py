@@ -55,7 +55,7 @@ def bubblewrap_command(
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         install = "apt-get install bubblewrap, dnf install bubblewrap"
-        raise SandboxUnavailable(f"bubblewrap (bwrap) is not in PATH: install it ({install})")
+        raise SandboxUnavailable(f"bubblewrap (bwrap) is not in PATH. Install it ({install})")
 
     interpreter = find_interpreter(config)
     # bubblewrap processes options in order: later mounts cover earlier ones.
@@ -178,12 +178,14 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
         )
     elif (executable.parent.parent / "pyvenv.cfg").exists():
         advice = (
-            "which the sandbox does not expose; name a base installation such as /usr/bin/python3"
+            "which the sandbox does not mount. Name a base installation such as /usr/bin/python3"
         )
-        raise SandboxUnavailable(f"interpreter {executable} is a virtual environment, {advice}")
+        raise SandboxUnavailable(
+            f"sandbox.interpreter: {executable} is a virtual environment, {advice}"
+        )
     if not executable.exists():
-        advice = "set interpreter in the sandbox's configuration"
-        raise SandboxUnavailable(f"there is no Python interpreter {executable}; {advice}")
+        advice = "Set sandbox.interpreter"
+        raise SandboxUnavailable(f"sandbox.interpreter: {executable} does not exist. {advice}")
 
     executable = executable.resolve()
     prefix = executable.parent.parent
@@ -211,15 +213,16 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
 def hints() -> list[str]:
     """Return possible reasons why a server does not start on this machine, with remedies."""
     forbidden = [
-        f"user namespaces are forbidden: {name} is {bad}; an administrator can allow them (sysctl -w {name}={good})"
+        f"user namespaces are forbidden: {name} is {bad}. An administrator can allow them "
+        f"(sysctl -w {name}={good})"
         for name, (bad, good) in FORBIDDING_SYSCTLS.items()
         if _sysctl(name) == bad
     ]
     return [
         *forbidden,
-        "if this is a container, run as an ordinary user or with CAP_SYS_ADMIN; its seccomp profile must allow unshare "
-        "and mount, and its /proc must not be masked "
-        "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
+        "in a container, run as an ordinary user or with CAP_SYS_ADMIN. Its seccomp profile "
+        "must allow unshare and mount, and its /proc must not be masked (docker run "
+        "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
     ]
 
 

@@ -105,7 +105,7 @@ class PythonSandbox:
         """
         if self._threads is None:
             raise RuntimeError(
-                "the sandbox is not running: call start(), or use it as an async context manager"
+                "the sandbox is not running. Call start(), or use it as an async context manager"
             )
         future: Future[ExecutionResult] = Future()
         loop = asyncio.get_running_loop()
@@ -186,7 +186,7 @@ class PythonSandbox:
                 failure = SandboxFailure(str(error), error.culprit)
                 self._discard_server()
                 if not self._closing:
-                    logger.warning("a sandbox server was lost and is replaced: %s", error)
+                    logger.warning("a sandbox server was lost; replacing it: %s", error)
                 if error.started:
                     break
         raise SandboxFailure(_CLOSED, "closed") if self._closing else failure

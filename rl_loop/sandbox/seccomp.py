@@ -178,7 +178,7 @@ def seccomp_filter(machine: str) -> bytes:
     """
     if machine not in _ARCHITECTURES:
         known = " and ".join(sorted(_ARCHITECTURES))
-        raise SandboxUnavailable(f"the sandbox's system-call filter knows {known}, not {machine!r}")
+        raise SandboxUnavailable(f"the sandbox supports {known}, not {machine!r}")
     architecture, column = _ARCHITECTURES[machine]
 
     program: list[Instruction] = [

@@ -96,7 +96,7 @@ def run_call(
     is_unexplained = killed_for is None and not ending.used_its_cpu_time
     if ending.exit_code == -signal.SIGKILL and is_unexplained and process_watch.killed_by_machine():
         raise CallFailed(
-            "the kernel killed the program because the machine, or a container around it, is out of memory"
+            "the kernel killed the program, because the machine or its container is out of memory"
         )
 
     deadline.update()
@@ -142,7 +142,8 @@ def start_program(
     if setup != SET_UP:
         os.waitpid(program, 0)
         reason = (
-            setup.decode("utf-8", "replace") or "the program's process ended before it was set up"
+            setup.decode("utf-8", "replace")
+            or "the process of the program exited before it was set up"
         )
         raise CallFailed(reason)
     return program, output_read

@@ -1,7 +1,6 @@
 """ChatML's prompts equal the chat template's tokens, and samples are parsed or rejected."""
 
 from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -10,33 +9,49 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
-
-from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import FormatError
+from rl_loop.chat.messages import ParsedMessage
+from rl_loop.chat.messages import ToolOutput
 from rl_loop.chat.open_calls import OpenCall
-from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
+from rl_loop.chat.tools import BuiltinTool
+from rl_loop.chat.tools import PythonTool
+from rl_loop.chat.tools import Tool
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.conversation import Call, ChatMessage
-from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
-from rl_loop.chatml.vocabulary import (
-    TINY_MARKUP,
-    TokenizerError,
-    read_vocabulary,
-    tiny_vocabulary,
-)
+from rl_loop.chatml.conversation import Call
+from rl_loop.chatml.conversation import ChatMessage
+from rl_loop.chatml.prompt_config import QWEN_SYSTEM
+from rl_loop.chatml.prompt_config import ChatMlConfig
+from rl_loop.chatml.vocabulary import TINY_MARKUP
+from rl_loop.chatml.vocabulary import TokenizerError
+from rl_loop.chatml.vocabulary import read_vocabulary
+from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments import ENVIRONMENTS, RewardConfig, arithmetic, make_environment
-from rl_loop.environments.base import final, function_call, think
-from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+from rl_loop.environments import ENVIRONMENTS
+from rl_loop.environments import RewardConfig
+from rl_loop.environments import arithmetic
+from rl_loop.environments import make_environment
+from rl_loop.environments.base import final
+from rl_loop.environments.base import function_call
+from rl_loop.environments.base import think
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer
+from rl_loop.harmony.vocabulary import tokens_of
 from rl_loop.rollout.agent import run_episode
-from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES, WORDS
+from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES
+from tests.support.rl_loop.chatml_vocabularies import WORDS
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
+
+
+
+
+
 
 CODECS = {name: ChatMl(v, ChatMlConfig()) for name, v in VOCABULARIES.items()}
 
@@ -261,12 +276,12 @@ def test_lone_surrogate_becomes_the_replacement_character(codec: ChatMl) -> None
             {"role": "user", "content": "a", "thinking": "b"},
             "'thinking' cannot be rendered in ChatML",
         ),
-        ({"role": "assistant", "tool_calls": [{}]}, "a tool call must be like"),
+        ({"role": "assistant", "tool_calls": [{}]}, "a tool call must have the form"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "the arguments of f are no JSON",
+            "the arguments of f are not JSON",
         ),
-        ("text", "a message must be a mapping"),
+        ("text", "a message must be an object"),
     ],
 )
 def test_message_that_chatml_cannot_render_is_rejected(message: Any, reason: str) -> None:
@@ -276,11 +291,11 @@ def test_message_that_chatml_cannot_render_is_rejected(message: Any, reason: str
 
 def test_tools_with_ambiguous_chatml_names_are_rejected() -> None:
     codec = CODECS["qwen"]
-    with pytest.raises(ValueError, match="two tools are named 'now'"):
+    with pytest.raises(ValueError, match="two tools have the name 'now'"):
         codec.render_prompt([USER], [NOW, NOW])
-    with pytest.raises(ValueError, match="'python' is the built-in tool"):
+    with pytest.raises(ValueError, match="'python' is reserved for the built-in tool"):
         codec.render_prompt([USER], [Tool("python", "mine")])
-    with pytest.raises(ValueError, match="'browser' is GPT-OSS's own"):
+    with pytest.raises(ValueError, match="'browser' is for GPT-OSS only"):
         codec.render_prompt([USER], [], [BuiltinTool("browser", "looks")])
 
 
@@ -333,10 +348,10 @@ def test_clients_conversation_equals_the_templates_tokens(name: str) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "user", "content": "x"}], r"message 2 .*functions\.f \(a\) has no answer"),
+        ([{"role": "user", "content": "x"}], r"message 2 .*functions\.f \(a\) has no result"),
         (
             [{"role": "tool", "content": "x", "tool_call_id": "b"}],
-            r"functions\.f \(a\) has no answer",
+            r"functions\.f \(a\) has no result",
         ),
         ([{"role": "tool", "content": "x", "tool_call_id": "c"}], "no open call with id 'c'"),
         ([{"role": "tool", "content": "x", "name": "g"}], "no open call of g"),
@@ -566,7 +581,7 @@ def test_invalid_tokenizer_directory_is_rejected_with_the_reason(tmp_path: Path)
         read_vocabulary(tmp_path, 1200)
 
     VOCABULARIES["qwen"].save(tmp_path)
-    with pytest.raises(TokenizerError, match=r"has ids up to \d+, and model\.vocab_size is 300"):
+    with pytest.raises(TokenizerError, match=r"has ids up to \d+, but model\.vocab_size is 300"):
         read_vocabulary(tmp_path, 300)
     vocabulary = read_vocabulary(tmp_path, 1200)
     assert vocabulary.encode_text(WORDS) == VOCABULARIES["qwen"].encode_text(WORDS)
@@ -579,7 +594,9 @@ def test_invalid_tokenizer_directory_is_rejected_with_the_reason(tmp_path: Path)
 
 
 def test_too_small_vocabulary_is_rejected_with_the_needed_size() -> None:
-    with pytest.raises(TokenizerError, match=r"of 300 ids is too small: the tasks need \d+"):
+    with pytest.raises(
+        TokenizerError, match=r"needs \d+ ids for these tasks, but model\.vocab_size is 300"
+    ):
         tiny_vocabulary(300, WORDS)
 
 

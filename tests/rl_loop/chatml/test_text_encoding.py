@@ -1,22 +1,23 @@
 """Text never becomes a special token, even if a tokenizer lacks bytes or adds tokens."""
 
 from __future__ import annotations
-
 import json
 from typing import Any
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
-
-from rl_loop.chatml.vocabulary import (
-    END_OF_TEXT,
-    ChatMlVocabulary,
-    TokenizerError,
-    tiny_vocabulary,
-)
+from rl_loop.chatml.vocabulary import END_OF_TEXT
+from rl_loop.chatml.vocabulary import ChatMlVocabulary
+from rl_loop.chatml.vocabulary import TokenizerError
+from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.environments import arithmetic
 from rl_loop.harmony.vocabulary import byte_characters
+
+
+
+
+
 
 WORDS = arithmetic.vocabulary_text()
 SIZE = 1200
@@ -107,9 +108,9 @@ def test_missing_bytes_become_the_replacement_character() -> None:
 
 
 def test_tokenizer_that_cannot_encode_text_is_rejected() -> None:
-    with pytest.raises(TokenizerError, match=r"test: the text .* becomes"):
+    with pytest.raises(TokenizerError, match=r"test: the text .* is encoded as"):
         # Neither U+FFFD nor "?" can be encoded.
         load(missing=(0x04, 0xEF, ord("?")), model={"unk_token": END_OF_TEXT})
-    with pytest.raises(TokenizerError, match="model is WordLevel"):
+    with pytest.raises(TokenizerError, match="has the model WordLevel"):
         vocab = json.loads(tokenizer())["model"]["vocab"]
         load(model={"type": "WordLevel", "vocab": vocab, "unk_token": END_OF_TEXT})

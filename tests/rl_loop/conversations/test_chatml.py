@@ -170,7 +170,7 @@ def test_turn_that_no_policy_samples_is_rejected(message: str) -> None:
             {"messages": [USER, ANSWER], "reasoning_effort": "low"},
             "'reasoning_effort' is not supported",
         ),
-        ({"messages": [USER, ANSWER], "tools": [{"name": "python"}]}, "another name"),
+        ({"messages": [USER, ANSWER], "tools": [{"name": "python"}]}, "Rename the function"),
     ],
 )
 def test_harmony_fields_are_rejected_in_chatml(record: Any, message: str) -> None:

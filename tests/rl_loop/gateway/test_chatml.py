@@ -198,8 +198,8 @@ def test_calls_are_answered_in_their_order_whatever_the_clients_is(
                 call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
             beginning = [user("1+1"), repeated]
             for wrong, named in (
-                ([answer_to(second, "3")], r"call of functions\.add .* has no answer"),
-                ([user("Never mind")], r"has no answer"),
+                ([answer_to(second, "3")], r"call of functions\.add .* has no result"),
+                ([user("Never mind")], r"has no result"),
                 ([{"role": "tool", "tool_call_id": "x", "content": "2"}], "no open call"),
             ):
                 with pytest.raises(openai.BadRequestError, match=named):

@@ -75,7 +75,7 @@ def test_wheel_with_other_bytes_is_refused(machine: Path, content: bytes, tmp_pa
 
 
 def test_machine_without_any_source_is_told_the_variable_to_set(machine: Path) -> None:
-    with pytest.raises(VocabularyUnavailable, match=f"set {VARIABLE} to that folder"):
+    with pytest.raises(VocabularyUnavailable, match=f"set {VARIABLE} to it"):
         ensure_o200k()
 
 

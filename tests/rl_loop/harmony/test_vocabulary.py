@@ -185,12 +185,12 @@ def test_bytes_that_are_not_utf8_are_still_parsable_text(vocabulary) -> None:
 def test_a_vocabulary_too_small_for_its_tasks_says_how_large_it_must_be() -> None:
     needed = 256 + len(SPECIAL_TOKENS) + 1  # "th" is one merge
     assert TinyVocabulary(needed, "th").size == needed
-    with pytest.raises(ValueError, match=f"need {needed}"):
+    with pytest.raises(ValueError, match=f"needs {needed}"):
         TinyVocabulary(needed - 1, "th")
 
 
 def test_a_model_of_another_size_than_its_vocabulary_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"model\.vocab_size is 1000, but vocabulary 'gptoss' has 201088"
+        ValueError, match=r"model\.vocab_size is 1000, but vocabulary=gptoss has 201088"
     ):
         make_vocabulary("gptoss", 1000, str)

@@ -122,13 +122,13 @@ def test_doctor_says_which_protection_applies_and_how_to_get_the_better_one(
 ) -> None:
     monkeypatch.setattr(cgroup, "find_base", lambda: None)
     status, found, advice = check_sandbox_limits()
-    assert (status, "watched" in found, "niceness" in found) == (Status.LIMITED, True, True)
+    assert (status, "checked" in found, "niceness" in found) == (Status.LIMITED, True, True)
     assert "systemd-run --user --scope -p Delegate=yes" in advice
     monkeypatch.setattr(cgroup, "find_base", lambda: Path("/sys/fs/cgroup/run"))
     monkeypatch.setattr(cgroup, "_enabled", lambda base: ["memory", "cpu"])
     assert check_sandbox_limits() == (
         Status.OK,
-        "memory limited by cgroup v2 (/sys/fs/cgroup/run); processors shared by its weights",
+        "memory limited by cgroup v2 (/sys/fs/cgroup/run); CPU shared by cgroup weights",
         "",
     )
 

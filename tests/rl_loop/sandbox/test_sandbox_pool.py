@@ -117,7 +117,7 @@ def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twi
     time.sleep(0.2)  # the program has begun: its set-up takes milliseconds
     os.kill(server, signal.SIGKILL)
     thread.join()
-    assert "died" in str(failures[0])
+    assert "exited" in str(failures[0])
     assert failures[0].culprit == "server died"
     assert one_worker.run(HONEST).output == "499500\n"
     assert one_worker.processes_left() == 0

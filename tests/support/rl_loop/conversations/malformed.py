@@ -48,7 +48,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "an image",
         "messages",
         line(chat(user([{"type": "image_url"}]), said("A cat."))),
-        "message 0 (role 'user'): a part of its content is of type 'image_url'",
+        "message 0 (role 'user'): a part of the content has the type 'image_url'",
     ),
     (
         "a key that would be lost",
@@ -202,6 +202,6 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "a channel that there is not",
         "harmony",
         line(chat(user("a"), said("b", channel="thoughts"))),
-        "message 1 (role 'assistant'): there is no channel 'thoughts'",
+        "message 1 (role 'assistant'): 'thoughts' is not a channel",
     ),
 ]
