@@ -29,7 +29,7 @@ const FAMILIES = [
   ["seconds of the update", "train/seconds_"],
   ["memory (GB)", "memory/"],
   ["reward parts", "reward/"],
-  ["how episodes end", "finish/"],
+  ["episode endings", "finish/"],
 ];
 
 const STATES = {

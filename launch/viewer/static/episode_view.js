@@ -69,7 +69,7 @@ export class EpisodeView {
     fill(
       this.tools,
       element("div.switch", { role: "group", "aria-label": "View" }, button("conversation", "Conversation"), button("tokens", "Tokens")),
-      view === "tokens" ? labelled("Colour", colours) : null,
+      view === "tokens" ? labelled("Color", colours) : null,
       view === "tokens" ? element("span.soft", {}, COLOURINGS[colour]?.[1] ?? "") : null,
       element("a.button", { href: this.groupAddress() }, "Same task side by side"),
       element("button", { type: "button", onclick: () => this.move(-1) }, "Previous"),

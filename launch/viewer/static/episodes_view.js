@@ -213,7 +213,7 @@ export class EpisodesView {
     fill(
       this.pages,
       element("button", { type: "button", disabled: offset === 0, onclick: () => turn(Math.max(0, offset - PAGE)) }, "Previous"),
-      element("span", {}, total === 0 ? "nothing matches" : `${number(offset + 1)} to ${number(last)} of ${number(total)}`),
+      element("span", {}, total === 0 ? "no episode matches" : `${number(offset + 1)} to ${number(last)} of ${number(total)}`),
       element("button", { type: "button", disabled: last >= total, onclick: () => turn(offset + PAGE) }, "Next"),
     );
   }

@@ -288,7 +288,7 @@ def test_episodes_can_be_filtered_opened_and_colored(chromium: Any, viewer: Serv
 
         page.get_by_role("button", name="Tokens").click()
         assert page.locator(".token.more").count() > 0
-        page.get_by_label("Colour").select_option("advantage")
+        page.get_by_label("Color").select_option("advantage")
         assert page.locator(".token.less").count() > 0
         assert page.locator(".token.more").count() == 0
         page.get_by_text("print(", exact=True).click()
