@@ -67,7 +67,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     log = _write_traceback(error, directory)
     if log is None:
         return line
-    return f"{line}. The traceback is in {log}"
+    return f"{line.removesuffix('.')}. The traceback is in {log}"
 
 
 def find_cause(error: BaseException) -> Failure:

@@ -234,12 +234,12 @@ def memory_fault(log: str, fraction: float) -> str | None:
     lines = [line.strip()[:SHOWN_CHARACTERS] for line in log.splitlines()]
     too_small = [line for line in lines if any(sign in line for sign in SHARE_TOO_SMALL)]
     if too_small:
-        return f"{too_small[-1]}. Set {KEY}={min(0.98, fraction + 0.05):.2f} or higher"
+        return f"{too_small[-1].removesuffix('.')}. Set {KEY}={min(0.98, fraction + 0.05):.2f} or higher"
 
     used_up = [line for line in lines if any(sign in line for sign in MEMORY_USED_UP)]
     if used_up:
         return (
-            f"{used_up[-1]}. Set {KEY}={max(0.02, fraction - 0.05):.2f} or lower, or stop other "
+            f"{used_up[-1].removesuffix('.')}. Set {KEY}={max(0.02, fraction - 0.05):.2f} or lower, or stop other "
             "processes on the GPU"
         )
     return None

@@ -97,7 +97,7 @@ def test_server_without_a_ptxas_warns_and_names_the_package(
     assert VARIABLE not in assembler.os.environ
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "install no-such-package >= 13.3 in this environment" in record.getMessage()
+    assert "Install no-such-package >= 13.3 in this environment" in record.getMessage()
 
 
 @pytest.mark.parametrize(("version", "warns"), [("12.8", True), ("13.3", False)])

@@ -75,7 +75,7 @@ def test_changed_dequantized_values_are_detected() -> None:
     engine = synced(packed_weights())
     with torch.no_grad():
         engine._model.model.layers[0].mlp.experts.down_proj[1, 2, 3] += 0.5
-    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.experts\.down_proj: the engine"):
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.experts\.down_proj: the values"):
         asyncio.run(engine.packed_digests())
 
 

@@ -268,7 +268,7 @@ async def test_invalid_response_of_a_server_names_the_server(lie: str) -> None:
     liar.always = lie
     async with engine_over(liar) as (engine, _):
         with pytest.raises(
-            EngineFault, match=rf"request e/0/0/0: met 20 faults, the last: {liar.url}"
+            EngineFault, match=rf"request e/0/0/0: had 20 faults, the last: {liar.url}"
         ):
             await engine.generate(request(PROMPT, 30))
         assert len(liar.served) == 20

@@ -197,7 +197,7 @@ def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
         "rollout.engine.memory_fraction: 0.3 of GPU 0 is 45.0 GB, but a server needs "
     )
     assert "\n" not in message
-    least, most = message.rpartition("set ")[2].split(" to ")
+    least, most = message.rpartition("Set it to ")[2].split(" to ")
     assert most == "0.90"
     static_fraction(float(least), [gpu(0.9)], TWENTY_B)
     with pytest.raises(NotEnoughGpuMemory):
@@ -223,7 +223,7 @@ def test_gpu_without_enough_free_memory_is_rejected() -> None:
     [
         (
             "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.42.",
-            "set rollout.engine.memory_fraction=0.45 or higher",
+            "Set rollout.engine.memory_fraction=0.45 or higher",
         ),
         (
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.06 GiB.",
@@ -235,7 +235,7 @@ def test_out_of_memory_log_gives_an_error_with_key_and_value(line: str, value: s
     log = (
         f"[2026-11-23 16:00:00] Scheduler hit an exception: Traceback\n  File x\n{line}\n\nkilled\n"
     )
-    assert memory_fault(log, 0.4) == f"{line}; {value}"
+    assert memory_fault(log, 0.4) == f"{line} {value}"
     assert memory_fault("RuntimeError: no such kernel", 0.4) is None
 
 

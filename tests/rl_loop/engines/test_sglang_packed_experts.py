@@ -57,6 +57,8 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 
 
+
+
 ROOT = Path(__file__).parents[3]
 MODEL = GptOssModelConfig(
     num_layers=2, num_experts=3, experts_per_token=2, hidden_size=96, intermediate_size=192, num_attention_heads=4,
@@ -495,7 +497,7 @@ def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
 
 
 def test_fault_on_any_rank_of_a_server_ends_the_sync() -> None:
-    lost = f"1 tensors are missing, the first is {LAST}"
+    lost = f"the sync is incomplete: 1 tensors are missing, the first is {LAST}"
     for answers in run_distributed(sync_on_two_ranks, 2, free_port()):
         assert answers == [
             (True, "Success."),

@@ -202,7 +202,7 @@ def test_interpreter_that_hides_the_plugin_is_rejected(tmp_path: Path) -> None:
     wrap(str(packages))
     with pytest.raises(
         EngineUnavailable,
-        match=r"the plugin for .*triton_window, quick_pause, quick_sampling, fp32_logits: ",
+        match=r"the plugin for .*triton_window, quick_pause, quick_sampling, fp32_logits\. ",
     ):
         SglangConfig(**settings).check_machine()
     SglangConfig(**settings, env={"SGLANG_PLUGINS": "none"}).check_machine()

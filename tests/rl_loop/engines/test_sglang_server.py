@@ -101,7 +101,7 @@ def test_server_without_memory_starts_once_and_names_the_remedy(tmp_path: Path) 
         status = await reach(server, ServerState.DEAD, given_up=True)
         assert status.fault == (
             f"{OUT_OF_MEMORY}. Set rollout.engine.memory_fraction=0.35 or lower, or stop other processes on the GPU "
-            f"(log:  {tmp_path / 'log'})"
+            f"(log: {tmp_path / 'log'})"
         )
         await server.stop()
 

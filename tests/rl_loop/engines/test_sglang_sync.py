@@ -127,7 +127,7 @@ def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_p
     [
         (
             lambda w: w | {"model.layers.0.no_such.weight": torch.zeros(3)},
-            "no_such.weight is none of a gpt_oss model",
+            "no_such.weight is not in a gpt_oss model",
         ),
         (
             lambda w: w | {"model.norm.weight": torch.zeros(31)},
