@@ -398,7 +398,8 @@ def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationDat
     """
     if not isinstance(config, SftConfig) or config.data is None:
         raise ConfigError(
-            f"{config.name} does not train on conversations, because `data` is null. Set `data`"
+            f"{config.name} does not train on conversations. Name a configuration of `gptoss sft` "
+            "with `data`"
         )
     check_conversations(config.data)
 

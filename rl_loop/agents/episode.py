@@ -135,7 +135,9 @@ class ProgramRunner:
         is_well = out_of_memory_kills() == killed_before
         has_lost_process = isinstance(returned.failure, ProcessEnded)
         if is_alone and has_lost_process and session.forest.nodes and is_well:
-            logger.warning("%s: %s. The policy's turns ended it", session.name, returned.failure)
+            logger.warning(
+                "%s: %s. The cause is a turn of the policy", session.name, returned.failure
+            )
             returned = replace(returned, is_cause=False)
         return returned
 
@@ -151,7 +153,7 @@ class ProgramRunner:
         captured = await off_loop(session.trajectories, task_id)
         if not captured:
             function = environment.program().function
-            what = f"{function} ended without a turn of the policy"
+            what = f"{function} returned without a turn of the policy"
             raise InfrastructureFailure("environment", what, function)
         sequences = [trajectory for _, trajectory in captured]
         return session.episode.conclude(sequences, result, ending)
@@ -214,7 +216,7 @@ async def outcome_of(
     if not has_returned or ending.reason not in (FinishReason.STOP, FinishReason.LENGTH):
         return await guard.outcome(ending)
     function = guard.environment.program().function
-    what = f"{function} returned no reward, and none was posted"
+    what = f"{function} returned no reward and posted none"
     raise InfrastructureFailure("checker", what, function)
 
 

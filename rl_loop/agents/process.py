@@ -88,14 +88,14 @@ class AgentProcess:
                 env=os.environ | environment_of(program),
             )
         except OSError as error:
-            raise self._error(f"its process does not start: {error}") from error
+            raise self._error(f"its process did not start: {error}") from error
 
         self._reader = asyncio.create_task(self._read())
         try:
             await asyncio.wait_for(self._started.wait(), START_SECONDS)
         except TimeoutError:
             self.kill()
-            raise self._error(f"it was not imported within {START_SECONDS:g} s") from None
+            raise self._error(f"its process did not import it within {START_SECONDS:g} s") from None
         if self._failure is not None:
             raise self._error(self._failure)
 
@@ -157,7 +157,9 @@ class AgentProcess:
         if not answer.done():
             # A plain function cannot be stopped from outside. Its process ends with its last
             # episode.
-            logger.warning("%s does not end: its process gets no new episodes", self.function)
+            logger.warning(
+                "agent %s did not stop after its time limit; replacing its process", self.function
+            )
             self.is_usable = False
             raise OutOfTime
 
@@ -176,7 +178,7 @@ class AgentProcess:
                 self._note(json.loads(text))
         except ValueError as error:
             # The line is too long or malformed, so the lines after it cannot be read.
-            self._failure = f"its process wrote what is no answer: {error}"
+            self._failure = f"its process wrote a malformed result: {error}"
             self.kill()
         status = await self._process.wait()
 
@@ -244,7 +246,7 @@ class AgentProcesses:
             if current is not None and current.is_usable:
                 return current
             if self._is_closed:
-                raise InfrastructureFailure("environment", f"{program.function}: the run ends")
+                raise InfrastructureFailure("environment", f"{program.function}: the run is ending")
 
             current = AgentProcess(program)
             self._all = [process for process in self._all if not process.has_ended]
@@ -274,5 +276,5 @@ def _ended(status: int) -> str:
     """Describe the exit status of a process."""
     if status < 0:
         name = signal.Signals(-status).name
-        return f"its process was ended by {name}"
-    return f"its process ended with status {status}"
+        return f"its process was killed by {name}"
+    return f"its process exited with status {status}"

@@ -83,7 +83,7 @@ def certify(
     unknown = set(options.only) - set(CHECKS)
     if unknown:
         known = ", ".join(CHECKS)
-        raise CertifyError(f"there is no check {', '.join(sorted(unknown))}; known: {known}")
+        raise CertifyError(f"there is no check {', '.join(sorted(unknown))}. Known checks: {known}")
 
     first, second = open_weights(options.weights)
     vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
@@ -139,14 +139,15 @@ def check_subject_name(subject: str, has_weights: bool) -> None:
     if _is_url(subject):
         if not has_weights:
             raise CertifyError(
-                f"{subject}: --weights must name the weights of the server; "
-                "`gptoss certify prepare DIR` makes it"
+                f"{subject}: --weights must name the weights of the server. `gptoss certify "
+                "prepare DIR` writes them"
             )
         return
     if subject not in FACTORIES and ":" not in subject:
         known = ", ".join(FACTORIES)
         raise CertifyError(
-            f"there is no subject {subject!r}; known: {known}; or give MODULE:FUNCTION or a URL"
+            f"there is no subject {subject!r}. Known subjects: {known}. You can also give "
+            "MODULE:FUNCTION or a URL"
         )
 
 
@@ -163,8 +164,9 @@ def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
     available = host_memory.available_bytes()
     if needed > available:
         raise CertifyError(
-            f"{first_directory}: the reference needs {needed / 1e9:.0f} GB of memory, "
-            f"{available / 1e9:.0f} GB are free; `gptoss certify prepare` makes small weights"
+            f"{first_directory}: the reference needs {needed / 1e9:.0f} GB of memory, but only "
+            f"{available / 1e9:.0f} GB are free. Use the small weights of `gptoss certify "
+            "prepare`"
         )
     second = read_weights(directory / SECOND) if has_two else None
     return first, second

@@ -68,9 +68,7 @@ class CorpusConfig(BaseModel):
         # Errors name the source in full. Overrides may use the full name, too.
         named = values.get("sources", {})
         if not isinstance(named, dict) or set(named) - {ONLY_SOURCE}:
-            raise ValueError(
-                f"{', '.join(of_source)} belongs to a source: give it below sources.NAME"
-            )
+            raise ValueError(f"{', '.join(of_source)} belongs to a source. Move it to sources.NAME")
         others = {key: value for key, value in values.items() if key not in of_source}
         return {**others, "sources": {ONLY_SOURCE: of_source | named.get(ONLY_SOURCE, {})}}
 

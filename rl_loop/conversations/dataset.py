@@ -161,8 +161,8 @@ class ConversationData:
             if not samples:
                 share = self.config.validation_share
                 raise DataError(
-                    f"{rows.place}: no conversation of data.sources.{name} is left to measure the "
-                    f"loss on (data.validation_share is {share}); increase it, or set "
+                    f"{rows.place}: no conversation of data.sources.{name} is left for "
+                    f"validation (data.validation_share is {share}). Increase it, or set "
                     "validation_path"
                 )
             measured[name] = join_samples(samples)
@@ -209,7 +209,7 @@ class ConversationData:
         """
         if source not in self._names:
             raise DataError(
-                f"there is no data.sources.{source}; there are {', '.join(self._names)}"
+                f"there is no data.sources.{source}. Known sources: {', '.join(self._names)}"
             )
         number = self._names.index(source)
         rows = self._rows[number]

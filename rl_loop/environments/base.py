@@ -179,7 +179,9 @@ class Environment:
             The task. The task source sets its id and the environment's name.
         """
         name = cls.__name__
-        raise NotImplementedError(f"{name} generates no tasks: give train_path and held_out_path")
+        raise NotImplementedError(
+            f"{name} does not generate tasks. Set train_path and held_out_path"
+        )
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
@@ -212,7 +214,7 @@ class Environment:
             NotImplementedError: when the script starts, if it cannot solve the task.
         """
         name = cls.__name__
-        raise NotImplementedError(f"{name} has no scripted policy to make demonstrations with")
+        raise NotImplementedError(f"{name} has no scripted policy for demonstrations")
 
     @classmethod
     async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:

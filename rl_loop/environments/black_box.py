@@ -58,7 +58,7 @@ class BlackBoxOptions(EnvironmentOptions):
         if self.python is None:
             check_function(self.agent)
         elif shutil.which(self.python) is None:
-            raise ValueError(f"python: there is no program {self.python}")
+            raise ValueError(f"python: {self.python} is not executable. Name a Python interpreter")
         return self
 
     @field_validator("parts")
@@ -102,7 +102,7 @@ class BlackBoxEnvironment(Environment):
         return row_task("black_box", record, name, options)
 
     async def answer(self, text: str) -> StepResult:
-        raise InfrastructureFailure("environment", "an agent of its own judges its episodes itself")
+        raise InfrastructureFailure("environment", "an external agent judges its own episodes")
 
     def earned(self, given: object) -> StepResult:
         numbers = read_parts(given, self.options.parts, self.options.agent)

@@ -58,7 +58,10 @@ def tokenizer_directory(source: Path | None) -> Path | None:
 
 def _build_harmony(config: EpisodesConfig) -> Harmony:
     if config.vocabulary == "tokenizer":
-        raise ValueError("vocabulary tokenizer: GPT-OSS has gptoss, the released one, or tiny")
+        raise ValueError(
+            "vocabulary=tokenizer is not supported for GPT-OSS. Set vocabulary=gptoss for a "
+            "released model, or vocabulary=tiny"
+        )
 
     def corpus() -> str:
         # Episodes need a separate event loop, because the caller may be running one.
@@ -73,7 +76,8 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
     size, seconds = config.model.vocab_size, config.sandbox.timeout_seconds
     if config.vocabulary == "gptoss":
         raise ValueError(
-            "vocabulary gptoss is that of GPT-OSS: set tokenizer, for the checkpoint's own, or tiny"
+            "vocabulary=gptoss is for GPT-OSS only. Set vocabulary=tokenizer for the tokenizer "
+            "of the checkpoint, or vocabulary=tiny"
         )
     if config.vocabulary == "tiny":
         with ThreadPoolExecutor(1) as thread:
@@ -83,8 +87,9 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
     directory = tokenizer_directory(config.tokenizer_source)
     if directory is None:
         raise ValueError(
-            f"vocabulary tokenizer: {config.tokenizer_source or 'initial_weights is null, which'} has no "
-            f"{TOKENIZER_FILE}; name a directory that has one in `tokenizer`"
+            "vocabulary=tokenizer: "
+            f"{config.tokenizer_source or 'initial_weights is null, which'} has no "
+            f"{TOKENIZER_FILE}. Set tokenizer to a directory that has one"
         )
     return ChatMl(read_vocabulary(directory, size), config.chatml, seconds)
 

@@ -110,7 +110,7 @@ async def _play_opened(environment: Environment, script: Script) -> Episode:
             messages = script.send(result)
     except StopIteration:
         task_id = environment.task.task_id
-        raise ValueError(f"the script of task {task_id} ends before the episode does") from None
+        raise ValueError(f"the script of task {task_id} ends before its episode") from None
 
 
 # ---- episodes in tokens

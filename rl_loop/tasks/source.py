@@ -104,8 +104,9 @@ class TaskSource:
             before = None if saved is None else saved["tasks"]
             if source.total != before:
                 raise TaskFileError(
-                    f"tasks.sources.{name}: the data has {source.total} tasks, and had {before} when the checkpoint "
-                    "was saved, so some tasks would come twice. Restore the data, or start another run"
+                    f"tasks.sources.{name}: the data has {source.total} tasks, but had {before} "
+                    "when the checkpoint was saved, so some tasks would be used twice. Restore "
+                    "the data, or start another run"
                 )
             if saved is not None:
                 used = self._mixture.count_before(cursor["position"], number)
@@ -150,8 +151,8 @@ class TaskSource:
                     demonstrations_of(source.train(0), self.codec, mixture, "check")
                 except NotImplementedError as error:
                     raise TaskFileError(
-                        f"tasks.sources.{source.name}: no demonstrations can be made of its tasks: "
-                        f"{error}; learn from conversations instead (data)"
+                        f"tasks.sources.{source.name}: its tasks have no demonstrations: "
+                        f"{error}. Fine-tune on conversations instead (data)"
                     ) from None
 
     def demonstrations(
@@ -325,8 +326,8 @@ class Source:
             task = self._generate("train", index + (attempt << 32))
             if asked_text(task) not in self._excluded and self._is_usable(task):
                 return task
-        few = "hardly any task that is not held out and whose prompt is shorter than rollout.max_tokens"
-        raise TaskFileError(f"tasks.sources.{self.name}: the generator gives {few}")
+        few = "almost no task that is not held out and has a prompt shorter than rollout.max_tokens"
+        raise TaskFileError(f"tasks.sources.{self.name}: the generator creates {few}")
 
     def _read(self, split: Split, place: str) -> TaskData:
         """Read task data. Ids contain the source and the split, so they are unique in a run."""
@@ -357,8 +358,9 @@ class Source:
         if all(rate is None for rate in of_rows):
             example = f"{self.name}-held_out-{data.row_ids[0]}"
             raise TaskFileError(
-                f"{limits.episodes}: none of the training tasks of tasks.sources.{self.name} was evaluated there, "
-                f"such as {example}: evaluate train_path as held_out_path of a source of the same name"
+                f"{limits.episodes}: none of the training tasks of tasks.sources.{self.name} was "
+                f"evaluated there, such as {example}. Evaluate train_path as held_out_path of a "
+                "source with the same name"
             )
         return [rate is None or limits.minimum <= rate <= limits.maximum for rate in of_rows]
 
@@ -389,7 +391,7 @@ def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
         prompt = prompt_of(make_offline_environment(task))
     except Exception as error:
         raise TaskFileError(
-            f"task {task.task_id}: its prompt cannot be made: {describe(error)}"
+            f"task {task.task_id}: its prompt cannot be created: {describe(error)}"
         ) from error
 
     if limit.surely_fits(prompt):

@@ -82,16 +82,17 @@ class TaskData:
 
             row_id = task.task_id.removeprefix(self._prefix)
             if row_id in first_rows:
-                first = f"{self._unit()} {self._line(first_rows[row_id])} has it, too"
+                first = f"also in {self._unit()} {self._line(first_rows[row_id])}"
                 raise TaskFileError(
-                    f"{self._where(number)}: task_id {row_id!r} is there twice; {first}"
+                    f"{self._where(number)}: task_id {row_id!r} is not unique, {first}. Change "
+                    "one of them"
                 )
             first_rows[row_id] = number
             self.row_ids.append(row_id)
             self._numbers.append(number)
 
         if not self._numbers:
-            raise TaskFileError(f"{self._place} holds no task")
+            raise TaskFileError(f"{self._place} contains no task")
         self.places = list(range(self.total))
 
     @property
@@ -219,7 +220,9 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
             f"a task needs {', '.join(missing)}; the row has {', '.join(map(str, record))}"
         )
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: a task has no such key; it has {', '.join(KEYS)}")
+        raise ValueError(
+            f"{', '.join(unknown)}: unknown key of a task. Known keys: {', '.join(KEYS)}"
+        )
 
     task = Task(**{"environment": environment} | present)
     for key in ("task_id", "ground_truth", "environment"):
@@ -288,9 +291,9 @@ def _check_text(key: str, value: Any) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        place = f"half of a surrogate pair at place {error.start}"
+        place = f"half of a surrogate pair at index {error.start}"
         raise ValueError(
-            f"{key!r} has {place}, which is no text (surrogates not allowed)"
+            f"{key!r} has {place}, which UTF-8 cannot encode (surrogates not allowed)"
         ) from None
 
 

@@ -52,7 +52,8 @@ class WandbTracker:
             import wandb
         except ImportError:
             raise ConfigError(
-                "WANDB_PROJECT is set, but wandb is not installed: pip install wandb, or unset it"
+                "WANDB_PROJECT is set, but wandb is not installed. Run pip install wandb, or "
+                "unset the variable"
             ) from None
         self._table: Callable[..., Any] = wandb.Table
         self._run: Any = wandb.init(
@@ -95,7 +96,8 @@ class MlflowTracker:
             from mlflow.tracking import MlflowClient
         except ImportError:
             raise ConfigError(
-                "MLFLOW_TRACKING_URI is set, but mlflow is not installed: pip install mlflow-skinny, or unset it"
+                "MLFLOW_TRACKING_URI is set, but mlflow is not installed. Run pip install "
+                "mlflow-skinny, or unset the variable"
             ) from None
 
         self._failures = 0
@@ -110,13 +112,13 @@ class MlflowTracker:
             # No step is lost at this point, so report a wrong address immediately.
             uri = os.environ.get("MLFLOW_TRACKING_URI")
             raise ConfigError(
-                f"MLFLOW_TRACKING_URI is {uri}, but a run cannot be started there: {error}"
+                f"MLFLOW_TRACKING_URI is {uri}, but MLflow cannot start a run there: {error}"
             ) from None
 
         if is_resumed:
             # A resumed job must continue even if MLflow is not available.
             self._try(
-                "that the run goes on",
+                "the new state of the run (RUNNING)",
                 lambda: self._client.update_run(self._id, status="RUNNING"),
             )
 
@@ -153,7 +155,7 @@ class MlflowTracker:
         self._try(f"samples of step {step}", lambda: self._client.log_dict(self._id, table, file))
 
     def close(self) -> None:
-        self._try("that the run has ended", lambda: self._client.set_terminated(self._id))
+        self._try("the end of the run", lambda: self._client.set_terminated(self._id))
 
     def _try(self, what: str, send: Callable[[], object]) -> None:
         """Send data. Log a failure, and stop sending after MOST_FAILURES consecutive failures."""
@@ -164,7 +166,7 @@ class MlflowTracker:
         except Exception as error:
             # Stores of MLflow raise many types of exceptions.
             self._failures += 1
-            logger.warning("MLflow did not take %s: %s", what, error)
+            logger.warning("MLflow did not accept %s: %s", what, error)
             if self._failures == MOST_FAILURES:
                 logger.warning("MLflow is disabled. metrics.jsonl is still written")
             return

@@ -129,7 +129,8 @@ class StepMetrics:
     def _add(self, name: str, scalar: Scalar) -> None:
         if name in ("step", "time"):
             raise ValueError(
-                f"a metric cannot be called {name!r}: metrics.jsonl uses that key for itself"
+                f"{name!r} is not allowed as the name of a metric, because metrics.jsonl uses "
+                "this key"
             )
         before = self.scalars.get(name)
         if before and before.description != scalar.description:

@@ -52,7 +52,7 @@ class Start(StrEnum):
         """Return the mode for a command's options. Raises RunDirectoryError for more than one."""
         if resume + overwrite + resume_or_new > 1:
             raise RunDirectoryError(
-                "--resume, --resume-or-new and --overwrite exclude each other; give one of them"
+                "--resume, --resume-or-new and --overwrite exclude each other. Use one of them"
             )
 
         if resume:
@@ -221,17 +221,18 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
     """
     run = RunDirectory(Path(path))
     if run.path.exists() and not run.path.is_dir():
-        raise RunDirectoryError(f"{run.path} is a file; a run needs a directory")
+        raise RunDirectoryError(f"{run.path} is a file. Name a directory")
 
     if how is Start.NEW and run.has_begun:
         steps = len(read_training_steps(run.metrics))
         raise RunDirectoryError(
-            f"{run.path} already holds a run ({steps} steps); add --resume to continue it or --overwrite to delete it"
+            f"{run.path} already has a run ({steps} steps). Add --resume to continue it, or "
+            "--overwrite to delete it"
         )
     if how is Start.RESUME and not run.existing():
         raise RunDirectoryError(
-            f"{run.path}: there is no run to resume{_runs_beside(run.path)}. Without --resume the "
-            "command starts it"
+            f"{run.path}: there is no run to resume{_runs_beside(run.path)}. Leave --resume out "
+            "to start one"
         )
     return run
 
@@ -359,7 +360,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):
                 raise RunDirectoryError(
-                    f"{path}, line {number} is not JSON ({error}); delete that line"
+                    f"{path}, line {number} is not JSON ({error}). Delete that line"
                 ) from error
     return records
 
@@ -371,7 +372,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
-        raise RunDirectoryError(f"{path} holds a {type(value).__name__}, expected an object")
+        raise RunDirectoryError(f"{path} contains a {type(value).__name__}, expected an object")
     return value
 
 
@@ -396,5 +397,8 @@ def _write_error(path: Path, error: OSError) -> RunWriteError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free_mib = shutil.disk_usage(path.parent).free / 2**20
         hint = f"Only {free_mib:.0f} MiB are free there. Delete some files"
-    message = f"could not write {path}: {error.strerror}; its previous content is kept. {hint}, then add --resume"
+    message = (
+        f"{path} could not be written: {error.strerror}. Its earlier content is unchanged. "
+        f"{hint}, then continue with --resume"
+    )
     return RunWriteError(error.errno, message)

@@ -79,7 +79,8 @@ def _acquire(path: Path, wait_seconds: float) -> int:
                 time.sleep(1)
                 continue
             raise RunLocked(
-                f"{path.parent} is in use by {holder}; wait for it, or give this run another name"
+                f"{path.parent} is in use by {holder}. Wait until it has ended, or choose "
+                "another name for this run"
             ) from None
 
         if _is_current(path, file):

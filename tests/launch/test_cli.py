@@ -100,7 +100,7 @@ def test_help_explains_every_command(command: list[str]) -> None:
         ("parallel.world_size=3", "parallel.expert"),
         ("parallel.tensor=2", "parallel.world_size (1) must be a multiple"),
         ("rollout.max_tokens=100000", "rollout.max_tokens (100000) exceeds"),
-        ("model=huge", "model: there is no"),
+        ("model=huge", "model: huge.yaml is neither in"),
         ("tasks.sources.retool.train_path=x.jsonl", "train_path needs held_out_path"),
         ("steps", "not of the form key=value"),
     ],
@@ -212,7 +212,7 @@ def test_the_shell_completes_commands_configurations_and_keys(typed: str, comple
         (["rl", RL, "optimzer.lr=1"], "optimzer: unknown key; did you mean optimizer?"),
         (["rl", RL, "steps=1"], "steps: unknown key; did you mean training.steps?"),
         (["rl", RL, "qwxz=1"], "qwxz: unknown key\n"),
-        (["rl", RL, "tasks.sources=[1]"], "tasks.sources=[1] is a list where the file has keys"),
+        (["rl", RL, "tasks.sources=[1]"], "tasks.sources=[1] sets a list where the file has keys"),
     ],
 )
 def test_typo_error_suggests_the_probable_word(arguments: list[str], answer: str) -> None:
@@ -387,7 +387,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 0}\n')
     result = gptoss("rl", RL, f"output_dir={tmp_path}")
     assert result.returncode == 1
-    assert "already holds a run" in result.stderr
+    assert "already has a run" in result.stderr
     assert "--resume" in result.stderr
     assert (run / "metrics.jsonl").read_text() == '{"step": 0}\n'
 

@@ -129,7 +129,7 @@ def test_unknown_source_is_named(chats: Path, harmony: Harmony) -> None:
     config = DataConfig.model_validate({"path": str(chats), "workers": 0})
     with (
         ConversationData(config, harmony, 1000) as data,
-        pytest.raises(DataError, match=r"there is no data.sources.chat; there are data"),
+        pytest.raises(DataError, match=r"there is no data\.sources\.chat\. Known sources: data"),
     ):
         data.preview("chat", 1)
 
@@ -152,7 +152,7 @@ def test_the_command_previews_a_configuration(chats: Path, command: ForkedComman
 
     result = command.run("data", "preview", "configs/sft/tiny_retool.yaml")
     assert result.returncode == 1
-    assert "because `data` is null" in result.stderr
+    assert "does not train on conversations" in result.stderr
     options = ["data.path=none.jsonl", "data.validation_path=null"]
     result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", *options)
     assert result.returncode == 1

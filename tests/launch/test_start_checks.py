@@ -112,12 +112,12 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "weights of rl": (["rl", RL, "initial_weights=/none"], {}, "initial_weights: /none does not exist. `hf download"),
     "weights of sft": (["sft", SFT, "initial_weights=FILES"], {}, "initial_weights: .* is neither .* `hf download"),
     "weights of the warm start": (["rl", RL, "initial_weights=runs/tiny_retool_sft"], {},
-                                  "`gptoss sft configs/sft/tiny_retool.yaml` makes it"),
+                                  "`gptoss sft configs/sft/tiny_retool.yaml` trains it"),
     "released weights": (["rl", RL, "initial_weights=models/gpt-oss-20b"], {},
                          "`hf download openai/gpt-oss-20b --local-dir models/gpt-oss-20b .* downloads it"),
     "an export": (["eval", RL, "--weights", "runs/mine/export"], {}, "--weights: .* `gptoss rl CONFIG --resume`"),
     "chats of an example": (["sft", "configs/sft/tiny_shop.yaml"], {},
-                            "`python examples/chat_with_tools.py runs/shop` makes it"),
+                            "`python examples/chat_with_tools.py runs/shop` writes it"),
     "chats": (["sft", "configs/sft/tiny_shop.yaml", "data={path: /none.jsonl}"], {}, "`gptoss data preview CONFIG`"),
     "held-out chats of other chats": (["sft", "configs/sft/tiny_shop.yaml", "data.path=/none.jsonl"], {},
                                       "data.validation_path: runs/shop/held_out.jsonl belongs to the data.path"),
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a PEFT adapter that can be read": (["rl", RL, RANDOM, "adapter={}", "initial_adapter=FILES/dora"], {},
                                         "initial_adapter: .*use_dora is True, which is not supported"),
     "a tokenizer's directory": (["sft", "configs/sft/tiny_dense.yaml", "vocabulary=tokenizer", "tokenizer=/none"], {},
-                                "vocabulary tokenizer: /none does not exist. `hf download"),
+                                "vocabulary=tokenizer: /none does not exist. `hf download"),
     "a whole model to evaluate": (["eval", RL, RANDOM, "adapter={}", "initial_adapter=FILES/rank_8"], {},
                                   "initial_adapter: evaluation needs a whole model, .* as --weights"),
     "the right model of an evaluation": (["eval", RL, "--weights", "FILES/other"], {},
@@ -159,9 +159,9 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
                                  r"endpoint: no server answers at http://127.0.0.1:1/v1 \(connection refused\)"),
     "an endpoint's address": (["eval", RL, "evaluation.endpoint=host:8000"], {}, "is not an address such as"),
     "room for a step": (["rl", RL, RANDOM, "rollout.tasks_per_step=100000000"], {},
-                        r"a step needs [0-9,.]+ GB of Ray's object store .*: lower rollout.tasks_per_step, "),
+                        r"a step needs [0-9,.]+ GB of Ray's object store .* Lower rollout.tasks_per_step, "),
     "room for an evaluation": (["eval", RL, RANDOM, "--weights", "/none", "evaluation.samples_per_task=100000000"],
-                               {}, "a step needs .* lower evaluation.samples_per_task, "),
+                               {}, "a step needs .* Lower evaluation.samples_per_task, "),
     "SGLang": (SGLANG, {}, "rollout.engine.python: .* has no SGLang"),
     "SGLang's interpreter": ([*SGLANG, "rollout.engine.python=/none/python"], {}, "/none/python is not executable"),
     "bubblewrap": (["rl", RL, RANDOM], {"PATH": "/none"}, "bubblewrap.*install"),
@@ -360,7 +360,7 @@ def test_disk_check_includes_adapters_of_all_checkpoints(
     config = load_config(ROOT / RL, RlConfig, options)
     check_disk(tmp_path, config.training, checkpoint=20e9, adapters=6e9)
     message = (
-        r"110\.0 GB for 2 checkpoints of 20\.0 GB and the adapters of 10 checkpoints, 7\.0 GB each: "
+        r"110\.0 GB for 2 checkpoints of 20\.0 GB and the adapters of 10 checkpoints, 7\.0 GB each\. "
         r".*lower training\.keep_checkpoints, or set training\.keep_adapters to false"
     )
     with pytest.raises(CannotStart, match=message):
@@ -439,4 +439,4 @@ def test_top_p_below_1_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None
         caplog.clear()
         config = load_config(Path("tiny_retool"), RlConfig, [f"rollout.top_p={top_p}"])
         warn_about_sampling(config)
-        assert ("rollout.top_p: " in caplog.text) is warns
+        assert ("rollout.top_p=0.9: " in caplog.text) is warns

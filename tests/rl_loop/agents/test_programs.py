@@ -172,8 +172,8 @@ def test_rewards_over_http_sum_and_replace_those_of_equal_name(tiny: Harmony) ->
 @pytest.mark.parametrize(
     ("name", "component", "reason"),
     [
-        ("silent", "checker", "returned no reward, and none was posted"),
-        ("idle", "environment", "ended without a turn of the policy"),
+        ("silent", "checker", "returned no reward and posted none"),
+        ("idle", "environment", "returned without a turn of the policy"),
         ("wrong_parts", "checker", "gave the reward parts score, tone; expected score"),
         ("broken", "environment", "ConnectionError: the database is away"),
         ("exiting", "environment", "SystemExit: enough"),
@@ -204,7 +204,7 @@ def test_answer_that_kills_its_agents_process_is_wrong(tiny: Harmony) -> None:
 def test_agent_process_that_ends_before_any_request_is_invalid(tiny: Harmony) -> None:
     episode = episode_of(tiny, "killed_before_the_policy", [says(tiny, "Hello")] * 3)
     assert episode.invalid is not None
-    assert "its process was ended by SIGSEGV" in episode.invalid.reason
+    assert "its process was killed by SIGSEGV" in episode.invalid.reason
 
 
 @pytest.mark.parametrize("name", ["broken_once", "killed_once"])
@@ -462,7 +462,7 @@ def run(task, base_url, api_key):
     episode = asyncio.run(run())
     assert episode.invalid is None, episode.invalid
     assert episode.reward == 1.0
-    with pytest.raises(ValueError, match="there is no program /nowhere/python"):
+    with pytest.raises(ValueError, match="/nowhere/python is not executable"):
         BlackBoxOptions(agent="far_away_agent:run", python="/nowhere/python")
 
 

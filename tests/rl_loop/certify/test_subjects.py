@@ -187,7 +187,7 @@ def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
         (["no.such.module:thing"], "cannot be imported"),
         (
             ["transformers", "--only", "everything"],
-            "there is no check everything; known: agreement",
+            "there is no check everything. Known checks: agreement",
         ),
     ],
     ids=lambda value: str(value)[:40],

@@ -33,7 +33,7 @@ def test_path_alone_is_a_source_and_survives_serialization(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("data={sources: {a: {path: x}}, path: y}", "path belongs to a source: give it below sources.NAME"),
+        ("data={sources: {a: {path: x}}, path: y}", "path belongs to a source. Move it to sources.NAME"),
         ("data={sources: {}}", "data.sources"),
         ("data={history: append}", "data.sources"),
         ("data={path: x, histroy: append}", "data.histroy: unknown key"),

@@ -465,7 +465,7 @@ def test_validation_share_without_any_sample_is_rejected(tmp_path: Path, harmony
     with (
         data_of(harmony, path=str(path), validation_share=0.0001) as data,
         pytest.raises(
-            DataError, match=r"no conversation of data\.sources\.data is left to measure"
+            DataError, match=r"no conversation of data\.sources\.data is left for validation"
         ),
     ):
         data.validation(Report())

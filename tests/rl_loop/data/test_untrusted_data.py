@@ -52,7 +52,7 @@ def test_parquet_bomb_of_repeated_text_is_rejected_undecoded(
     assert path.stat().st_size < 10_000
     assert pq.read_metadata(path).row_group(0).total_byte_size < 2_000_000
     assert pq.read_schema(path).field("messages").type == pa.string()
-    refused(path, "bytes may decode to at most .* it has more\. The file was not read")
+    refused(path, r"bytes may decode to at most .* it has more\. The file was not read")
 
 
 def test_parquet_file_that_exceeds_the_memory_limit_is_rejected(

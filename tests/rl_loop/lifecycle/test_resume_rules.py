@@ -419,7 +419,7 @@ def test_another_number_of_tasks_is_refused(data: Path, tmp_path: Path) -> None:
     cursor = tasks.cursor(3)
     cursor["sources"]["gsm8k"]["tasks"] += 1
     with pytest.raises(
-        ValueError, match=r"tasks\.sources\.gsm8k: the data has 24 tasks, and had 25"
+        ValueError, match=r"tasks\.sources\.gsm8k: the data has 24 tasks, but had 25"
     ):
         tasks.continue_from(cursor)
 

@@ -257,9 +257,7 @@ def test_tasks_of_files_that_no_script_solves_are_refused_before_a_run_starts(
     tmp_path: Path,
 ) -> None:
     rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
-    reason = (
-        r"tasks\.sources\.real: no demonstrations can be made of its tasks: .*; learn from conv"
-    )
+    reason = r"tasks\.sources\.real: its tasks have no demonstrations: .*\. Fine-tune on conv"
     with pytest.raises(TaskFileError, match=reason):
         SftSession(real_tasks("retool", tmp_path, rows), Mock(), Start.NEW).__enter__()
 

@@ -83,7 +83,10 @@ NOT_A_TASK = {
         without("messages"),
         "a task needs messages; the row has task_id, ground_truth",
     ),
-    "an unknown key": (with_(colour=1), "colour: a task has no such key; it has task_id, messages"),
+    "an unknown key": (
+        with_(colour=1),
+        "colour: unknown key of a task. Known keys: task_id, messages",
+    ),
     "an empty id": (with_(task_id=""), "'task_id' is empty"),
     "an id that is a number": (with_(task_id=7), "'task_id' must be text, not a number"),
     "a ground truth that is a number": (
@@ -143,7 +146,7 @@ NOT_A_TASK = {
     ),
     "an id that is there": (
         with_(task_id="first"),
-        "task_id 'first' is there twice; line 1 has it, too",
+        "task_id 'first' is not unique, also in line 1",
     ),
     "endless brackets": ("[" * 100_000, "recursion"),
     "bytes": (b"\xff\xfe", "not UTF-8: byte 0 is 0xff"),
@@ -289,7 +292,7 @@ def test_what_parquet_leaves_empty_is_not_there(tmp_path: Path) -> None:
     assert (second.metadata, second.environment) == ({}, "retool")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows, {**GOOD, "task_id": "a"}]), path)
     with pytest.raises(
-        TaskFileError, match=r"tasks\.parquet, row 3: task_id 'a' is there twice; row 1 has it, too"
+        TaskFileError, match=r"tasks\.parquet, row 3: task_id 'a' is not unique, also in row 1"
     ):
         read_tasks(path)
 

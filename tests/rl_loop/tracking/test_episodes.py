@@ -325,7 +325,7 @@ def test_a_full_disk_is_an_error_of_the_next_call(tmp_path: Path) -> None:
     with no_file_beyond(1000):
         recorder.record(1, [train_split(groups_of_step(1))])
         with pytest.raises(
-            RunWriteError, match=r"could not write .*000001-000001\.parquet"
+            RunWriteError, match=r"000001-000001\.parquet could not be written"
         ) as full:
             recorder.finish_writing()
     assert full.value.errno == errno.EFBIG

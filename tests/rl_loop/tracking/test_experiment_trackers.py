@@ -127,14 +127,14 @@ def test_a_store_that_fails_is_named_at_the_start_and_ends_no_run_later(
         for step in range(5):
             tracker.log_step(step, {"reward": 0.0})
     warnings = [record.getMessage() for record in caplog.records]
-    assert warnings[0] == "MLflow did not take metrics of step 1: the server is away"
+    assert warnings[0] == "MLflow did not accept metrics of step 1: the server is away"
     assert len(warnings) == 4 and warnings[-1].startswith("MLflow is disabled")
 
     # A job that is queued again goes on without it; a new one is better told.
     monkeypatch.setattr(type(tracker._client), "update_run", fail)
     with caplog.at_level(logging.WARNING):
         MlflowTracker("tiny", dump_config(config), RunDirectory(tmp_path))
-    resumed = "MLflow did not take that the run goes on: the server is away"
+    resumed = "MLflow did not accept the new state of the run (RUNNING): the server is away"
     assert caplog.records[-1].getMessage() == resumed
 
     (tmp_path / "mlflow_run_id").unlink()

@@ -35,7 +35,9 @@ def test_a_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> 
     atomic_write_text(path, "old")
     with (
         no_file_beyond(1000),
-        pytest.raises(RunWriteError, match=r"could not write .*summary\.json.*--resume") as caught,
+        pytest.raises(
+            RunWriteError, match=r"summary\.json could not be written.*--resume"
+        ) as caught,
     ):
         atomic_write_text(path, "n" * 5000)
     assert caught.value.errno == errno.EFBIG
@@ -44,7 +46,9 @@ def test_a_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> 
 
 
 def test_a_full_device_is_an_error_that_names_the_file() -> None:
-    with pytest.raises(RunWriteError, match=r"could not write /dev/full: No space left on device"):
+    with pytest.raises(
+        RunWriteError, match=r"/dev/full could not be written: No space left on device"
+    ):
         append_lines(Path("/dev/full"), ["a line"])
 
 
@@ -62,7 +66,7 @@ def test_a_second_run_over_the_first_is_refused_and_the_options_are_named(tmp_pa
         run.metrics, ['{"step": 0, "seconds/step": 0.5}', '{"step": 1, "held_out/reward": 1}']
     )
     with pytest.raises(
-        RunDirectoryError, match=r"already holds a run \(1 steps\); add --resume .* or --overwrite"
+        RunDirectoryError, match=r"already has a run \(1 steps\)\. Add --resume .* or --overwrite"
     ):
         start_run(run.path, "lr: 2\n")
     assert run.config.read_text() == "lr: 1\n"
@@ -108,7 +112,7 @@ def test_what_a_step_or_the_end_of_a_run_leaves_is_one(tmp_path: Path, name: str
     run = start_run(tmp_path, "lr: 1\n")
     (tmp_path / name).touch()
     assert run.has_begun
-    with pytest.raises(RunDirectoryError, match="already holds a run"):
+    with pytest.raises(RunDirectoryError, match="already has a run"):
         check_start(tmp_path, Start.NEW)
 
 
