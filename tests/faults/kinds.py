@@ -363,7 +363,7 @@ KINDS: dict[str, Kind] = {
     ),
     "lie_nan": Kind(order("nan"), is_order=True, must_heal=True),
     "lie_version": Kind(
-        order("version"), is_order=True, must_end=True, named_by=r"weights \d+ sampled it"
+        order("version"), is_order=True, must_end=True, named_by=r"engine reports weights \d+"
     ),
     "lie_twice": Kind(order("twice"), is_order=True, must_heal=True),
 }

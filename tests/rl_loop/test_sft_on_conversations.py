@@ -184,7 +184,7 @@ def test_resume_exports_after_an_interrupt_in_the_last_step(
         (unfinished / "shard-0").write_bytes(b"as of a rank that was killed")
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Interrupted, match=r"saved after step 1 of 1 .*; The export is missing"):
+    with pytest.raises(Interrupted, match=r"saved after step 1 of 1 .*\. The export is missing"):
         run_sft(settings, Quiet(stop))
     assert not (settings.directory / "export").exists()
     assert not unfinished.exists(), "it takes the room of a whole model"

@@ -101,10 +101,10 @@ def test_untrainable_episode_is_rejected_with_the_task() -> None:
     episode().validate()
     nan = columns()["rollout_log_probs"].copy()
     nan[7] = np.nan
-    refused("rollout_log_probs holds nan", rollout_log_probs=nan)
-    refused("values holds nan", values=nan)
+    refused("rollout_log_probs contains nan", rollout_log_probs=nan)
+    refused("values contains nan", values=nan)
     outside = columns()["rollout_log_probs"].copy()
     outside[0] = -0.5
     refused("rollout_log_probs is non-zero outside the loss mask", rollout_log_probs=outside)
     spans = [WeightVersionSpan(1, TOKENS - 1, 3)]
-    refused("weight_versions cover 298 tokens, 299 were sampled", weight_versions=spans)
+    refused("weight_versions cover 298 tokens, but 299 were sampled", weight_versions=spans)

@@ -152,7 +152,7 @@ def test_zip_bomb_among_recorded_groups_is_not_read(
     assert GroupStore(tmp_path, keep_checkpoints=2, sampled_with="").load(2) == {}
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert "description.npy would become 67,108,992 bytes" in caplog.text
+    assert "description.npy would decompress to 67,108,992 bytes" in caplog.text
     assert peak < 5 << 20
 
 

@@ -88,7 +88,7 @@ def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
     ):
         start_run(tmp_path / "tiny_retol", "", Start.RESUME)
     with pytest.raises(
-        RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool\. Without"
+        RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool\. Leave --resume out"
     ):
         start_run(tmp_path / "gsm8k", "", Start.RESUME)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
