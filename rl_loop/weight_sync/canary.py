@@ -136,6 +136,8 @@ def check_sync(
         CanaryError: if bits or log-probs differ.
         WeightMismatch: if log-probs differ, and a server holds another tensor than was sent.
     """
+    # Bits first, because a difference names its matrix. The canary covers all weights, but shows only
+    # that something differs.
     packed_experts: Digests = {}
     if is_quantized:
         packed_experts = check_packed_experts(trainer, engines, version)
@@ -168,6 +170,7 @@ def check_canary(
             sent.
         CanaryError: if the difference is too large.
     """
+    # The first token has no log-prob, because no token precedes it.
     columns = {"token_ids": token_ids, "loss_mask": [0] + [1] * (len(token_ids) - 1)}
     text = TrainingSamples.join([columns], names=["the canary"])
 
@@ -182,6 +185,7 @@ def check_canary(
     if not any(exceeds(gap, tolerance.nats) for gap in gaps):
         return max(gaps, default=0.0)
 
+    # Rounding can only raise a default tolerance. It is measured only if a gap exceeds the default.
     measured: list[float | None] = []
     if tolerance.is_default:
         measured = engines.rounding_errors(token_ids)
@@ -237,6 +241,7 @@ def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, versi
     Raises:
         CanaryError: if a matrix differs. The message names the first one.
     """
+    # The engines come first: if they have no digests, the trainer need not compute its own.
     held = engines.packed_digests()
     if not held:
         return {}

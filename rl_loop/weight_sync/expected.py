@@ -3,12 +3,16 @@
 Dtypes are checked only for MXFP4 tensors, which must be bytes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 import torch
-
 from converters.hf_layouts import Shape
 from rl_loop.weight_sync.source import WeightMismatch
+
+
+
+
 
 PACKED_ENDINGS = ("_blocks", "_scales")
 """Endings of the names of MXFP4 tensors, which are uint8."""
@@ -35,6 +39,9 @@ class ExpectedTensors:
             return f"tensor {name} is not in {self._model}"
         if name in self._came:
             return f"tensor {name} was sent twice"
+
+        # Record it before the checks of shape and dtype. Otherwise a wrong tensor would be reported
+        # a second time, as missing.
         self._came.add(name)
         if tuple(tensor.shape) != tuple(expected):
             return (

@@ -48,9 +48,12 @@ def send_gathered(
         if dist.get_rank() in sender.ranks:
             sender.send(_in_dtype(weights, dtype), dist.get_rank())
     except GatheringBroken:
+        # The ranks can no longer communicate, so the messages below would never arrive.
         raise
     except Exception as error:
         failure = error
+
+    # Also after a failure, because the other ranks wait for this rank's messages.
     weights.finish()
     if failure is None and weights.failure is not None:
         failure = SyncFailed(f"rank {dist.get_rank()} has no weights: {weights.failure}")

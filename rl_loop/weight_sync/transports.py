@@ -245,6 +245,8 @@ async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
         try:
             bucket = await servers.open_memory(payloads, partial(next, parts, None))
         except BaseException:
+            # A server that failed may never report that it is done with the memory, which would
+            # then stay allocated.
             for of_server in handles:
                 for of_rank in of_server:
                     of_rank.disown()
