@@ -149,6 +149,8 @@ class EpisodeRunner:
         while True:
             sampled = await self.sample_turn()
             messages = await off_loop(self.codec.parse, sampled.output_ids)
+            # A malformed turn is the policy's mistake. It ends the episode with a reward, not as
+            # invalid.
             if isinstance(messages, FormatError):
                 raise EpisodeOver(IllegalTurn(messages.kind))
 
@@ -159,6 +161,8 @@ class EpisodeRunner:
 
             self.draft.tool_calls += result.tool_calls
             self.draft.tool_errors += result.tool_errors
+            # A step that ends the episode counts even if it used the last call, so check the limit
+            # after it.
             if result.done:
                 return result
             if self.calls_left == 0:
@@ -179,6 +183,8 @@ class EpisodeRunner:
             turn = await self.episode.sample(str(number), draft.token_ids + self.unread)
             self.episode.keep(turn.result)
 
+        # Tool results join the episode only with the turn that was sampled from them. Otherwise an
+        # episode could end with tokens that no turn follows.
         if number > 0:
             draft.note_reuse(turn.result)
         if self.unread:
@@ -186,6 +192,7 @@ class EpisodeRunner:
             self.unread = []
         self.append("assistant", turn.result.output_ids, turn.result)
 
+        # After the append, because the tokens of a truncated turn are a part of the episode.
         if turn.cut_by is not None:
             raise EpisodeOver(turn.cut_by)
         return turn.result
@@ -205,6 +212,7 @@ class EpisodeRunner:
         After an infrastructure failure the turn is executed again, from the state before it. Raises
         InfrastructureFailure if the failure persists, and OutOfTime.
         """
+        # Save the state before the first attempt, because a failed step may have changed it.
         runnable = self._runnable(messages)
         state = self.environment.save_state()
         is_repeated = False

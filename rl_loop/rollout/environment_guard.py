@@ -46,6 +46,7 @@ class EnvironmentGuard:
 
     async def open(self) -> None:
         """Open the environment, with the clock stopped. Raises InfrastructureFailure."""
+        # The time limit of an episode does not include the start of its environment.
         was_running = self._clock.is_running
         self._clock.stop()
         try:
@@ -73,6 +74,7 @@ class EnvironmentGuard:
         except Exception as error:
             raise InfrastructureFailure("environment", f"step: {describe(error)}") from error
 
+        # Rewards count only at the end, so only the end is checked for a finite reward.
         if isinstance(result, StepResult) and not result.done:
             return result
         return checked_end(result)
@@ -94,6 +96,7 @@ class EnvironmentGuard:
             case IllegalTurn(kind):
                 result = await self.ask(self.environment.illegal, kind)
             case LimitReached() | Completed():
+                # An agent may also stop without an answer.
                 result = await self.ask(self.environment.unfinished)
             case Failed(failure):
                 raise failure
@@ -130,6 +133,7 @@ def checked_end(result: StepResult) -> StepResult:
         reason = f"an episode ended with {type(result).__name__}, expected a StepResult"
         raise InfrastructureFailure("environment", reason)
 
+    # One NaN would spread to the advantages of the whole group.
     for name, value in {"reward": result.reward, **result.reward_parts}.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             reason = f"{name} is {value!r}, expected a finite number"

@@ -159,12 +159,15 @@ class Episode:
         """
         if self.ending is not None:
             raise EpisodeOver(self.ending)
+        # Turns in flight count, too, because several conversations may sample at the same time.
         limit = self.limits.max_turns
         if self._kept_turns + self._turns_in_flight >= limit:
             raise EpisodeOver(LimitReached(FinishReason.MAX_TURNS, f"{limit} turns"))
         if self.clock.is_over:
             raise EpisodeOver(self.out_of_time())
 
+        # Every turn has its own number, also if an earlier one was not kept: the number seeds the
+        # sampling, and a second turn with the same seed would repeat the first one.
         number = self._begun_turns
         self._begun_turns += 1
         self._turns_in_flight += 1
@@ -198,6 +201,7 @@ class Episode:
             raise EpisodeOver(budget.limit)
 
         result = await self.sampler.sample(name, prefix, budget.tokens, sampling)
+        # The engine returns no token only if the time ran out before the first one.
         if not result.output_ids:
             raise EpisodeOver(self.out_of_time())
         if result.finish_reason is FinishReason.LENGTH:

@@ -92,6 +92,7 @@ class GroupStream:
         Raises:
             RolloutsAbandoned: ``abandon`` returned True, or the stream was closed.
         """
+        # Wait with a timeout, because no message arrives when the caller's reason to abandon occurs.
         while True:
             if abandon():
                 raise RolloutsAbandoned
@@ -105,6 +106,7 @@ class GroupStream:
 
     def close(self) -> None:
         """Drop all groups. A waiting ``take`` raises RolloutsAbandoned."""
+        # The message wakes a thread that waits in ``take``. The flag alone would not.
         self.is_closed = True
         self._ended.put(RolloutsAbandoned())
 
@@ -176,6 +178,7 @@ def run_groups(
             episodes_ended += len(requests[ended.number].seeds)
             on_ended(episodes_ended, wanted)
 
+    # Groups end in any order. Callers match results and requests by position.
     groups = [results[number] for number in range(len(requests))]
     check_groups(groups, rollout)
     return groups

@@ -88,6 +88,7 @@ class TrainerWorker:
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
+        # Adapters share their base with the reference, so only a whole model needs a second one.
         # With new adapters, the policy without them is the reference. With initial adapters, the
         # policy with their initial factors is.
         self.reference: Scorer | None = None
@@ -361,6 +362,7 @@ class TrainerWorker:
         """Return all weights by Hugging Face name on rank 0, None elsewhere."""
         # The distributed optimizer leaves each rank with its share of the new weights.
         gather_parameters(self.trainer.model)
+        # Gathering is collective, so every rank iterates over it, although only rank 0 returns it.
         named = dict(self._gathering.begin())
         return TensorBytes.of(named) if dist.get_rank() == 0 else None
 

@@ -135,6 +135,7 @@ class ServerNeeds:
             weights -= _expert_values(model) * element // tensor_parallel
             weights += packed_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
 
+        # Process groups exist before SGLang reads the free memory, so they belong to the context.
         context = CONTEXT_BYTES
         working = WORKING_BYTES
         if tensor_parallel > 1:
@@ -201,6 +202,8 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
             server.
     """
     gpu = min(gpus, key=lambda gpu: gpu.free)
+
+    # Round the limits inward, so that the messages never advise a share that would fail.
     least = _round_up(needs.all / gpu.total)
     most = math.floor(gpu.free / gpu.total * 100) / 100
 
@@ -221,6 +224,9 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
             f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, but only {_gb(gpu.free)} of "
             f"{_gb(gpu.total)} are free. Set it to {least:.2f} to {most:.2f}"
         )
+
+    # Invert SGLang's formula at the top: weights and cache are the share without the rest, and the
+    # context is already allocated when SGLang reads the free memory.
     return (share - needs.context - needs.working) / (gpu.free - needs.context)
 
 
@@ -231,6 +237,8 @@ def memory_fault(log: str, fraction: float) -> str | None:
         log: output of the server.
         fraction: configured ``memory_fraction``.
     """
+    # The two causes have opposite remedies. The share can be too small for weights and cache, or so
+    # large that no memory is left for the rest.
     lines = [line.strip()[:SHOWN_CHARACTERS] for line in log.splitlines()]
     too_small = [line for line in lines if any(sign in line for sign in SHARE_TOO_SMALL)]
     if too_small:

@@ -64,6 +64,7 @@ class Turn:
         self.server_request_id = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
         return {
             "rid": self.server_request_id,
+            # The tokens so far become a part of the prompt, so another server can continue the turn.
             "input_ids": self.request.input_ids + output_ids,
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens - len(output_ids),
@@ -130,6 +131,7 @@ class AnswerReader:
             # Checked in every chunk, because ``end_turn`` uses it as a key.
             finish = _checked_finish(meta, url)
 
+            # The server counts only the tokens of its own stream. Earlier attempts do not count.
             ids = content["output_ids"]
             total = meta["completion_tokens"]
             received = len(turn.result.output_ids) - start
@@ -139,6 +141,8 @@ class AnswerReader:
 
             entries = meta["output_token_logprobs"]
             _check_counts(ids, entries, received, total, url)
+            # Relative to the whole turn. More tokens than requested would exceed the limits of the
+            # episode.
             room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
             if len(ids) > room:
                 raise ServerFailed(
@@ -180,6 +184,7 @@ class AnswerReader:
                 raise ServerFailed(f"{url}: {chunk.finish.get('message')}")
 
             if turn.request.return_routed_experts:
+                # The last sampled token was never an input of the model, so it has no experts.
                 tokens = len(turn.request.input_ids) + len(result.output_ids) + len(chunk.ids) - 1
                 result.routed_experts = self._read_routes(chunk.meta, tokens)
 
@@ -228,6 +233,8 @@ def _checked_version(meta: dict[str, Any], turn: Turn, url: str, min_version: in
         raise ServerFailed(
             f"{url} answered with weights {version!r}, but the policy has {min_version} or later"
         )
+
+    # Tokens of another request would have valid ids and log-probs, so no later check finds them.
     if meta.get("id", turn.server_request_id) != turn.server_request_id:
         raise ServerFailed(f"{url} sent the response to request {meta['id']!r}")
     return int(version)
@@ -305,6 +312,7 @@ def _extend_versions(spans: list[WeightVersionSpan], tokens: int, version: int) 
     """Append ``tokens`` tokens of weights ``version`` to adjacent spans, in place."""
     if tokens == 0:
         return
+    # A weight sync within a turn starts another span.
     if spans and spans[-1].version == version:
         last = spans.pop()
         spans.append(WeightVersionSpan(last.start, last.end + tokens, version))

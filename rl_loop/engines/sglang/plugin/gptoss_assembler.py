@@ -43,6 +43,7 @@ def install() -> None:
         warn_of_others(chosen)
         return
 
+    # The same major version as torch, because the driver need not run the output of another one.
     for path in installed_assemblers():
         version = version_of(path)
         if version >= SOUND and version[0] == cuda_family():

@@ -135,6 +135,7 @@ def bind_store() -> None:
             if "timeout" in options:
                 store.set_timeout(options["timeout"])
             return store
+        # torch has no argument for the address to listen on, but accepts a socket that listens.
         if is_master:
             listener = socket.create_server((host_name, port))
             options["master_listen_fd"] = listener.detach()
@@ -177,6 +178,7 @@ def free_cache_while_sleeping() -> None:
     def with_memory_saver(
         self: Any, *arguments: Any, token_to_kv_pool_class: Any, **options: Any
     ) -> None:
+        # Both pools are created through this argument, so it is the place to set the option.
         def create_pool(**pool_options: Any) -> Any:
             return token_to_kv_pool_class(**(pool_options | {"enable_memory_saver": True}))
 
