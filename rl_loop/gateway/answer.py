@@ -114,6 +114,7 @@ def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
     texts = []
     calls = []
     for message in messages:
+        # The recipient decides, not the channel: a call may be on the channel of reasoning, too.
         if message.recipient is not None:
             calls.append(
                 FunctionCall(

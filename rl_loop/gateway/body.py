@@ -34,6 +34,7 @@ async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes
     if encoding.strip().lower() != "identity":
         message = f"Content-Encoding {encoding[:40]!r} is not supported. Send an unencoded body"
         raise ApiError(415, "invalid_request", message)
+    # The announced length first, so that a body that is too long is not received at all.
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise _too_large()
 
@@ -41,6 +42,7 @@ async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes
     try:
         async with asyncio.timeout(BODY_SECONDS):
             while chunk := await request.content.readany():
+                # The announced length may be missing or wrong, so count the received bytes, too.
                 body += chunk
                 count(len(chunk))
                 if len(body) > MAX_BODY_BYTES:
@@ -69,6 +71,8 @@ def parse_json(body: bytes) -> Any:
 
 def _has_more_values(value: Any, most: int) -> bool:
     """Return True if JSON has more than ``most`` values."""
+    # A list instead of recursion, and no further than the limit, so that the time is bounded for
+    # any JSON.
     values = [value]
     for place in range(most):
         if place == len(values):

@@ -175,6 +175,7 @@ def new_node(
         sampled: the sampled turn.
         turn: the parsed turn.
     """
+    # A malformed turn ends the episode, whatever ended its sampling.
     finish_reason = sampled.reason
     if turn.format_error is not None:
         finish_reason = FinishReason.FORMAT_ERROR

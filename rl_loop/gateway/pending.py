@@ -79,8 +79,11 @@ class PendingTurns:
             # Shielded: a client that leaves must not take the turn from its own retry.
             return await asyncio.shield(pending.task)
         except asyncio.CancelledError:
+            # Either the turn or this client was canceled. A canceled turn of a closed session is an
+            # error for the client.
             if pending.task.cancelled() and self._is_closed:
                 raise TurnsClosed from None
+            # The client left after the end of the turn, and before it got the answer.
             if pending.task.done() and not pending.task.cancelled():
                 _mark_lost(pending.task)
             raise
@@ -98,6 +101,8 @@ class PendingTurns:
     async def close(self) -> None:
         """Cancel all turns and wait for their ends."""
         self._is_closed = True
+        # Copy the list, because turns remove themselves when they end. Cancel all turns before
+        # waiting for any, so that they end at the same time.
         tasks = [pending.task for pending in self.all()]
         for task in tasks:
             task.cancel()
@@ -107,6 +112,8 @@ class PendingTurns:
 
     def _retried(self, fingerprint: bytes) -> PendingTurn | None:
         """Return a turn in flight for which one client waits."""
+        # Two clients at one turn: the second one is the retry already, so a third request is another
+        # client's.
         for pending in self._turns.get(fingerprint, ()):
             if pending.waiting == 1:
                 return pending

@@ -74,6 +74,8 @@ class TurnRequest:
     @cached_property
     def fingerprint(self) -> bytes:
         """Digest that is equal for equal requests."""
+        # All values that can change the sampled turn, and no others, so that a repeated request is
+        # recognized.
         content = [
             [whole_digest(digest).hex() for digest in self.digests],
             self._tools_digest.hex(),
@@ -158,6 +160,7 @@ def message_digest(message: dict[str, Any]) -> MessageDigest:
         for call in message.get("tool_calls") or ()
     ]
     ids = [call.get("id") for call in message.get("tool_calls") or ()]
+    # Without the reasoning, which clients may repeat or leave out.
     whole = [
         message["role"],
         message.get("name"),

@@ -232,9 +232,11 @@ class SglangFleet:
             WeightMismatch: a ValueError, if the weights do not belong to this model or a server
                 holds others.
         """
+        # The canary's log-probs belong to the previous weights.
         self._held = HeldWeights(source, version)
         self._canary = None
         for attempt in range(MAX_SYNCS):
+            # Servers restart only with the memory that the trainer has released.
             if self._settings.colocated:
                 source.release_memory()
                 self._ask_all("allow_starts")
@@ -257,6 +259,7 @@ class SglangFleet:
         Raises:
             SyncFailed: if the sync fails and no other server is healthy.
         """
+        # Do not wait for the update: the trainer's next sync includes the restarted servers.
         if self._held is None or not self._updating.acquire(blocking=False):
             return
         try:
@@ -271,6 +274,7 @@ class SglangFleet:
             try:
                 self._bring_to_held_weights(stale)
             except SyncFailed as failure:
+                # Other servers still serve, so the run continues without the restarted ones.
                 if len(stale) == len(healthy):
                     raise
                 logger.warning("a restarted SGLang server does not serve: %s", describe(failure))
@@ -325,8 +329,10 @@ class SglangFleet:
 
         # Weights first: the trainer uses memory while it sends, which the caches may need later.
         self._change_memory(paused, "/resume_memory_occupation", ["weights"])
+        # Servers whose weights were never compared are compared in any case.
         compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
         self._send(servers, compare=compare)
+        # Only after the sync has succeeded, so that a failed comparison is repeated.
         self._compared |= incarnations
         self._change_memory(paused, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
 
@@ -340,6 +346,8 @@ class SglangFleet:
         transport: TransportName | None = None,
     ) -> None:
         assert self._held is not None
+        # One plan per sending rank: a rank sends to the servers with which it shares memory, or rank 0
+        # sends to all.
         urls: dict[int, list[str]] = {}
         for actor, status in servers.items():
             urls.setdefault(self._sending_rank(actor), []).append(status.url)
