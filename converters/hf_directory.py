@@ -89,6 +89,8 @@ class HfDirectory:
         self._file_of = weight_map or {
             name: file for file, content in self._files.items() for name in content.entries
         }
+        # Each check relies on the earlier ones: the files hold the tensors of the index, the names are
+        # known, and shapes and dtypes are those of the model.
         self._check_index()
         self._drop_tied_output_layer()
         self._stored = hf_layouts.stored_tensors(self.config, self._file_of)
@@ -123,6 +125,7 @@ class HfDirectory:
 
     def tensor_range(self, name: str) -> TensorRange | None:
         """Return the byte range of a tensor's values; None if they are stored in another layout."""
+        # Callers compare bytes, so the file must hold the values of exactly this tensor, in its order.
         stored = self._stored[name]
         if stored.is_mxfp4 or stored.output_major or stored.rows != slice(0, None):
             return None
@@ -212,6 +215,7 @@ class HfDirectory:
                     f"{self.path / file}: tensor {name} is missing, but {INDEX_FILE} places it "
                     "there"
                 )
+        # The opposite direction: tensors that no entry of the index names.
         for file, content in self._files.items():
             twice = [name for name in content.entries if self._file_of.get(name, file) != file]
             if twice:
@@ -256,6 +260,7 @@ class HfDirectory:
 
     def _check_quantization(self, raw_config: dict[str, Any]) -> None:
         """Check that config.json declares MXFP4 if and only if experts are stored in it."""
+        # OpenAI's original config.json has no such key.
         packed = [name for name, stored in self._stored.items() if stored.is_mxfp4]
         is_declared = raw_config.get("quantization_config") is not None
         if self._is_openai or is_declared == bool(packed):
@@ -387,6 +392,7 @@ def write_hf_directory(
             del tensor  # otherwise two tensors are in memory while the next one is computed
         dtype = shards.finish()
 
+        # After the weights, because config.json contains their dtype.
         extras = extras or ModelExtras()
         _write_settings(partial, config, dtype, quantized, extras, list(eos_token_ids))
         write_files(extras.files, partial)

@@ -119,6 +119,7 @@ class SafetensorsFile:
         entry = self.entries[name]
         place = self.file_range(name, start, stop)
         buffer = torch.empty(place.length, dtype=torch.uint8)
+        # Drop the pages of this range, so that the read below cannot come from the cache.
         if self._from_disk:
             os.posix_fadvise(
                 self._file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED
@@ -150,6 +151,7 @@ class _Header:
 
 
 def _read_header(file: Any, path: Path) -> _Header:
+    # A damaged length would otherwise read or allocate any number of bytes.
     (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"header of {length:,} bytes")
@@ -206,6 +208,7 @@ class SafetensorsWriter:
         longest = {
             name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()
         }
+        # The safetensors library also starts values at a multiple of 8 bytes.
         header_bytes = len(self._header(longest))
         self._header_bytes = math.ceil(header_bytes / 8) * 8
 

@@ -171,6 +171,7 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
             f"--cluster {name}: {path} does not exist. Clusters in configs/cluster: {known}",
         )
 
+    # Before the validation, so that the replaced number is checked like the file's.
     tree = read_yaml(path)
     if nodes is not None:
         tree["nodes"] = nodes

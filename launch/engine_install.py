@@ -89,17 +89,20 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
     python = directory / "bin" / "python"
 
     with _lock_directory(directory) as lock:
+        # Read after the lock is held, because another process may just have completed packages.
         done = _completed_packages(directory, pinned)
         if COMPLETE in done:
             log_line(f"{directory}: already complete")
             return python
 
         missing = [requirement for requirement in requirements if requirement.pin not in done]
+        # Before anything is written. Only missing packages need space.
         if reason := unsuitable(this_machine(directory), share=len(missing) / len(requirements)):
             raise InstallError(reason)
         _make_environment(directory, pinned)
         _install(directory, missing, len(requirements), lock, log_line)
         _compile(python, log_line)
+        # Recorded last: the next call skips everything if this entry exists.
         _check_import(python)
         _record_completed(directory, [COMPLETE])
     return python
@@ -131,6 +134,7 @@ def this_machine(directory: Path) -> Machine:
         major, minor = version.split(".")[:2]
         glibc = (int(major), int(minor))
 
+    # The free space of a directory that does not exist is that of its nearest existing parent.
     parent = directory
     while not parent.exists():
         parent = parent.parent
@@ -210,6 +214,7 @@ def _lock_directory(directory: Path) -> Iterator[int]:
 
 def _completed_packages(directory: Path, pinned: Path) -> set[str]:
     """Return the packages that an earlier call installed from the same pinned file."""
+    # Entries of another pinned file may be other versions, so they do not count.
     lines = (directory / NOTES).read_text().splitlines()
     if not lines or lines[0] != _digest(pinned):
         return set()

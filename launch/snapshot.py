@@ -105,6 +105,7 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
         state = _git("rev-parse", "HEAD") + _git("status", "--short") + _git("diff", "HEAD")
 
     # Compression level 1, because the user waits and the code is only a few megabytes.
+    # An existing file would keep its permissions, so create another one ("x").
     archive.unlink(missing_ok=True)
     with (
         open(archive, "xb", opener=_open_private) as output,
