@@ -140,6 +140,7 @@ class Forest:
         self._nodes[node.response_id] = node
         if node.parent is not None:
             node.parent.is_leaf = False
+        # The client gets no answer to a malformed turn, so no request can continue it.
         if node.format_error is None:
             self._by_fingerprint.setdefault(node.fingerprint, []).append(node)
             self._by_key[node.key] = node
@@ -149,6 +150,7 @@ class Forest:
         self._memory_bytes += node.memory_bytes
         if self._remembered_turns is None:
             return
+        # The newest turn stays, even if it alone exceeds the limit of bytes.
         while len(self) > self._remembered_turns or (
             len(self) > 1 and self._memory_bytes > REMEMBERED_BYTES
         ):
@@ -158,6 +160,7 @@ class Forest:
         """Drop a turn, so that no request can continue it. Later turns keep its tokens."""
         del self._nodes[node.response_id]
         self._memory_bytes -= node.memory_bytes
+        # A newer turn may have the same key.
         if self._by_key.get(node.key) is node:
             del self._by_key[node.key]
         for call in node.answer.calls:
@@ -226,10 +229,12 @@ def _draft(
     """Join the tokens of one path. ``shared`` has the turns that are only context."""
     draft = EpisodeDraft(task_id)
     context = shared[-1].token_ids() if shared else []
+    # Each turn holds only the routes of its new tokens, so all turns of the path contribute.
     for node in shared:
         draft.append_routes(node.routes)
 
     for node in fresh:
+        # Everything before the first turn to train on is its prompt.
         if node is fresh[0]:
             prompt = [*context, *node.new_ids]
             draft.append("prompt", prompt, decode(prompt))

@@ -242,6 +242,7 @@ class SessionJobs:
                 # The event loop serves other sessions between two jobs of a session.
                 await asyncio.sleep(0)
                 return job.run(self._codec)
+        # The job's end releases the lock, not this coroutine's: the client may leave before.
         await self._is_working.acquire()
         task = self._workers.begin(job)
         task.add_done_callback(lambda _: self._is_working.release())

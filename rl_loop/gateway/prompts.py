@@ -58,6 +58,7 @@ class PromptRenderer:
         if rendered.too_many is not None:
             raise PromptTooLong(str(rendered.too_many))
 
+        # At least one token must be left for the answer.
         prompt = _prompt_of(place, rendered)
         tokens = len(prompt.token_ids)
         if tokens >= self.max_tokens:
@@ -76,6 +77,7 @@ class PromptRenderer:
 
     def _check_size(self, request: TurnRequest, place: Place) -> None:
         """Raise PromptTooLong for a text that is certainly too long, before it is tokenized."""
+        # Tools are a part of the first prompt only.
         size = text_size(place.new_messages)
         if place.parent is None:
             size += request.tools_size

@@ -71,6 +71,7 @@ class GroupStore:
     def save(self, step: int, groups: FinishedGroups) -> None:
         """Write the groups that a resume after ``step`` steps may use. Raises RunWriteError."""
         kept = {number: known for number, known in groups.items() if is_trainable(known[1])}
+        # A file that an earlier attempt at this step left must not be restored.
         if not kept:
             self._path(step).unlink(missing_ok=True)
             return
@@ -80,6 +81,7 @@ class GroupStore:
             self._write(file, kept)
         for old in sorted(self._directory.glob("step_*.npz"))[: -self._keep]:
             old.unlink()
+        # This checkpoint shows that the attempts that restored earlier files did not fail.
         for used in self._directory.glob(f"step_*{IN_USE}"):
             if used.with_suffix("") < self._path(step):
                 used.unlink()
@@ -97,6 +99,8 @@ class GroupStore:
             if other.name.removesuffix(IN_USE) > path.name:
                 other.unlink()
 
+        # The mark is still there, so the attempt that restored the file neither saved a checkpoint
+        # nor gave it back. The groups may be the cause.
         in_use = path.with_name(path.name + IN_USE)
         if in_use.exists():
             logger.warning(

@@ -92,6 +92,7 @@ class PurifyingRunner(EpisodeRunner):
             reason = f"rollout.purification needs {self.guard.name}.save_state"
             raise InfrastructureFailure("environment", reason)
 
+        # The failed turn is the last one of the draft.
         start = self.draft.turns[-1].start
         failed = Attempt(
             prefix=self.draft.token_ids[:start],
@@ -142,6 +143,7 @@ class PurifyingRunner(EpisodeRunner):
 
     async def _rescore(self, turn: Attempt, failed: Attempt) -> Attempt:
         """Give grafted tokens the log-probs of their new place."""
+        # scores[i] belongs to token i + 1, because the first token has no log-prob.
         scores = await self.episode.sampler.score(turn.prefix + turn.sampled.output_ids)
         of_turn = scores[len(turn.prefix) - 1 :]
         log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
@@ -157,6 +159,7 @@ class PurifyingRunner(EpisodeRunner):
             sampled = await self.episode.sample(f"retry{self._retries}", prefix)
         except EpisodeOver:
             return None
+        # A truncated retry has no complete call.
         if sampled.cut_by is not None:
             return None
         return await off_loop(self._merge, turn, sampled.result)
