@@ -92,46 +92,67 @@ def reference_forward(
         the accumulation.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
-    tokens, heads, head_size = q.shape
+    tokens, heads = q.shape[:2]
     kv_heads = k.shape[1]
-    group = heads // kv_heads
 
     o = torch.empty_like(q)
     lse = torch.empty(tokens, heads, dtype=compute, device=q.device)
-    sink = sinks.to(compute).view(1, kv_heads, group, 1, 1)
+    sink = sinks.to(compute).view(1, kv_heads, heads // kv_heads, 1, 1)
 
     for batch in _tile_batches(layout, window, heads, q.device):
-        tiles = len(batch.rows)
         # Scaling q once is less work than scaling the scores of every chunk.
         query = _gather(q, batch.rows, compute, kv_heads).mul_(scale)
-
-        # The sink acts as a key before the first chunk: `total` starts at exp(sink - highest) = 1.
-        highest = sink.expand(tiles, kv_heads, group, QUERY_BLOCK, 1)
-        total = torch.ones_like(highest)
-        out: Any = None
-        for columns, hidden in batch.chunks:
-            scores = _scores(query, _gather(k, columns, compute, kv_heads), hidden, group)
-            new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
-            # A sink of -inf and a chunk without a visible key would give -inf - -inf, which is NaN.
-            new_highest = new_highest.clamp_min(torch.finfo(compute).min)
-
-            # Online softmax: rescale the earlier chunks to the new maximum.
-            decay = (highest - new_highest).exp_()
-            p = scores.sub_(new_highest).exp_()
-            total = total * decay + p.sum(-1, keepdim=True)
-
-            value = _gather(v, columns, compute, kv_heads)
-            chunk_out = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1) @ value
-            # Sequences of up to KEY_CHUNK tokens have a single chunk, which needs no addition.
-            if out is not None:
-                chunk_out = out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(chunk_out)
-            out = chunk_out
-            highest = new_highest
-
-        out = out.view(tiles, kv_heads, group, QUERY_BLOCK, head_size) / total
-        _scatter(o, batch, out)
-        _scatter(lse.unsqueeze(-1), batch, highest + total.log())
+        tile_o, tile_lse = _attend(query, k, v, sink, batch)
+        _scatter(o, batch, tile_o)
+        _scatter(lse.unsqueeze(-1), batch, tile_lse)
     return o, lse
+
+
+def _attend(
+    query: Tensor, k: Tensor, v: Tensor, sink: Tensor, batch: TileBatch
+) -> tuple[Tensor, Tensor]:
+    """Compute the online softmax of a batch of tiles over all of their chunks.
+
+    Args:
+        query: [tiles, kv_heads, group * QUERY_BLOCK, head_size], scaled.
+        k: [tokens, kv_heads, head_size] of the whole pack.
+        v: [tokens, kv_heads, head_size] of the whole pack.
+        sink: [1, kv_heads, group, 1, 1] logits.
+        batch: rows and chunks of the tiles.
+
+    Returns:
+        O [tiles, kv_heads, group, QUERY_BLOCK, head_size] and LSE
+        [tiles, kv_heads, group, QUERY_BLOCK, 1], both with the dtype of ``query``.
+    """
+    compute = query.dtype
+    tiles, kv_heads, _, head_size = query.shape
+    group = sink.shape[2]
+
+    # The sink acts as a key before the first chunk: `total` starts at exp(sink - highest) = 1.
+    highest = sink.expand(tiles, kv_heads, group, QUERY_BLOCK, 1)
+    total = torch.ones_like(highest)
+    out: Any = None
+    for columns, hidden in batch.chunks:
+        scores = _scores(query, _gather(k, columns, compute, kv_heads), hidden, group)
+        new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        # A sink of -inf and a chunk without a visible key would give -inf - -inf, which is NaN.
+        new_highest = new_highest.clamp_min(torch.finfo(compute).min)
+
+        # Online softmax: rescale the earlier chunks to the new maximum.
+        decay = (highest - new_highest).exp_()
+        p = scores.sub_(new_highest).exp_()
+        total = total * decay + p.sum(-1, keepdim=True)
+
+        value = _gather(v, columns, compute, kv_heads)
+        chunk_out = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1) @ value
+        # Sequences of up to KEY_CHUNK tokens have a single chunk, which needs no addition.
+        if out is not None:
+            chunk_out = out.mul_(decay.reshape(tiles, kv_heads, -1, 1)).add_(chunk_out)
+        out = chunk_out
+        highest = new_highest
+
+    out = out.view(tiles, kv_heads, group, QUERY_BLOCK, head_size) / total
+    return out, highest + total.log()
 
 
 def reference_backward(
@@ -172,12 +193,8 @@ def reference_backward(
         row_delta = _gather(delta.unsqueeze(-1), batch.rows, compute, kv_heads)
         grad_out = _gather(grad_o, batch.rows, compute, kv_heads)
 
-        # Invalid rows hold tokens of the next sequence or repeat the last token. Zero them, so that
-        # no token counts twice.
-        if batch.row_valid is not None:
-            valid = batch.row_valid[:, None, None, :, None]
-            for x in (row_delta, grad_out):
-                x.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(valid)
+        _zero_invalid(row_delta, batch, group)
+        _zero_invalid(grad_out, batch, group)
 
         dq: Any = None
         for columns, hidden in batch.chunks:
@@ -185,27 +202,30 @@ def reference_backward(
             value = _gather(v, columns, compute, kv_heads)
             p = _scores(query, key, hidden, group).sub_(row_lse).exp_()
             p = p.view(tiles, kv_heads, group * QUERY_BLOCK, -1)
-
-            # dV = P^T dO.
-            dv = p.transpose(-1, -2) @ grad_out
-            _add_at(grad_v, columns, dv)
+            _add_at(grad_v, columns, p.transpose(-1, -2) @ grad_out)  # dV = P^T dO
 
             # dS = P (dO V^T - delta), then dK = dS^T (scale Q) and dQ = scale dS K. `query` is
             # already scaled; dQ gets its factor after the last chunk.
             ds = grad_out @ value.transpose(-1, -2)
             ds.sub_(row_delta).mul_(p)
-            dk = ds.transpose(-1, -2) @ query
-            _add_at(grad_k, columns, dk)
+            _add_at(grad_k, columns, ds.transpose(-1, -2) @ query)
+            dq = ds @ key if dq is None else dq.add_(ds @ key)
 
-            chunk_dq = ds @ key
-            if dq is not None:
-                chunk_dq = dq.add_(chunk_dq)
-            dq = chunk_dq
-
-        dq = dq.mul_(scale).view(tiles, kv_heads, group, QUERY_BLOCK, head_size)
-        _scatter(grad_q, batch, dq)
+        _scatter(grad_q, batch, dq.mul_(scale).view(tiles, kv_heads, group, QUERY_BLOCK, head_size))
 
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks.to(sinks.dtype)
+
+
+def _zero_invalid(x: Tensor, batch: TileBatch, group: int) -> None:
+    """Zero the invalid rows of x [tiles, kv_heads, group * QUERY_BLOCK, d] in place.
+
+    Invalid rows hold tokens of the next sequence or repeat the last token, which would count twice.
+    """
+    if batch.row_valid is None:
+        return
+    tiles, kv_heads = x.shape[:2]
+    valid = batch.row_valid[:, None, None, :, None]
+    x.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(valid)
 
 
 def _scores(query: Tensor, key: Tensor, hidden: Tensor, group: int) -> Tensor:
