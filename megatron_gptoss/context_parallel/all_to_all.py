@@ -51,18 +51,13 @@ def all_to_all_attention(
     """
     size = group.size()
     heads = q.shape[1]
-    kv_heads = k.shape[1]
     if heads % size:
         raise ValueError(
             f"all_to_all cannot divide {heads} heads over {size} context-parallel ranks"
         )
 
-    # Every rank needs whole kv heads, so copy them if there are fewer heads than ranks. Copies are
-    # adjacent, so that each rank gets the kv heads of its query heads. Autograd sums the gradients
-    # of the copies.
-    copies = size // math.gcd(size, kv_heads)
-    k = k.repeat_interleave(copies, dim=1)
-    v = v.repeat_interleave(copies, dim=1)
+    k = _with_copies(k, size)
+    v = _with_copies(v, size)
     q, k, v = (_Exchange.apply(x, _to_heads, _to_sequence, group, layout) for x in (q, k, v))
 
     # The gradient of the other ranks' sinks is 0 here. The reduction over data- and
@@ -84,6 +79,17 @@ def all_to_all_attention(
         backend=settings.backend,
     )
     return _Exchange.apply(o, _to_sequence, _to_heads, group, layout)
+
+
+def _with_copies(x: Tensor, size: int) -> Tensor:
+    """Return x [tokens, kv_heads, head_size] with a number of heads that ``size`` ranks can share.
+
+    Every rank needs whole kv heads, so copy them if there are fewer heads than ranks. Copies are
+    adjacent, so that each rank gets the kv heads of its query heads. Autograd sums the gradients of
+    the copies.
+    """
+    copies = size // math.gcd(size, x.shape[1])
+    return x.repeat_interleave(copies, dim=1)
 
 
 class _Exchange(torch.autograd.Function):

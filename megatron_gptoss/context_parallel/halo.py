@@ -96,14 +96,7 @@ class HaloAttention(torch.autograd.Function):
             raise ValueError("the halo scheme supports only layers with a window")
         plan = _cached_plan(layout, group.rank(), settings.window, q.device)
 
-        # [tokens, 2, kv_heads, head_size]: keys and values in one message. Received tokens are
-        # sorted by sending rank, like ``plan.halo``. The exchange is collective, so ranks without a
-        # halo take part, too.
-        received = q.new_empty(len(plan.halo), 2, *k.shape[1:])
-        sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
-        work = dist.all_to_all_single(
-            received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
-        )
+        received, work = _start_exchange(k, v, plan, group)
 
         # Queue the large pass over all spans first. The small border waits for the halo on a second
         # stream.
@@ -113,16 +106,9 @@ class HaloAttention(torch.autograd.Function):
         with torch.cuda.stream(border_stream):
             work.wait()
             if plan.has_border:
-                # [border tokens, heads, head_size]: for each span its halo, then its first rows.
-                # Kernels need a query for every key, so halos have placeholder queries (token 0),
-                # whose results are discarded.
-                queries, keys, values = (x.index_select(0, plan.border_sources) for x in (q, k, v))
-                keys.index_copy_(0, plan.halo, received[:, 0])
-                values.index_copy_(0, plan.halo, received[:, 1])
-                border_o, border_lse = attention_forward(
-                    queries, keys, values, sinks, plan.border, settings
-                )
-                border = (queries, keys, values, border_o, border_lse)
+                inputs = _border_inputs(q, k, v, received, plan)
+                border_o, border_lse = attention_forward(*inputs, sinks, plan.border, settings)
+                border = (*inputs, border_o, border_lse)
         _join(border_stream)
 
         # After the join, because the first pass writes incomplete results to the same rows.
@@ -177,6 +163,44 @@ class HaloAttention(torch.autograd.Function):
         dk.index_add_(0, plan.sent, returned[:, 0])
         dv.index_add_(0, plan.sent, returned[:, 1])
         return dq, dk, dv, dsinks, None, None, None
+
+
+def _start_exchange(
+    k: Tensor, v: Tensor, plan: HaloPlan, group: ProcessGroup
+) -> tuple[Tensor, dist.Work]:
+    """Start to exchange the keys and values of halos.
+
+    The exchange is collective, so ranks without a halo take part, too.
+
+    Returns:
+        [halo tokens, 2, kv_heads, head_size]: received keys and values, and the work to wait for
+        before they are read.
+    """
+    # Keys and values share one message. Received tokens are sorted by sending rank, like the halo's
+    # indices.
+    received = k.new_empty(len(plan.halo), 2, *k.shape[1:])
+    sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
+    work = dist.all_to_all_single(
+        received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
+    )
+    return received, work
+
+
+def _border_inputs(
+    q: Tensor, k: Tensor, v: Tensor, received: Tensor, plan: HaloPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of the border: for each span its halo, then its first rows.
+
+    Kernels need a query for every key, so halos have placeholder queries (token 0), whose results
+    are discarded.
+
+    Returns:
+        Three tensors [border tokens, heads or kv_heads, head_size].
+    """
+    queries, keys, values = (x.index_select(0, plan.border_sources) for x in (q, k, v))
+    keys.index_copy_(0, plan.halo, received[:, 0])
+    values.index_copy_(0, plan.halo, received[:, 1])
+    return queries, keys, values
 
 
 def _border_backward(
