@@ -246,20 +246,9 @@ def schedule(
         ValueError: if there are no sequences, or one is longer than ``max_tokens``. The message
             names it.
     """
-    if len(lengths) == 0:
-        raise ValueError("there are no samples to pack")
-
     # The last token of a sequence is not an input, because it has no successor to predict.
     inputs = lengths - 1
-    if inputs.max() > max_tokens:
-        too_long = int((inputs > max_tokens).argmax())
-        name = names[too_long] if names else f"sample {too_long}"
-        raise ValueError(
-            f"{name} has {lengths[too_long]} tokens, more than "
-            f"max_tokens_per_micro_batch ({max_tokens}) allows; "
-            f"raise it to {inputs[too_long]} or more and share the row over more "
-            f"ranks (parallel.context: each holds 1 / context of it)"
-        )
+    _check_lengths(inputs, max_tokens, names)
 
     # The smallest number of micro-batches that holds all tokens may not suffice, because sequences
     # are not cut.
@@ -283,6 +272,22 @@ def schedule(
     # keep the memory of smaller tensors.
     rounds.sort(key=most_tokens, reverse=True)
     return Schedule([[taken[rank] for taken in rounds] for rank in range(data_parallel_size)])
+
+
+def _check_lengths(inputs: np.ndarray, max_tokens: int, names: Sequence[str]) -> None:
+    """Raise ValueError if there are no sequences, or one has more inputs than ``max_tokens``."""
+    if len(inputs) == 0:
+        raise ValueError("there are no samples to pack")
+
+    if inputs.max() > max_tokens:
+        too_long = int((inputs > max_tokens).argmax())
+        name = names[too_long] if names else f"sample {too_long}"
+        raise ValueError(
+            f"{name} has {inputs[too_long] + 1} tokens, more than "
+            f"max_tokens_per_micro_batch ({max_tokens}) allows; "
+            f"raise it to {inputs[too_long]} or more and share the row over more "
+            f"ranks (parallel.context: each holds 1 / context of it)"
+        )
 
 
 def pack(
