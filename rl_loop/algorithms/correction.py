@@ -76,6 +76,25 @@ def rollout_correction(
     log_rho = torch.where(mask, log_rho.detach(), 0.0)
     correction = _weigh(config, log_rho, mask, sequences)
     dropped = correction.dropped
+    dropped.update(_rejected(config, log_rho, mask, sequences))
+
+    if config.off_policy_limit and log_old_over_new is not None:
+        drift = sequences.mean(log_old_over_new, mask if moved_mask is None else moved_mask)
+        # Not "drift > limit", so that a NaN drops its sequence.
+        drifted = sequences.spread(~(drift <= config.off_policy_limit))
+        dropped["off_policy"] = (advantages < 0) & drifted
+
+    # Set the weights of dropped tokens to 0, because metrics average the weights.
+    for tokens in dropped.values():
+        correction.weights = torch.where(tokens, 0.0, correction.weights)
+    return correction
+
+
+def _rejected(
+    config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+) -> dict[str, torch.Tensor]:
+    """Return for each test of rho that is configured the tokens [tokens] that it drops."""
+    dropped: dict[str, torch.Tensor] = {}
 
     # The tests below are "not (x <= limit)", so that a NaN drops its sequence.
     if config.geometric_bounds:
@@ -89,16 +108,7 @@ def rollout_correction(
     if config.veto:
         vetoed = ~(log_rho >= math.log(config.veto))
         dropped["veto"] = sequences.spread(sequences.sum(vetoed, mask) > 0)
-
-    if config.off_policy_limit and log_old_over_new is not None:
-        drift = sequences.mean(log_old_over_new, mask if moved_mask is None else moved_mask)
-        drifted = sequences.spread(~(drift <= config.off_policy_limit))
-        dropped["off_policy"] = (advantages < 0) & drifted
-
-    # Set the weights of dropped tokens to 0, because metrics average the weights.
-    for tokens in dropped.values():
-        correction.weights = torch.where(tokens, 0.0, correction.weights)
-    return correction
+    return dropped
 
 
 def _weigh(

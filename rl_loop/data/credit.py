@@ -67,8 +67,13 @@ def assign_advantages(
     if config.whitens_over == "samples":
         per_episode = advantages.whiten(per_episode, config.standard_deviation)
 
-    # Every sampled token of an episode has the episode's advantage.
-    per_sample = per_episode.repeat_interleave(sequences)
+    return _assign_per_sample(samples, per_episode.repeat_interleave(sequences), config)
+
+
+def _assign_per_sample(
+    samples: TrainingSamples, per_sample: torch.Tensor, config: AlgorithmConfig
+) -> TrainingSamples:
+    """Return the samples with the advantage [samples] of its sample for every sampled token."""
     if config.whitens_over == "tokens":
         lengths = torch.from_numpy(_sampled_tokens(samples))
         per_token = per_sample.repeat_interleave(lengths).numpy()

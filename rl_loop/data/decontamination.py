@@ -112,20 +112,30 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
     for run, numbers in prompts_of.items():
         training_counts[run] = max(training_counts[run], len(numbers))
 
-    # The numbers of prompts with each run distinguish forms from copies.
-    forms: set[WordRun] = set()
-    for run, count in training_counts.items():
-        if _is_form(
-            in_training=count,
-            training_prompts=len(shared_runs),
-            in_held_out=held_out_counts[run],
-            held_out_prompts=len(held_out),
-        ):
-            forms.add(run)
+    forms = _forms(training_counts, len(shared_runs), held_out_counts, len(held_out))
     return [
         equal or bool(short - forms) or _gives_away(shared, forms)
         for equal, short, shared in zip(is_equal, contained, shared_runs, strict=True)
     ]
+
+
+def _forms(
+    training_counts: Counter[WordRun],
+    training_prompts: int,
+    held_out_counts: Counter[WordRun],
+    held_out_prompts: int,
+) -> set[WordRun]:
+    """Return the runs that belong to a form. The numbers of prompts with a run tell."""
+    return {
+        run
+        for run, count in training_counts.items()
+        if _is_form(
+            in_training=count,
+            training_prompts=training_prompts,
+            in_held_out=held_out_counts[run],
+            held_out_prompts=held_out_prompts,
+        )
+    }
 
 
 @dataclass
