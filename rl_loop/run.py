@@ -153,13 +153,7 @@ def run_rl(
     how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with RlSession(config, show, how) as session:
         loop = build_loop(config, session)
-        # The trainer is ready. The engines have been starting at the same time.
-        session.progress.note("waiting for the rollout engines")
-        session.rollouts.ready()
-        if session.checkpointer.state.step > 0 and config.rollout.engine.shares_trainer_gpus:
-            # Unlike in a new run, the optimizer state is on the GPU already. As in every later
-            # sync, the engines' caches must wait until the trainer's buffers are released.
-            session.rollouts.pause()
+        _wait_for_engines(config, session)
         # These objects live as long as the run. A collector's search of them would delay a step.
         exempt_from_collection()
 
@@ -186,6 +180,16 @@ def run_rl(
         )
         write_model_card(session.run, training_of(config))
     return config.directory
+
+
+def _wait_for_engines(config: RlConfig, session: RlSession) -> None:
+    """Wait until the engines are ready. They have been starting at the same time as the trainer."""
+    session.progress.note("waiting for the rollout engines")
+    session.rollouts.ready()
+    if session.checkpointer.state.step > 0 and config.rollout.engine.shares_trainer_gpus:
+        # Unlike in a new run, the optimizer state is on the GPU already. As in every later sync,
+        # the engines' caches must wait until the trainer's buffers are released.
+        session.rollouts.pause()
 
 
 def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list[dict[str, Any]]:

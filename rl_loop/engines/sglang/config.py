@@ -473,6 +473,20 @@ class SglangConfig(EngineConfig):
             "--grammar-backend": "none",
         }
 
+        flags = self._flags(routed_experts)
+        words = [self.python, "-m", "sglang.launch_server"]
+        for name, value in options.items():
+            words += [name, str(value)]
+
+        def build(host: str, port: int) -> list[str]:
+            # The user's arguments come last, because the last value of a repeated option counts.
+            place = self._place_and_memory(index, model, dtype)
+            return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
+
+        return build
+
+    def _flags(self, routed_experts: bool) -> list[str]:
+        """Return the arguments that depend on features of the run."""
         flags = ["--incremental-streaming-output", "--skip-tokenizer-init"]
         if routed_experts:
             flags.append("--enable-return-routed-experts")
@@ -484,17 +498,7 @@ class SglangConfig(EngineConfig):
             flags += ["--enable-memory-saver", *prefill_graph_options(self.prefill_graph_tokens)]
             if self.tensor_parallel > 1 and not self._names_all_reduce_fusion:
                 flags.append("--enforce-disable-flashinfer-allreduce-fusion")
-
-        words = [self.python, "-m", "sglang.launch_server"]
-        for name, value in options.items():
-            words += [name, str(value)]
-
-        def build(host: str, port: int) -> list[str]:
-            # The user's arguments come last, because the last value of a repeated option counts.
-            place = self._place_and_memory(index, model, dtype)
-            return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
-
-        return build
+        return flags
 
     @property
     def _names_all_reduce_fusion(self) -> bool:
