@@ -215,6 +215,7 @@ class HfDirectory:
                     f"{self.path / file}: tensor {name} is missing, but {INDEX_FILE} places it "
                     "there"
                 )
+
         # The opposite direction: tensors that no entry of the index names.
         for file, content in self._files.items():
             twice = [name for name in content.entries if self._file_of.get(name, file) != file]

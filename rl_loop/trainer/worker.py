@@ -88,7 +88,6 @@ class TrainerWorker:
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
-        # Adapters share their base with the reference, so only a whole model needs a second one.
         # With new adapters, the policy without them is the reference. With initial adapters, the
         # policy with their initial factors is.
         self.reference: Scorer | None = None

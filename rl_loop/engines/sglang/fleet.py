@@ -271,6 +271,7 @@ class SglangFleet:
             }
             if not stale:
                 return
+
             try:
                 self._bring_to_held_weights(stale)
             except SyncFailed as failure:
