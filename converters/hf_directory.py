@@ -89,8 +89,8 @@ class HfDirectory:
         self._file_of = weight_map or {
             name: file for file, content in self._files.items() for name in content.entries
         }
-        # Each check relies on the earlier ones: the files hold the tensors of the index, the names are
-        # known, and shapes and dtypes are those of the model.
+        # Each check relies on the earlier ones: the files hold the tensors of the index, the names
+        # are known, and shapes and dtypes are those of the model.
         self._check_index()
         self._drop_tied_output_layer()
         self._stored = hf_layouts.stored_tensors(self.config, self._file_of)
@@ -125,7 +125,7 @@ class HfDirectory:
 
     def tensor_range(self, name: str) -> TensorRange | None:
         """Return the byte range of a tensor's values; None if they are stored in another layout."""
-        # Callers compare bytes, so the file must hold the values of exactly this tensor, in its order.
+        # Callers compare bytes, so the range must hold exactly the values of this tensor, in order.
         stored = self._stored[name]
         if stored.is_mxfp4 or stored.output_major or stored.rows != slice(0, None):
             return None

@@ -166,8 +166,8 @@ class Episode:
         if self.clock.is_over:
             raise EpisodeOver(self.out_of_time())
 
-        # Every turn has its own number, also if an earlier one was not kept: the number seeds the
-        # sampling, and a second turn with the same seed would repeat the first one.
+        # Count turns that are not kept, too. The number seeds the sampling, so a turn with the number
+        # of an earlier one would repeat it.
         number = self._begun_turns
         self._begun_turns += 1
         self._turns_in_flight += 1

@@ -131,7 +131,7 @@ class AnswerReader:
             # Checked in every chunk, because ``end_turn`` uses it as a key.
             finish = _checked_finish(meta, url)
 
-            # The server counts only the tokens of its own stream. Earlier attempts do not count.
+            # The server counts the tokens of this stream. Tokens of earlier attempts do not count.
             ids = content["output_ids"]
             total = meta["completion_tokens"]
             received = len(turn.result.output_ids) - start
