@@ -112,8 +112,8 @@ class PendingTurns:
 
     def _retried(self, fingerprint: bytes) -> PendingTurn | None:
         """Return a turn in flight for which one client waits."""
-        # Two clients at one turn: the second one is the retry already, so a third request is another
-        # client's.
+        # If two clients wait for a turn, the second one is the retry already. A third request is
+        # another client's.
         for pending in self._turns.get(fingerprint, ()):
             if pending.waiting == 1:
                 return pending

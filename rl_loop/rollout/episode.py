@@ -166,8 +166,8 @@ class Episode:
         if self.clock.is_over:
             raise EpisodeOver(self.out_of_time())
 
-        # Count turns that are not kept, too. The number seeds the sampling, so a turn with the number
-        # of an earlier one would repeat it.
+        # Count turns that are not kept, too. The number seeds the sampling, so a turn with the
+        # number of an earlier one would repeat it.
         number = self._begun_turns
         self._begun_turns += 1
         self._turns_in_flight += 1

@@ -92,7 +92,7 @@ class GroupStream:
         Raises:
             RolloutsAbandoned: ``abandon`` returned True, or the stream was closed.
         """
-        # Wait with a timeout, because no message arrives when the caller's reason to abandon occurs.
+        # Wait with a timeout, because no message arrives when a reason to abandon occurs.
         while True:
             if abandon():
                 raise RolloutsAbandoned

@@ -136,8 +136,8 @@ def check_sync(
         CanaryError: if bits or log-probs differ.
         WeightMismatch: if log-probs differ, and a server holds another tensor than was sent.
     """
-    # Bits first, because a difference names its matrix. The canary covers all weights, but shows only
-    # that something differs.
+    # Bits first, because a difference names its matrix. The canary covers all weights, but shows
+    # only that something differs.
     packed_experts: Digests = {}
     if is_quantized:
         packed_experts = check_packed_experts(trainer, engines, version)

@@ -72,8 +72,8 @@ class WeightSample:
             del tensor  # otherwise it would outlive its bucket
 
     def _hash_if_complete(self, parameter: str) -> None:
-        # A server may fuse several tensors into one parameter. They can come in different buckets, so
-        # keep each one until the last one is here.
+        # A server may fuse several tensors into one parameter. They can come in different buckets,
+        # so keep each one until the last one is here.
         sources = self._sources[parameter]
         if all(source in self._waiting for source in sources):
             parts = [self._waiting.pop(source) for source in sources]

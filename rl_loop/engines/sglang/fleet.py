@@ -347,8 +347,8 @@ class SglangFleet:
         transport: TransportName | None = None,
     ) -> None:
         assert self._held is not None
-        # One plan per sending rank: a rank sends to the servers with which it shares memory, or rank 0
-        # sends to all.
+        # One plan per sending rank: a rank sends to the servers with which it shares memory, or rank
+        # 0 sends to all.
         urls: dict[int, list[str]] = {}
         for actor, status in servers.items():
             urls.setdefault(self._sending_rank(actor), []).append(status.url)

@@ -64,7 +64,7 @@ class Turn:
         self.server_request_id = f"{self.request.request_id}#{uuid.uuid4().hex[:12]}"
         return {
             "rid": self.server_request_id,
-            # The tokens so far become a part of the prompt, so another server can continue the turn.
+            # The tokens so far become a part of the prompt, so any server can continue the turn.
             "input_ids": self.request.input_ids + output_ids,
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens - len(output_ids),
