@@ -54,6 +54,16 @@ class Program:
     registers: int
     """Maximum registers per thread."""
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the launch by the names of the kernel and of Triton."""
+        return {
+            "BLOCK_ROWS": self.rows,
+            "num_warps": WARPS,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }
+
 
 FEW_ROWS = Program(rows=16, stages=4, registers=128)
 MANY_ROWS = Program(rows=64, stages=3, registers=168)
@@ -108,7 +118,6 @@ def multiply(
     columns = triton.cdiv(outputs, COLUMNS)
     program = program_for(len(entries), routes.n_expts_tot)
     grid = (routes.n_blocks(len(entries), program.rows) * columns,)
-    ragged = routes.expt_data
 
     _multiply_kernel[grid](
         x,
@@ -118,28 +127,32 @@ def multiply(
         out,
         entries,
         gates,
-        ragged.slice_sizes,
-        ragged.slice_offs,
-        ragged.block_offs(program.rows),
-        ragged.block_schedule(program.rows),
+        *_placement(routes.expt_data, program.rows),
         routes.n_expts_tot,
         outputs,
         columns,
-        values.shape[1],
-        values.shape[2],
-        scales.shape[1],
-        scales.shape[2],
+        *values.shape[1:],
+        *scales.shape[1:],
         0.0 if swiglu is None else swiglu.alpha,
         0.0 if swiglu is None else swiglu.limit,
         SIZE=x.shape[1],
         TOP_K=routes.n_expts_act,
-        BLOCK_ROWS=program.rows,
         COLUMNS=COLUMNS,
         INPUTS=INPUTS,
-        num_warps=WARPS,
-        num_stages=program.stages,
-        maxnreg=program.registers,
+        **program.options,
     )
+
+
+def _placement(ragged: Any, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sizes and starts of experts, and the starts and schedule of blocks of rows.
+
+    Args:
+        ragged: metadata of triton_kernels about the experts' tokens.
+        rows: token rows per block.
+    """
+    blocks = ragged.block_offs(rows)
+    schedule = ragged.block_schedule(rows)
+    return ragged.slice_sizes, ragged.slice_offs, blocks, schedule
 
 
 # These arguments are slices of larger tensors with any alignment. Without specialization one kernel
@@ -187,13 +200,7 @@ def _multiply_kernel(
 
     # Offsets are unsigned 32-bit numbers relative to an address that all threads share. Only that
     # address advances in the loop, which saves an addition per thread and load.
-    #
-    # The storage of values has 1/4 of the matrix's rows, padded to 64 matrix rows. Storage rows of
-    # the last program wrap around to the first ones, and their results are not stored.
-    value_row = (column * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)) % value_rows
-    value_row = tl.max_contiguous(tl.multiple_of(value_row, COLUMNS // 4), COLUMNS // 4)
-    value_at = value_row[:, None] * value_bytes + tl.arange(0, INPUTS)[None, :]
-    value_at = value_at.to(tl.uint32)
+    value_at = _value_offsets(column, value_rows, value_bytes, COLUMNS, INPUTS)
     values += expert * value_rows * value_bytes
     scale_row = column * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
     scale_at = scale_row[:, None] * scale_bytes + tl.arange(0, INPUTS)[None, :]
@@ -208,15 +215,38 @@ def _multiply_kernel(
     if BLOCK_ROWS == 16:
         _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
     else:
-        left = size - first
-        if left <= 16:
-            _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
-        elif left <= 32:
-            _multiply_rows(rest, 32, 0, COLUMNS, SIZE, INPUTS, TOP_K)
-        elif left <= 48:
-            _multiply_rows(rest, 32, 16, COLUMNS, SIZE, INPUTS, TOP_K)
-        else:
-            _multiply_rows(rest, 64, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_left_rows(rest, size - first, COLUMNS, SIZE, INPUTS, TOP_K)
+
+
+@triton.jit
+def _value_offsets(column, value_rows, value_bytes, COLUMNS: tl.constexpr, INPUTS: tl.constexpr):
+    """Return uint32 offsets [COLUMNS / 4, INPUTS] of a column block in an expert's values."""
+    # The storage of values has 1/4 of the matrix's rows, padded to 64 matrix rows. Storage rows of
+    # the last program wrap around to the first ones, and their results are not stored.
+    value_row = (column * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)) % value_rows
+    value_row = tl.max_contiguous(tl.multiple_of(value_row, COLUMNS // 4), COLUMNS // 4)
+    value_at = value_row[:, None] * value_bytes + tl.arange(0, INPUTS)[None, :]
+    return value_at.to(tl.uint32)
+
+
+@triton.jit
+def _multiply_left_rows(
+    rest,
+    left,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    """Multiply up to 64 of the ``left`` tokens of an expert, in steps of 16 rows."""
+    if left <= 16:
+        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+    elif left <= 32:
+        _multiply_rows(rest, 32, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+    elif left <= 48:
+        _multiply_rows(rest, 32, 16, COLUMNS, SIZE, INPUTS, TOP_K)
+    else:
+        _multiply_rows(rest, 64, 0, COLUMNS, SIZE, INPUTS, TOP_K)
 
 
 @triton.jit
