@@ -95,10 +95,8 @@ def attend_to_window(
         queries,
         keys,
         values,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
+        *keys.stride()[:2],
+        *values.stride()[:2],
         page_table,
         page_table.stride(0),
         lengths,
@@ -152,14 +150,7 @@ def _attend_to_window_kernel(
     place = (request * tl.num_programs(0) * GROUP + query_head[:, None]) * HEAD_SIZE + column
     query = tl.load(queries + place, mask=is_head[:, None], other=0.0)
 
-    # Scores and sinks are base-2 logarithms, because GPUs have an instruction for exp2.
-    if sinks is None:
-        largest = tl.full((ROWS,), LOWEST, dtype=tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-    else:
-        sink = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
-        largest = tl.maximum(sink, LOWEST)
-        total = tl.exp2(sink - largest)
+    largest, total = _initial_softmax(sinks, query_head, is_head, ROWS)
     sums = tl.zeros((ROWS, HEAD_SIZE), dtype=tl.float32)
 
     key_head = keys + head * key_head_stride + column
@@ -176,22 +167,46 @@ def _attend_to_window_kernel(
 
         score = tl.dot(query, key.trans(), input_precision="ieee") * (scale * LOG2_E)
         score = tl.where(in_window[None, :], score, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - new_largest[:, None])
-
-        shrinking = tl.exp2(largest - new_largest)
-        total = total * shrinking + tl.sum(weight, 1)
+        weight, shrinking, largest, total = _update_softmax(score, largest, total)
         sums = sums * shrinking[:, None]
         sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="ieee")
-        largest = new_largest
 
     # The total is 0 for a request without tokens and without sinks.
     output = sums / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outputs + place, output.to(outputs.dtype.element_ty), mask=is_head[:, None])
 
 
-# -- SGLang's calls of FlashAttention
-# ---------------------------------------------------------------
+@triton.jit
+def _initial_softmax(sinks, query_head, is_head, ROWS: tl.constexpr):
+    """Return the largest score and the sum of exponentials [ROWS] before the first key.
+
+    Scores and sinks are base-2 logarithms, because GPUs have an instruction for exp2.
+    """
+    if sinks is None:
+        largest = tl.full((ROWS,), LOWEST, dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+    else:
+        sink = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+        largest = tl.maximum(sink, LOWEST)
+        total = tl.exp2(sink - largest)
+    return largest, total
+
+
+@triton.jit
+def _update_softmax(score, largest, total):
+    """Add the scores [ROWS, CHUNK] of a chunk to the online softmax.
+
+    Returns:
+        Weights [ROWS, CHUNK], the factor [ROWS] of sums over earlier chunks, the largest score and
+        the sum of exponentials.
+    """
+    new_largest = tl.maximum(largest, tl.max(score, 1))
+    weight = tl.exp2(score - new_largest[:, None])
+    shrinking = tl.exp2(largest - new_largest)
+    return weight, shrinking, new_largest, total * shrinking + tl.sum(weight, 1)
+
+
+# -- SGLang's calls of FlashAttention --------------------------------------------------------------
 
 
 def install() -> None:
