@@ -192,14 +192,8 @@ def export_checkpoint(
         ConversionError: naming the file, key or tensor.
     """
     checkpoint = MegatronCheckpoint(megatron_dir)
+    _check_format(checkpoint, dtype)
     quantized = dtype == "mxfp4"
-    if checkpoint.is_quantized and not quantized:
-        raise ConversionError(
-            f"{megatron_dir}: its experts were trained through MXFP4, but {dtype} would write them "
-            "before rounding, which is not the trained model. Use --format mxfp4"
-        )
-    # Rejects widths that do not fit MXFP4 blocks before anything is written.
-    written_shapes(checkpoint.config, quantized)
 
     settings = _read_reference(reference, checkpoint, quantized)
 
@@ -221,6 +215,18 @@ def export_checkpoint(
             check=lambda partial: exporter.read_back(partial, check_progress),
         )
     return exporter.report
+
+
+def _check_format(checkpoint: MegatronCheckpoint, dtype: ExportFormat) -> None:
+    """Raise ConversionError if the checkpoint cannot be written with this dtype."""
+    quantized = dtype == "mxfp4"
+    if checkpoint.is_quantized and not quantized:
+        raise ConversionError(
+            f"{checkpoint.path}: its experts were trained through MXFP4, but {dtype} would write "
+            "them before rounding, which is not the trained model. Use --format mxfp4"
+        )
+    # Rejects widths that do not fit MXFP4 blocks before anything is written.
+    written_shapes(checkpoint.config, quantized)
 
 
 @dataclass(frozen=True)

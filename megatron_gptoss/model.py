@@ -82,14 +82,18 @@ def build_model(
         chunks = [_build_chunk(config, i) for i in range(parallel.virtual_pipeline)]
 
     if adapter is not None:
-        for chunk in chunks:
-            freeze_base(chunk)
-            if chunk.pre_process:
-                chunk.embedding.register_forward_hook(_require_gradient)
-
+        _freeze_for_adapters(chunks)
     if len(chunks) == 1:
         return chunks[0]
     return torch.nn.ModuleList(chunks)
+
+
+def _freeze_for_adapters(chunks: Sequence[Any]) -> None:
+    """Freeze all parameters except adapters, and keep the backward pass through all layers."""
+    for chunk in chunks:
+        freeze_base(chunk)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_require_gradient)
 
 
 def _require_gradient(module: torch.nn.Module, inputs: Any, embeddings: torch.Tensor) -> None:
