@@ -85,10 +85,9 @@ class RunDirectory:
         """Paths and digests of the run's initial input files (``rl_loop.lifecycle.inputs``)."""
 
         self.metrics = path / "metrics.jsonl"
-        """Lines of {"step", "time", NAME: value, ...}.
+        """Lines of {"step", "time", NAME: value, ...}, one per training step and per evaluation.
 
-        There is one line per training step, numbered from 1, and one per evaluation. The step of an
-        evaluation is the number of training steps before it.
+        Training steps count from 1. An evaluation has the number of training steps before it.
         """
 
         self.metric_descriptions = path / "metrics.describe.json"
