@@ -177,6 +177,8 @@ def route(logits: Tensor, top_k: int) -> Routes:
     return routes
 
 
+# Each program writes the entries of one expert, ``own``. The last program has none: its sums over
+# all experts before it are the totals.
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def _route_kernel(
     logits,
@@ -203,39 +205,159 @@ def _route_kernel(
     SMALLEST_BLOCK_LOG2: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
 ):
-    # Expert whose entries this program writes. The last program has none: its sums over all experts
-    # before it are the totals.
     own = tl.program_id(0)
     token = tl.arange(0, TOKENS)
     is_token = token < tokens
 
-    # [tokens, chunks, experts of a chunk]: a chunk is the load of adjacent threads. Triton assigns
-    # the chunks of different tokens to a warp first, then further chunks of the same tokens. With
-    # enough tokens a thread therefore holds all logits of one token and finds their maximum alone.
+    rows = logits + token * logits_stride
+    value, column, inside = _load_table(rows, is_token, EXPERTS, COLUMNS, WIDTH)
+    own_value = tl.load(rows + own, mask=is_token & (own < EXPERTS), other=0.0).to(tl.float32)
+
+    number = _sortable(value, column, logits.dtype.element_ty == tl.bfloat16, COLUMNS)
+    if EXPERTS < COLUMNS:
+        number = tl.where(inside, number, 0)
+    chosen, best = _choose(number, TOP_K, TOKENS, COLUMNS, CHOICES)
+    is_choice = (tl.arange(0, CHOICES)[:, None] < TOP_K) & is_token[None, :]
+    takes, slot = _own_entries(chosen, is_choice, own)
+    gate = _gate(value, own_value, number, best, TOKENS, COLUMNS, ADDED_IN_TURN)
+
+    size = tl.histogram(tl.ravel(chosen), COLUMNS, mask=tl.ravel(is_choice))
+    expert = tl.arange(0, COLUMNS)
+    is_before = expert < own
+    start = tl.sum(tl.where(is_before, size, 0), 0)
+    own_size = tl.sum(tl.where(expert == own, size, 0), 0)
+
+    by_entry = (chosen_out, places_out)
+    by_place = (by_expert_out, gates_out)
+    _store_entries(by_entry, by_place, takes, slot, own, start, token * TOP_K, gate)
+    tl.store(starts_out + own, start)
+    tl.store(sizes_out + own, own_size, mask=own < EXPERTS)
+    for number_of_size in tl.static_range(BLOCK_SIZES):
+        log2 = SMALLEST_BLOCK_LOG2 + number_of_size
+        first = tl.sum(tl.where(is_before, _blocks(size, log2), 0), 0)
+        own_blocks = _blocks(own_size, log2)
+        tl.store(block_starts_out + number_of_size * (EXPERTS + 1) + own, first)
+        schedule = schedule_out + number_of_size * blocks
+        _store_schedule(schedule, own, first, own_blocks, blocks, EXPERTS, BLOCKS, BLOCKS_OF_EXPERT)
+
+
+@triton.jit
+def _load_table(rows, is_token, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load all logits as a table [tokens, chunks, experts of a chunk].
+
+    Returns:
+        fp32 logits, -inf outside; the expert of each column; and True where there is a logit.
+    """
+    # A chunk is the load of adjacent threads. Triton assigns the chunks of different tokens to a
+    # warp first, then further chunks of the same tokens. With enough tokens a thread therefore
+    # holds all logits of one token and finds their maximum alone.
     chunk = tl.arange(0, COLUMNS // WIDTH)[None, :, None]
     column = chunk * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     inside = is_token[:, None, None]
     if EXPERTS < COLUMNS:
         inside = inside & (column < EXPERTS)
-    rows = logits + token * logits_stride
     value = tl.load(rows[:, None, None] + column, mask=inside, other=float("-inf"))
-    value = value.to(tl.float32)
-    own_value = tl.load(rows + own, mask=is_token & (own < EXPERTS), other=0.0).to(tl.float32)
+    return value.to(tl.float32), column, inside
 
-    # Integers in the order of the logits. If logits are equal, the lower expert number gives the
-    # larger integer. The upper bits are those of the float: all inverted if it is negative,
-    # otherwise only the sign. A bf16 occupies the upper half of 32 bits, so the lower half can hold
-    # the expert.
+
+@triton.jit
+def _gate(
+    value,
+    own_value,
+    number,
+    best,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADDED_IN_TURN: tl.constexpr,
+):
+    """Return exp(own_value) over the sum of exponentials of a token's experts [tokens]."""
+    largest = tl.max(tl.max(value, 2), 1)
+    raised = tl.exp(value - largest[:, None, None])
+    raised = tl.where(number >= best[:, None, None], raised, 0.0)
+    total = _add_groups(raised, TOKENS, COLUMNS, ADDED_IN_TURN)
+    # The sum contains a 1 for the largest logit. In rows after the last token it is NaN, and these
+    # rows are not stored.
+    return tl.exp(own_value - largest) / tl.maximum(total, 1.0)
+
+
+@triton.jit
+def _own_entries(chosen, is_choice, own):
+    """Return for each token whether expert ``own`` takes it (1 or 0), and the slot of the entry."""
+    # A token has an expert at most once, and its entries are in ascending order of experts.
+    takes = tl.sum((is_choice & (chosen == own)).to(tl.int32), 0)
+    slot = tl.sum((is_choice & (chosen < own)).to(tl.int32), 0)
+    return takes, slot
+
+
+@triton.jit
+def _store_entries(by_entry, by_place, takes, slot, own, start, first_entry, gate):
+    """Store the entries of this program's expert.
+
+    Args:
+        by_entry: outputs that entries index: experts and places.
+        by_place: outputs that places index: entries and gates.
+        takes: int32 [TOKENS], 1 where the expert takes the token.
+        slot: int32 [TOKENS] slot of the token's entry.
+        own: the expert.
+        start: first place of the expert.
+        first_entry: [TOKENS] first entry of each token.
+        gate: [TOKENS] the expert's gate for each token.
+    """
+    chosen_out, places_out = by_entry
+    by_expert_out, gates_out = by_place
+    is_taken = takes > 0
+    place = start + tl.cumsum(takes, 0) - takes
+    entry = first_entry + slot
+    tl.store(chosen_out + entry, tl.zeros_like(entry) + own, mask=is_taken)
+    tl.store(places_out + entry, place, mask=is_taken)
+    tl.store(by_expert_out + place, entry, mask=is_taken)
+    tl.store(gates_out + place, gate.to(gates_out.dtype.element_ty), mask=is_taken)
+
+
+@triton.jit
+def _blocks(size, log2: tl.constexpr):
+    """Return the number of blocks of 2 ** log2 tokens that hold ``size`` tokens."""
+    return (size + ((1 << log2) - 1)) >> log2
+
+
+@triton.jit
+def _sortable(value, column, IS_BF16: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return unsigned integers in the order of the fp32 logits. The lower 16 bits hold the expert.
+
+    If logits are equal, the lower expert number gives the larger integer.
+    """
+    # The upper bits are those of the float: all inverted if it is negative, otherwise only the
+    # sign. A bf16 occupies the upper half of 32 bits, so the lower half can hold the expert.
     bits = value.to(tl.int32, bitcast=True)
     rising = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     first_is_larger = (COLUMNS - column).to(tl.uint32)
-    if logits.dtype.element_ty == tl.bfloat16:
+    if IS_BF16:
         number = (rising & 0xFFFF0000) | first_is_larger
     else:
         number = (rising.to(tl.uint64) << 16) | first_is_larger.to(tl.uint64)
-    if EXPERTS < COLUMNS:
-        number = tl.where(inside, number, 0)
+    return number
 
+
+@triton.jit
+def _choose(
+    number,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Choose the experts with the TOP_K largest numbers of each token.
+
+    Args:
+        number: [TOKENS, chunks, experts of a chunk] of ``_sortable``. Numbers of a token differ.
+        TOP_K: experts per token.
+        TOKENS: rows of the table.
+        COLUMNS: columns of the table.
+        CHOICES: rows of the result, at least TOP_K. Further rows repeat the first one.
+
+    Returns:
+        int32 [CHOICES, TOKENS]: experts by decreasing logit, and the last of the numbers [TOKENS].
+    """
     # Subtract the best: equal and larger numbers become small, and smaller numbers wrap around to
     # the largest numbers, of which the next best is the maximum. Chosen experts need no removal.
     best = tl.max(tl.max(number, 2), 1)
@@ -245,52 +367,28 @@ def _route_kernel(
         best += tl.max(tl.max(number - best[:, None, None], 2), 1)
         bests = tl.where(choice == position, best[None, :], bests)
     chosen = COLUMNS - (bests & 0xFFFF).to(tl.int32)
-    is_choice = (choice < TOP_K) & is_token[None, :]
+    return chosen, best
 
-    # A token has an expert at most once, and its entries are in ascending order of experts.
-    takes = tl.sum((is_choice & (chosen == own)).to(tl.int32), 0)
-    slot = tl.sum((is_choice & (chosen < own)).to(tl.int32), 0)
 
-    largest = tl.max(tl.max(value, 2), 1)
-    raised = tl.exp(value - largest[:, None, None])
-    raised = tl.where(number >= best[:, None, None], raised, 0.0)
-    total = _add_groups(raised, TOKENS, COLUMNS, ADDED_IN_TURN)
-    # The sum contains a 1 for the largest logit. In rows after the last token it is NaN, and these
-    # rows are not stored.
-    gate = tl.exp(own_value - largest) / tl.maximum(total, 1.0)
-
-    size = tl.histogram(tl.ravel(chosen), COLUMNS, mask=tl.ravel(is_choice))
-    expert = tl.arange(0, COLUMNS)
-    is_before = expert < own
-    start = tl.sum(tl.where(is_before, size, 0), 0)
-    own_size = tl.sum(tl.where(expert == own, size, 0), 0)
-
-    is_taken = takes > 0
-    place = start + tl.cumsum(takes, 0) - takes
-    entry = token * TOP_K + slot
-    tl.store(chosen_out + entry, tl.zeros_like(entry) + own, mask=is_taken)
-    tl.store(places_out + entry, place, mask=is_taken)
-    tl.store(by_expert_out + place, entry, mask=is_taken)
-    tl.store(gates_out + place, gate.to(gates_out.dtype.element_ty), mask=is_taken)
-
-    tl.store(starts_out + own, start)
-    tl.store(sizes_out + own, own_size, mask=own < EXPERTS)
-
-    of_expert = tl.arange(0, BLOCKS_OF_EXPERT)
-    block = tl.arange(0, BLOCKS)
-    for number_of_size in tl.static_range(BLOCK_SIZES):
-        log2 = SMALLEST_BLOCK_LOG2 + number_of_size
-        all_blocks = (size + ((1 << log2) - 1)) >> log2
-        own_blocks = (own_size + ((1 << log2) - 1)) >> log2
-        first = tl.sum(tl.where(is_before, all_blocks, 0), 0)
-        tl.store(block_starts_out + number_of_size * (EXPERTS + 1) + own, first)
-
-        schedule = schedule_out + number_of_size * blocks
-        if own < EXPERTS:
-            planned = (of_expert << 16) + own
-            tl.store(schedule + first + of_expert, planned, mask=of_expert < own_blocks)
-        else:
-            tl.store(schedule + block, -1, mask=(block >= first) & (block < blocks))
+@triton.jit
+def _store_schedule(
+    schedule,
+    own,
+    first,
+    own_blocks,
+    blocks,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_OF_EXPERT: tl.constexpr,
+):
+    """Store the blocks of an expert, or -1 after all blocks in the program without an expert."""
+    if own < EXPERTS:
+        of_expert = tl.arange(0, BLOCKS_OF_EXPERT)
+        planned = (of_expert << 16) + own
+        tl.store(schedule + first + of_expert, planned, mask=of_expert < own_blocks)
+    else:
+        block = tl.arange(0, BLOCKS)
+        tl.store(schedule + block, -1, mask=(block >= first) & (block < blocks))
 
 
 @triton.jit
