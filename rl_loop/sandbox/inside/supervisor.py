@@ -90,14 +90,8 @@ def run_call(
     else:
         ending = collect_ended(program)
         killed_for = process_watch.killed_by_own_limit()
-
-    # A program can get a SIGKILL in several ways: by a lower limit of its processor time, or by a
-    # signal that seems to come from the kernel. Blame the machine only with evidence.
-    is_unexplained = killed_for is None and not ending.used_its_cpu_time
-    if ending.exit_code == -signal.SIGKILL and is_unexplained and process_watch.killed_by_machine():
-        raise CallFailed(
-            "the kernel killed the program, because the machine or its container is out of memory"
-        )
+    if killed_for is None:
+        check_machine(ending, process_watch)
 
     deadline.update()
     if killed_for is None and deadline.program < call.programs:
@@ -175,6 +169,20 @@ def collect_ended(program: int) -> Ending:
         used_its_cpu_time=usage.ru_utime + usage.ru_stime > cpu_limit - 1,
         ended_at=time.monotonic(),
     )
+
+
+def check_machine(ending: Ending, process_watch: ProcessWatch) -> None:
+    """Raise CallFailed if the kernel killed the program because the machine is out of memory.
+
+    A program can get a SIGKILL in several ways: by a lower limit of its processor time, or by a
+    signal that seems to come from the kernel. Blame the machine only with evidence.
+    """
+    is_unexplained = ending.exit_code == -signal.SIGKILL and not ending.used_its_cpu_time
+    if is_unexplained and process_watch.killed_by_machine():
+        raise CallFailed(
+            "the kernel killed the program because the machine, or a container around it, is out "
+            "of memory"
+        )
 
 
 def watch(
