@@ -24,9 +24,10 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -402,24 +403,20 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
         if node not in nodes:  # a node without the control store
             nodes.append(node)
 
+    def check_start() -> None:
+        _check_start(nodes, deadline, seconds)
+
     def wait_for_port_as_long_as_it_takes(
         directory: str, node_id: str, name: str, timeout_ms: int = 1000
-    ) -> int:
-        while True:
-            try:
-                port: int = wait_for_port(directory, node_id, name, timeout_ms=timeout_ms)
-                return port
-            except RuntimeError:  # there is no such file yet
-                _check_start(nodes, deadline, seconds)
+    ) -> Any:
+        # The call fails while there is no such file yet. It waits itself.
+        find = partial(wait_for_port, directory, node_id, name, timeout_ms=timeout_ms)
+        return _repeat_until_found(find, check_start, pause=0.0)
 
     def get_node_as_soon_as_it_is_there(gcs_address: str, node_id: str) -> Any:
-        while True:
-            try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError:
-                # The raylet has not registered within RAY_raylet_start_wait_time_s (30 s).
-                _check_start(nodes, deadline, seconds)
-            time.sleep(0.1)
+        # The call fails if the raylet does not register in RAY_raylet_start_wait_time_s (30 s).
+        find = partial(get_node, gcs_address, node_id)
+        return _repeat_until_found(find, check_start, pause=0.1)
 
     node_class.start_gcs_server = start_known_gcs_server
     node_class.start_raylet = start_raylet_without_waiting_for_agents
@@ -428,13 +425,36 @@ def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
     try:
         yield
     except RayStartError:
-        for node in nodes:
-            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        _kill_processes(nodes)
         raise
     finally:
         node_class.start_gcs_server, node_class.start_raylet = start_gcs_server, start_raylet
         node_module.wait_for_persisted_port = wait_for_port
         services.get_node = get_node
+
+
+def _repeat_until_found(
+    find: Callable[[], Any], check_start: Callable[[], None], pause: float
+) -> Any:
+    """Return the result of ``find``. Repeat the call while it raises RuntimeError.
+
+    Args:
+        find: call to repeat.
+        check_start: raises an error if the node cannot start any more.
+        pause: seconds between two calls.
+    """
+    while True:
+        try:
+            return find()
+        except RuntimeError:
+            check_start()
+        time.sleep(pause)
+
+
+def _kill_processes(nodes: list[Any]) -> None:
+    """Kill all processes of Ray nodes."""
+    for node in nodes:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 def _choose_agent_ports(node: Any, raylet: Any) -> None:
