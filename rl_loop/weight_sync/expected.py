@@ -3,16 +3,12 @@
 Dtypes are checked only for MXFP4 tensors, which must be bytes.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
 import torch
+
 from converters.hf_layouts import Shape
 from rl_loop.weight_sync.source import WeightMismatch
-
-
-
-
 
 PACKED_ENDINGS = ("_blocks", "_scales")
 """Endings of the names of MXFP4 tensors, which are uint8."""

@@ -1,13 +1,16 @@
 """``gptoss plan`` of dense decoders: Qwen2.5's published sizes, and the report of a run."""
 
 from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from typer.testing import CliRunner
+
 from converters.names import hf_shapes
 from launch.cli import app
 from megatron_gptoss import distributed
@@ -16,21 +19,12 @@ from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
-from rl_loop.config.errors import CannotStart
-from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import dump_config
-from rl_loop.config.load import load_config
+from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.lifecycle.start_checks import check_what_a_run_needs
-from tests.support.distributed import free_port
-from tests.support.distributed import run_distributed
-from tests.support.megatron_gptoss.dense_reference import LLAMA
-from tests.support.megatron_gptoss.dense_reference import MODELS
-
-
-
-
-
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.dense_reference import LLAMA, MODELS
 
 CONFIG = Path(__file__).parents[2] / "configs/sft/tiny_retool.yaml"
 PUBLISHED = {

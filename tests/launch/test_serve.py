@@ -1,6 +1,7 @@
 """``gptoss serve``: a checkpoint with OpenAI's API, tested with the official client."""
 
 from __future__ import annotations
+
 import json
 import logging
 import os
@@ -9,33 +10,21 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
 import openai
 import pytest
-from transformers import GptOssConfig
-from transformers import Qwen2Config
-from transformers import Qwen2ForCausalLM
+from transformers import GptOssConfig, Qwen2Config, Qwen2ForCausalLM
+
 from launch.cli import serving
 from rl_loop.chatml.vocabulary import tiny_vocabulary
-from rl_loop.config.errors import CannotStart
-from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import dump_config
-from rl_loop.config.load import load_rl_config
-from rl_loop.config.load import load_run_config
-from rl_loop.config.load import load_served_config
+from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.load import dump_config, load_rl_config, load_run_config, load_served_config
 from rl_loop.config.run import RlConfig
 from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_what_a_server_needs
 from rl_loop.tasks.codec import codec_of
 from tests.support.launch.forked_command import ForkedCommand
-from tests.support.rl_loop.gateway.policy import Script
-from tests.support.rl_loop.gateway.policy import learned_model
-
-
-
-
-
-
-
+from tests.support.rl_loop.gateway.policy import Script, learned_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"

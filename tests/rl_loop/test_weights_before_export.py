@@ -1,17 +1,15 @@
 """MXFP4 engines are compared with the trainer before they close and the run exports."""
 
 from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
+
 import pytest
+
 from rl_loop import run
 from rl_loop.weight_sync.source import SyncFailed
-
-
-
-
-
 
 
 @pytest.fixture

@@ -180,8 +180,7 @@ def check_machine(ending: Ending, process_watch: ProcessWatch) -> None:
     is_unexplained = ending.exit_code == -signal.SIGKILL and not ending.used_its_cpu_time
     if is_unexplained and process_watch.killed_by_machine():
         raise CallFailed(
-            "the kernel killed the program because the machine, or a container around it, is out "
-            "of memory"
+            "the kernel killed the program, because the machine or its container is out of memory"
         )
 
 

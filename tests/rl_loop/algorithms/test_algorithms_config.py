@@ -1,25 +1,21 @@
 """Configuration ``algorithm``: defaults, overrides and rejected combinations."""
 
 from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
 import pytest
 from pydantic import TypeAdapter
+
 from launch.config_view import config_lines
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.registry import ADVANTAGES
-from rl_loop.algorithms.registry import POLICY_LOSSES
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import load_config
-from rl_loop.config.load import read_yaml
+from rl_loop.config.load import load_config, read_yaml
 from rl_loop.config.run import RlConfig
-
-
-
-
-
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "rl/tiny_retool.yaml"

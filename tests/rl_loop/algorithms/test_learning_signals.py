@@ -5,51 +5,34 @@ or correction is tested as soon as it is registered.
 """
 
 from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
-from typing import get_args
+from typing import Any, get_args
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.algorithms.advantages import BatchRewards
-from rl_loop.algorithms.advantages import group_advantages
-from rl_loop.algorithms.advantages import sample_advantages
-from rl_loop.algorithms.advantages import whiten
-from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.config import CorrectionConfig
-from rl_loop.algorithms.config import KlConfig
-from rl_loop.algorithms.correction import mismatch_sums
-from rl_loop.algorithms.correction import rollout_correction
-from rl_loop.algorithms.objectives import policy_objective
-from rl_loop.algorithms.objectives import value_objective
+from rl_loop.algorithms.advantages import BatchRewards, group_advantages, sample_advantages, whiten
+from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig
+from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
+from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import kl_estimate
-from rl_loop.algorithms.registry import ADVANTAGES
-from rl_loop.algorithms.registry import POLICY_LOSSES
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences
-from rl_loop.data.credit import assign_advantages
-from rl_loop.data.credit import has_signal
+from rl_loop.data.credit import assign_advantages, has_signal
 from rl_loop.data.samples import to_samples
-from rl_loop.data.trajectory import Trajectory
-from rl_loop.data.trajectory import TrajectoryGroup
-from rl_loop.tracking.metrics import Name
-from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.tracking.metrics import Name, StepMetrics
 from rl_loop.tracking.step_metrics import add_signal_metrics
-from tests.support.rl_loop.algorithms import batch_of
-from tests.support.rl_loop.algorithms import loss_tokens
-
-
-
-
-
+from tests.support.rl_loop.algorithms import batch_of, loss_tokens
 
 
 def choices(model: Any, field: str) -> tuple[str, ...]:

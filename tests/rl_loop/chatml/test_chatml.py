@@ -1,6 +1,7 @@
 """ChatML's prompts equal the chat template's tokens, and samples are parsed or rejected."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import random
@@ -9,49 +10,28 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 import pytest
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
-from rl_loop.chat.messages import FormatError
-from rl_loop.chat.messages import ParsedMessage
-from rl_loop.chat.messages import ToolOutput
+
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
 from rl_loop.chat.open_calls import OpenCall
-from rl_loop.chat.tools import BuiltinTool
-from rl_loop.chat.tools import PythonTool
-from rl_loop.chat.tools import Tool
+from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.conversation import Call
-from rl_loop.chatml.conversation import ChatMessage
-from rl_loop.chatml.prompt_config import QWEN_SYSTEM
-from rl_loop.chatml.prompt_config import ChatMlConfig
-from rl_loop.chatml.vocabulary import TINY_MARKUP
-from rl_loop.chatml.vocabulary import TokenizerError
-from rl_loop.chatml.vocabulary import read_vocabulary
-from rl_loop.chatml.vocabulary import tiny_vocabulary
+from rl_loop.chatml.conversation import Call, ChatMessage
+from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
+from rl_loop.chatml.vocabulary import TINY_MARKUP, TokenizerError, read_vocabulary, tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments import ENVIRONMENTS
-from rl_loop.environments import RewardConfig
-from rl_loop.environments import arithmetic
-from rl_loop.environments import make_environment
-from rl_loop.environments.base import final
-from rl_loop.environments.base import function_call
-from rl_loop.environments.base import think
-from rl_loop.harmony.vocabulary import byte_pair_tokenizer
-from rl_loop.harmony.vocabulary import tokens_of
+from rl_loop.environments import ENVIRONMENTS, RewardConfig, arithmetic, make_environment
+from rl_loop.environments.base import final, function_call, think
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
 from rl_loop.rollout.agent import run_episode
-from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES
-from tests.support.rl_loop.chatml_vocabularies import WORDS
+from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES, WORDS
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
-
-
-
-
-
 
 CODECS = {name: ChatMl(v, ChatMlConfig()) for name, v in VOCABULARIES.items()}
 

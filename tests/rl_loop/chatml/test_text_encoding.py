@@ -1,23 +1,17 @@
 """Text never becomes a special token, even if a tokenizer lacks bytes or adds tokens."""
 
 from __future__ import annotations
+
 import json
 from typing import Any
+
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_loop.chatml.vocabulary import END_OF_TEXT
-from rl_loop.chatml.vocabulary import ChatMlVocabulary
-from rl_loop.chatml.vocabulary import TokenizerError
-from rl_loop.chatml.vocabulary import tiny_vocabulary
+
+from rl_loop.chatml.vocabulary import END_OF_TEXT, ChatMlVocabulary, TokenizerError, tiny_vocabulary
 from rl_loop.environments import arithmetic
 from rl_loop.harmony.vocabulary import byte_characters
-
-
-
-
-
 
 WORDS = arithmetic.vocabulary_text()
 SIZE = 1200

@@ -1,34 +1,32 @@
 """Abort, weight sync, cancellation and failure while requests run."""
 
 from __future__ import annotations
+
 import asyncio
 import gc
 import threading
 import weakref
 from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from rl_loop.data.trajectory import FinishReason
-from rl_loop.data.trajectory import WeightVersionSpan
+
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest
 from rl_loop.weight_sync.source import WeightMismatch
-from tests.support.rl_loop.engines.models import VOCAB
-from tests.support.rl_loop.engines.models import engine_of
-from tests.support.rl_loop.engines.models import held
-from tests.support.rl_loop.engines.models import plain_log_probs
-from tests.support.rl_loop.engines.models import plain_routes
-from tests.support.rl_loop.engines.models import prompt
-from tests.support.rl_loop.engines.models import reference_model
-from tests.support.rl_loop.engines.models import request
-from tests.support.waiting import wait_until
-from tests.support.waiting import wait_until_async
-
-
-
-
-
+from tests.support.rl_loop.engines.models import (
+    VOCAB,
+    engine_of,
+    held,
+    plain_log_probs,
+    plain_routes,
+    prompt,
+    reference_model,
+    request,
+)
+from tests.support.waiting import wait_until, wait_until_async
 
 MODEL, OTHER = reference_model(0), reference_model(1)
 FOREVER = 50_000

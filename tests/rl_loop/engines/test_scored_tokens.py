@@ -1,13 +1,11 @@
 """Log-probs in SGLang's responses to scored prompts."""
 
 from __future__ import annotations
+
 import pytest
+
 from rl_loop.engines.sglang.client import ServerFailed
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
-
-
-
-
 
 SENT = [5, 511, 0, 511]
 

@@ -4,24 +4,25 @@ The plugin's code runs as in a server, in main memory. Its Triton kernels run in
 """
 
 from __future__ import annotations
+
 import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
 from converters.mxfp4_tensors import pack_experts
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
@@ -29,35 +30,24 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.engines.sglang.config import PLUGIN
-from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.engines.sglang.gpu_memory import ServerNeeds
-from rl_loop.engines.sglang.gpu_memory import packed_expert_bytes
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
 from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
-from rl_loop.engines.sglang.weight_endpoints import SglangServers
-from rl_loop.engines.sglang.weight_endpoints import send_weights
+from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import SyncFailed
-from rl_loop.weight_sync.source import WeightMismatch
-from tests.support.distributed import free_port
-from tests.support.distributed import run_distributed
-from tests.support.rl_loop.packed_server import PackedServer
-from tests.support.rl_loop.packed_server import ServedModel
-from tests.support.rl_loop.packed_server import SyncedModel
-from tests.support.rl_loop.packed_server import expert_storage
-from tests.support.rl_loop.packed_server import layout
-from tests.support.rl_loop.packed_server import plugin
-from tests.support.rl_loop.plugin_process import run_with_plugin
-from tests.support.rl_loop.plugin_process import write_modules
+from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from tests.support.distributed import free_port, run_distributed
+from tests.support.rl_loop.packed_server import (
+    PackedServer,
+    ServedModel,
+    SyncedModel,
+    expert_storage,
+    layout,
+    plugin,
+)
+from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 from tests.support.waiting import PATIENCE_SECONDS
-
-
-
-
-
-
-
 
 ROOT = Path(__file__).parents[3]
 MODEL = GptOssModelConfig(

@@ -4,6 +4,7 @@ The policy sees errors of tools. Failures of servers give no reward.
 """
 
 from __future__ import annotations
+
 import asyncio
 import json
 import math
@@ -11,32 +12,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
 import psutil
 import pytest
-from mcp.types import INTERNAL_ERROR
-from mcp.types import INVALID_PARAMS
+from mcp.types import INTERNAL_ERROR, INVALID_PARAMS
+
 from rl_loop.cluster.placement import free_port
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments import RewardConfig
-from rl_loop.environments import Task
-from rl_loop.environments import environment_class
-from rl_loop.environments.mcp_tools import McpEnvironment
-from rl_loop.environments.mcp_tools import McpOptions
+from rl_loop.environments import RewardConfig, Task, environment_class
+from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
 from rl_loop.environments.tool_servers.config import ToolServerConfig
-from rl_loop.environments.tool_servers.toolbox import ToolBox
-from rl_loop.environments.tool_servers.toolbox import offered_without_episode
-from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.codec import ParsedMessage
-from rl_loop.harmony.codec import PromptConfig
-from rl_loop.harmony.codec import Tool
+from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
+from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout import agent
@@ -44,11 +38,6 @@ from rl_loop.rollout.agent import run_episode
 from tests.support.rl_loop.environments.ledger_server import REFUSED
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import wait_until
-
-
-
-
-
 
 LEDGER = "tests.support.rl_loop.environments.ledger_server"
 SERVER = Path(__file__).parents[3] / "tests/support/rl_loop/environments/ledger_server.py"
