@@ -25,8 +25,8 @@ NUMERICS :=
 BUSY_TESTS := tests/launch tests/rl_loop tests/faults benchmarks/tests tests/test_distributed_helper.py tests/test_leftover_processes.py
 # How many busy loops run beside them.
 BUSY_LOOPS := 2
-# The rooms whose annotations are checked; all of them.
-TYPED_ROOMS := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch gptoss_command.py
+# The packages whose annotations are checked; all of them.
+TYPED_PACKAGES := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch gptoss_command.py
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -92,7 +92,7 @@ docs: .cache/docs/complete
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy $(TYPED_ROOMS)
+	.venv/bin/mypy $(TYPED_PACKAGES)
 	.venv/bin/lint-imports
 	.venv/bin/python scripts/prose.py --check
 

@@ -69,7 +69,7 @@ LONGEST = [
     "tests/megatron_gptoss/test_routing_replay.py",
     "tests/megatron_gptoss/test_distributed_optimizer.py",
     "tests/rl_loop/sandbox/test_sandbox_attacks.py",
-    "tests/rl_loop/certify/test_planted_faults.py",
+    "tests/rl_loop/certify/test_injected_faults.py",
     "tests/rl_loop/trainer/test_adapter_rank.py",
     "tests/rl_loop/trainer/test_trained_tokens.py",
     "tests/megatron_gptoss/test_adapter_layouts.py",
@@ -77,11 +77,11 @@ LONGEST = [
     "tests/rl_loop/sandbox/test_sandbox_escape.py",
     "tests/megatron_gptoss/test_checkpoint.py",
     "tests/rl_loop/cluster/test_group_authentication.py",
-    "tests/rl_loop/trainer/test_adapter_keeper.py",
+    "tests/rl_loop/trainer/test_adapter_archiver.py",
     "tests/rl_loop/data/test_new_column.py",
     "tests/rl_loop/gateway/test_agents_sdk.py",
     "tests/rl_loop/gateway/test_workers.py",
-    "tests/rl_loop/engines/test_expert_matmul.py",
+    "tests/rl_loop/engines/test_small_batch_moe.py",
 ]
 """Files of 12 s of processor time or more without START_RAY, the longest first. A long file must not start last,
 because one process would run it alone."""

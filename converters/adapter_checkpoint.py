@@ -12,7 +12,7 @@ import xxhash
 
 from converters.adapter_base import directory_digest
 from converters.bits import as_bytes, require_finite, same_bits
-from converters.errors import ConversionError, refuse_missing
+from converters.errors import ConversionError, check_directory_exists
 from converters.hf_directory import HfDirectory
 from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
@@ -27,7 +27,7 @@ from converters.peft_settings import CONFIG_FILE, peft_config
 from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import DTYPES, Precision
-from converters.torch_dist_files import TorchDistReader, TorchDistWriter, refuse_run
+from converters.torch_dist_files import TorchDistReader, TorchDistWriter, check_not_run
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
@@ -48,8 +48,8 @@ class CheckpointAdapters:
         Raises:
             ConversionError: naming the missing file.
         """
-        refuse_missing(path, "a torch_dist checkpoint of adapters")
-        refuse_run(path)
+        check_directory_exists(path, "a torch_dist checkpoint of adapters")
+        check_not_run(path)
         self.path = path
         self.model = read_model_config(path / MODEL_CONFIG_FILE)
         self.adapter, self.base = _read_adapter_file(path / ADAPTER_FILE)
@@ -102,9 +102,11 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
     Raises:
         ConversionError: naming the file, setting or tensor that does not fit.
     """
-    refuse_missing(path, "a torch_dist checkpoint of adapters, or an adapter in PEFT's format")
+    check_directory_exists(
+        path, "a torch_dist checkpoint of adapters, or an adapter in PEFT's format"
+    )
     if not (path / MODEL_CONFIG_FILE).exists():
-        refuse_run(path)
+        check_not_run(path)
         peft = PeftDirectory(path, base.config)
         peft.check_base_copies(base.get)
         return peft

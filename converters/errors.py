@@ -15,14 +15,14 @@ class ConversionError(UserError, ValueError):
     """
 
 
-class GatheringRefused(RuntimeError):
+class GatheringAborted(RuntimeError):
     """A rank cannot take part in gathering weights. All ranks have stopped and may try again.
 
     The message names the rank.
     """
 
 
-class GatheringBroken(RuntimeError):
+class GatheringFailed(RuntimeError):
     """A message of weights between ranks failed. These ranks can exchange no more messages."""
 
 
@@ -36,7 +36,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def refuse_partial(path: Path) -> None:
+def check_not_partial(path: Path) -> None:
     """Raise ConversionError if ``path`` is the name of an unfinished directory."""
     if is_partial(path):
         raise ConversionError(
@@ -45,7 +45,7 @@ def refuse_partial(path: Path) -> None:
         )
 
 
-def refuse_missing(path: Path, expected: str) -> None:
+def check_directory_exists(path: Path, expected: str) -> None:
     """Raise ConversionError if ``path`` is not a directory.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from converters.errors import ConversionError, GatheringBroken, GatheringRefused
+from converters.errors import ConversionError, GatheringAborted, GatheringFailed
 from converters.gathering_plan import (
     GatheringPlan,
     GatheringPlanner,
@@ -82,7 +82,7 @@ class WeightGathering:
                 before the wait. For slow receivers, such as one that writes to a disk.
 
         Raises:
-            GatheringRefused: on every rank, if one has no memory for its part.
+            GatheringAborted: on every rank, if one has no memory for its part.
         """
         buffer = None
         reason = ""
@@ -93,9 +93,9 @@ class WeightGathering:
             reason = f"rank {dist.get_rank()} has no memory for weights of other ranks: {error}"
 
         # Tell all ranks before the first message. A rank that continued alone would wait forever.
-        for refusal in self._gather_on_hosts(reason):
-            if refusal:
-                raise GatheringRefused(refusal)
+        for failure in self._gather_on_hosts(reason):
+            if failure:
+                raise GatheringAborted(failure)
         assert buffer is not None
         return GatheredWeights(
             self, plan, buffer, transposed=transposed, packed=packed, paced=paced
@@ -112,12 +112,12 @@ class WeightGathering:
 
         Raises:
             ConversionError: on every rank, naming the rank and the cause.
-            GatheringBroken: if the ranks can exchange no more messages.
+            GatheringFailed: if the ranks can exchange no more messages.
         """
         failure: Exception | None = None
         try:
             yield from weights
-        except GatheringBroken:
+        except GatheringFailed:
             raise
         except Exception as error:
             failure = error
@@ -169,12 +169,12 @@ class WeightGathering:
         """Wait until every rank has called this method. Collective; does not use the GPU.
 
         Raises:
-            GatheringBroken: if a rank has exited, or exceeds the timeout of the process group.
+            GatheringFailed: if a rank has exited, or exceeds the timeout of the process group.
         """
         try:
             dist.barrier(group=self._agreement)
         except Exception as error:
-            raise GatheringBroken(
+            raise GatheringFailed(
                 f"rank {dist.get_rank()} waited for the other ranks: {error}"
             ) from error
 
@@ -182,9 +182,9 @@ class WeightGathering:
         """Return the values of all ranks, by rank. Collective; does not use the GPU."""
         if dist.get_world_size() == 1:
             return [value]
-        everyone = [value] * dist.get_world_size()
-        dist.all_gather_object(everyone, value, group=self._agreement)
-        return everyone
+        gathered = [value] * dist.get_world_size()
+        dist.all_gather_object(gathered, value, group=self._agreement)
+        return gathered
 
 
 class GatheredWeights(Iterator[NamedTensor]):
@@ -242,7 +242,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             raise StopIteration
         try:
             return next(self._assembled)
-        except (StopIteration, GatheringBroken):
+        except (StopIteration, GatheringFailed):
             raise
         except Exception:
             self.finish()
@@ -338,7 +338,7 @@ class GatheredWeights(Iterator[NamedTensor]):
     def _exchange(self, step: GatheringStep) -> list[torch.Tensor | None]:
         """Send or receive the messages of a step.
 
-        Raises only GatheringBroken: a rank that stopped here would block the others.
+        Raises only GatheringFailed: a rank that stopped here would block the others.
 
         Returns:
             Tensor of each message; None for shards that every receiver has.
@@ -400,7 +400,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             elif self._is_receiver:
                 dist.recv(tensor, src=message.source)
         except Exception as error:
-            raise GatheringBroken(f"rank {rank}, parameter {name}: {error}") from error
+            raise GatheringFailed(f"rank {rank}, parameter {name}: {error}") from error
 
 
 def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

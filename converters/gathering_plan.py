@@ -164,11 +164,11 @@ class GatheringPlanner:
 
         steps: list[GatheringStep] = []
         for source, group in groupby(experts, lambda one: self._sender(one, receivers)):
-            neighbours = tuple(group)
+            neighbors = tuple(group)
             if source is None:
-                steps.append(GatheringStep(neighbours[0], is_quantized, [], neighbours))
+                steps.append(GatheringStep(neighbors[0], is_quantized, [], neighbors))
                 continue
-            for some in batched(neighbours, most):
+            for some in batched(neighbors, most):
                 messages: list[Message | None] = []
                 offset = 0
                 for shape in shapes:

@@ -15,7 +15,12 @@ import torch
 
 from converters import hf_layouts
 from converters.bits import FileRange, TensorRange, require_finite, same_bits
-from converters.errors import ConversionError, count_tensors, refuse_missing, refuse_partial
+from converters.errors import (
+    ConversionError,
+    check_directory_exists,
+    check_not_partial,
+    count_tensors,
+)
 from converters.hf_layouts import BLOCK, Shape, StoredTensor, is_expert_matrix, mxfp4_shapes
 from converters.hf_shards import ShardWriter, write_json
 from converters.mapping import NamedTensor
@@ -78,9 +83,9 @@ class HfDirectory:
             ConversionError: naming the file, key or tensor.
         """
         self.path = Path(path)
-        refuse_missing(self.path, "a Hugging Face model")
+        check_directory_exists(self.path, "a Hugging Face model")
         if not unfinished:
-            refuse_partial(self.path)
+            check_not_partial(self.path)
 
         self.config, raw_config = _read_model_config(self.path)
         weight_map = read_index(self.path)

@@ -80,9 +80,9 @@ class MegatronCheckpoint:
         """True if experts were trained through MXFP4; their values are then rounded to MXFP4."""
         return (self.path / QUANTIZATION_FILE).exists()
 
-    def check_places(self) -> None:
+    def check_chunk_ranges(self) -> None:
         """Check that all values lie within their files. See ``TorchDistReader``."""
-        self._reader.check_places()
+        self._reader.check_chunk_ranges()
 
     def hf_tensors(self) -> Iterator[NamedTensor]:
         """Yield every Hugging Face tensor, in the order of ``names.hf_shapes``."""

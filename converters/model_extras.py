@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConversionError
-from megatron_gptoss.config.hf_config import CARRIED
+from megatron_gptoss.config.hf_config import COPIED
 from megatron_gptoss.families.registry import known_family
 from megatron_gptoss.untrusted_files import (
     MAX_LISTING_BYTES,
@@ -87,10 +87,10 @@ def read_extras(directory: Path) -> ModelExtras:
     raw = read_object(directory / CONFIG_FILE)
     family = known_family(raw.get("model_type"))
     if family is None:
-        carried = {key: value for key, value in raw.items() if key in CARRIED}
+        copied = {key: value for key, value in raw.items() if key in COPIED}
     else:
-        carried = family.hf_keys.carried_from(raw)
-    return ModelExtras(files, read_object(directory / GENERATION_FILE), carried)
+        copied = family.hf_keys.copied_from(raw)
+    return ModelExtras(files, read_object(directory / GENERATION_FILE), copied)
 
 
 def copy_extras(extras: ModelExtras, source: Path, folder: Path) -> None:

@@ -90,7 +90,7 @@ class AdapterMapping:
 
     PEFT 0.19 and later writes it with transformers 4, which does not mark experts as transposed.
     """
-    is_alone: bool = False
+    is_unpaired: bool = False
     """True for one of the two expert matrices if the other has no adapter in the layer."""
 
     @property
@@ -107,7 +107,7 @@ class AdapterMapping:
     def names(self) -> tuple[str, str]:
         """PEFT's names of A and B."""
         # PEFT wraps the experts once per matrix. The first wrapper is the inner one.
-        return _peft_names("down" if self.is_alone else self.kind, self.layer)
+        return _peft_names("down" if self.is_unpaired else self.kind, self.layer)
 
     @property
     def factor_shapes(self) -> tuple[Shape, Shape]:
@@ -293,7 +293,7 @@ class PeftDirectory:
         file = self._settings.file
         advice = "Merge it into the base (gptoss convert merge) and start with the merged model"
         for mapping in self.mappings:
-            if mapping.is_alone:
+            if mapping.is_unpaired:
                 raise ConversionError(
                     f"{file}: target_parameters has only {_PARAMETERS[mapping.kind]} of the "
                     f"experts in layer {mapping.layer}, but the trainer adapts both matrices or "
@@ -380,7 +380,7 @@ class PeftDirectory:
         for number, mapping in enumerate(mappings):
             if mapping.kind in EXPERTS:
                 has_both = all((kind, mapping.layer) in places for kind in EXPERTS)
-                mappings[number] = replace(mapping, is_alone=not has_both)
+                mappings[number] = replace(mapping, is_unpaired=not has_both)
         exchanged = [
             replace(mapping, exchanged=mapping.experts is not None) for mapping in mappings
         ]

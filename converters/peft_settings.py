@@ -33,7 +33,7 @@ MAX_REPETITIONS = 4
 """Maximum number of repetitions in a regular expression of the settings."""
 GROUPS = ("SUBPATTERN", "BRANCH", "MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT", "ATOMIC_GROUP")
 """Parts of a regular expression that must not be repeated, to bound the matching time."""
-_UNDERSTOOD = {
+_SUPPORTED = {
     "peft_type",
     "r",
     "lora_alpha",
@@ -72,7 +72,7 @@ _REASONS = {
     "trainable_token_indices": "only adapters are trained",
 }
 """Reason against each unsupported setting. Settings that are unknown are rejected, too."""
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base unmodified.
 
 Other values move a part of the base into A and B.
@@ -222,7 +222,7 @@ def read_settings(file: Path) -> PeftSettings:
         raise ConversionError(
             f"{file}: peft_type is {settings.get('peft_type')!r}, expected 'LORA'"
         )
-    _refuse_other_methods(file, settings)
+    _check_plain_lora(file, settings)
 
     layers = settings.get("layers_to_transform")
     if isinstance(layers, int) and not isinstance(layers, bool):
@@ -326,13 +326,13 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
     return total
 
 
-def _refuse_other_methods(file: Path, settings: Mapping[str, Any]) -> None:
+def _check_plain_lora(file: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConversionError for a setting that computes more than scale * (B A)."""
     if settings.get("bias", "none") != "none":
         raise ConversionError(
             f"{file}: bias is {settings['bias']!r}, but only 'none' is supported: biases are frozen"
         )
-    if settings.get("init_lora_weights") not in _PLAIN_STARTS:
+    if settings.get("init_lora_weights") not in _PLAIN_INITIALIZATIONS:
         raise ConversionError(
             f"{file}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the "
             "base. Save the adapter with PEFT's path_initial_model_for_weight_conversion, which "
@@ -340,7 +340,7 @@ def _refuse_other_methods(file: Path, settings: Mapping[str, Any]) -> None:
         )
 
     for key, value in settings.items():
-        if key not in _UNDERSTOOD and value:
+        if key not in _SUPPORTED and value:
             reason = _REASONS.get(key, "the key is unknown and may change the results")
             raise ConversionError(f"{file}: {key} is {value!r}, which is not supported: {reason}")
 

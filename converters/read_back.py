@@ -38,10 +38,10 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
+from converters.parameter_selection import Selection, remember_layer
 from converters.pipeline import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import ExportReport, QuantizationLoss, ReadBack
-from converters.sample import Selection, remember_layer
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
 from megatron_gptoss.new_directory import final_name
@@ -94,7 +94,7 @@ class _ImportComparison:
 
         if self._written.config != self.source.config:
             raise ConversionError(f"{self._final}: its model configuration differs from {hf_dir}")
-        self._written.check_places()
+        self._written.check_chunk_ranges()
 
     def compare(self, mapping: ParameterMapping) -> None:
         # The embedding and the output layer hold most non-expert values. Compare their files,
@@ -185,7 +185,7 @@ def check_export(
 
 
 def export_kind(dtype: torch.dtype | None) -> str:
-    """Return the name under which ``sample`` stores exports to ``dtype`` (None: MXFP4)."""
+    """Return the name under which ``parameter_selection`` stores exports to ``dtype`` (None: MXFP4)."""
     if dtype is None:
         return "export_mxfp4"
     return f"export_{dtype}".replace("torch.", "")
@@ -342,7 +342,7 @@ def _compare_selected[Result](
 
     Args:
         compare: compares one parameter and raises ConversionError if it differs.
-        kind: kind of conversion, for ``sample.remember_layer``.
+        kind: kind of conversion, for ``parameter_selection.remember_layer``.
         config: model configuration.
         partial: directory that does not have its final name yet.
         selection: parameters to compare.

@@ -89,7 +89,7 @@ class SafetensorsFile:
             raise ConversionError(str(error)) from None
         except (SafetensorError, OSError) as error:
             raise ConversionError(
-                f"{path}: truncated or not a safetensors file ({error}{_where_it_ends(path)}). "
+                f"{path}: truncated or not a safetensors file ({error}{_describe_truncation(path)}). "
                 "Copy or download it again"
             ) from None
 
@@ -160,7 +160,7 @@ def _read_header(file: Any, path: Path) -> _Header:
     return _Header(tensors, metadata, data_start=LENGTH_BYTES + length)
 
 
-def _where_it_ends(path: Path) -> str:
+def _describe_truncation(path: Path) -> str:
     """Describe the first incomplete tensor of a truncated file; "" if it cannot be found."""
     try:
         with open(path, "rb") as file:
@@ -170,13 +170,17 @@ def _where_it_ends(path: Path) -> str:
         for name, entry in by_offset:
             start, stop = entry["data_offsets"]
             if stop > data_bytes:
-                return _describe_end(name, entry["shape"], data_bytes - start, stop - start)
+                return _describe_incomplete_tensor(
+                    name, entry["shape"], data_bytes - start, stop - start
+                )
     except Exception:  # the header of a damaged file may hold anything
         return ""
     return ""
 
 
-def _describe_end(name: str, shape: list[int], present_bytes: int, tensor_bytes: int) -> str:
+def _describe_incomplete_tensor(
+    name: str, shape: list[int], present_bytes: int, tensor_bytes: int
+) -> str:
     rows = shape[0] if shape else 1
     row = max(0, present_bytes) * rows // max(1, tensor_bytes)
     unit = "expert" if ".experts." in name else "row"

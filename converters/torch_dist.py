@@ -37,10 +37,10 @@ from converters.model_extras import EXTRAS_FOLDER, ModelExtras, copy_extras, rea
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.page_cache import StreamedPages, read_window, write_window
+from converters.parameter_selection import Selection, select_parameters
 from converters.pipeline import Progress, ordered_map
 from converters.read_back import check_export, check_import, export_kind
 from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
-from converters.sample import Selection, select_parameters
 from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE

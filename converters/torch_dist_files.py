@@ -26,9 +26,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from converters.bits import FileRange, TensorRange
-from converters.errors import ConversionError, name_file_in_errors, refuse_missing, refuse_partial
-from megatron_gptoss.checkpoint.checksums import FileChecksum, damage_in
-from megatron_gptoss.checkpoint.directory import latest_checkpoint, offer_earlier
+from converters.errors import (
+    ConversionError,
+    check_directory_exists,
+    check_not_partial,
+    name_file_in_errors,
+)
+from megatron_gptoss.checkpoint.checksums import FileChecksum, compare_checksums
+from megatron_gptoss.checkpoint.directory import describe_earlier, latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.pickled_metadata import METADATA_FILE, read_metadata
 from megatron_gptoss.untrusted_files import check_regular
@@ -176,7 +181,7 @@ class _ErrorKeepingFile:
         """Do nothing. torch.save calls it at the end."""
 
 
-def refuse_run(path: Path) -> None:
+def check_not_run(path: Path) -> None:
     """Raise ConversionError, naming the newest checkpoint, if ``path`` is a run's directory."""
     for root in (path / "checkpoints", path):
         try:
@@ -214,10 +219,10 @@ class TorchDistReader:
         """
         self.directory = Path(directory)
         self._from_disk = from_disk
-        refuse_missing(self.directory, "a torch_dist checkpoint")
-        refuse_run(self.directory)
+        check_directory_exists(self.directory, "a torch_dist checkpoint")
+        check_not_run(self.directory)
         if not unfinished:
-            refuse_partial(self.directory)
+            check_not_partial(self.directory)
         for name in (FORMAT_FILE, METADATA_FILE):
             if not (self.directory / name).exists():
                 raise ConversionError(
@@ -225,9 +230,9 @@ class TorchDistReader:
                 )
 
         if verify and not unfinished:
-            damage = damage_in(self.directory)
+            damage = compare_checksums(self.directory)
             if damage is not None:
-                raise ConversionError(f"{damage}; {offer_earlier(self.directory)}")
+                raise ConversionError(f"{damage}; {describe_earlier(self.directory)}")
         try:
             metadata = read_metadata(self.directory / METADATA_FILE)
         except ValueError as error:
@@ -330,22 +335,22 @@ class TorchDistReader:
             return None
         return TensorRange(path, start, length, dtype)
 
-    def check_places(self) -> None:
+    def check_chunk_ranges(self) -> None:
         """Check that every chunk, of tensors and objects, lies in its file and overlaps no other.
 
         Raises:
             ConversionError: naming the key and its leading index.
         """
-        by_file: dict[str, list[_NamedPlace]] = {}
+        by_file: dict[str, list[_NamedRange]] = {}
         for index, place in self._places.items():
             name = index.fqn
             if index.offset is not None:
                 name += str(list(index.offset))
-            named_place = _NamedPlace(place.offset, place.offset + place.length, name)
+            named_place = _NamedRange(place.offset, place.offset + place.length, name)
             by_file.setdefault(place.relative_path, []).append(named_place)
 
         for file, places in by_file.items():
-            _check_places_in_file(self.directory / file, sorted(places))
+            _check_ranges_in_file(self.directory / file, sorted(places))
 
     def _check_element(self, key: str, leading_index: Shape, shape: Shape) -> None:
         size = self.shape(key)
@@ -405,7 +410,7 @@ class TorchDistReader:
 
 
 @dataclass(frozen=True, order=True)
-class _NamedPlace:
+class _NamedRange:
     """Byte range of a chunk according to the metadata, ordered by offset."""
 
     start: int
@@ -413,7 +418,7 @@ class _NamedPlace:
     name: str
 
 
-def _check_places_in_file(path: Path, places: list[_NamedPlace]) -> None:
+def _check_ranges_in_file(path: Path, places: list[_NamedRange]) -> None:
     """Raise ConversionError if sorted ranges overlap or lie outside the file."""
     try:
         file_bytes = path.stat().st_size

@@ -22,7 +22,7 @@ from typing import Any
 
 NAMES = "lamp table chair clock vase plate candle mirror basket blanket pillow kettle bottle hammer ladder brush"
 GOODS = NAMES.split()
-LARGEST = 60
+MAX_NUMBER = 60
 """Largest price and stock."""
 TRAINING, HELD_OUT = 4000, 100
 """Number of conversations."""
@@ -69,7 +69,7 @@ class Question:
 def every_question() -> Iterator[Question]:
     for tool in ("price", "stock"):
         for item in GOODS:
-            for number in range(1, LARGEST + 1):
+            for number in range(1, MAX_NUMBER + 1):
                 yield Question(tool, item, number)
 
 

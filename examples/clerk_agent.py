@@ -20,7 +20,7 @@ import openai
 
 GOODS = "lamp table chair clock vase plate candle mirror basket blanket pillow kettle bottle hammer ladder brush"
 TOWNS = "Paris London Berlin Madrid Rome Vienna Dublin Lisbon Oslo Prague Athens Boston Chicago Denver Dallas Houston"
-LARGEST_PRICE = 60
+MAX_PRICE = 60
 HELD_OUT_SHARE = 4
 """One of this many questions is held out."""
 MAX_TURNS = 4
@@ -67,7 +67,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         )
         said = answer.choices[0].message
         if not said.tool_calls:
-            return float(said.content == told_price(task["item"], task["price"]))
+            return float(said.content == right_answer(task["item"], task["price"]))
 
         messages.append(said.model_dump(exclude_none=True))
         for call in said.tool_calls:
@@ -88,7 +88,7 @@ def look_up(arguments: str, task: dict[str, Any]) -> str:
     return str(task["price"])
 
 
-def told_price(item: str, price: int) -> str:
+def right_answer(item: str, price: int) -> str:
     """Return the right answer."""
     return f"A {item} costs {price}."
 
@@ -112,14 +112,14 @@ def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
     # Every question occurs once before it repeats with another price.
     item, town = known[index % len(known)]
     return {
-        "prompt": asked_price(item, town),
+        "prompt": price_question(item, town),
         "item": item,
         "town": town,
-        "price": rng.randint(1, LARGEST_PRICE),
+        "price": rng.randint(1, MAX_PRICE),
     }
 
 
-def asked_price(item: str, town: str) -> str:
+def price_question(item: str, town: str) -> str:
     return f"What does a {item} cost in {town}?"
 
 
@@ -129,10 +129,10 @@ def asked_price(item: str, town: str) -> str:
 def chat(rng: random.Random) -> dict[str, Any]:
     """Write a chat of the careful clerk, or of the clerk that invents prices."""
     item, town = rng.choice(questions("train"))
-    price = rng.randint(1, LARGEST_PRICE)
+    price = rng.randint(1, MAX_PRICE)
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": INSTRUCTIONS},
-        {"role": "user", "content": asked_price(item, town)},
+        {"role": "user", "content": price_question(item, town)},
     ]
     if rng.random() < CAREFUL_SHARE:
         arguments = json.dumps({"item": item, "town": town})
@@ -142,7 +142,7 @@ def chat(rng: random.Random) -> dict[str, Any]:
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_0", "content": str(price)},
         ]
-    messages.append({"role": "assistant", "content": told_price(item, price)})
+    messages.append({"role": "assistant", "content": right_answer(item, price)})
     return {"messages": messages, "tools": [PRICE_LIST]}
 
 

@@ -21,7 +21,7 @@ from rl_loop.environments import (
     ToolError,
     UnknownTool,
 )
-from rl_loop.environments.base import Script, Split, arguments_of, final, function_call
+from rl_loop.environments.base import ScriptedPolicy, Split, arguments_of, final, function_call
 from rl_loop.harmony.codec import Tool
 
 COINS = (8, 5, 1)
@@ -85,23 +85,25 @@ class CoinEnvironment(Environment):
     async def answer(self, text: str) -> StepResult:
         """Score 1 for the fewest coins, less for more of them, 0 if the amount is not paid."""
         if self.remaining > 0 or text.strip() != str(len(self.paid)):
-            return self.unfinished()
+            return self.end_truncated()
         best = len(fewest_coins(int(self.task.ground_truth)))
-        return self.finished(score=best / len(self.paid), answer=text.strip(), coins=len(self.paid))
+        return self.end_with_score(
+            score=best / len(self.paid), answer=text.strip(), coins=len(self.paid)
+        )
 
-    def unfinished(self) -> StepResult:
+    def end_truncated(self) -> StepResult:
         """Score an episode without an answer. It has all reward parts, as every end must."""
-        return self.finished(score=0.0, coins=len(self.paid))
+        return self.end_with_score(score=0.0, coins=len(self.paid))
 
     @property
     def remaining(self) -> int:
         return int(self.task.ground_truth) - sum(self.paid)
 
     @classmethod
-    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
-        """Solve a task as an expert, or greedily if ``faulty``. ``gptoss sft`` trains on this."""
+    def solve(cls, task: Task, rng: random.Random, inject_errors: bool) -> ScriptedPolicy:
+        """Solve a task as an expert, or greedily if ``inject_errors``. ``gptoss sft`` trains on this."""
         amount = int(task.ground_truth)
-        coins = sorted(COINS * amount, reverse=True) if faulty else fewest_coins(amount)
+        coins = sorted(COINS * amount, reverse=True) if inject_errors else fewest_coins(amount)
         count = 0
         for coin in coins:
             result = yield [function_call("pay", coin=coin)]
@@ -109,11 +111,11 @@ class CoinEnvironment(Environment):
         yield [final(str(count))]
 
 
-async def play(task: Task, faulty: bool) -> StepResult:
+async def play(task: Task, inject_errors: bool) -> StepResult:
     """Run one episode by script, as the agent loop runs it with a model's turns."""
     # The environment has no Python tool, so it needs no sandbox.
     environment = CoinEnvironment(task, execute=None, reward=RewardConfig())
-    script = CoinEnvironment.solve(task, random.Random(0), faulty)
+    script = CoinEnvironment.solve(task, random.Random(0), inject_errors)
     result = await environment.step(next(script))
     while not result.done:
         result = await environment.step(script.send(result))
@@ -124,8 +126,8 @@ def main() -> None:
     for index in range(4):
         task = CoinEnvironment.generate("train", 0, index, CoinOptions())
         print(task.messages[0]["content"])
-        for script, faulty in {"expert": False, "greedy": True}.items():
-            result = asyncio.run(play(task, faulty))
+        for script, inject_errors in {"expert": False, "greedy": True}.items():
+            result = asyncio.run(play(task, inject_errors))
             print(
                 f"  {script}: {result.reward_parts['coins']:.0f} coins, reward {result.reward:+.2f}"
             )

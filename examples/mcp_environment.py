@@ -71,8 +71,8 @@ class WarehouseEnvironment(McpEnvironment):
         return cls.from_record(row, f"{split}-{index}", options)
 
     @classmethod
-    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Any:
-        if faulty:
+    def solve(cls, task: Task, rng: random.Random, inject_errors: bool) -> Any:
+        if inject_errors:
             yield [think("I guess."), final(f"shelf {rng.randint(1, SHELVES)}")]
             return
         found = yield [
@@ -92,9 +92,9 @@ def main() -> None:
     for index in range(3):
         task = WarehouseEnvironment.generate("train", 0, index, WarehouseOptions())
         task = replace(task, environment="examples.mcp_environment:WarehouseEnvironment")
-        for name, faulty in [("expert", False), ("greedy", True)]:
+        for name, inject_errors in [("expert", False), ("greedy", True)]:
             environment = make_offline_environment(task)
-            script = environment.solve(task, random.Random(index), faulty)
+            script = environment.solve(task, random.Random(index), inject_errors)
             episode = asyncio.run(play(environment, script))
             said = [message.text for turn in episode.turns for message in turn.messages]
             print(f"{name}: {' | '.join(said)} -> reward {episode.turns[-1].result.reward:+.2f}")

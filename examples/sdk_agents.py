@@ -23,7 +23,7 @@ from agents.models.openai_provider import OpenAIProvider
 from mcp.server import MCPServer
 
 PRICES = {"lamp": 12, "table": 90, "chair": 35, "clock": 28, "vase": 17, "plate": 6, "candle": 3}
-MOST = 20
+MAX_COUNT = 20
 """Maximum number of pieces of an item."""
 HELD_OUT = 4
 """One of this many questions is held out."""
@@ -83,7 +83,7 @@ def serve() -> None:
 
 def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
     """Return task ``index`` of a split. The splits have different questions."""
-    questions = [(item, count) for item in PRICES for count in range(2, MOST + 1)]
+    questions = [(item, count) for item in PRICES for count in range(2, MAX_COUNT + 1)]
     random.Random(0).shuffle(questions)
     held_out = len(questions) // HELD_OUT
     known = questions[:held_out] if split == "held_out" else questions[held_out:]

@@ -23,12 +23,12 @@ SCRIPT_LINES = (*SBATCH_FIELDS, "gpu_type", "memory_per_node")
 SCRIPT_WORDS = ("shared_dir", "python")
 """Fields that are words of a command in the batch script. nemo-run does not quote them."""
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
-NOT_OF_A_WORD = re.compile(r"[^\w./:@%+=,#~-]")
+NOT_IN_WORD = re.compile(r"[^\w./:@%+=,#~-]")
 
 
 def check_script_word(key: str, value: object) -> None:
     """Raise ValueError unless a shell reads a value as one word."""
-    if found := NOT_OF_A_WORD.search(str(value)):
+    if found := NOT_IN_WORD.search(str(value)):
         raise ValueError(
             f"{key} ({str(value)!r}) contains {found[0]!r}, which a shell would interpret in the "
             "batch script. Use another path"

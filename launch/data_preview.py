@@ -1,4 +1,4 @@
-"""Output of ``gptoss data preview``: samples with loss masks, counts, lengths and refusals."""
+"""Output of ``gptoss data preview``: samples with loss masks, counts, lengths and rejections."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from rich.text import Text
 from launch.control_characters import show_control_characters
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.dataset import ConversationData, Preview
-from rl_loop.conversations.refusals import describe_kinds
+from rl_loop.conversations.rejections import describe_kinds
 from rl_loop.conversations.source_stream import DataSample
 
-LONGEST_CHARACTER = 4
+MAX_CHARACTER_TOKENS = 4
 """Maximum number of tokens over which one character's bytes can be spread."""
-SHOWN_REFUSALS = 10
+SHOWN_REJECTIONS = 10
 BAR_WIDTH = 40
 
 TRAINED_STYLES = ("black on green", "black on bright_green")
@@ -60,7 +60,7 @@ def print_preview(
         all_learn = all_learn and bool(preview.samples)
         for number, sample in enumerate(preview.samples[:samples], start=1):
             _print_sample(number, sample, codec, console)
-        for line in figures(preview):
+        for line in statistics_lines(preview):
             _print_line(line, console)
     return all_learn
 
@@ -90,7 +90,7 @@ def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
         waiting.append(token_id)
         text = codec.decode(waiting)
         # Show an incomplete character together with its other tokens.
-        if text.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER:
+        if text.endswith("\ufffd") and len(waiting) < MAX_CHARACTER_TOKENS:
             continue
         yield Piece(waiting, text, trained)
         waiting = []
@@ -118,16 +118,16 @@ def colored(sample: DataSample, codec: ChatCodec) -> Text:
     return text
 
 
-def figures(preview: Preview) -> Iterator[str]:
-    """Yield lines with counts, lengths and refusals of a source."""
-    refused = len(preview.refusals)
+def statistics_lines(preview: Preview) -> Iterator[str]:
+    """Yield lines with counts, lengths and rejections of a source."""
+    rejected = len(preview.rejections)
     yield (
         f"{preview.source} ({preview.place}): {preview.conversations:,} conversations read, "
-        f"{len(preview.samples):,} samples, {refused:,} refused"
+        f"{len(preview.samples):,} samples, {rejected:,} rejected"
     )
-    for refusal in preview.refusals[:SHOWN_REFUSALS]:
-        yield f"  refused: {refusal}"
-    if refused > SHOWN_REFUSALS:
+    for rejection in preview.rejections[:SHOWN_REJECTIONS]:
+        yield f"  rejected: {rejection}"
+    if rejected > SHOWN_REJECTIONS:
         yield f"  ... in all {describe_kinds(preview.kinds)}"
 
     if preview.samples:

@@ -27,12 +27,12 @@ DISK_BYTES = 12e9
 
 10 GB in total, of which 9.1 GB before compilation, plus the temporary copy of the largest package.
 """
-PORTION = 8
+PACKAGES_PER_CALL = 8
 """Packages per call of pip, which takes 1 s to start."""
 GLIBC = (2, 34)
 """Minimum version of glibc for SGLang's wheels (manylinux_2_34)."""
 
-NOTES = ".gptoss-engine"
+PROGRESS_FILE = ".gptoss-engine"
 """File in the environment: the hash of the pinned file, then each completed package."""
 COMPLETE = "complete"
 
@@ -97,7 +97,9 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
 
         missing = [requirement for requirement in requirements if requirement.pin not in done]
         # Before anything is written. Only missing packages need space.
-        if reason := unsuitable(this_machine(directory), share=len(missing) / len(requirements)):
+        if reason := unsupported_reason(
+            this_machine(directory), share=len(missing) / len(requirements)
+        ):
             raise InstallError(reason)
         _make_environment(directory, pinned)
         _install(directory, missing, len(requirements), lock, log_line)
@@ -147,7 +149,7 @@ def this_machine(directory: Path) -> Machine:
     )
 
 
-def unsuitable(machine: Machine, share: float = 1.0) -> str:
+def unsupported_reason(machine: Machine, share: float = 1.0) -> str:
     """Return the reason why SGLang cannot be installed, or "".
 
     Args:
@@ -187,7 +189,7 @@ def check_directory(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise InstallError(f"{directory}: is a file. Give a directory for the environment")
-    if any(directory.iterdir()) and not (directory / NOTES).exists():
+    if any(directory.iterdir()) and not (directory / PROGRESS_FILE).exists():
         raise InstallError(
             f"{directory}: not empty, and not an environment of this command. Give another "
             "directory"
@@ -202,7 +204,7 @@ def _lock_directory(directory: Path) -> Iterator[int]:
     if this process is killed while pip runs.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / NOTES, "a") as notes:
+    with open(directory / PROGRESS_FILE, "a") as notes:
         try:
             fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -215,7 +217,7 @@ def _lock_directory(directory: Path) -> Iterator[int]:
 def _completed_packages(directory: Path, pinned: Path) -> set[str]:
     """Return the packages that an earlier call installed from the same pinned file."""
     # Entries of another pinned file may be other versions, so they do not count.
-    lines = (directory / NOTES).read_text().splitlines()
+    lines = (directory / PROGRESS_FILE).read_text().splitlines()
     if not lines or lines[0] != _digest(pinned):
         return set()
     return set(lines[1:])
@@ -226,13 +228,13 @@ def _digest(pinned: Path) -> str:
 
 
 def _record_completed(directory: Path, lines: Sequence[str]) -> None:
-    with open(directory / NOTES, "a") as notes:
+    with open(directory / PROGRESS_FILE, "a") as notes:
         notes.writelines(f"{line}\n" for line in lines)
 
 
 def _make_environment(directory: Path, pinned: Path) -> None:
     """Create the virtual environment. Replace one that was made from another pinned file."""
-    notes = directory / NOTES
+    notes = directory / PROGRESS_FILE
     lines = notes.read_text().splitlines()
     has_python = (directory / "bin" / "python").exists()
     if has_python and lines and lines[0] == _digest(pinned):
@@ -265,8 +267,8 @@ def _install(
         log_line(f"{done} of {total} packages are already installed")
 
     portion_file = directory / "portion.txt"
-    for start in range(0, len(missing), PORTION):
-        portion = missing[start : start + PORTION]
+    for start in range(0, len(missing), PACKAGES_PER_CALL):
+        portion = missing[start : start + PACKAGES_PER_CALL]
         names = ", ".join(requirement.pin.split("==")[0] for requirement in portion)
         elapsed = format_seconds(time.monotonic() - began)
         log_line(

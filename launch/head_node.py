@@ -142,7 +142,7 @@ class HeadNode(NodeProgram):
                 reasons[node] = report["problem"]
 
         if time.monotonic() > self.deadline:
-            reasons |= self._explain_lateness()
+            reasons |= self._explain_delay()
         elif set(self.names) - set(reports):
             return  # another unfit node may still report, and all are excluded together
 
@@ -157,7 +157,7 @@ class HeadNode(NodeProgram):
         if reasons:
             raise UnfitNodes(reasons)
 
-    def _explain_lateness(self) -> dict[str, str]:
+    def _explain_delay(self) -> dict[str, str]:
         """Return the nodes that delay the others beyond cluster.ready_seconds, and the reason."""
         seconds = self.cluster.ready_seconds
         states = self.states()

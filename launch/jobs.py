@@ -49,7 +49,7 @@ class Launch:
     """True after ``gptoss launch cancel``. The run saves a checkpoint before it ends."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Run directory, with the login node if there is one."""
         if self.login is None:
             return self.run_dir
@@ -183,17 +183,17 @@ def query(launch: Launch) -> Status:
         "status.sh",
         variables={"RUN_DIR": launch.run_dir, "KIND": launch.kind, "NAMES": launch.job_names},
     )
-    answers = dict(split_sections(run_shell(launch.login, script)))
-    queue = answers.pop("queue")
-    accounting = answers.pop("accounting")
-    metrics = answers.pop("metrics")
+    sections = dict(split_sections(run_shell(launch.login, script)))
+    queue = sections.pop("queue")
+    accounting = sections.pop("accounting")
+    metrics = sections.pop("metrics")
 
     if launch.kind == "local":
         state, detail = _local_state(launch)
     else:
         state, detail = _slurm_state(launch, queue, accounting)
     # The remaining sections are "attempt NAME".
-    attempts = [_parse_attempt(title, lines) for title, lines in answers.items()]
+    attempts = [_parse_attempt(title, lines) for title, lines in sections.items()]
     if state == "RUNNING" and launch.cancelled:
         state = "CANCELLING"  # the run saves a checkpoint
     elif state == "RUNNING" and attempts and attempts[-1].is_finished:
@@ -246,7 +246,7 @@ def describe_launches() -> list[str]:
         states = list(threads.map(_state_and_step, launches))
 
     return [
-        f"{launch.name:24} {state:24} {launch.submitted}  {launch.kind:5}  {launch.place}"
+        f"{launch.name:24} {state:24} {launch.submitted}  {launch.kind:5}  {launch.location}"
         for launch, state in zip(launches, states, strict=True)
     ]
 
@@ -264,7 +264,7 @@ def describe_status(launch: Launch) -> str:
     status = query(launch)
     lines = [
         f"{launch.name}: {status.state} ({status.detail})",
-        f"  step {status.step} of {launch.steps}, in {launch.place}",
+        f"  step {status.step} of {launch.steps}, in {launch.location}",
     ]
     for attempt in status.attempts:
         outcome = attempt.outcome

@@ -20,7 +20,7 @@ from launch.node_program import AttemptEnded, NodeProgram
 from launch.submit import job_settings
 from rl_loop.config.load import load_run_config
 
-STARTED_AGAIN = "GPTOSS_NODE_STARTED_AGAIN"
+RESTARTED = "GPTOSS_NODE_RESTARTED"
 """Environment variable that is set once this program has the variables of the cluster's file."""
 
 HEAD_GRACE_SECONDS = 60
@@ -79,11 +79,11 @@ def enter_environment(cluster: ClusterConfig) -> None:
 
     Some variables are read at the start of a program, such as LD_LIBRARY_PATH.
     """
-    has_started_again = os.environ.pop(STARTED_AGAIN, None) is not None
+    has_started_again = os.environ.pop(RESTARTED, None) is not None
     if has_started_again or not cluster.env:
         return
     command = [sys.executable, "-m", "launch.node", *sys.argv[1:]]
-    os.execve(sys.executable, command, {**os.environ, **cluster.env, STARTED_AGAIN: "1"})
+    os.execve(sys.executable, command, {**os.environ, **cluster.env, RESTARTED: "1"})
 
 
 if __name__ == "__main__":

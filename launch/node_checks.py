@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.cluster import ClusterConfig
 from megatron_gptoss.nvidia_smi import memory_bytes, query_gpus
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable
 from rl_loop.lifecycle.store_size import StoreNeed, check_local_store
 
@@ -54,7 +54,7 @@ def check_node(
             check.problems.append(str(error))
     try:
         check_local_store(store)
-    except CannotStart as too_small:
+    except StartError as too_small:
         check.problems.append(str(too_small))
     check.problems.extend(full_disks(cluster))
     check.problems.extend(busy_ports(cluster))

@@ -20,7 +20,7 @@ from launch.cluster import ClusterConfig
 from launch.job_settings import JobSettings
 from launch.node_checks import NodeCheck, check_node
 from launch.output import make_files_private
-from launch.placement import place
+from launch.placement import plan_nodes
 from launch.ray_node import (
     HeadAddress,
     RayNode,
@@ -28,7 +28,7 @@ from launch.ray_node import (
     last_line,
     ray_start_command,
 )
-from rl_loop.cluster.placement import end_with_parent
+from rl_loop.cluster.placement import exit_with_parent
 from rl_loop.cluster.processes import kill_tree
 from rl_loop.cluster.ray_session import WITHOUT_METRICS, loopback_environment, ray_environment
 from rl_loop.cluster.tokens import ray_token_environment
@@ -87,7 +87,7 @@ class NodeProgram:
         self.scratch = Path(tempfile.mkdtemp(prefix="gptoss-", dir="/tmp"))
         self.ray_directory = self.scratch / "ray"
         self.ray_log = self.attempt.path / f"{self.name}.ray.log"
-        self.plan = place(settings.parallel, settings.rollout, cluster)[index]
+        self.plan = plan_nodes(settings.parallel, settings.rollout, cluster)[index]
 
         self.deadline = time.monotonic() + cluster.ready_seconds
         self.stop_requested = False
@@ -133,7 +133,7 @@ class NodeProgram:
         engine = rollout.engine if rollout is not None and self.plan.servers else None
         check = check_node(self.cluster, self.settings.store, engine)
         if check.problems:
-            self._give_up("; ".join(check.problems), check)
+            self._report_unfit("; ".join(check.problems), check)
 
         # The head writes its addresses before it checks itself, so this wait is short.
         self.wait_until(self.attempt.head.exists)
@@ -152,7 +152,7 @@ class NodeProgram:
         self.ray = self._start_ray(head)
         if self.ray is None:
             reason = last_line(self.ray_log) or "no output"
-            self._give_up(f"Ray did not start: {reason}", check)
+            self._report_unfit(f"Ray did not start: {reason}", check)
         self.report("ready", **asdict(check))
 
     def _start_ray(self, head: HeadAddress) -> subprocess.Popen[bytes] | None:
@@ -210,7 +210,7 @@ class NodeProgram:
         # The exit status is ignored: it is nonzero if any node fails.
         self.wait_until(lambda: process.poll() is not None)
 
-    def _give_up(self, problem: str, check: NodeCheck) -> NoReturn:
+    def _report_unfit(self, problem: str, check: NodeCheck) -> NoReturn:
         """Report this node as bad, and wait for the head node's decision about the attempt."""
         self.report("bad", problem=problem, **asdict(check))
         self.wait_forever()
@@ -259,7 +259,7 @@ class NodeProgram:
         def prepare_child() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            end_with_parent()
+            exit_with_parent()
 
         with open(log, "ab") as output:
             child = subprocess.Popen(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
-def outlive_output(log: Path) -> None:
+def keep_output_in_log(log: Path) -> None:
     """Redirect output to ``log`` as soon as it can no longer be printed; drop it if that fails.
 
     Otherwise the next printed line would raise OSError and end the run in the middle of a step.

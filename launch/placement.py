@@ -49,7 +49,7 @@ class NodePlan:
         return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 
 
-def place(
+def plan_nodes(
     parallel: ParallelConfig, rollout: RolloutConfig | None, cluster: ClusterConfig
 ) -> list[NodePlan]:
     """Plan the trainer nodes, then the rollout nodes.

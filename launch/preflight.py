@@ -16,7 +16,7 @@ from launch.node_checks import busy_ports
 from rl_loop.config.errors import ConfigError
 from rl_loop.lifecycle.remedies import how_to_make
 
-Answers = dict[str, list[str]]
+Sections = dict[str, list[str]]
 """Output of preflight.sh: the lines of each section."""
 
 
@@ -58,22 +58,22 @@ class Partition:
 def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     """Raise ConfigError with every field that cannot work, and the available values."""
     paths = [*settings.paths, *_container_paths(cluster)]
-    answers = _query_login_node(settings, cluster, paths)
+    sections = _query_login_node(settings, cluster, paths)
 
     problems: list[str] = []
     if cluster.kind == "slurm":
-        if not answers["sbatch"]:
+        if not sections["sbatch"]:
             where = cluster.login or "this machine"
             raise ConfigError(
                 f"preflight: cluster.login: {where} has no sbatch. Set a login node, or kind: local"
             )
         # The section also has sinfo's error messages, which are not partitions.
-        lines = [line for line in answers["partitions"] if line.count("|") == 7]
+        lines = [line for line in sections["partitions"] if line.count("|") == 7]
         partitions = [parse_partition(line) for line in lines]
-        problems += slurm_problems(cluster, partitions, answers)
+        problems += slurm_problems(cluster, partitions, sections)
 
-    problems += _file_problems(cluster, paths, answers)
-    problems += _engine_problems(settings, cluster, answers)
+    problems += _file_problems(cluster, paths, sections)
+    problems += _engine_problems(settings, cluster, sections)
     if cluster.kind == "local":
         problems += [f"cluster.ray_port: {problem}" for problem in busy_ports(cluster)]
 
@@ -86,7 +86,7 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
 
 def _query_login_node(
     settings: JobSettings, cluster: ClusterConfig, paths: list[tuple[str, Path]]
-) -> Answers:
+) -> Sections:
     """Run preflight.sh where jobs are submitted, and return its output.
 
     Raises:
@@ -112,10 +112,10 @@ def _query_login_node(
 def _file_problems(
     cluster: ClusterConfig,
     paths: list[tuple[str, Path]],
-    answers: Answers,
+    sections: Sections,
 ) -> list[str]:
     """Return the problems with files, disks and the trainer's interpreter on the login node."""
-    absent = set(answers["absent"])
+    absent = set(sections["absent"])
     problems = []
     for key, path in paths:
         if str(path) in absent:
@@ -124,18 +124,18 @@ def _file_problems(
                 problem += f". {how_to_make(key, path)}"
             problems.append(problem)
 
-    if answers["shared_dir"]:
-        problems.append(f"cluster.shared_dir: {answers['shared_dir'][0]}")
+    if sections["shared_dir"]:
+        problems.append(f"cluster.shared_dir: {sections['shared_dir'][0]}")
     else:
         # df reports KB.
-        free = int(answers["free"][0]) / 1e6 if answers["free"] else 0.0
+        free = int(sections["free"][0]) / 1e6 if sections["free"] else 0.0
         if free < cluster.min_free_disk:
             problems.append(
                 f"cluster.shared_dir: {free:.0f} GB free there, but min_free_disk is "
                 f"{cluster.min_free_disk:g}"
             )
 
-    if cluster.container is None and not answers["python"]:
+    if cluster.container is None and not sections["python"]:
         problems.append(
             f"cluster.python: {cluster.python} does not exist there. `make setup` in a checkout on "
             "the cluster creates CHECKOUT/.venv/bin/python"
@@ -143,16 +143,18 @@ def _file_problems(
     return problems
 
 
-def _engine_problems(settings: JobSettings, cluster: ClusterConfig, answers: Answers) -> list[str]:
+def _engine_problems(
+    settings: JobSettings, cluster: ClusterConfig, sections: Sections
+) -> list[str]:
     """Return the problems with the rollout servers' interpreter on the login node."""
     python = settings.engine_python
     if python is None or cluster.container is not None:
         return []
     key = settings.engine_key(cluster)
     remedy = "`gptoss doctor --install-engine DIR` there creates DIR/bin/python"
-    if answers["engine"] == ["missing"]:
+    if sections["engine"] == ["missing"]:
         return [f"{key}: {python} does not exist there. {remedy}"]
-    if answers["engine"] != ["ready"]:
+    if sections["engine"] != ["ready"]:
         return [f"{key}: {python} there has no SGLang. {remedy}"]
     return []
 
@@ -160,17 +162,17 @@ def _engine_problems(settings: JobSettings, cluster: ClusterConfig, answers: Ans
 def slurm_problems(
     cluster: ClusterConfig,
     partitions: list[Partition],
-    answers: Answers,
+    sections: Sections,
 ) -> list[str]:
     """Return the problems that Slurm's description of the cluster shows.
 
     Args:
         cluster: settings to check.
         partitions: partitions of the cluster.
-        answers: output of preflight.sh.
+        sections: output of preflight.sh.
     """
-    problems = _account_problems(cluster, answers.get("accounts", []))
-    if cluster.container and answers.get("pyxis") == ["0"]:
+    problems = _account_problems(cluster, sections.get("accounts", []))
+    if cluster.container and sections.get("pyxis") == ["0"]:
         problems.append(
             "cluster.container: srun has no --container-image, because pyxis is not installed. Use "
             "python",

@@ -65,9 +65,9 @@ STYLE: dict[Any, Any] = {
 }
 """Matplotlib settings, with the colors of the page."""
 
-FEW_STEPS = 30
+MIN_SMOOTHED_VALUES = 30
 """Number of values from which a curve is smoothed. Below, every value has a marker."""
-SMOOTHING_REACH = 4
+SMOOTHING_RADIUS = 4
 """Values on each side in the moving mean of a noisy curve."""
 REWARD_PART = "reward/"
 """Prefix of the metrics of a reward's components."""
@@ -321,11 +321,11 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
         # Rare evaluations are not noise from step to step, and a log scale is for orders of
         # magnitude, so neither is smoothed.
         is_sparse = 2 * len(curve.steps) <= curve.steps[-1] - curve.steps[0] + 1
-        if len(curve.values) >= FEW_STEPS and not is_sparse and not chart.log_scale:
+        if len(curve.values) >= MIN_SMOOTHED_VALUES and not is_sparse and not chart.log_scale:
             draw_smoothed(axes, curve)
-            step_label = f"step (bold: mean of up to {2 * SMOOTHING_REACH + 1})"
+            step_label = f"step (bold: mean of up to {2 * SMOOTHING_RADIUS + 1})"
         else:
-            marker = "o" if len(curve.steps) < FEW_STEPS or is_sparse else ""
+            marker = "o" if len(curve.steps) < MIN_SMOOTHED_VALUES or is_sparse else ""
             axes.plot(
                 curve.steps,
                 curve.values,
@@ -351,14 +351,14 @@ def draw_smoothed(axes: Axes, curve: Curve) -> None:
     axes.plot(curve.steps, curve.values, color=curve.color, alpha=0.25, linewidth=1)
     axes.plot(
         curve.steps,
-        moving_mean(curve.steps, curve.values, SMOOTHING_REACH),
+        moving_mean(curve.steps, curve.values, SMOOTHING_RADIUS),
         color=curve.color,
         linewidth=1.8,
         label=curve.label,
     )
 
 
-def moving_mean(steps: Sequence[int], values: Sequence[float], reach: int) -> list[float]:
+def moving_mean(steps: Sequence[int], values: Sequence[float], radius: int) -> list[float]:
     """Return the centered moving mean of a curve.
 
     Each mean has equally many values before and after its step, and fewer near the ends and near
@@ -367,12 +367,12 @@ def moving_mean(steps: Sequence[int], values: Sequence[float], reach: int) -> li
     Args:
         steps: step of each value, increasing.
         values: values of the curve.
-        reach: maximum distance in steps.
+        radius: maximum distance in steps.
     """
     means = []
     for i, step in enumerate(steps):
-        before = i - bisect_left(steps, step - reach)
-        after = bisect_right(steps, step + reach) - 1 - i
+        before = i - bisect_left(steps, step - radius)
+        after = bisect_right(steps, step + radius) - 1 - i
         near = min(before, after)
         means.append(fmean(values[i - near : i + near + 1]))
     return means

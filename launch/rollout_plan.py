@@ -12,7 +12,7 @@ MEAN_LENGTH = 0.5
 """Mean of an episode's sampled tokens, as a fraction of its limit. An assumption."""
 BANDWIDTH = 4.32e12
 """Memory bandwidth of an H200 in bytes/s, measured (docs/performance.md, decoding)."""
-OVER_LIMIT = 1.4
+DECODING_OVERHEAD = 1.4
 """Time of a decoding step of SGLang over the time to read its data.
 
 Measured as 1.28 to 1.84 for 8 to 256 sequences of the 20B (docs/performance.md, decoding).
@@ -24,7 +24,7 @@ STALENESS = (0, 1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
-class RunAheadPrediction:
+class AsyncPrediction:
     """Bounds of the speed of the loop, in seconds per step."""
 
     training: float
@@ -109,12 +109,12 @@ def decoding_step_seconds(
     window = min(context, model.sliding_window or context)
     seen = full * context + (model.num_layers - full) * window
     keys_and_values = sequences * seen * 2 * model.num_key_value_heads * model.head_size
-    return OVER_LIMIT * BYTES * (weights + keys_and_values) / (BANDWIDTH * gpus)
+    return DECODING_OVERHEAD * BYTES * (weights + keys_and_values) / (BANDWIDTH * gpus)
 
 
-def predict_run_ahead(
+def predict_async_rollouts(
     rollout: RolloutConfig, trainer: MemoryInputs, tool_seconds: float
-) -> RunAheadPrediction:
+) -> AsyncPrediction:
     """Predict the bounds of a loop with SGLang servers.
 
     On the trainer's GPUs, servers and trainer alternate. Weight syncs and sleeping and waking of
@@ -138,7 +138,7 @@ def predict_run_ahead(
     gpus = trainer.parallel.world_size
     if not engine.shares_trainer_gpus:
         gpus += engine.servers * engine.tensor_parallel
-    return RunAheadPrediction(
+    return AsyncPrediction(
         training=MEAN_LENGTH * update.step.total,
         engines=tokens_per_server / running * step,
         longest_episode=longest * step + (rollout.max_turns - 1) * tool_seconds,
@@ -146,7 +146,7 @@ def predict_run_ahead(
     )
 
 
-def run_ahead_plan(
+def async_rollout_plan(
     rollout: RolloutConfig,
     trainer: MemoryInputs,
     configured: int,
@@ -163,7 +163,7 @@ def run_ahead_plan(
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: no prediction for engines of type {engine.type}"
-    prediction = predict_run_ahead(rollout, trainer, tool_seconds)
+    prediction = predict_async_rollouts(rollout, trainer, tool_seconds)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     longest = rollout.max_response_tokens
     lengths = (

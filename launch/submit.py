@@ -15,16 +15,16 @@ from launch.gpus import configured_hardware, planned_hardware
 from launch.job_settings import JobSettings
 from launch.jobs import ACTIVE, Launch, known_launches, query, registry
 from launch.output import make_files_private
-from launch.placement import describe_placement, place
+from launch.placement import describe_placement, plan_nodes
 from launch.preflight import check_before_queue
 from launch.snapshot import node_arguments, write_snapshot
 from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig
-from rl_loop.data.hub import is_of_hub
+from rl_loop.data.hub import is_hub_dataset
 from rl_loop.lifecycle.resume import changes_since
-from rl_loop.lifecycle.start_checks import check_what_a_run_needs, store_need
+from rl_loop.lifecycle.start_checks import check_run_requirements, store_need
 from rl_loop.tracking.run_directory import RunDirectory, make_run_directory
 
 
@@ -49,7 +49,7 @@ def _is_path(value: Any, key: str) -> bool:
         return True
     name = key.rpartition(".")[2]
     is_named_so = name == "path" or name.endswith("_path")
-    return is_named_so and isinstance(value, str) and not is_of_hub(value)
+    return is_named_so and isinstance(value, str) and not is_hub_dataset(value)
 
 
 def with_engine_python[Config: RunConfig](
@@ -138,7 +138,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
         needed = _gpus_needed(settings)
         cluster = cluster.model_copy(update={"gpus_per_node": needed})
         notes = [f"  This machine has no GPU. The run needs {needed}."]
-    plans = place(settings.parallel, settings.rollout, cluster)
+    plans = plan_nodes(settings.parallel, settings.rollout, cluster)
     placement = [describe_placement(plans, config.rollout, config.sandbox), *notes]
     sections = {
         "placement": "\n".join(placement),
@@ -208,15 +208,15 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     _check_name_is_free(config.name)
     make_files_private()
 
-    # Cheap checks come first. ``place`` raises ConfigError if the run does not fit.
+    # Cheap checks come first. ``plan_nodes`` raises ConfigError if the run does not fit.
     settings = job_settings(config)
-    place(settings.parallel, settings.rollout, cluster)
+    plan_nodes(settings.parallel, settings.rollout, cluster)
     check_before_queue(settings, cluster)
     if cluster.login is None:
         # Raises ConfigError if the configuration has changed so that the run cannot resume.
         changes_since(RunDirectory(config.directory), config)
     if cluster.kind == "local":
-        check_what_a_run_needs(config, has_own_ray=True)
+        check_run_requirements(config, has_own_ray=True)
 
     if cluster.login is None:
         make_run_directory(config.directory)

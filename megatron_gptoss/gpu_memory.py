@@ -1,7 +1,7 @@
 """Measurement of GPU memory in each phase of a step, by the trainer process.
 
 ``PhaseMemory`` reads counters only when a phase starts, which costs almost no time. Without a GPU
-it does not measure. ``CudaMemory`` and ``give_back_cache`` contain all calls of CUDA.
+it does not measure. ``CudaMemory`` and ``release_cached_memory`` contain all calls of CUDA.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_gptoss.layers.shared_memory import release_shared_memory
+from megatron_gptoss.layers.scratch_memory import release_scratch_memory
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class PhaseMemory:
             return
 
         reading = self._counters.read()
-        self._add_to_present_phase(reading)
+        self._add_to_current_phase(reading)
         self._counters.reset_peaks()
         self._phase = phase
         self._others_at_begin = reading.gpu_used - reading.reserved
@@ -126,7 +126,7 @@ class PhaseMemory:
     def observe(self) -> None:
         """Add the current memory to the current phase, to detect peaks of other processes."""
         if self._counters is not None:
-            self._add_to_present_phase(self._counters.read())
+            self._add_to_current_phase(self._counters.read())
 
     def split(self) -> None:
         """Measure the rest of the current phase separately.
@@ -152,7 +152,7 @@ class PhaseMemory:
         self._peaks = {}
         return PhasePeaks(peaks, self._counters.read().gpu_total)
 
-    def _add_to_present_phase(self, reading: MemoryReading) -> None:
+    def _add_to_current_phase(self, reading: MemoryReading) -> None:
         """Update the peak of the current phase with a reading."""
         if self._phase is None:
             return
@@ -174,12 +174,12 @@ def phase_memory() -> PhaseMemory:
     return PhaseMemory(CudaMemory() if torch.cuda.is_available() else None)
 
 
-def give_back_cache() -> None:
+def release_cached_memory() -> None:
     """Release the cached memory of torch's allocator, so that other processes can use it.
 
     The memory that layers share for temporary weights is released, too.
     """
-    release_shared_memory()
+    release_scratch_memory()
     # ipc_collect first: it frees blocks that another process has opened by CUDA IPC and closed.
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()

@@ -293,11 +293,11 @@ def greedy_tokens(
     # One message for values and ids, because ids are exact in fp64.
     global_ids = ids + _first_id(weight, group)
     local = torch.stack([best.double(), global_ids.double()])
-    everyone = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(everyone, local, group=group)
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
     # [ranks, 2, tokens] -> two tensors [ranks, tokens]. argmax returns the first of equal values,
     # and ranks are in the order of the vocabulary.
-    values, candidates = torch.stack(everyone).unbind(1)
+    values, candidates = torch.stack(gathered).unbind(1)
     winner = values.argmax(dim=0, keepdim=True)
     return candidates.gather(0, winner)[0].long()
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.gpu_memory import give_back_cache
+from megatron_gptoss.gpu_memory import release_cached_memory
 from megatron_gptoss.planning.state_memory import bucket_parameters
 
 _megatron_applier = clip_grads.multi_tensor_applier
@@ -91,7 +91,7 @@ def _move_to_host(chunks: Sequence[torch.nn.Module]) -> None:
             # Frozen parameters are not copied into a buffer.
             if parameter.requires_grad:
                 parameter.data = parameter.data.cpu()
-    give_back_cache()
+    release_cached_memory()
 
 
 def build_optimizer(
@@ -131,7 +131,7 @@ def build_optimizer(
 
     # Without fp32 gradients, gradients have several dtypes. Megatron calls this function to clip.
     if not _sums_gradients_in_fp32(dtype, config):
-        clip_grads.multi_tensor_applier = one_dtype_at_a_time
+        clip_grads.multi_tensor_applier = apply_per_dtype
     return optimizer
 
 
@@ -158,7 +158,7 @@ def _sums_gradients_in_fp32(dtype: torch.dtype, config: OptimizerConfig) -> bool
     return not (torch.cuda.is_available() and config.gradient_dtype == "bf16")
 
 
-def one_dtype_at_a_time(
+def apply_per_dtype(
     operation: Any,
     overflow: torch.Tensor,
     lists: list[list[torch.Tensor]],

@@ -51,7 +51,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         for name in TOKEN_COLUMNS:
             column = getattr(self, name)
             if column is not None or name in INPUT_COLUMNS:
-                check_column(name, column, self.tokens, self._whose)
+                check_column(name, column, self.tokens, self._owner)
         if self.routed_experts is not None:
             self._check_routes(self.routed_experts)
 
@@ -110,10 +110,10 @@ class TrainingSamples(TokenColumns[np.ndarray]):
                 column and sequence.
         """
         names = names or [f"sample {i}" for i in range(len(sequences))]
-        for sequence, whose in zip(sequences, names, strict=True):
+        for sequence, owner in zip(sequences, names, strict=True):
             unknown = sequence.keys() - TOKEN_COLUMNS.keys() - {ROUTES}
             if unknown:
-                raise ColumnError(f"column {min(unknown)} of {whose} is not declared")
+                raise ColumnError(f"column {min(unknown)} of {owner} is not declared")
         lengths = [len(sequence.get("token_ids", ())) for sequence in sequences]
         columns: dict[str, Any] = {
             name: _join_column(name, sequences, names, lengths) for name in TOKEN_COLUMNS
@@ -216,7 +216,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
                 )
 
     @property
-    def _whose(self) -> str:
+    def _owner(self) -> str:
         if len(self) == 0:
             return "no sequences"
         if len(self) == 1:
@@ -224,28 +224,28 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         return f"{self.name_of(0)} to {self.name_of(len(self) - 1)}"
 
 
-def check_route_array(routes: Any, tokens: int, whose: str) -> None:
+def check_route_array(routes: Any, tokens: int, owner: str) -> None:
     """Check the routes of a sequence.
 
     Args:
         routes: array, or a reference with shape and dtype.
         tokens: number of tokens of the sequence.
-        whose: name of the sequence in messages.
+        owner: name of the sequence in messages.
 
     Raises:
         ColumnError: the dtype, the shape or the memory layout is wrong.
     """
     if routes.dtype not in ROUTE_DTYPES or len(routes.shape) != 3:
         raise ColumnError(
-            f"column routed_experts of {whose} holds {routes.dtype} {list(routes.shape)}, "
+            f"column routed_experts of {owner} holds {routes.dtype} {list(routes.shape)}, "
             "expected uint8 or int16 [tokens - 1, layers, top_k]"
         )
     if routes.shape[0] != tokens - 1:
         raise ColumnError(
-            f"column routed_experts of {whose} has {routes.shape[0]} rows, expected {tokens - 1}"
+            f"column routed_experts of {owner} has {routes.shape[0]} rows, expected {tokens - 1}"
         )
     if isinstance(routes, np.ndarray) and not routes.flags.c_contiguous:
-        raise ColumnError(f"column routed_experts of {whose} is not contiguous")
+        raise ColumnError(f"column routed_experts of {owner} is not contiguous")
 
 
 def _join_column(
@@ -262,10 +262,10 @@ def _join_column(
 
     declared = TOKEN_COLUMNS[name]
     rows = [np.zeros(0, declared.dtype)]  # concatenate needs at least one row
-    for sequence, whose, length in zip(sequences, names, lengths, strict=True):
+    for sequence, owner, length in zip(sequences, names, lengths, strict=True):
         values = sequence.get(name)
         if values is None and not is_required:
             rows.append(np.full(length, declared.default, declared.dtype))
         else:
-            rows.append(as_column(name, values, length, whose))
+            rows.append(as_column(name, values, length, owner))
     return np.concatenate(rows)

@@ -209,11 +209,11 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
 
     rows = []
     for shard, batch in zip(shards, batches, strict=True):
-        everyone = [torch.empty_like(shard) for _ in range(group.size())]
-        dist.all_gather(everyone, shard.contiguous(), group=group)
+        gathered = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(gathered, shard.contiguous(), group=group)
         order = inverse_order(batch.context_layout_over(group.size())).to(shard.device)
         # [T] in the order of the ranks -> [T] in the order of the row.
-        rows.append(torch.cat(everyone)[order])
+        rows.append(torch.cat(gathered)[order])
     return rows
 
 

@@ -19,7 +19,7 @@ PARTS = ("forward", "backward", "optimizer", "communication", "other")
 ALL_TO_ALL = "all-to-all"
 """Name of the timer for sending tokens to experts and back."""
 
-PART_OF_TIMER = {
+PART_BY_TIMER = {
     "forward-compute": "forward",
     "backward-compute": "backward",
     "forward-backward": "other",
@@ -53,7 +53,7 @@ class StepClock:
             log_level: Megatron's log level; unused.
         """
         # Megatron requests a barrier for some timers. It would slow the step down.
-        part = PART_OF_TIMER.get(name, "communication")
+        part = PART_BY_TIMER.get(name, "communication")
         return SimpleNamespace(start=lambda barrier=False: self.enter(part), stop=self.leave)
 
     def begin(self) -> None:
@@ -102,7 +102,7 @@ class StepClock:
         self._marks.append((now, self._parts[-1]))
 
 
-OF_ONE_FORWARD_PASS = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
+FORWARD_PASS_ATTRIBUTES = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 """Attributes of Megatron's all-to-all dispatcher that keep tensors until the next forward pass."""
 
 
@@ -145,7 +145,7 @@ class TimedMoELayer(MoELayer):
         # garbage collector cannot see, so the model would never be freed. The dispatcher would also
         # keep the order of tokens: 4 MB for 16,384 tokens, which keep a whole block of torch's
         # allocator in use.
-        for name in OF_ONE_FORWARD_PASS:
+        for name in FORWARD_PASS_ATTRIBUTES:
             if hasattr(self.token_dispatcher, name):
                 setattr(self.token_dispatcher, name, None)
         return result

@@ -47,14 +47,14 @@ class StepStatistics:
     """Learning rate of the step."""
     parameters_updated: bool
     """True if the step was not skipped."""
-    not_finite: str | None = None
+    non_finite_gradients: str | None = None
     """Message that names the parameters with a gradient that is not finite; None if there are none.
 
     If it is set, the step was skipped.
     """
     seconds: float = 0.0
     """Wall-clock time of the step on the slowest rank."""
-    seconds_of: dict[str, float] = field(default_factory=dict)
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
     """Seconds by part, averaged over ranks: forward, backward, optimizer, communication, other.
 
     Communication is the exposed time of the experts' all-to-all, of pipeline messages and of the

@@ -71,7 +71,7 @@ class TokenColumns[Array]:
     staleness: Annotated[Array | None, Column("int32", "driver")] = None
     """Policy lag: weight versions between sampling and training. None if all tokens are
     current."""
-    is_grafted: Annotated[Array | None, Column("bool", "driver")] = None
+    is_spliced: Annotated[Array | None, Column("bool", "driver")] = None
     """True if the token was sampled in another context. None if no token was."""
 
     @property
@@ -123,14 +123,14 @@ def column_bytes(*filled_by: str) -> int:
     return sum(column.dtype.itemsize for column in columns if column.filled_by in filled_by)
 
 
-def check_column(name: str, values: Any, tokens: int, whose: str) -> None:
+def check_column(name: str, values: Any, tokens: int, owner: str) -> None:
     """Check that an array can be a column without conversion.
 
     Args:
         name: name of the column.
         values: array to check.
         tokens: expected number of entries.
-        whose: name of the sequences in messages.
+        owner: name of the sequences in messages.
 
     Raises:
         ColumnError: the dtype, the byte order, the shape or the memory layout differs.
@@ -138,23 +138,23 @@ def check_column(name: str, values: Any, tokens: int, whose: str) -> None:
     dtype = TOKEN_COLUMNS[name].dtype
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
         found = getattr(values, "dtype", type(values).__name__)
-        raise ColumnError(f"column {name} of {whose} holds {found}, expected {dtype}")
+        raise ColumnError(f"column {name} of {owner} holds {found}, expected {dtype}")
     if values.shape != (tokens,):
         raise ColumnError(
-            f"column {name} of {whose} has the shape {list(values.shape)}, expected [{tokens}]"
+            f"column {name} of {owner} has the shape {list(values.shape)}, expected [{tokens}]"
         )
     if not values.flags.c_contiguous:
-        raise ColumnError(f"column {name} of {whose} is not contiguous")
+        raise ColumnError(f"column {name} of {owner} is not contiguous")
 
 
-def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
+def as_column(name: str, values: Any, tokens: int, owner: str) -> np.ndarray:
     """Convert the values of one sequence to a column.
 
     Args:
         name: name of the column.
         values: list or array of numbers.
         tokens: expected number of entries.
-        whose: name of the sequence in messages.
+        owner: name of the sequence in messages.
 
     Raises:
         ColumnError: the number of values differs, or the column cannot hold them without loss:
@@ -164,10 +164,10 @@ def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1:
         raise ColumnError(
-            f"column {name} of {whose} has the shape {list(array.shape)}, expected [{tokens}]"
+            f"column {name} of {owner} has the shape {list(array.shape)}, expected [{tokens}]"
         )
     if len(array) != tokens:
-        raise ColumnError(f"column {name} of {whose} has {len(array)} entries for {tokens} tokens")
+        raise ColumnError(f"column {name} of {owner} has {len(array)} entries for {tokens} tokens")
     if array.dtype == dtype:
         return np.ascontiguousarray(array)
 
@@ -175,14 +175,14 @@ def as_column(name: str, values: Any, tokens: int, whose: str) -> np.ndarray:
     # float array, so the kind is not checked without tokens.
     is_whole = array.dtype.kind in "iub"
     if tokens > 0 and dtype.kind != "f" and not is_whole:
-        raise ColumnError(f"column {name} of {whose} holds {array.dtype}, expected whole numbers")
+        raise ColumnError(f"column {name} of {owner} holds {array.dtype}, expected whole numbers")
     if tokens > 0 and dtype.kind == "f" and not (is_whole or array.dtype.kind == "f"):
-        raise ColumnError(f"column {name} of {whose} holds {array.dtype}, expected numbers")
+        raise ColumnError(f"column {name} of {owner} holds {array.dtype}, expected numbers")
     if dtype.kind == "b" and not np.isin(array, (0, 1)).all():
-        raise ColumnError(f"column {name} of {whose} holds values other than 0 and 1")
+        raise ColumnError(f"column {name} of {owner} holds values other than 0 and 1")
     # astype would wrap around: id 2^32 would become token 0.
     if dtype.kind == "i" and tokens > 0:
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
-            raise ColumnError(f"column {name} of {whose} holds numbers that are no {dtype}")
+            raise ColumnError(f"column {name} of {owner} holds numbers that are no {dtype}")
     return array.astype(dtype)

@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.gpu_memory import PhaseMemory, give_back_cache
+from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
@@ -117,7 +117,7 @@ class PolicyTrainer(Scorer):
         if self.config.offload:
             # Activations leave blocks in torch's cache. Few parts of the state fit into them, and
             # NCCL cannot use them at all.
-            give_back_cache()
+            release_cached_memory()
         self.memory.enter("optimizer")
         # The check is collective, so all ranks make the same decision.
         if self._gradients_are_finite():
@@ -201,10 +201,10 @@ class PolicyTrainer(Scorer):
 
     def _report_non_finite_gradients(self, statistics: StepStatistics) -> None:
         """Add the parameters to the statistics, and log a warning or raise an error. Collective."""
-        statistics.not_finite = self._describe_non_finite_gradients()
+        statistics.non_finite_gradients = self._describe_non_finite_gradients()
         if self.config.on_non_finite == "stop":
-            raise FloatingPointError(statistics.not_finite)
-        logger.warning("optimizer step skipped: %s", statistics.not_finite)
+            raise FloatingPointError(statistics.non_finite_gradients)
+        logger.warning("optimizer step skipped: %s", statistics.non_finite_gradients)
 
     def _gradients_are_finite(self) -> bool:
         """Return True if all gradients of all ranks are finite. Collective."""
@@ -231,10 +231,10 @@ class PolicyTrainer(Scorer):
             local_names.append(names)
 
         # In layer order: chunk 0 of every rank comes before chunk 1 of any rank.
-        everyone: list[list[list[str]]] = [local_names] * dist.get_world_size()
-        dist.all_gather_object(everyone, local_names)
+        gathered: list[list[list[str]]] = [local_names] * dist.get_world_size()
+        dist.all_gather_object(gathered, local_names)
         names = []
-        for chunk_of_ranks in zip(*everyone, strict=True):
+        for chunk_of_ranks in zip(*gathered, strict=True):
             for rank_names in chunk_of_ranks:
                 names += rank_names
 
@@ -276,7 +276,7 @@ class PolicyTrainer(Scorer):
         dist.all_reduce(parts)
 
         statistics.seconds = float(seconds)
-        statistics.seconds_of = dict(zip(local_parts, parts.tolist(), strict=True))
+        statistics.seconds_by_part = dict(zip(local_parts, parts.tolist(), strict=True))
         gpu_seconds = world_size * statistics.seconds
         statistics.tokens_per_second_per_gpu = tokens / gpu_seconds
         statistics.tflops_per_gpu = flops / gpu_seconds / 1e12
@@ -288,9 +288,9 @@ def _check_trained(module: torch.nn.Module) -> None:
     """Raise ValueError on all ranks if a rank has no parameter to train. Collective."""
     has_trained = any(parameter.requires_grad for parameter in module.parameters())
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    everyone: list[tuple[bool, int]] = [(has_trained, stage)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (has_trained, stage))
-    idle = sorted({stage for has_trained, stage in everyone if not has_trained})
+    gathered: list[tuple[bool, int]] = [(has_trained, stage)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (has_trained, stage))
+    idle = sorted({stage for has_trained, stage in gathered if not has_trained})
     if idle:
         raise ValueError(
             f"model: no parameter of pipeline stages {', '.join(map(str, idle))} requires a "

@@ -63,11 +63,11 @@ class PolicyTransformerConfig(TransformerConfig):
         return self.quantization is not None and self.adapter is not None
 
 
-def mark(parameter: torch.nn.Parameter, **attributes: Any) -> None:
+def set_distribution(parameter: torch.nn.Parameter, **attributes: Any) -> None:
     """Set attributes that tell Megatron how a parameter is distributed over ranks.
 
     Args:
-        parameter: parameter to mark, of any shape [...].
+        parameter: parameter to change, of any shape [...].
         attributes: names and values, for example ``allreduce`` or ``sequence_parallel``.
     """
     for name, value in attributes.items():

@@ -32,7 +32,7 @@ COMPARED_PROMPTS = 32
 COMPARED_TOKENS = 64
 """Maximum length of a compared answer."""
 
-LARGEST_DECODED = 2_000_000_000
+MAX_DECODED_PARAMETERS = 2_000_000_000
 """Maximum parameters of an export that transformers decodes from, on the driver's CPU."""
 
 

@@ -38,7 +38,7 @@ class PoolFailure(Exception):
     """No process starts, or no process answers any question. The question is not the cause."""
 
 
-class _Died(Exception):
+class _WorkerDied(Exception):
     """A worker died before it answered."""
 
 
@@ -84,7 +84,7 @@ class ForkedPool:
         self._function = function
         self._setup = Setup(seconds, memory_bytes, niceness, prepare, pickle.dumps(argument))
         self._idle_workers = idle_workers
-        self._vacancies = threading.BoundedSemaphore(workers)
+        self._slots = threading.BoundedSemaphore(workers)
         # One thread per worker, so that no question waits for a thread while a worker is free.
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="forked-pool")
 
@@ -123,27 +123,27 @@ class ForkedPool:
         """
         closings = self._closings
         killed_before = out_of_memory_kills()
-        with self._vacancies:
+        with self._slots:
             # An idle worker may have died since its last question. The second worker is new.
             for worker in (self._idle_worker(), None):
                 try:
                     return self._ask(worker or self._new_worker(closings), question)
-                except _Died:
+                except _WorkerDied:
                     continue
                 except TooExpensive:
-                    if control is None or self._is_well(closings, control):
+                    if control is None or self._is_healthy(closings, control):
                         raise
                     raise PoolFailure(
                         f"{self._name} does not answer its control question: {control!r:.500}"
                     ) from None
 
             # Text of a policy or a client must not be able to cause a PoolFailure.
-            is_well = self._is_well(closings, self.control if control is None else control)
+            is_well = self._is_healthy(closings, self.control if control is None else control)
             if is_well and out_of_memory_kills() == killed_before:
                 raise TooExpensive("two processes died while working on it")
         raise PoolFailure(f"{self._name}: two processes died while working on {question!r:.500}")
 
-    def asked(self, question: Any, control: Any = None) -> Awaitable[Any]:
+    def ask_async(self, question: Any, control: Any = None) -> Awaitable[Any]:
         """Call ``ask`` on a thread and return an awaitable of the answer."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self.threads, self.ask, question, control)
@@ -154,7 +154,7 @@ class ForkedPool:
         with self._lock:
             self._stop_server()
 
-    def _is_well(self, closings: int, control: Any) -> bool:
+    def _is_healthy(self, closings: int, control: Any) -> bool:
         worker = self._new_worker(closings)
         try:
             self._ask(worker, control)
@@ -169,7 +169,7 @@ class ForkedPool:
 
         Raises:
             TooExpensive: the worker exceeded its time or memory.
-            _Died: the worker died before it answered.
+            _WorkerDied: the worker died before it answered.
             PoolFailure: the worker does not reply.
         """
         began = time.monotonic()
@@ -189,7 +189,7 @@ class ForkedPool:
             # not killed by the limit.
             if time.monotonic() - began >= self.seconds:
                 raise TooExpensive(f"processing it takes more than {self.seconds:g} s") from None
-            raise _Died from None
+            raise _WorkerDied from None
 
         if kind == "memory":
             worker.close()

@@ -146,7 +146,7 @@ def _run_worker(
     """
     try:
         _set_limits(setup.memory_bytes)
-        _die_with(server_pid)
+        _exit_with(server_pid)
 
         send(questions, (READY, None))
         largest = _peak_memory() + GROWTH_BYTES
@@ -170,10 +170,10 @@ def _reply(answer: Callable[[Any], Any], question: Any) -> Reply:
     except MemoryError:
         return "memory", None
     except Exception as error:
-        return "error", _travelling(error)
+        return "error", _picklable(error)
 
 
-def _travelling(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """Return the error if it can be pickled and unpickled, else a RuntimeError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -197,7 +197,7 @@ def _set_limits(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _die_with(server_pid: int) -> None:
+def _exit_with(server_pid: int) -> None:
     """Tell the kernel to kill this worker when the server dies, even if the server is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The server may have died before the call above.

@@ -3,7 +3,7 @@
 They are failures of an engine, the sandbox, a tool's server, a checker or the environment. An
 infrastructure failure is never a reward. The failed operation is retried a few times. An episode
 that cannot continue is *invalid*: it enters no baseline, no gradient and no evaluation. It is
-counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/CULPRIT``.
+counted under ``rollout/invalid/COMPONENT`` and ``rollout/invalid/COMPONENT/SOURCE``.
 
 A policy must not be able to cause such a failure, because it could then avoid a bad reward by
 breaking things. A failure that the policy causes, such as an endless tool call, ends with a reward.
@@ -31,18 +31,18 @@ class InfrastructureFailure(RuntimeError):
     checker counts as such a failure, too.
     """
 
-    def __init__(self, component: str, reason: str, culprit: str = "") -> None:
+    def __init__(self, component: str, reason: str, failure_source: str = "") -> None:
         """Create a failure.
 
         Args:
             component: one of COMPONENTS.
             reason: description of the failure for people.
-            culprit: name of the failing part of the component. It is equal for equal failures.
+            failure_source: name of the failing part of the component. It is equal for equal failures.
         """
-        super().__init__(component, reason, culprit)
+        super().__init__(component, reason, failure_source)
         self.component = component
         self.reason = reason
-        self.culprit = culprit
+        self.failure_source = failure_source
 
     def __str__(self) -> str:
         return f"{self.component}: {self.reason}"
@@ -55,12 +55,12 @@ class EngineFault(InfrastructureFailure):
         where = f"{server}: " if server else ""
         super().__init__("engine", f"request {request_id}: {where}{what}", server)
         # pickle calls the class with ``args``. Without this line it would pass component, reason
-        # and culprit.
+        # and failing component.
         self.args = (request_id, what, server)
 
 
 class InfrastructureOutage(UserError, RuntimeError):
-    """Too many episodes were invalid, so the run ends. The message names the culprit."""
+    """Too many episodes were invalid, so the run ends. The message names the failing component."""
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -91,7 +91,7 @@ MAX_STREAK = 64
 """Consecutive invalid episodes that end a run at once, before the end of a step."""
 
 
-class InfrastructureBreaker:
+class CircuitBreaker:
     """Circuit breaker: ends a run with broken infrastructure, even if a few episodes work.
 
     One breaker counts the episodes of one call that runs groups, usually one step.
@@ -138,21 +138,23 @@ class InfrastructureBreaker:
             )
 
     def _message(self, limit: str) -> str:
-        """Return the message: failures per component, the most frequent culprit, and a reason."""
+        """Return the message: failures per component, the most frequent failing component, and a reason."""
         failures = [episode.invalid for episode in self._invalid if episode.invalid is not None]
         components = Counter(failure.component for failure in failures)
 
         causes = []
         for component, count in components.most_common():
             of_component = [failure for failure in failures if failure.component == component]
-            culprits = Counter(failure.culprit for failure in of_component)
-            culprit, times = culprits.most_common(1)[0]
+            failure_sources = Counter(failure.failure_source for failure in of_component)
+            failure_source, times = failure_sources.most_common(1)[0]
 
             reasons = Counter(
-                failure.reason for failure in of_component if failure.culprit == culprit
+                failure.reason
+                for failure in of_component
+                if failure.failure_source == failure_source
             )
             reason, _ = reasons.most_common(1)[0]
-            named = f" ({culprit} in {times})" if culprit else ""
+            named = f" ({failure_source} in {times})" if failure_source else ""
             causes.append(f"{component} in {count}{named}, such as: {reason}")
 
         ended = f"infrastructure failures ended {len(self._invalid)} of {self._episodes} episodes ({limit})"

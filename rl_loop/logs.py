@@ -104,7 +104,7 @@ def with_logging[T](actor: type[T]) -> type[T]:
 class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to the current ``sys.stderr``.
 
-    The progress display and ``outlive_output`` replace the stream.
+    The progress display and ``keep_output_in_log`` replace the stream.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ from rl_loop.trainer.checkpointer import Checkpointer
 from rl_loop.weight_sync.canary import CanaryTolerance, SyncCheck, check_sync
 from rl_loop.weight_sync.source import WeightSource
 
-EPISODE_TOLERANCE = 100
+EPISODE_MISMATCH_FACTOR = 100
 """Allowed difference between engine and trainer on one episode, as a multiple of the canary's
 tolerance. Rounding, routes and unlikely tokens stay far below it. An answer to another request lies
 far above it."""
@@ -64,7 +64,7 @@ class Rollouts(Protocol):
     """The engines, and the workers that run episodes with them: a RolloutPool."""
 
     @property
-    def scores_beside_rollouts(self) -> bool: ...
+    def scores_during_rollouts(self) -> bool: ...
 
     def sync_weights(self, source: WeightSource, version: int) -> None: ...
 
@@ -235,7 +235,7 @@ class RlLoop:
                 version=version,
                 is_quantized=self.config.trained_quantization is not None,
             )
-            if self.rollouts.scores_beside_rollouts:
+            if self.rollouts.scores_during_rollouts:
                 self._sync_check = self._checking.submit(check)
             else:
                 self._sync_check = Future()
@@ -328,7 +328,7 @@ class RlLoop:
         """Train on the samples, and begin to send the new weights.
 
         Raises:
-            ForeignAnswer: the policy has not sampled one of the episodes.
+            ResponseMismatchError: the policy has not sampled one of the episodes.
         """
         with record.timed("train"):
             # Engines that restart during the update wait for the new weights.
@@ -338,7 +338,7 @@ class RlLoop:
 
         # Only with "detach" are the log-probs of the update those of the weights that sampled.
         if self.algorithm.old_log_probs_from == "detach":
-            limit = EPISODE_TOLERANCE * self.canary_tolerance.nats
+            limit = EPISODE_MISMATCH_FACTOR * self.canary_tolerance.nats
             check_sampled_by_policy(samples, updates.tokens, limit, step)
         return updates
 
@@ -389,4 +389,4 @@ class RlLoop:
         """Save the steps of this attempt, and leave restored groups to the next one."""
         self.checkpointer.save_finished_steps()
         if self.group_store is not None:
-            self.group_store.give_back(self._first_step)
+            self.group_store.release(self._first_step)

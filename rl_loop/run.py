@@ -13,10 +13,10 @@ from typing import Any
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.engines.registry import build_backend
-from rl_loop.gateway.serve import OwnEngine, ServeOptions, serve, served_settings
-from rl_loop.heap import exempt_from_collection, keep_freed_memory
+from rl_loop.gateway.serve import LocalEngine, ServeOptions, serve, served_settings
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
+from rl_loop.process_memory import exempt_from_collection, keep_freed_memory
 from rl_loop.session import (
     Interrupted,
     RlSession,
@@ -110,8 +110,8 @@ def run_sft(
         session.run.write_summary(steps=done, **figures, seconds=seconds)
         if session.run.export.exists():
             write_model_card(session.run, training_of(config))
-        if refused := session.refusals.summary():
-            session.progress.note(f"conversations: {refused} ({session.run.refused})")
+        if rejected := session.rejections.summary():
+            session.progress.note(f"conversations: {rejected} ({session.run.rejected})")
     return config.directory
 
 
@@ -162,7 +162,7 @@ def run_rl(
         # A request during the last step ends the run, too. Its checkpoint is complete, and a resume
         # completes the rest.
         if done < config.training.steps or session.interrupt.requested:
-            raise Interrupted(_what_an_interrupt_left(config, session, done))
+            raise Interrupted(_interrupt_message(config, session, done))
         evaluation = loop.evaluate()
         if config.rollout.engine.packs_experts:
             # All checksums. The export is compared with the engines and the trainer, too.
@@ -266,7 +266,7 @@ def run_server(
         backend = build_backend(config.rollout.engine, backend_context(config))
         stack.callback(backend.close)
         engine = backend.engine_factory()()
-        backend.start(OwnEngine(engine))
+        backend.start(LocalEngine(engine))
         backend.sync_weights(loaded, 0)
 
         shape = model_shape(config.model)
@@ -305,10 +305,10 @@ def run_engine_report(config: RlConfig) -> str:
         )
 
 
-def _what_an_interrupt_left(config: RlConfig, session: Session, done: int) -> str:
+def _interrupt_message(config: RlConfig, session: Session, done: int) -> str:
     """Return the message about a run that was asked to stop after ``done`` steps."""
     if not (session.run.checkpoints / "latest").exists():
-        return f"stopped; {session.what_is_saved()}"
+        return f"stopped; {session.saved_step_message()}"
     saved = f"saved after step {done} of {config.training.steps} in {session.run.path}"
     if done == config.training.steps:
         saved += ". The final evaluation and the export are missing; --resume continues with them"
@@ -353,9 +353,9 @@ def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
     Returns:
         Entries for the run's summary. Empty if the model is too large for the CPU.
     """
-    from rl_loop.export import LARGEST_DECODED, greedy_agreement
+    from rl_loop.export import MAX_DECODED_PARAMETERS, greedy_agreement
 
-    if config.model.num_parameters > LARGEST_DECODED:
+    if config.model.num_parameters > MAX_DECODED_PARAMETERS:
         logger.info(
             "%s: a sample of its weights was compared with the trainer, but its answers were "
             "not, because %.1f billion parameters are too many for the CPU of this machine",

@@ -20,7 +20,7 @@ from rl_loop.lifecycle.inputs import WEIGHTS, Input, to_json
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, inputs_of, write_config
 from rl_loop.lifecycle.resume_rules import sampling_digest
-from rl_loop.lifecycle.start_checks import check_conversations, check_what_a_run_needs, store_need
+from rl_loop.lifecycle.start_checks import check_conversations, check_run_requirements, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl_loop.chat.codec import ChatCodec
     from rl_loop.config.parts import TrainerConfig
     from rl_loop.conversations.dataset import ConversationData
-    from rl_loop.conversations.refusals import RefusalReport
+    from rl_loop.conversations.rejections import RejectionReport
     from rl_loop.loop import RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.supervised_data import SupervisedData
@@ -109,7 +109,7 @@ class Session(ABC):
     def _raise_if_interrupted(self, error: BaseException | None) -> None:
         """Raise Interrupted if ``error`` is a request to stop. Everything is closed by now."""
         if isinstance(error, KeyboardInterrupt):
-            message = f"stopped at once; {self.what_is_saved()}"
+            message = f"stopped at once; {self.saved_step_message()}"
         elif isinstance(error, Interrupted):
             message = str(error)
         else:
@@ -153,7 +153,7 @@ class Session(ABC):
         # Mistakes are found before anything heavy is started.
         self._inputs = inputs_of(config)
         changes = changes_since(self.run, config, self._inputs) if how.may_resume else []
-        check_what_a_run_needs(config)
+        check_run_requirements(config)
         for change in changes:
             logger.info("%s: --resume changes %s", config.name, change)
         self._open_data()
@@ -274,7 +274,7 @@ class Session(ABC):
         note = "stopping after this step; press Ctrl-C again to stop at once"
         return self.interrupt.waiting_for_steps(lambda: self.progress.note(note))
 
-    def what_is_saved(self) -> str:
+    def saved_step_message(self) -> str:
         """Return a message with the saved step, for a run that was stopped within a step."""
         run = RunDirectory(self._config.directory)
         if not run.existing():
@@ -335,7 +335,7 @@ class SftSession(Session):
 
     data: "SupervisedData"
     """Conversations or generated demonstrations."""
-    refusals: "RefusalReport"
+    rejections: "RejectionReport"
     """Conversations that are left out."""
 
     _config: SftConfig
@@ -359,16 +359,16 @@ class SftSession(Session):
         return self.data.task_cursor(state.step)
 
     def _start_recording(self, state: "RunState") -> None:
-        from rl_loop.conversations.refusals import RefusalReport
+        from rl_loop.conversations.rejections import RejectionReport
 
         super()._start_recording(state)
-        self.refusals = RefusalReport(
-            write=self.run.append_refusals,
+        self.rejections = RejectionReport(
+            write=self.run.append_rejections,
             show=self.progress.note,
-            earlier=read_json_lines(self.run.refused),
+            earlier=read_json_lines(self.run.rejected),
         )
         self.progress.phase("data")
-        self.data.start(self.refusals)
+        self.data.start(self.rejections)
 
 
 # -- parts of a run, each from its sections of the configuration ----------------------------------

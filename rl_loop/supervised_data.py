@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.conversations.dataset import ConversationData, ConversationStream
-from rl_loop.conversations.refusals import RefusalReport
+from rl_loop.conversations.rejections import RejectionReport
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.trainer.checkpointer import RunState
 
@@ -40,8 +40,8 @@ class SupervisedData(Protocol):
         """Continue where a checkpoint stopped."""
         ...
 
-    def start(self, report: RefusalReport) -> None:
-        """Prepare validation and the first samples. ``report`` collects refused conversations."""
+    def start(self, report: RejectionReport) -> None:
+        """Prepare validation and the first samples. ``report`` collects rejected conversations."""
         ...
 
     def take(self, step: int) -> TrainingSamples:
@@ -104,7 +104,7 @@ class DemonstrationBatches:
         if state.tasks is not None:
             self._tasks.continue_from(state.tasks)
 
-    def start(self, report: RefusalReport) -> None:
+    def start(self, report: RejectionReport) -> None:
         """Prepare nothing."""
 
     def take(self, step: int) -> TrainingSamples:
@@ -150,7 +150,7 @@ class ConversationBatches:
         """Continue with the conversations where a checkpoint stopped."""
         self._saved = state.data
 
-    def start(self, report: RefusalReport) -> None:
+    def start(self, report: RejectionReport) -> None:
         """Render the validation samples, and begin to render training samples. Raises DataError."""
         self.validation = self._data.validation(report)
         self._stream = self._data.stream(report, self._saved)
@@ -174,19 +174,19 @@ class ConversationBatches:
         """Return None: there are no tasks."""
 
     def add_metrics(self, metrics: StepMetrics) -> None:
-        """Add the pass over each source, from 0, and the number of refused conversations."""
+        """Add the pass over each source, from 0, and the number of rejected conversations."""
         streams = self._stream.streams
         for stream in streams:
             name = "data/epoch" if len(streams) == 1 else f"data/epoch/{stream.name}"
             metrics.add(name, stream.epoch, "last")
-        metrics.add("data/refused", sum(stream.refused for stream in streams), "last")
+        metrics.add("data/rejected", sum(stream.rejected for stream in streams), "last")
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers of conversations that were read and refused in the first pass."""
+        """Return the numbers of conversations that were read and rejected in the first pass."""
         streams = self._stream.streams
         return {
             "conversations": sum(stream.conversations for stream in streams),
-            "refused": sum(stream.refused for stream in streams),
+            "refused": sum(stream.rejected for stream in streams),
         }
 
     def close(self) -> None:

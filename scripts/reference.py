@@ -57,7 +57,7 @@ API: dict[str, dict[str, list[str]]] = {
         "converters.live": ["load_hf_weights", "export_hf_weights"],
     },
     "Certificates": {
-        "rl_loop.certify.subject": ["Subject", "Scored", "Generated", "NotOffered"],
+        "rl_loop.certify.subject": ["Subject", "Scored", "Generated", "UnsupportedOperation"],
         "rl_loop.certify.run": ["certify", "CertifyOptions"],
     },
     "Environments": {
@@ -66,7 +66,7 @@ API: dict[str, dict[str, list[str]]] = {
             "Task",
             "StepResult",
             "EnvironmentOptions",
-            "Script",
+            "ScriptedPolicy",
             "ToolError",
             "UnknownTool",
         ],
@@ -86,8 +86,8 @@ API: dict[str, dict[str, list[str]]] = {
     "Rollout backends": {
         "rl_loop.engines.protocol": [
             "RolloutEngine",
-            "HoldsWeights",
-            "ClientOfServers",
+            "WeightHolder",
+            "ServerClient",
             "GenerateRequest",
             "SamplingParams",
             "GenerateResult",

@@ -14,9 +14,9 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 def lint_commands() -> list[str]:
     """Return the commands of ``make lint`` with the Makefile's variables expanded."""
-    rooms = re.search(r"^TYPED_ROOMS := (.*)$", MAKEFILE, flags=re.M)[1]
+    rooms = re.search(r"^TYPED_PACKAGES := (.*)$", MAKEFILE, flags=re.M)[1]
     recipe = re.search(r"^lint: setup\n((?:\t.*\n)+)", MAKEFILE, flags=re.M)[1]
-    return [line.strip().replace("$(TYPED_ROOMS)", rooms) for line in recipe.splitlines()]
+    return [line.strip().replace("$(TYPED_PACKAGES)", rooms) for line in recipe.splitlines()]
 
 
 def test_pre_commit_runs_commands_of_make_lint_without_downloads() -> None:

@@ -16,7 +16,7 @@ NOT_NEEDED = {
     "kernels/gptoss_kernels/mxfp4/cpu.py:_build": "a library that is cut short does not load",
     "converters/hf_shards.py:finish": "in a directory that is synced before it gets its name",
     "megatron_gptoss/new_directory.py:restore": "the directory has been on the disk before",
-    "rl_loop/rollout/group_store.py:give_back": "the file has been on the disk before",
+    "rl_loop/rollout/group_store.py:release": "the file has been on the disk before",
     "rl_loop/rollout/group_store.py:load": "the file has been on the disk before",
 }
 

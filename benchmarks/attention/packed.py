@@ -72,13 +72,15 @@ def measure(lengths: list[int], window: int | None, rounds: int) -> list[Variant
     """Check and time all variants of one layer on the same inputs."""
     inputs = make_inputs(lengths)
     offsets = offsets_of(lengths)
-    ours = partial(our_attention, inputs, offsets, max(lengths), window)
+    ours = partial(sink_attention_output, inputs, offsets, max(lengths), window)
     variants = [
         Variant("ours, packed", ours),
-        Variant("Transformer Engine, packed", their_attention(inputs, lengths, window, "thd")),
+        Variant(
+            "Transformer Engine, packed", transformer_engine_call(inputs, lengths, window, "thd")
+        ),
     ]
     if len(set(lengths)) == 1:
-        unpacked = their_attention(inputs, lengths, window, "bshd")
+        unpacked = transformer_engine_call(inputs, lengths, window, "bshd")
         variants.append(Variant("Transformer Engine, unpacked", unpacked))
 
     expected = ours().detach()
@@ -112,7 +114,7 @@ def offsets_of(lengths: list[int]) -> torch.Tensor:
     return ends.to(device="cuda", dtype=torch.int32)
 
 
-def our_attention(
+def sink_attention_output(
     inputs: dict[str, torch.Tensor], offsets: torch.Tensor, longest: int, window: int | None
 ) -> torch.Tensor:
     """Compute attention as the trainer does."""
@@ -129,7 +131,7 @@ def our_attention(
     return out
 
 
-def their_attention(
+def transformer_engine_call(
     inputs: dict[str, torch.Tensor], lengths: list[int], window: int | None, layout: str
 ) -> Callable[[], torch.Tensor]:
     """Return a call of Transformer Engine's attention with the sinks of ``inputs``.

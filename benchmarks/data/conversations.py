@@ -133,7 +133,7 @@ class Result:
 
     samples: int = 0
     tokens: int = 0
-    learned: int = 0
+    loss_tokens: int = 0
     seconds: float = 0.0
     """Seconds to stream all samples, including ``seconds_to_first``."""
     seconds_to_first: float = 0.0
@@ -151,13 +151,13 @@ def stream_once(path: Path, history: str, workers: int) -> Result:
     """
     from rl_loop.conversations.config import DataConfig
     from rl_loop.conversations.dataset import ConversationData
-    from rl_loop.conversations.refusals import RefusalReport
+    from rl_loop.conversations.rejections import RejectionReport
     from rl_loop.harmony.codec import Harmony, PromptConfig
     from rl_loop.harmony.vocabulary import GptOssVocabulary
 
     values = {"path": str(path), "epochs": 1, "history": history, "workers": workers}
     config = DataConfig.model_validate(values)
-    report = RefusalReport(write=lambda records: None, show=print)
+    report = RejectionReport(write=lambda records: None, show=print)
     result = Result()
     began, processor_began = time.monotonic(), processor_seconds()
 
@@ -183,7 +183,7 @@ def _steps(stream: Any, result: Result) -> Iterator[None]:
     while (samples := stream.take(64)) is not None:
         result.samples += len(samples)
         result.tokens += samples.tokens
-        result.learned += int(samples.loss_mask.sum())
+        result.loss_tokens += int(samples.loss_mask.sum())
         yield
 
 
@@ -210,7 +210,7 @@ def main() -> None:
     print(f"{arguments.conversations:,} conversations, {size / 1e6:,.0f} MB of JSONL")
     print(
         f"{result.samples:,} samples, {result.tokens / result.samples:,.0f} tokens each, "
-        f"{result.learned / result.tokens:.0%} learned"
+        f"{result.loss_tokens / result.tokens:.0%} in the loss"
     )
     print(
         f"{arguments.conversations / result.seconds:,.0f} conversations/s, {samples_per_second:,.0f} samples/s, "

@@ -28,14 +28,14 @@ from launch.report import build_report
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import EpisodesOfSplit
+from rl_loop.tracking.episode_table import SplitEpisodes
 
 EPISODES_PER_STEP = 64
 SAMPLES_PER_TASK = 8
 ENDINGS = [FinishReason.STOP] * 8 + [FinishReason.LENGTH, FinishReason.MAX_TURNS]
 
 
-class MadeUpWords:
+class RandomVocabulary:
     """A vocabulary of the size of GPT-OSS's with a random word per id."""
 
     size = 201_088
@@ -50,7 +50,7 @@ class MadeUpWords:
 
 
 def make_group(
-    task: str, tokens: int, vocabulary: MadeUpWords, random: np.random.Generator
+    task: str, tokens: int, vocabulary: RandomVocabulary, random: np.random.Generator
 ) -> TrajectoryGroup:
     """Return the episodes of one task.
 
@@ -95,8 +95,8 @@ def make_group(
 
 
 def make_step(
-    step: int, episodes: int, tokens: int, vocabulary: MadeUpWords
-) -> list[EpisodesOfSplit]:
+    step: int, episodes: int, tokens: int, vocabulary: RandomVocabulary
+) -> list[SplitEpisodes]:
     """Return the episodes of a step with the data of their tokens.
 
     Args:
@@ -122,12 +122,12 @@ def make_step(
             for episode in group.trajectories
         ]
     )
-    return [EpisodesOfSplit("train", groups, samples)]
+    return [SplitEpisodes("train", groups, samples)]
 
 
 def measure_writing(repeats: int) -> None:
     """Print the time that recording a step takes in the loop and in the thread."""
-    vocabulary = MadeUpWords()
+    vocabulary = RandomVocabulary()
     print("| episodes x tokens | the loop waits | the thread works | on the disk |")
     print("|---|---|---|---|")
     for episodes, tokens in ((64, 150), (512, 4096)):
@@ -153,7 +153,7 @@ def measure_writing(repeats: int) -> None:
 
 def write_run(run: Path, episodes: int, tokens: int) -> None:
     """Record a run of at least ``episodes`` episodes."""
-    vocabulary = MadeUpWords()
+    vocabulary = RandomVocabulary()
     (run / "config.yaml").write_text("training: {steps: 100000}\n")
     with EpisodeRecorder(run / "episodes", vocabulary, "all") as recorder:
         for step in range(-(-episodes // EPISODES_PER_STEP)):

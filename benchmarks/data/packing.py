@@ -35,7 +35,7 @@ from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.samples import TrainingSamples
 
 FILE = Path(__file__).with_name("packing_lengths.json")
-LONGEST = 32_768
+MAX_LENGTH = 32_768
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 
 
@@ -61,7 +61,7 @@ def record_episodes(count: int = 1024) -> list[int]:
 
 
 def record_documents() -> list[int]:
-    """Return the lengths of all files of the standard library, cut at LONGEST."""
+    """Return the lengths of all files of the standard library, cut at MAX_LENGTH."""
     from rl_loop.harmony.vocabulary import GptOssVocabulary
 
     vocabulary = GptOssVocabulary()
@@ -72,7 +72,7 @@ def record_documents() -> list[int]:
             continue
         tokens = len(vocabulary.encode_text(path.read_text(errors="replace")))
         if tokens > 1:
-            lengths.append(min(LONGEST, tokens))
+            lengths.append(min(MAX_LENGTH, tokens))
     return lengths
 
 
@@ -163,7 +163,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--record", action="store_true", help="write packing_lengths.json anew")
-    parser.add_argument("--limit", type=int, default=LONGEST, help="tokens of a micro-batch")
+    parser.add_argument("--limit", type=int, default=MAX_LENGTH, help="tokens of a micro-batch")
     options = parser.parse_args()
     if options.record:
         record()

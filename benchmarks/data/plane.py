@@ -81,11 +81,11 @@ from rl_loop.data.samples import to_samples
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVersionSpan
-from rl_loop.heap import keep_freed_memory
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_local_store, store_bytes
+from rl_loop.process_memory import keep_freed_memory
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_answers import RankPlace
+from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 
 ROOT = Path(__file__).parents[2]
@@ -308,10 +308,10 @@ class DummyRanks:
         self.rank_seconds = np.zeros(self.count)
         self.shipped: list[Any] = []
         self.answered: list[Any] = []
-        self.waiting = Spent()
+        self.waiting = StageTime()
 
-    def ready(self) -> list[RankPlace]:
-        return [RankPlace(data=rank, answers=True) for rank in range(self.count)]
+    def ready(self) -> list[RankPosition]:
+        return [RankPosition(data=rank, returns_results=True) for rank in range(self.count)]
 
     def store(self, value: Any) -> Any:
         reference = ray.put(value)
@@ -319,19 +319,19 @@ class DummyRanks:
         return reference
 
     def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
     ) -> list[Any]:
         calls = []
         for rank, (inputs, *others) in enumerate(arguments):
             process = self.processes[rank % len(self.processes)]
-            calls.append(process.call.remote(method, [inputs], rank in asked, others))
+            calls.append(process.call.remote(method, [inputs], rank in result_ranks, others))
         with self.waiting.measured():
             ray.wait(calls, num_returns=len(calls))
 
         results, seconds = zip(*ray.get(calls), strict=True)
         self.rank_seconds += seconds
         self.answered += calls
-        return [results[rank] for rank in asked]
+        return [results[rank] for rank in result_ranks]
 
     def close(self) -> None:
         pass
@@ -347,7 +347,7 @@ def stored_bytes(references: Sequence[Any]) -> int:
 
 
 @dataclass
-class Spent:
+class StageTime:
     """Seconds that this process has spent in one stage."""
 
     wall: float = 0.0
@@ -395,7 +395,7 @@ def anonymous_bytes() -> int:
 
 def run_step(
     references: Sequence[Any], config: RlConfig, group: TrainerGroup
-) -> tuple[dict[str, Spent], TrainingSamples]:
+) -> tuple[dict[str, StageTime], TrainingSamples]:
     """Run one step like RlLoop.
 
     Args:
@@ -408,7 +408,7 @@ def run_step(
     """
     algorithm = config.algorithm
     names = ("fetch", "samples", "estimate", "advantages", "train", "check")
-    stages = {name: Spent() for name in names}
+    stages = {name: StageTime() for name in names}
     with stages["fetch"].measured():
         groups = [ray.get(reference) for reference in references]
     with stages["samples"].measured():

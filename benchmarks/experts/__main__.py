@@ -3,7 +3,7 @@
 from benchmarks.harness import run_program
 
 PROGRAMS = {
-    "products": "products",
+    "gemms": "gemms",
     "tune": "tuning",
     "load": "load",
 }

@@ -96,23 +96,23 @@ def draw_weights(model: torch.nn.Module, inner: int) -> None:
             parameter.normal_(0.0, STD * math.sqrt(WHOLE_INNER / inner) if is_down else STD)
 
 
-def of_one_layer(counts: Counts, ranks: int) -> float:
+def layer_imbalance(counts: Counts, ranks: int) -> float:
     """Return the load of a layer's fullest rank relative to the mean, averaged over layers."""
-    return mean(max(of_ranks(layer, ranks)) for layer in counts)
+    return mean(max(rank_loads(layer, ranks)) for layer in counts)
 
 
-def of_all_layers(counts: Counts, ranks: int) -> float:
+def model_imbalance(counts: Counts, ranks: int) -> float:
     """Return the load of the fullest rank over all layers, averaged over random orders."""
     generator = random.Random(0)
     fullest = []
     for _ in range(ORDERS):
         shuffled = [generator.sample(layer, len(layer)) for layer in counts]
-        loads = [of_ranks(layer, ranks) for layer in shuffled]
+        loads = [rank_loads(layer, ranks) for layer in shuffled]
         fullest.append(max(map(mean, zip(*loads, strict=True))))
     return mean(fullest)
 
 
-def of_ranks(layer: list[int], ranks: int) -> list[float]:
+def rank_loads(layer: list[int], ranks: int) -> list[float]:
     """Return the tokens of every rank relative to the mean of the ranks."""
     experts = len(layer) // ranks
     parts = [sum(layer[rank * experts : (rank + 1) * experts]) for rank in range(ranks)]
@@ -144,8 +144,8 @@ def main() -> None:
     distributed.shutdown()
 
     print(f"\n{options.experts} experts, {options.layers} layers: beyond the mean\n")
-    print("| ranks | in one layer | in all layers | in the account |\n|---|---|---|---|")
+    print("| ranks | in one layer | in all layers | in the estimate |\n|---|---|---|---|")
     for ranks in options.ranks:
-        account = expert_load(config, ParallelConfig(world_size=ranks, expert=ranks))
-        loads = (of_one_layer(counts, ranks), of_all_layers(counts, ranks), account)
+        estimate = expert_load(config, ParallelConfig(world_size=ranks, expert=ranks))
+        loads = (layer_imbalance(counts, ranks), model_imbalance(counts, ranks), estimate)
         print(f"| {ranks} | " + " | ".join(f"{load - 1:.1%}" for load in loads) + " |")

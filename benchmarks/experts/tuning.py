@@ -169,23 +169,23 @@ class Layer:
         }
         self._sorted: dict[int, list[Any]] = {}
 
-    def run(self, product: str, settings: dict[str, Any], routing: int) -> None:
+    def run(self, gemm: str, settings: dict[str, Any], routing: int) -> None:
         """Launch SGLang's kernel for one GEMM.
 
         Args:
-            product: "up" or "down".
+            gemm: "up" or "down".
             settings: settings of the kernel.
             routing: index of the routing.
         """
         import triton.language as tl
         from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
 
-        is_up = product == "up"
+        is_up = gemm == "up"
         invoke_fused_moe_kernel(
-            self.inputs[product],
-            self.weights[product],
-            self.weights[f"{product}_bias"],
-            self.outputs[product],
+            self.inputs[gemm],
+            self.weights[gemm],
+            self.weights[f"{gemm}_bias"],
+            self.outputs[gemm],
             None,
             None,
             None,
@@ -217,42 +217,42 @@ class Layer:
             ]
         return self._sorted[block_m]
 
-    def microseconds(self, product: str, settings: dict[str, Any], rounds: int) -> float:
+    def microseconds(self, gemm: str, settings: dict[str, Any], rounds: int) -> float:
         """Return the median microseconds of a launch, in a CUDA graph with one launch per routing.
 
         Args:
-            product: "up" or "down".
+            gemm: "up" or "down".
             settings: settings of the kernel.
             rounds: number of replays.
         """
         # Compile and sort before the capture, which allows neither.
         self.sorted(settings["BLOCK_SIZE_M"])
-        self.run(product, settings, 0)
+        self.run(gemm, settings, 0)
         torch.cuda.synchronize()
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for routing in range(ROUTINGS):
-                self.run(product, settings, routing)
+                self.run(gemm, settings, routing)
 
         graph.replay()
         times = [time_call(graph.replay) for _ in range(rounds)]
         return median(times) * 1000 / ROUTINGS
 
-    def relative_error(self, product: str, settings: dict[str, Any]) -> float:
+    def relative_error(self, gemm: str, settings: dict[str, Any]) -> float:
         """Return the relative error for the first 32 tokens against a GEMM in fp32."""
         # NaN reveals rows that the kernel does not write.
-        self.outputs[product].fill_(torch.nan)
-        self.run(product, settings, 0)
+        self.outputs[gemm].fill_(torch.nan)
+        self.run(gemm, settings, 0)
         count = min(self.tokens, 32)
-        computed = self.outputs[product].view(self.tokens, TOP_K, -1)[:count].float()
+        computed = self.outputs[gemm].view(self.tokens, TOP_K, -1)[:count].float()
 
         expected = torch.empty_like(computed)
         for token, choice in itertools.product(range(count), range(TOP_K)):
             expert = int(self.ids[0, token, choice])
-            weight = self.weights[product][expert].float()
-            bias = self.weights[f"{product}_bias"][expert].float()
-            if product == "up":
+            weight = self.weights[gemm][expert].float()
+            bias = self.weights[f"{gemm}_bias"][expert].float()
+            if gemm == "up":
                 row = self.inputs["up"][token].float()
                 expected[token, choice] = weight @ row + bias
             else:
@@ -269,10 +269,10 @@ def make_weights(shape: Shape) -> dict[str, torch.Tensor]:
     }
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     weights = {}
-    for product, (outputs, inputs) in sizes.items():
+    for gemm, (outputs, inputs) in sizes.items():
         weight = torch.empty(shape.experts, outputs, inputs, **options)
-        weights[product] = weight.normal_(0, 0.02)
-        weights[f"{product}_bias"] = torch.randn(shape.experts, outputs, **options)
+        weights[gemm] = weight.normal_(0, 0.02)
+        weights[f"{gemm}_bias"] = torch.randn(shape.experts, outputs, **options)
     return weights
 
 
@@ -280,9 +280,9 @@ def compile_share(shape: Shape, share: list[tuple[int, Settings]]) -> None:
     """Launch each setting once in a separate process, to fill Triton's cache on disk."""
     weights = make_weights(shape)
     layers = {tokens: Layer(shape, tokens, weights) for tokens in {count for count, _ in share}}
-    for (tokens, settings), product in itertools.product(share, ("up", "down")):
+    for (tokens, settings), gemm in itertools.product(share, ("up", "down")):
         try:
-            layers[tokens].run(product, asdict(settings), 0)
+            layers[tokens].run(gemm, asdict(settings), 0)
             torch.cuda.synchronize()
         except TritonError as error:
             print(f"{settings} does not compile: {type(error).__name__}", flush=True)
@@ -373,7 +373,7 @@ def tune(layer: Layer) -> Choice:
     return best
 
 
-def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
+def fastest(layer: Layer, gemm: str, block_m: int) -> tuple[float, Settings]:
     """Return the microseconds and settings of the fastest candidate.
 
     Times all candidates briefly and the best five again.
@@ -381,7 +381,7 @@ def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
     timed = []
     for settings in candidates(block_m):
         try:
-            timed.append((layer.microseconds(product, asdict(settings), rounds=1), settings))
+            timed.append((layer.microseconds(gemm, asdict(settings), rounds=1), settings))
         except TritonError as error:
             # Out of registers or shared memory. Other candidates remain.
             print(f"{settings} does not run: {type(error).__name__}", flush=True)
@@ -389,7 +389,7 @@ def fastest(layer: Layer, product: str, block_m: int) -> tuple[float, Settings]:
 
     again = []
     for _, settings in timed[:5]:
-        again.append((layer.microseconds(product, asdict(settings), rounds=7), settings))
+        again.append((layer.microseconds(gemm, asdict(settings), rounds=7), settings))
     return min(again, key=lambda pair: pair[0])
 
 
@@ -401,10 +401,8 @@ def write(directory: Path, shape: Shape, choices: dict[int, Choice]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name().replace(" ", "_")
     stem = f"E={shape.experts},N={shape.intermediate_size},device_name={device}"
-    for suffix, product in (("", "up"), ("_down", "down")):
-        content = {
-            str(tokens): asdict(getattr(choice, product)) for tokens, choice in choices.items()
-        }
+    for suffix, gemm in (("", "up"), ("_down", "down")):
+        content = {str(tokens): asdict(getattr(choice, gemm)) for tokens, choice in choices.items()}
         (folder / f"{stem}{suffix}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -42,11 +42,11 @@ from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from tests.faults.soak import BLOCKS, report, slopes
+from tests.faults.stability import BLOCKS, report, slopes
 
 WORD = re.compile(r"session-[0-9a-f]{32}")
 PADDING = "Explain how the third step follows from the second one, and what would break it. " * 10
-MOST_REQUESTS = 1 << 20
+MAX_REQUESTS = 1 << 20
 """Maximum number of requests whose seconds are kept."""
 FLAT = 0.05
 """Largest accepted growth of a quantity per hour, as a fraction of its mean."""
@@ -96,7 +96,7 @@ class EchoEngine(ClockEngine):
         )
 
 
-def complaint(session: Session, harmony: Harmony, word: str, turns: int) -> str:
+def find_error(session: Session, harmony: Harmony, word: str, turns: int) -> str:
     """Describe the first error in the captured data of a session; empty if there is none.
 
     Args:
@@ -246,9 +246,9 @@ class Load:
         self._open: dict[str, Session] = {}
         self._opened = 0
         self.checked = 0
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         # Allocated and written in advance, because otherwise its pages would count as growth.
-        self._seconds = np.full(MOST_REQUESTS, np.nan, np.float32)
+        self._seconds = np.full(MAX_REQUESTS, np.nan, np.float32)
         self._requests = 0
 
     @property
@@ -272,11 +272,11 @@ class Load:
         """Wait for the end of a conversation, then check and close its session."""
         conversation = await asyncio.to_thread(self._done.get)
         session = self._open.pop(conversation.word)
-        wrong = conversation.error or complaint(
+        wrong = conversation.error or find_error(
             session, self._harmony, conversation.word, self._options.turns
         )
         if wrong:
-            self.complaints.append(f"{conversation.word}: {wrong}")
+            self.errors.append(f"{conversation.word}: {wrong}")
         await self._gateway.close_session(session)
         self.checked += 1
 
@@ -367,7 +367,7 @@ def main() -> None:
     p50, p99 = np.quantile(added, [0.5, 0.99])
     print(
         f"{options.sessions} sessions at a time for {options.minutes:g} minutes: {load.checked} sessions "
-        f"of {options.turns} turns, {len(added)} requests, {len(load.complaints)} complaints; beside the "
+        f"of {options.turns} turns, {len(added)} requests, {len(load.errors)} errors; beside the "
         f"engine's {options.engine_ms:g} ms a request took {p50:.1f} ms (median), {p99:.1f} ms (p99), "
         f"{added.max():.1f} ms at most; {1e3 * processor / len(added):.2f} ms of the server's processor\n"
     )
@@ -375,10 +375,10 @@ def main() -> None:
     if len(samples) >= 3 * BLOCKS:
         fitted = slopes(times, samples)
         print(report(fitted, FLAT))
-    for line in load.complaints[:20]:
+    for line in load.errors[:20]:
         print(line)
     if options.json is not None:
         options.json.write_text(json.dumps({"hours": times, "samples": samples}))
     grows = [n for n, s in fitted.items() if s.per_hour > 0 and not s.is_flat(FLAT)]
-    if load.complaints or grows:
+    if load.errors or grows:
         sys.exit(1)

@@ -7,7 +7,7 @@ PROGRAMS = {
     "quantization": "quantization",
     "agents": "agents",
     "comparison": "comparison",
-    "yardstick": "yardstick",
+    "reference-model": "reference_model",
 }
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ PANELS = {
     "entropy": "entropy (nats)",
     "grad_norm": "gradient norm",
     "mismatch/kl_k3": "KL of engine and trainer, k3 (nats)",
-    "mismatch/log_ppl_gap_max": "max log-perplexity difference",
+    "mismatch/log_perplexity_gap_max": "max log-perplexity difference",
     "clip_fraction": "clip fraction",
 }
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
@@ -299,11 +299,11 @@ def draw(curves: Curves, file: Path) -> None:
 
     # The dark colors of all hues come before the light ones.
     palette = matplotlib.colormaps["tab20"].colors
-    colours = palette[::2] + palette[1::2]
+    colors = palette[::2] + palette[1::2]
 
     figure, axes = pyplot.subplots(2, 3, figsize=(17, 9))
     for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
-        axis.set_prop_cycle(color=colours)
+        axis.set_prop_cycle(color=colors)
         for variant in dict.fromkeys(name for name, _ in curves):
             values = over_seeds(curves, variant, metric)
             steps = range(values.shape[1])

@@ -102,8 +102,8 @@ class ClerkEnvironment(Environment):
         return clerk_agent.look_up(arguments, self.task.metadata)
 
     async def answer(self, text: str) -> StepResult:
-        right = clerk_agent.told_price(self.task.metadata["item"], self.task.metadata["price"])
-        return self.finished(float(text == right))
+        right = clerk_agent.right_answer(self.task.metadata["item"], self.task.metadata["price"])
+        return self.end_with_score(float(text == right))
 
 
 def requests_of(config: RlConfig, repetition: int, *, by_agent: bool) -> list[GroupRequest]:

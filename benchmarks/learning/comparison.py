@@ -57,7 +57,7 @@ PANELS = (
     Panel("entropy", "entropy"),
     Panel("mismatch/kl_k3", "KL engine, trainer (k3)", is_largest=True, is_logarithmic=True),
     Panel(
-        "mismatch/log_ppl_gap_max",
+        "mismatch/log_perplexity_gap_max",
         "log-perplexity difference",
         is_largest=True,
         is_logarithmic=True,

@@ -8,7 +8,7 @@ They stay in ``--scratch`` until the end, because a run without a checkpoint res
 After every recorded step, the next victim gets SIGKILL ``--after`` seconds into the following step.
 The benchmark checks the following:
 
-- The run continues ("healed") or ends.
+- The run continues ("recovered") or ends.
 - If it ends, it prints the reason (unless the driver was killed), leaves no process, and continues
   with ``--resume`` ("resumed").
 - At the end, every step is recorded once, and each of its episodes is trained on once.
@@ -56,7 +56,7 @@ class Kill:
     step: int
     """Step in which the victim was killed, counted from 0."""
     outcome: str = ""
-    """Either "healed" or "resumed"."""
+    """Either "recovered" or "resumed"."""
     seconds_to_end: float | None = None
     """Seconds from the kill to the end of the driver; None if the run continued."""
     seconds_to_next_step: float = 0.0
@@ -133,7 +133,7 @@ class FullSizeRun:
 
         began = time.monotonic()
         if self.wait_for_steps(attempt, recorded + 1) and victim != "driver":
-            kill.outcome = "healed"
+            kill.outcome = "recovered"
             kill.seconds_to_next_step = time.monotonic() - began
             return attempt, kill
 

@@ -648,7 +648,7 @@ class Report:
             ("turns of an episode", metric(Name.TURNS), ".2f"),
             ("episodes with a tool call", metric(Name.TOOL_CALL_RATE), ".1%"),
             ("failed tool calls of an episode", metric("rollout/tool_errors"), ".3f"),
-            ("prefix tokens from the cache", metric("rollout/cache_hit"), ".1%"),
+            ("prefix tokens from the cache", metric("rollout/cache_hit_rate"), ".1%"),
             ("entropy of a sampled token, nats", metric(Name.ENTROPY), ".2f"),
             ("mismatch k3 with R3", metric(Name.KL), ".2e"),
             ("mismatch k3 without R3", metric("routing/kl_k3_without_replay"), ".2e"),

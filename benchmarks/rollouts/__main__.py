@@ -5,7 +5,7 @@ from benchmarks.harness import run_program
 PROGRAMS = {
     "concurrent": "concurrent",
     "simulate": "simulation",
-    "ahead": "ahead",
+    "staleness": "staleness",
 }
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class Outcome:
     driver_seconds: float
     """Processor seconds of the driver, including its threads."""
     in_flight_mean: float
-    in_flight_most: int
+    in_flight_max: int
 
     @property
     def driver_share(self) -> float:
@@ -121,7 +121,7 @@ class Outcome:
 
 def configuration(load: Load, directory: Path) -> RlConfig:
     """Return the configuration of a run with scripted servers."""
-    tools = {"gap_scale": load.gap_scale, "failing": load.faults, "away": load.faults / 2}
+    tools = {"gap_scale": load.gap_scale, "failing": load.faults, "unavailable": load.faults / 2}
     environment = "benchmarks.rollouts.slow_tools:UnreliableTools"
     overrides = [
         f"output_dir={directory}",
@@ -216,7 +216,9 @@ def run(load: Load, directory: Path) -> Outcome:
     with ray_session(), started_pool(config) as pool:
         requests = TrainingRequests(tasks, config.rollout, config.seed)
         collector = RolloutCollector(pool, requests, config.algorithm, steps=load.steps)
-        ledger = Ledger(load, tasks, seeds_of=lambda number: requests.of(number, number).seeds)
+        episode_log = EpisodeLog(
+            load, tasks, seeds_of=lambda number: requests.of(number, number).seeds
+        )
         began, processor_began = time.time(), processor_seconds()
         for step in range(load.steps):
             if step == load.steps // 2:
@@ -224,8 +226,8 @@ def run(load: Load, directory: Path) -> Outcome:
                 faults.syncs_broken += 1
             pool.sync_weights(weights, step)
             collector.begin(step)
-            kill_something(step, faults)
-            ledger.enter(step, collector.collect(step).train)
+            kill_process(step, faults)
+            episode_log.enter(step, collector.collect(step).train)
             with pool.updating_weights(step + 1):
                 time.sleep(load.training_seconds)
         wall_seconds = time.time() - began
@@ -234,16 +236,16 @@ def run(load: Load, directory: Path) -> Outcome:
 
     log = directory / "faults.log"
     faults.malformed_answers = Counter(log.read_text().split("\n")[:-1] if log.exists() else [])
-    faults.tool_failures = ledger.tool_failures
-    mean, most = ledger.in_flight(began, began + wall_seconds)
+    faults.tool_failures = episode_log.tool_failures
+    mean, most = episode_log.in_flight(began, began + wall_seconds)
     return Outcome(
         faults=faults,
-        trained=len(ledger.trained),
-        invalid=ledger.invalid,
+        trained=len(episode_log.trained),
+        invalid=episode_log.invalid,
         wall_seconds=wall_seconds,
         driver_seconds=driver_seconds,
         in_flight_mean=mean,
-        in_flight_most=most,
+        in_flight_max=most,
     )
 
 
@@ -253,7 +255,7 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def kill_something(step: int, faults: Faults) -> None:
+def kill_process(step: int, faults: Faults) -> None:
     """Kill a server in odd steps, and a worker in even steps except the first."""
     if step == 0:
         return
@@ -277,7 +279,7 @@ def kill_something(step: int, faults: Faults) -> None:
 # -- checks and results ---------------------------------------------------------------------------
 
 
-class Ledger:
+class EpisodeLog:
     """Record of all episodes."""
 
     def __init__(
@@ -316,7 +318,7 @@ class Ledger:
             assert len(group.trajectories) + len(group.invalid) == load.samples, "not whole"
             # Only episodes that call an unavailable tool are invalid.
             spoiled = 0
-            if task.metadata["away"]:
+            if task.metadata["unavailable"]:
                 seeds = self._seeds_of(number)
                 spoiled = sum(calls_of(f"{task.task_id}/{seed}") > 0 for seed in seeds)
             assert len(group.invalid) == spoiled, [episode.invalid for episode in group.invalid]
@@ -367,7 +369,7 @@ def report(load: Load, outcome: Outcome) -> str:
     rows = {
         "episodes trained, each once": f"{outcome.trained:,}",
         "invalid, all by tools that stay away": f"{outcome.invalid:,}",
-        "in flight, mean and most": f"{outcome.in_flight_mean:,.0f}, {outcome.in_flight_most:,}",
+        "in flight, mean and most": f"{outcome.in_flight_mean:,.0f}, {outcome.in_flight_max:,}",
         "requests with a malformed answer": f"{faults.malformed_answers.total():,}",
         "tool calls that failed and were repeated": f"{faults.tool_failures:,}",
         "servers killed while they generated": f"{faults.servers_killed}",

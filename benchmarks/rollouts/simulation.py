@@ -122,7 +122,7 @@ class Outcome:
     """Numbers of the trained groups, by step."""
     training_seconds: float
     engine_idle_seconds: float
-    prefilled_again: float
+    recomputed_tokens: float
     tokens: float
     """Number of trained tokens."""
 
@@ -220,7 +220,7 @@ class DiscardControl:
     """Trains on the groups that finish first, and discards groups that are too old."""
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
-        self.thrown_away: list[int] = []
+        self.discarded: list[int] = []
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._version = 0
@@ -232,8 +232,8 @@ class DiscardControl:
         self._version = version
         for number, begun in list(self._begun_with.items()):
             if version - begun > self._max_staleness:
-                self._forget(number)
-                self.thrown_away.append(number)
+                self._drop(number)
+                self.discarded.append(number)
 
     def admit_next(self) -> int | None:
         if len(self._begun_with) == (self._max_staleness + 1) * self._groups_per_step:
@@ -251,10 +251,10 @@ class DiscardControl:
             return None
         batch = self._finished[: self._groups_per_step]
         for number in batch:
-            self._forget(number)
+            self._drop(number)
         return sorted(batch)
 
-    def _forget(self, number: int) -> None:
+    def _drop(self, number: int) -> None:
         del self._begun_with[number]
         if number in self._finished:
             self._finished.remove(number)
@@ -303,7 +303,7 @@ class Engines:
         self.costs = costs
         self.now = 0.0
         self.idle_seconds = 0.0
-        self.prefilled_again = 0.0
+        self.recomputed_tokens = 0.0
         self.ended: list[Episode] = []
         """Episodes that have ended since the last check."""
         self._version = 0
@@ -322,7 +322,7 @@ class Engines:
         """Queue the next turn of an episode."""
         episode.tokens_left = episode.plan.turns[episode.turn]
         self._waiting.append(episode)
-        self._let_in()
+        self._admit()
 
     def sync(self, version: int) -> None:
         """Load new weights. Running turns keep their tokens, and all cached keys are dropped."""
@@ -337,7 +337,7 @@ class Engines:
         for episode in interrupted:
             if not episode.is_dropped:
                 self._start(episode)
-        self._let_in()
+        self._admit()
 
     def drop(self, group: int) -> None:
         """Drop the episodes of a group."""
@@ -350,7 +350,7 @@ class Engines:
         heapq.heapify(self._decoding)
         for episode in [*self._waiting, *(entry[2] for entry in self._at_tools)]:
             episode.is_dropped |= episode.group == group
-        self._let_in()
+        self._admit()
 
     def run(self, until: float = math.inf) -> None:
         """Continue until an episode ends or until a time."""
@@ -390,7 +390,7 @@ class Engines:
         self._prefill_seconds -= prefill
         self._work += (seconds - prefill) / self._seconds_per_token
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         while self._waiting and len(self._decoding) < self.costs.slots:
             episode = self._waiting.popleft()
             if not episode.is_dropped:
@@ -399,7 +399,7 @@ class Engines:
     def _start(self, episode: Episode) -> None:
         """Prefill the part of an episode without cached keys, and start decoding."""
         if episode.cached_with != self._version:
-            self.prefilled_again += episode.cached
+            self.recomputed_tokens += episode.cached
             episode.cached = 0
         new = episode.context - episode.cached
         self._prefill_seconds += new / self.costs.prefill_tokens_per_second
@@ -422,7 +422,7 @@ class Engines:
 
     def _end_turn(self, episode: Episode) -> None:
         self._keep_tokens(episode)
-        self._let_in()
+        self._admit()
         if episode.turn == len(episode.plan.gaps):
             self.ended.append(episode)
             return
@@ -488,7 +488,7 @@ class Simulation:
             trained=trained,
             training_seconds=training_seconds,
             engine_idle_seconds=engines.idle_seconds,
-            prefilled_again=engines.prefilled_again,
+            recomputed_tokens=engines.recomputed_tokens,
             tokens=total,
         )
 
@@ -496,11 +496,11 @@ class Simulation:
         self.engines.sync(version)
         self._control.synced(version)
         if isinstance(self._control, DiscardControl):
-            for number in self._control.thrown_away:
+            for number in self._control.discarded:
                 self.engines.drop(number)
                 self._episodes.pop(number)
                 self._running.pop(number, None)
-            self._control.thrown_away.clear()
+            self._control.discarded.clear()
 
         while (number := self._control.admit_next()) is not None:
             self._begin(number)
@@ -656,7 +656,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.calls_trained:.2f}",
             f"{1 - outcome.training_seconds / outcome.seconds:.0%}",
             f"{outcome.engine_idle_seconds / outcome.seconds:.0%}",
-            f"{outcome.prefilled_again / outcome.steps:,.0f}",
+            f"{outcome.recomputed_tokens / outcome.steps:,.0f}",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

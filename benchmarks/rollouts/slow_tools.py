@@ -18,7 +18,7 @@ from rl_loop.environments import Task
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Script,
+    ScriptedPolicy,
     Split,
     StepResult,
     final,
@@ -67,12 +67,12 @@ class SlowReTool(ReToolEnvironment):
         return await super().call(tool, arguments)
 
 
-class AwayOptions(EnvironmentOptions):
+class UnreliableOptions(EnvironmentOptions):
     gap_scale: float = 1.0
     """Factor of the published seconds (median 1.6, mean 37)."""
     failing: float = 0.0
     """Fraction of tool calls that fail once with a connection error."""
-    away: float = 0.0
+    unavailable: float = 0.0
     """Fraction of tasks whose tool is never available. Episodes that call it cannot finish."""
 
 
@@ -82,7 +82,7 @@ class UnreliableTools(Environment):
     The ``answer`` of an episode is a unique name.
     """
 
-    Options = AwayOptions
+    Options = UnreliableOptions
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -99,12 +99,12 @@ class UnreliableTools(Environment):
         metadata = {
             "gap_scale": options.gap_scale,
             "failing": options.failing,
-            "away": Random(f"{split}/{seed}/{index}").random() < options.away,
+            "unavailable": Random(f"{split}/{seed}/{index}").random() < options.unavailable,
         }
         return Task(f"{split}-{index}", messages, "1", metadata=metadata)
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+    def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
         yield [ParsedMessage("analysis", "python", "code", "print(1)")]
         yield [final(task.ground_truth)]
 
@@ -124,7 +124,7 @@ class UnreliableTools(Environment):
     async def call(self, tool: str, arguments: str) -> str:
         # A repeated call does not fail again.
         may_fail = not self._has_failed and random() < self.task.metadata["failing"]
-        self._has_failed = self.task.metadata["away"] or may_fail
+        self._has_failed = self.task.metadata["unavailable"] or may_fail
         if self._has_failed:
             self._failures += 1
             raise ConnectionRefusedError(111, "Connection refused: the tool's server")
@@ -134,11 +134,11 @@ class UnreliableTools(Environment):
     async def answer(self, text: str) -> StepResult:
         return self._end(1.0)
 
-    def unfinished(self) -> StepResult:
+    def end_truncated(self) -> StepResult:
         return self._end(0.0)
 
     def _end(self, score: float) -> StepResult:
-        return self.finished(
+        return self.end_with_score(
             score,
             self._name,
             began=self._began,

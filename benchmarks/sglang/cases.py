@@ -107,7 +107,7 @@ class Bench:
             engine = make_engine(server, self.model_config)
             # The first sync creates the process group, so it is reported separately.
             await self.sync_in_buckets(server, self.arguments.bucket_mib[0], rounds=1)
-            await self.compare_everything(server)
+            await self.compare_all_checksums(server)
             for case in self.arguments.cases:
                 await getattr(self, case)(server, engine)
             await engine.close()
@@ -207,7 +207,7 @@ class Bench:
             packed=self.packed,
         )
 
-    async def compare_everything(self, server: SglangServer) -> None:
+    async def compare_all_checksums(self, server: SglangServer) -> None:
         """Compare the checksums of all parameters with the trainer's."""
         url = (await server.status()).url
         plan = replace(self.plan(url, 1), transport="none")
@@ -276,7 +276,7 @@ class Bench:
 
         # The server has invalid weights and is paused, so sync again.
         await self.sync_once(server, self.arguments.bucket_mib[0])
-        await self.compare_everything(server)
+        await self.compare_all_checksums(server)
 
     # ---- sleep
 
@@ -294,11 +294,11 @@ class Bench:
             await client.call("/resume_memory_occupation", {"tags": ["weights"]})
             seconds = await self.sync_once(server, self.arguments.bucket_mib[0])
             await client.call("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-            await self.compare_everything(server)
+            await self.compare_all_checksums(server)
             after = await score_on(client, text)
             self.emit(
                 "sleep",
-                given_back_gb=(awake - asleep) / 1e9,
+                released_gb=(awake - asleep) / 1e9,
                 sync_seconds=seconds,
                 largest_difference=max(abs(x - y) for x, y in zip(before, after, strict=True)),
             )
@@ -324,7 +324,7 @@ class Bench:
         other = make_server(self.arguments, settings, self.model_config, directory, log)
         try:
             self.emit("start_from_disk", seconds=await wait_until_healthy(other))
-            await self.compare_everything(other)
+            await self.compare_all_checksums(other)
         finally:
             await other.stop()
 
@@ -418,9 +418,9 @@ class Bench:
         arguments = self.arguments
         for requests in arguments.running:
             load = Load(requests, arguments.prompt, arguments.tokens, self.model_config.vocab_size)
-            ways = await measure_interruptions(engine, client, load, arguments.rounds)
-            for way, seconds in ways.items():
-                self.emit("interruptions", requests=requests, way=way, **seconds)
+            modes = await measure_interruptions(engine, client, load, arguments.rounds)
+            for mode, seconds in modes.items():
+                self.emit("interruptions", requests=requests, mode=mode, **seconds)
         await client.close()
 
     # ---- determinism
@@ -647,9 +647,9 @@ def parse_arguments() -> argparse.Namespace:
     option("--seconds", type=float, default=20.0, help="rollouts: of a round")
     option("--cache-gb", type=float, default=16.0, help="decode, rollouts: of every server, for KV")
     option("--out", type=Path, help="decode, rollouts: file for the tables")
-    option("--apart", action="store_true", help="decode: each server on the next GPU")
+    option("--separate-gpus", action="store_true", help="decode: each server on the next GPU")
     option(
-        "--ways",
+        "--variants",
         nargs="+",
         help="decode, rollouts: servers to compare, the first with each other one",
     )

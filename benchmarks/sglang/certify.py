@@ -70,7 +70,7 @@ def server_environment(options: argparse.Namespace) -> dict[str, str]:
     # The tuned settings are for the released sizes only.
     environment.pop("SGLANG_MOE_CONFIG_DIR", None)
     if options.without_plugin:
-        environment.pop("GPTOSS_SGLANG_MENDS", None)
+        environment.pop("GPTOSS_SGLANG_PATCHES", None)
     return environment
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.sglang --layers 12 decode --quantization mxfp4 --profile
 
 Needs one GPU. Two servers with the same random weights share it, and rounds alternate between them,
-so that changes of the GPU's clocks affect both. ``as_it_comes`` lacks this project's settings of
-SGLang's mixture-of-experts kernel and the patches ``quick_sampling`` and ``quick_window``.
+so that changes of the GPU's clocks affect both. ``unmodified`` lacks this project's settings of
+SGLang's mixture-of-experts kernel and the patches ``fused_sampling`` and ``fused_window_attention``.
 ``tuned`` has them. A round has three calls with the same prompts through the rollouts' client:
 
 1. one new token each (prefill),
@@ -18,22 +18,22 @@ all second calls, divided by the tokens. It includes the client's work, which va
 per step with 256 requests. It is used if a server does not log steps.
 
 With ``--quantization mxfp4`` the servers are ``bf16`` (with this project's settings) and ``mxfp4``.
-``--ways`` selects others:
+``--variants`` selects others:
 
 * ``mxfp4_slow_routing`` routes and sums with the kernels of triton_kernels.
-* ``mxfp4_slow_products`` uses the tile shapes of triton_kernels for large-batch expert GEMMs.
-* ``mxfp4_slow_few_tokens`` uses the kernel of triton_kernels for small batches, too.
+* ``mxfp4_slow_gemms`` uses the tile shapes of triton_kernels for large-batch expert GEMMs.
+* ``mxfp4_slow_small_batch`` uses the kernel of triton_kernels for small batches, too.
 * ``bf16_slow_sampling`` and ``mxfp4_slow_sampling`` sample like SGLang, not in one pass over the
-  logits (without the patch ``quick_sampling``).
+  logits (without the patch ``fused_sampling``).
 * ``bf16_slow_window`` and ``mxfp4_slow_window`` use FlashAttention for windows instead of the
-  plugin's kernel (without the patch ``quick_window``).
+  plugin's kernel (without the patch ``fused_window_attention``).
 * ``bf16_slow`` and ``mxfp4_slow`` do both.
 * ``bf16_rounded_logits`` and ``mxfp4_rounded_logits`` round logits to bf16 (without
   ``rollout.engine.fp32_logits``).
 * ``mxfp4_sglang_fp32_logits`` computes logits with SGLang's ``--enable-fp32-lm-head``.
 
 All servers get the same weights with MXFP4 values. They are compared first: log-probs of one text,
-and the experts of its tokens. With ``--apart``, each server has its own GPU, for models of which
+and the experts of its tokens. With ``--separate-gpus``, each server has its own GPU, for models of which
 one GPU cannot hold two.
 
 The limit is the time to read the bytes of a decoding step once, at the bandwidth of reading 4 GB on
@@ -62,12 +62,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import read_bandwidth
-from benchmarks.sglang.decoding_profile import StepProfile, profile_steps, profile_table, read_trace
-from benchmarks.sglang.server_log import step_seconds
-from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
-from benchmarks.sglang.servers_in_turn import (
-    Way,
-    chosen_ways,
+from benchmarks.sglang.alternating_servers import (
+    Variant,
+    chosen_variants,
     emit,
     generate,
     prepare,
@@ -75,6 +72,9 @@ from benchmarks.sglang.servers_in_turn import (
     send_random_weights,
     servers_until_the_end,
 )
+from benchmarks.sglang.decoding_profile import StepProfile, profile_steps, profile_table, read_trace
+from benchmarks.sglang.server_log import step_seconds
+from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
@@ -85,28 +85,30 @@ PACKED_BYTES = 17 / 32
 ROUTED_TOKENS = 16
 """Number of decoding steps in which the experts are counted."""
 MOE_VARIABLE = "SGLANG_MOE_CONFIG_DIR"
-SLOW_SAMPLING = Variation(without_mends=("quick_sampling",))
-SLOW_WINDOW = Variation(without_mends=("quick_window",))
-BF16_LOGITS = Variation(without_mends=("fp32_logits",))
-SGLANG_FP32_LOGITS = Variation(without_mends=("fp32_logits",), arguments=("--enable-fp32-lm-head",))
-SLOW = Variation(without_mends=("quick_sampling", "quick_window"))
-AS_IT_COMES = Variation(without_variables=(MOE_VARIABLE,), without_mends=SLOW.without_mends)
-WAYS = {"as_it_comes": AS_IT_COMES, "tuned": Variation()}
+SLOW_SAMPLING = Variation(without_patches=("fused_sampling",))
+SLOW_WINDOW = Variation(without_patches=("fused_window_attention",))
+BF16_LOGITS = Variation(without_patches=("fp32_logits",))
+SGLANG_FP32_LOGITS = Variation(
+    without_patches=("fp32_logits",), arguments=("--enable-fp32-lm-head",)
+)
+SLOW = Variation(without_patches=("fused_sampling", "fused_window_attention"))
+UNMODIFIED = Variation(without_variables=(MOE_VARIABLE,), without_patches=SLOW.without_patches)
+VARIANTS = {"unmodified": UNMODIFIED, "tuned": Variation()}
 """Servers by name, as differences from the default server."""
-BF16_WAYS = (
+BF16_VARIANTS = (
     "bf16",
     "bf16_slow_sampling",
     "bf16_slow_window",
     "bf16_slow",
     "bf16_rounded_logits",
 )
-"""Servers with MXFP4 values in bf16. All others of ``QUANTIZED_WAYS`` have packed values."""
-QUANTIZED_WAYS = {
+"""Servers with MXFP4 values in bf16. All others of ``QUANTIZED_VARIANTS`` have packed values."""
+QUANTIZED_VARIANTS = {
     "bf16": Variation(),
     "mxfp4": Variation(),
-    "mxfp4_slow_routing": Variation(without_mends=("quick_routing",)),
-    "mxfp4_slow_products": Variation(without_mends=("quick_products",)),
-    "mxfp4_slow_few_tokens": Variation(without_mends=("quick_few_tokens",)),
+    "mxfp4_slow_routing": Variation(without_patches=("fused_routing",)),
+    "mxfp4_slow_gemms": Variation(without_patches=("moe_occupancy",)),
+    "mxfp4_slow_small_batch": Variation(without_patches=("small_batch_moe",)),
     "bf16_slow_sampling": SLOW_SAMPLING,
     "mxfp4_slow_sampling": SLOW_SAMPLING,
     "bf16_slow_window": SLOW_WINDOW,
@@ -145,9 +147,11 @@ class Times:
         return [(seconds - besides) / tokens for seconds in self.all_tokens]
 
 
-def ways_of(options: argparse.Namespace) -> dict[str, Variation]:
+def variants_of(options: argparse.Namespace) -> dict[str, Variation]:
     """Return the servers to compare with their names."""
-    return chosen_ways(QUANTIZED_WAYS if options.quantization else WAYS, options.ways)
+    return chosen_variants(
+        QUANTIZED_VARIANTS if options.quantization else VARIANTS, options.variants
+    )
 
 
 async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
@@ -159,61 +163,61 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
         torch.cuda.empty_cache()
         emit("bandwidth", terabytes_per_second=bandwidth / 1e12)
 
-    async with servers_until_the_end() as ways:
+    async with servers_until_the_end() as variants:
         # In sequence, because a server takes a fraction of the memory that is free at its start.
-        for name, variation in ways_of(options).items():
-            gpu = len(ways) if options.apart else options.server_gpu
-            packed = options.quantization is not None and name not in BF16_WAYS
-            ways.append(prepare(name, variation, gpu, options, config, scratch, packed=packed))
-            emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
-        emit("weights", seconds=await send_random_weights(ways, options, config, scratch))
+        for name, variation in variants_of(options).items():
+            gpu = len(variants) if options.separate_gpus else options.server_gpu
+            packed = options.quantization is not None and name not in BF16_VARIANTS
+            variants.append(prepare(name, variation, gpu, options, config, scratch, packed=packed))
+            emit("start", variant=name, seconds=await wait_until_healthy(variants[-1].server))
+        emit("weights", seconds=await send_random_weights(variants, options, config, scratch))
         if options.quantization:
-            await compare_ways(ways, options, config)
+            await compare_variants(variants, options, config)
 
         rows = []
         for running in options.running:
-            rows.append(await measure_row(ways, running, options, config, bandwidth))
+            rows.append(await measure_row(variants, running, options, config, bandwidth))
             print(table(rows, options, config), flush=True)
 
         profiles = ""
         if options.profile:
             directory = (options.traces or scratch / "traces").absolute()
             for row in rows:
-                profiles += await profile_row(ways, row, options, config, directory)
+                profiles += await profile_row(variants, row, options, config, directory)
 
     if options.out:
         options.out.write_text(table(rows, options, config) + profiles)
 
 
-async def compare_ways(
-    ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig
+async def compare_variants(
+    variants: list[Variant], options: argparse.Namespace, config: GptOssModelConfig
 ) -> None:
     """Print differences of log-probs and routed experts from the first server, on one text."""
     (text,) = random_prompts(random.Random(0), 1, COMPARED_TOKENS, config)
     scores = []
     routes = []
-    for way in ways:
-        scores.append(await way.engine.score(text))
+    for variant in variants:
+        scores.append(await variant.engine.score(text))
         if options.device != "cpu":  # servers on CPUs return no routes
-            (result,) = await generate(way, "compared", [text], 1, with_routes=True)
+            (result,) = await generate(variant, "compared", [text], 1, with_routes=True)
             assert result.routed_experts is not None
             routes.append(np.sort(result.routed_experts[: len(text)], axis=-1))
 
-    for number, way in enumerate(ways[1:], start=1):
+    for number, variant in enumerate(variants[1:], start=1):
         gaps = np.abs(np.subtract(scores[0], scores[number]))
         figures: dict[str, Any] = {"gap_mean": float(gaps.mean()), "gap_max": float(gaps.max())}
         if routes:
             agreeing = (routes[0] == routes[number]).all(axis=-1).mean(axis=0)  # by layer
             figures["routes_agreeing_first_layer"] = float(agreeing[0])
             figures["routes_agreeing"] = float(agreeing.mean())
-        emit("compared", ways=[ways[0].name, way.name], **figures)
+        emit("compared", variants=[variants[0].name, variant.name], **figures)
 
 
 # -- times ----------------------------------------------------------------------------------------
 
 
 async def measure_row(
-    ways: list[Way],
+    variants: list[Variant],
     running: int,
     options: argparse.Namespace,
     config: GptOssModelConfig,
@@ -222,30 +226,31 @@ async def measure_row(
     """Measure one number of running requests on all servers and return the row's values.
 
     Args:
-        ways: servers.
+        variants: servers.
         running: number of running requests.
         options: command line.
         config: configuration of the model.
         bandwidth: read bandwidth of the GPU in bytes per second; 0 for no limit.
     """
     generator = random.Random(running)
-    times = {way.name: Times() for way in ways}
+    times = {variant.name: Times() for variant in variants}
 
     # The first round is a warm-up of kernels and of the allocator.
-    written = {way.name: 0 for way in ways}
+    written = {variant.name: 0 for variant in variants}
     for number in range(options.rounds + 1):
         if number == 1:
-            written = {way.name: len(way.log.read_bytes()) for way in ways}
+            written = {variant.name: len(variant.log.read_bytes()) for variant in variants}
         prompts = random_prompts(generator, running, options.prompt, config)
-        in_turn = ways if number % 2 else ways[::-1]
-        for way in in_turn:
-            measured = Times() if number == 0 else times[way.name]
-            await time_round(way, f"{running}/{number}", prompts, options.tokens, measured)
+        in_turn = variants if number % 2 else variants[::-1]
+        for variant in in_turn:
+            measured = Times() if number == 0 else times[variant.name]
+            await time_round(variant, f"{running}/{number}", prompts, options.tokens, measured)
 
     logs = {
-        way.name: way.log.read_bytes()[written[way.name] :].decode(errors="replace") for way in ways
+        variant.name: variant.log.read_bytes()[written[variant.name] :].decode(errors="replace")
+        for variant in variants
     }
-    experts = await count_experts(ways[-1], running, generator, options, config)
+    experts = await count_experts(variants[-1], running, generator, options, config)
     context = options.prompt + options.tokens // 2
     expert_bytes = PACKED_BYTES if options.quantization else BF16_BYTES
     read = bytes_of_step(config, running, context, experts, expert_bytes)
@@ -273,15 +278,15 @@ async def measure_row(
 
 
 async def time_round(
-    way: Way, name: str, prompts: list[list[int]], tokens: int, times: Times
+    variant: Variant, name: str, prompts: list[list[int]], tokens: int, times: Times
 ) -> None:
     """Run a round's three calls and add their seconds to ``times``."""
     began = time.perf_counter()
-    await generate(way, f"{name}/prefill", prompts, 1)
+    await generate(variant, f"{name}/prefill", prompts, 1)
     prefilled = time.perf_counter()
-    cached = await generate(way, f"{name}/cached", prompts, 1)
+    cached = await generate(variant, f"{name}/cached", prompts, 1)
     found = time.perf_counter()
-    await generate(way, f"{name}/decode", prompts, 1 + tokens)
+    await generate(variant, f"{name}/decode", prompts, 1 + tokens)
     ended = time.perf_counter()
 
     times.prefill.append(prefilled - began)
@@ -295,7 +300,7 @@ async def time_round(
 
 
 async def profile_row(
-    ways: list[Way],
+    variants: list[Variant],
     row: dict[str, Any],
     options: argparse.Namespace,
     config: GptOssModelConfig,
@@ -306,7 +311,7 @@ async def profile_row(
     A trace without whole steps is reported and left out.
 
     Args:
-        ways: servers.
+        variants: servers.
         row: values of ``measure_row``.
         options: command line.
         config: configuration of the model.
@@ -315,14 +320,14 @@ async def profile_row(
     running = row["running"]
     generator = random.Random(f"profile/{running}")
     profiles: dict[str, StepProfile] = {}
-    for way in ways:
+    for variant in variants:
         prompts = random_prompts(generator, running, options.prompt, config)
-        step_seconds = row[f"{way.name}_ms"] / 1e3
-        trace = await take_trace(way, prompts, step_seconds, directory)
+        step_seconds = row[f"{variant.name}_ms"] / 1e3
+        trace = await take_trace(variant, prompts, step_seconds, directory)
         try:
-            profiles[way.name] = profile_steps(read_trace(trace))
+            profiles[variant.name] = profile_steps(read_trace(trace))
         except ValueError as error:
-            emit("profile", way=way.name, running=running, error=str(error))
+            emit("profile", variant=variant.name, running=running, error=str(error))
 
     if not profiles:
         return ""
@@ -334,12 +339,12 @@ async def profile_row(
 
 
 async def take_trace(
-    way: Way, prompts: list[list[int]], step_seconds: float, directory: Path
+    variant: Variant, prompts: list[list[int]], step_seconds: float, directory: Path
 ) -> Path:
     """Let a server trace some decoding steps while all prompts are continued.
 
     Args:
-        way: server.
+        variant: server.
         prompts: token ids.
         step_seconds: duration of a decoding step.
         directory: directory for the trace.
@@ -360,14 +365,14 @@ async def take_trace(
             sampling=SamplingParams(PROFILED_TOKENS),
             on_begin=partial(begun.add, number),
         )
-        tasks.append(asyncio.create_task(way.engine.generate(request)))
+        tasks.append(asyncio.create_task(variant.engine.generate(request)))
 
     # A request that has its first token has finished its prefill.
     while len(begun) < running and not any(task.done() for task in tasks):
         await asyncio.sleep(0.005)
 
-    name = f"{way.name}_{running}"
-    client = SglangClient((await way.server.status()).url)
+    name = f"{variant.name}_{running}"
+    client = SglangClient((await variant.server.status()).url)
     try:
         # Without CPU activities, because tracing them would slow the server down.
         request_body = {
@@ -395,7 +400,7 @@ async def take_trace(
 
 
 async def count_experts(
-    way: Way,
+    variant: Variant,
     running: int,
     generator: random.Random,
     options: argparse.Namespace,
@@ -406,7 +411,7 @@ async def count_experts(
         return expected_experts(config, running)
     prompts = random_prompts(generator, running, options.prompt, config)
     name = f"{running}/routes"
-    results = await generate(way, name, prompts, ROUTED_TOKENS, with_routes=True)
+    results = await generate(variant, name, prompts, ROUTED_TOKENS, with_routes=True)
 
     # Use only the sampled tokens that were read again. Skip requests that ended early.
     routes = []
@@ -475,7 +480,7 @@ def table(
     rows: list[dict[str, Any]], options: argparse.Namespace, config: GptOssModelConfig
 ) -> str:
     """Return Markdown tables that compare the first server with each of the others."""
-    first, *others = ways_of(options)
+    first, *others = variants_of(options)
     parts = [
         f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "
         f"{options.tokens} decoded, medians of {options.rounds} rounds\n"

@@ -62,7 +62,7 @@ GROUPS = (
 
 PATTERNS = (
     # triton_kernels: matmul_ogs.py; SGLang: fused_moe_triton_kernels.py, marlin. A fused activation
-    # is a part of the name, so this group comes first. The plugin: gptoss_expert_matmul.
+    # is a part of the name, so this group comes first. The plugin: gptoss_small_batch_moe.
     (EXPERTS, r"_matmul_ogs|^_multiply_kernel|\bfused_moe_kernel|Marlin<"),
     # triton_kernels: topk.py, tensor_details. SGLang: topk_softmax, moe_align_block_size. The
     # plugin: gptoss_expert_routing.
@@ -94,7 +94,7 @@ BATCH = re.compile(
 )
 """Kernels between two graphs of SGLang, and of the plugin's sampling (gptoss_sampling)."""
 
-LONGEST = 10
+MAX_KERNELS = 10
 """Number of listed kernels."""
 SHOWN_CHARACTERS = 110
 """Maximum number of shown characters of a kernel's name."""
@@ -401,7 +401,7 @@ def profile_table(title: str, profiles: dict[str, StepProfile], timed_ms: dict[s
     for name, profile in profiles.items():
         lines += ["", f"{name}, longest kernels, mean of {profile.steps} steps", ""]
         lines += ["| us per step | runs | group | kernel |", "|---" * 4 + "|"]
-        lines += [_kernel_row(kernel) for kernel in profile.kernels[:LONGEST]]
+        lines += [_kernel_row(kernel) for kernel in profile.kernels[:MAX_KERNELS]]
         unknown = [kernel for kernel in profile.kernels if kernel.group == OTHER]
         if unknown:
             lines += ["", f"{name}, kernels of no known name", ""]

@@ -28,7 +28,7 @@ from rl_loop.engines.protocol import FinishReason, GenerateRequest, GenerateResu
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.engine import SglangEngine
 
-WAYS = ("none", "abort", "retract", "in_place")
+PAUSE_MODES = ("none", "abort", "retract", "in_place")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Load:
 
 
 @dataclass
-class Interrupted:
+class InterruptionTimes:
     """Measurements of one mode, with one entry per round."""
 
     total: list[float] = field(default_factory=list)
@@ -78,25 +78,25 @@ async def measure_interruptions(
     await _run(engine, client, load, "none", halfway=0.0, seed=-1)
     seconds = (await _run(engine, client, load, "none", halfway=0.0, seed=-2)).total[0]
 
-    measured = {way: Interrupted() for way in WAYS}
+    measured = {mode: InterruptionTimes() for mode in PAUSE_MODES}
     for number in range(rounds):
-        for position, way in enumerate(WAYS):
-            seed = number * len(WAYS) + position
-            one = await _run(engine, client, load, way, halfway=seconds / 2, seed=seed)
-            measured[way].total += one.total
-            measured[way].pause += one.pause
-            measured[way].tokens_before += one.tokens_before
+        for position, mode in enumerate(PAUSE_MODES):
+            seed = number * len(PAUSE_MODES) + position
+            one = await _run(engine, client, load, mode, halfway=seconds / 2, seed=seed)
+            measured[mode].total += one.total
+            measured[mode].pause += one.pause
+            measured[mode].tokens_before += one.tokens_before
 
-    return {way: _summary(measured[way], measured["none"]) for way in WAYS}
+    return {mode: _summary(measured[mode], measured["none"]) for mode in PAUSE_MODES}
 
 
-def _summary(way: Interrupted, undisturbed: Interrupted) -> dict[str, float]:
-    differences = [x - y for x, y in zip(way.total, undisturbed.total, strict=True)]
+def _summary(mode: InterruptionTimes, undisturbed: InterruptionTimes) -> dict[str, float]:
+    differences = [x - y for x, y in zip(mode.total, undisturbed.total, strict=True)]
     return {
-        "total": median(way.total),
+        "total": median(mode.total),
         "extra": median(differences),
-        "pause": median(way.pause),
-        "tokens_before": median(way.tokens_before),
+        "pause": median(mode.pause),
+        "tokens_before": median(mode.tokens_before),
     }
 
 
@@ -104,17 +104,17 @@ async def _run(
     engine: SglangEngine,
     client: SglangClient,
     load: Load,
-    way: str,
+    mode: str,
     halfway: float,
     seed: int,
-) -> Interrupted:
+) -> InterruptionTimes:
     """Run all requests once and interrupt them after ``halfway`` seconds.
 
     Args:
         engine: client of the server.
         client: client for the server's control endpoints.
         load: requests of the measurement.
-        way: pause mode.
+        mode: pause mode.
         halfway: seconds until the pause.
         seed: seed of the prompts. It differs between runs, so that no prompt is cached.
     """
@@ -128,21 +128,21 @@ async def _run(
         tasks.append(asyncio.create_task(_sample(engine, name, prompt, load.tokens, going_on)))
 
     pause = 0.0
-    if way != "none":
+    if mode != "none":
         await asyncio.sleep(halfway)
-        pause = await _pause(client, way)
+        pause = await _pause(client, mode)
         await client.call("/continue_generation", {})
     going_on.set()
 
     before_abort = sum(await asyncio.gather(*tasks))
-    return Interrupted([time.perf_counter() - began], [pause], [before_abort])
+    return InterruptionTimes([time.perf_counter() - began], [pause], [before_abort])
 
 
-async def _pause(client: SglangClient, way: str) -> float:
+async def _pause(client: SglangClient, mode: str) -> float:
     """Pause the server and return the seconds until it is paused."""
     began = time.perf_counter()
-    await client.call("/pause_generation", {"mode": way})
-    if way == "abort":
+    await client.call("/pause_generation", {"mode": mode})
+    if mode == "abort":
         await client.call("/flush_cache", {})
     return time.perf_counter() - began
 

@@ -1,7 +1,7 @@
 """GPU memory of an SGLang server that shares its GPU, awake and asleep.
 
     python -m benchmarks.sglang memory --memory-fraction 0.5 --max-running-requests 256 128
-    python -m benchmarks.sglang memory --memory-fraction 0.5 --as-it-comes
+    python -m benchmarks.sglang memory --memory-fraction 0.5 --unmodified
 
 Needs one GPU. For every value of ``--max-running-requests``, starts one server of GPT-OSS-20B's
 size and sends it random weights by CUDA IPC, like a trainer rank on the same GPU. Uses neither Ray
@@ -15,7 +15,7 @@ Prints one JSON object per server:
 - GB left by a server that is killed during a sync
 - lines of SGLang's log about memory
 
-``--as-it-comes`` disables the settings that let colocated servers sleep with less memory.
+``--unmodified`` disables the settings that let colocated servers sleep with less memory.
 ``--device cpu --tiny`` is a test of the command, with an SGLang that runs on CPUs.
 """
 
@@ -76,7 +76,7 @@ class Bench:
         self.figures: dict[str, Any] = {
             "memory_fraction": options.memory_fraction,
             "max_running_requests": running,
-            "as_it_comes": options.as_it_comes,
+            "unmodified": options.unmodified,
             "layers": self.config.num_layers,
         }
 
@@ -113,11 +113,11 @@ class Bench:
             words = build(host, port)
             where = words.index("--mem-fraction-static")
             self.figures["mem_fraction_static"] = float(words[where + 1])
-            if self.options.as_it_comes:
+            if self.options.unmodified:
                 words.remove("--disable-prefill-cuda-graph")
             return words
 
-        if self.options.as_it_comes:
+        if self.options.unmodified:
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "0"
             environment["SGLANG_PLUGINS"] = "none"
         return SglangServer(
@@ -181,7 +181,7 @@ class Bench:
         self.note(largest_gap_after_sleep=max(gaps))
         self.figures["same_text_after_sleep"] = text_after == text
         await engine.close()
-        await self.kill_half_way(server, status.url)
+        await self.kill_during_sync(server, status.url)
 
     async def sleep_and_wake(self, url: str, before: int) -> dict[str, float]:
         """Put the server to sleep and wake it in the same way as the fleet."""
@@ -206,7 +206,7 @@ class Bench:
         awake = (self.used() - before) / 1e9
         return seconds | {"asleep_gb": asleep, "awake_again_gb": awake, "resync_seconds": synced}
 
-    async def kill_half_way(self, server: SglangServer, url: str) -> None:
+    async def kill_during_sync(self, server: SglangServer, url: str) -> None:
         """Kill the server during a sync, and measure the time of the sync and the memory left."""
         held = torch.cuda.memory_reserved() if self.on_gpu else 0
         began = time.perf_counter()
@@ -358,7 +358,7 @@ def parse_options() -> argparse.Namespace:
     option("--attention", default="fa3")
     option("--memory-fraction", type=float, default=0.5)
     option("--max-running-requests", type=int, nargs="+", default=[256])
-    option("--as-it-comes", action="store_true")
+    option("--unmodified", action="store_true")
     option("--hold-gb", type=float, default=0.0, help="of the GPU, as a trainer holds them")
     option("--bucket-mib", type=int, default=1024)
     option("--prompt", type=int, default=1024, help="tokens of a prompt")

@@ -48,7 +48,7 @@ def main() -> None:
         for work in (swizzle, swizzle_scales, unswizzle, upstream):
             milliseconds[work.__name__] = round(median_milliseconds(work), 3)
         theirs, _, theirs_scales = _swizzle_mxfp4(packed, scales, layout.SCALE_WARPS)
-        their_values = layout.in_our_words(theirs.storage.data.mT)
+        their_values = layout.to_plugin_bit_order(theirs.storage.data.mT)
         # The plugin's scales are padded to more rows.
         their_scales = theirs_scales.storage.data.mT + layout.SCALE_BIAS
         our_scales = scale_storage[:, : their_scales.shape[1]]

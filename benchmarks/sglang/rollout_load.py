@@ -2,14 +2,14 @@
 
     python -m benchmarks.sglang --layers 24 rollouts --running 64 --rounds 3
     python -m benchmarks.sglang --layers 24 rollouts --quantization mxfp4 \\
-        --ways tuned prefill_graphs gathered_8
+        --variants tuned prefill_graphs gathered_8
 
 Needs one GPU. ``--running`` episodes run concurrently. A turn samples ``--tokens`` tokens on
 average (geometric distribution). A tool takes some time (exponential distribution) and answers with
 a few tokens. After 8 turns, a new episode with a new prompt starts. Therefore, turns end one by
 one. Every continuation is a prefill of a few tokens, which interrupts the decoding of all others.
 
-``--ways`` selects variants of servers:
+``--variants`` selects variants of servers:
 
 - ``tuned``: the default of colocated servers. A prefill does not use a CUDA graph, and takes longer
   than a decoding step.
@@ -37,16 +37,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
-from benchmarks.sglang.servers_in_turn import (
-    Way,
-    chosen_ways,
+from benchmarks.sglang.alternating_servers import (
+    Variant,
+    chosen_variants,
     emit,
     prepare,
     random_prompts,
     send_random_weights,
     servers_until_the_end,
 )
+from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.config import prefill_graph_options
@@ -72,7 +72,7 @@ BROKEN_GRAPHS = Variation(
         *("--cuda-graph-max-bs-prefill", str(GRAPH_TOKENS)),
     )
 )
-WAYS = {
+VARIANTS = {
     "tuned": Variation(),
     "prefill_graphs": PREFILL_GRAPHS,
     "broken_graphs": BROKEN_GRAPHS,
@@ -87,7 +87,7 @@ TOOL_TOKENS = 13
 """Number of tokens of a tool's answer, including Harmony's format."""
 TOOL_SECONDS = 0.05
 """Mean time of a tool call in seconds."""
-LONGEST = 4
+MAX_TURN_FACTOR = 4
 """Maximum length of a turn, as a multiple of the mean length."""
 PREFILL_LINE = re.compile(r"Prefill batch, #new-seq: (\d+)")
 
@@ -107,7 +107,7 @@ class Round:
 class Load:
     """Episodes of a round."""
 
-    way: Way
+    variant: Variant
     name: str
     options: argparse.Namespace
     config: GptOssModelConfig
@@ -133,10 +133,10 @@ class Load:
                 return
             mean_length = self.options.tokens
             length = 1 + int(generator.expovariate(1 / mean_length))
-            sampling = SamplingParams(min(length, LONGEST * mean_length))
+            sampling = SamplingParams(min(length, MAX_TURN_FACTOR * mean_length))
             began = time.perf_counter()
             request = GenerateRequest(f"{name}/{turn}/0", tokens, sampling)
-            result = await self.way.engine.generate(request)
+            result = await self.variant.engine.generate(request)
             ended = time.perf_counter()
             self.turns.append((ended, len(result.output_ids), ended - began))
 
@@ -148,48 +148,48 @@ class Load:
 async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
     """Start the servers, measure, print a table, and stop the servers."""
     config = model_config(options)
-    async with servers_until_the_end() as ways:
+    async with servers_until_the_end() as variants:
         # In sequence, because a server takes a fraction of the memory that is free at its start.
-        for name, variation in chosen_ways(WAYS, options.ways).items():
+        for name, variation in chosen_variants(VARIANTS, options.variants).items():
             packed = options.quantization is not None
-            ways.append(
+            variants.append(
                 prepare(
                     name, variation, options.server_gpu, options, config, scratch, packed=packed
                 )
             )
-            emit("start", way=name, seconds=await wait_until_healthy(ways[-1].server))
-        emit("weights", seconds=await send_random_weights(ways, options, config, scratch))
+            emit("start", variant=name, seconds=await wait_until_healthy(variants[-1].server))
+        emit("weights", seconds=await send_random_weights(variants, options, config, scratch))
 
         rows = []
         for running in options.running:
-            rows.append(await measure_row(ways, running, options, config))
-            print(table(rows, ways), flush=True)
+            rows.append(await measure_row(variants, running, options, config))
+            print(table(rows, variants), flush=True)
 
     if options.out:
-        options.out.write_text(table(rows, ways))
+        options.out.write_text(table(rows, variants))
 
 
 async def measure_row(
-    ways: list[Way], running: int, options: argparse.Namespace, config: GptOssModelConfig
+    variants: list[Variant], running: int, options: argparse.Namespace, config: GptOssModelConfig
 ) -> dict[str, Any]:
     """Measure one number of running episodes on all servers and return the row's values.
 
     Args:
-        ways: servers.
+        variants: servers.
         running: number of running episodes.
         options: command line.
         config: configuration of the model.
     """
-    rounds: dict[str, list[Round]] = {way.name: [] for way in ways}
+    rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
 
     # The first round is a warm-up: kernels are compiled for all batch sizes.
     for number in range(options.rounds + 1):
-        in_turn = ways if number % 2 else ways[::-1]
-        for way in in_turn:
-            load = Load(way, f"{running}/{number}", options, config)
+        in_turn = variants if number % 2 else variants[::-1]
+        for variant in in_turn:
+            load = Load(variant, f"{running}/{number}", options, config)
             measured = await run_round(load, running, options.seconds)
             if number > 0:
-                rounds[way.name].append(measured)
+                rounds[variant.name].append(measured)
 
     row: dict[str, Any] = {"running": running}
     for name, measured in rounds.items():
@@ -214,7 +214,7 @@ async def run_round(load: Load, running: int, seconds: float) -> Round:
         running: number of running episodes.
         seconds: duration of the measurement.
     """
-    log = load.way.log
+    log = load.variant.log
     printed = log.stat().st_size if log.exists() else 0
     task = asyncio.create_task(load.run(running))
     try:
@@ -247,24 +247,24 @@ def sequences_of_a_prefill(log: Path, printed: int) -> float | None:
     return mean(counts) if counts else None
 
 
-def table(rows: list[dict[str, Any]], ways: list[Way]) -> str:
+def table(rows: list[dict[str, Any]], variants: list[Variant]) -> str:
     """Return a Markdown table of all rows, with the speed relative to the first server."""
     lines = [
         "| running | server | sampled tokens/s | times the first | of the rounds | a turn, s | requests of a prefill |",
         "|---" * 7 + "|",
     ]
     for row in rows:
-        first = row[f"{ways[0].name}_tokens_per_second"]
-        for way in ways:
-            rate = row[f"{way.name}_tokens_per_second"]
-            sequences = row[f"{way.name}_sequences"]
+        first = row[f"{variants[0].name}_tokens_per_second"]
+        for variant in variants:
+            rate = row[f"{variant.name}_tokens_per_second"]
+            sequences = row[f"{variant.name}_sequences"]
             cells = [
                 f"{row['running']}",
-                way.name.replace("_", " "),
+                variant.name.replace("_", " "),
                 f"{rate:,.0f}",
                 f"**{rate / first:.2f}**",
-                f"{min(row[f'{way.name}_all']):,} to {max(row[f'{way.name}_all']):,}",
-                f"{row[f'{way.name}_turn_seconds']:.2f}",
+                f"{min(row[f'{variant.name}_all']):,} to {max(row[f'{variant.name}_all']):,}",
+                f"{row[f'{variant.name}_turn_seconds']:.2f}",
                 "-" if sequences is None else f"{sequences:.1f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")

@@ -17,7 +17,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 
-MENDS = "GPTOSS_SGLANG_MENDS"
+PATCHES = "GPTOSS_SGLANG_PATCHES"
 """Environment variable with the plugin's patches of a server, separated by commas."""
 
 
@@ -27,7 +27,7 @@ class Variation:
 
     without_variables: tuple[str, ...] = ()
     """Environment variables to remove."""
-    without_mends: tuple[str, ...] = ()
+    without_patches: tuple[str, ...] = ()
     """Patches of the plugin to disable."""
     arguments: tuple[str, ...] = ()
     """Additional arguments of the server's command."""
@@ -143,9 +143,11 @@ def make_server(
     environment |= settings.environment
     for name in variation.without_variables:
         environment.pop(name, None)
-    if variation.without_mends:
-        mends = environment[MENDS].split(",")
-        environment[MENDS] = ",".join(mend for mend in mends if mend not in variation.without_mends)
+    if variation.without_patches:
+        patches = environment[PATCHES].split(",")
+        environment[PATCHES] = ",".join(
+            patch for patch in patches if patch not in variation.without_patches
+        )
     return SglangServer(command, environment, log)
 
 
@@ -188,7 +190,7 @@ def free_gpu_memory(options: argparse.Namespace) -> int:
     return min(_gpu_memory(gpu, "memory.free") for gpu in server_gpus(options))
 
 
-def whole_gpu_memory(options: argparse.Namespace) -> int:
+def total_gpu_memory(options: argparse.Namespace) -> int:
     """Return the smallest memory size of a server's GPUs in bytes."""
     return min(_gpu_memory(gpu, "memory.total") for gpu in server_gpus(options))
 

@@ -1,4 +1,4 @@
-"""Runs, delays and statistics of the benchmark of rollouts that run ahead (rollouts/ahead.py)."""
+"""Runs, delays and statistics of the benchmark of asynchronous rollouts (rollouts/staleness.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rollouts.ahead import Measured, Workload, in_turns, summarise, table
 from benchmarks.rollouts.simulation import GAPS, quantile
 from benchmarks.rollouts.slow_tools import SlowOptions, SlowReTool
+from benchmarks.rollouts.staleness import Measurement, Workload, run_order, summarize, table
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments import RewardConfig, Task
@@ -90,19 +90,19 @@ def test_step_time_is_wall_clock_without_the_first_step() -> None:
     steps = [step_record(0, 100.0), step_record(1, 104.0), step_record(2, 112.0)]
     steps[0]["seconds/train"] = 1000.0
     summary = {"held_out_accuracy_sft": 0.25, "held_out_accuracy_rl": 0.75}
-    measured = summarise(steps, summary, staleness=2, seed=1)
+    measured = summarize(steps, summary, staleness=2, seed=1)
     assert measured.seconds == 6.0
     assert (measured.training, measured.waiting) == (0.75, 2.0)
     assert (measured.stale_mean, measured.stale_max) == (0.75, 2)
     assert (measured.accuracy_before, measured.accuracy_after) == (0.25, 0.75)
 
 
-def measured_run(staleness: int, seed: int, seconds: float) -> Measured:
-    return Measured(staleness, seed, seconds, 1.0, 0.5, 0.0, staleness, 0.25, 0.5 + seed / 100)
+def measured_run(staleness: int, seed: int, seconds: float) -> Measurement:
+    return Measurement(staleness, seed, seconds, 1.0, 0.5, 0.0, staleness, 0.25, 0.5 + seed / 100)
 
 
 def test_runs_alternate_and_are_compared_by_seed() -> None:
-    assert in_turns([0, 2], [5, 6, 7]) == [(0, 5), (2, 5), (2, 6), (0, 6), (0, 7), (2, 7)]
+    assert run_order([0, 2], [5, 6, 7]) == [(0, 5), (2, 5), (2, 6), (0, 6), (0, 7), (2, 7)]
     seconds = {(0, 5): 4.0, (2, 5): 2.0, (0, 6): 6.0, (2, 6): 2.0, (0, 7): 10.0, (2, 7): 10.0}
     runs = [measured_run(k, seed, value) for (k, seed), value in seconds.items()]
     _, _, turns, ahead = table(runs[::-1]).splitlines()

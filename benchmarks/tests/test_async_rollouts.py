@@ -29,7 +29,7 @@ from benchmarks.rollouts.simulation import (
     quantile,
     training_speed,
 )
-from launch.rollout_plan import RunAheadPrediction
+from launch.rollout_plan import AsyncPrediction
 
 SMALL = Workload(groups_per_step=8, samples=4, steps=24)
 EXACT = Costs(
@@ -100,7 +100,7 @@ def test_sync_keeps_token_versions_and_prefills_again() -> None:
     assert engines.now == pytest.approx(4 + 3)
     engines.run()
     assert engines.now == pytest.approx(7 + 12 / 10 + 4 * 1.5)
-    assert engines.prefilled_again == 12
+    assert engines.recomputed_tokens == 12
     assert engines.ended[0].by_version == pytest.approx({0: 2, 1: 4})
 
 
@@ -192,7 +192,7 @@ def test_planned_step_seconds_match_the_simulated_loop() -> None:
 
     turns = simulate(0)
     outcome = turns.run(speed)
-    prediction = RunAheadPrediction(
+    prediction = AsyncPrediction(
         training=outcome.training_seconds / workload.steps,
         engines=0.0,  # mostly idle
         longest_episode=turns.mean_rollout_seconds,

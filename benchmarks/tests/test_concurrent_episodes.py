@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rollouts.concurrent import Ledger, Load, Outcome, configuration, report, run
+from benchmarks.rollouts.concurrent import EpisodeLog, Load, Outcome, configuration, report, run
 from benchmarks.rollouts.slow_tools import calls_of
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.session import build_tasks
@@ -44,7 +44,7 @@ def test_episodes_are_trained_once_or_invalid_despite_failures(
     assert faults.syncs_broken == 1
     assert faults.malformed_answers.total() > 0
     assert faults.tool_failures > 0
-    assert outcome.in_flight_most > 32, "no step ran ahead"
+    assert outcome.in_flight_max > 32, "no step ran ahead"
     assert "of one core per 100 episodes in flight" in report(LOAD, outcome)
 
 
@@ -52,10 +52,10 @@ def test_episodes_are_trained_once_or_invalid_despite_failures(
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
+def episode_log(tmp_path: Path) -> EpisodeLog:
     load = replace(LOAD, tasks=2, samples=2, faults=0.0)
     tasks = build_tasks(configuration(load, tmp_path))
-    return Ledger(load, tasks, seeds_of=lambda number: (10 * number, 10 * number + 1))
+    return EpisodeLog(load, tasks, seeds_of=lambda number: (10 * number, 10 * number + 1))
 
 
 def episode(name: str, version: int = 0, began: float = 0.0, ended: float = 1.0) -> Trajectory:
@@ -72,48 +72,48 @@ def episode(name: str, version: int = 0, began: float = 0.0, ended: float = 1.0)
     )
 
 
-def groups_of(ledger: Ledger, step: int, version: int = 0) -> list[TrajectoryGroup]:
-    tasks = ledger._tasks.train(2 * step, 2)
+def groups_of(episode_log: EpisodeLog, step: int, version: int = 0) -> list[TrajectoryGroup]:
+    tasks = episode_log._tasks.train(2 * step, 2)
     return [
         TrajectoryGroup(task.task_id, [episode(f"{task.task_id}/{i}", version) for i in range(2)])
         for task in tasks
     ]
 
 
-def test_episode_check_accepts_complete_groups_in_their_step(ledger: Ledger) -> None:
+def test_episode_check_accepts_complete_groups_in_their_step(episode_log: EpisodeLog) -> None:
     for step in range(3):
-        ledger.enter(step, groups_of(ledger, step))
-    assert len(ledger.trained) == 12
-    assert ledger.invalid == 0
+        episode_log.enter(step, groups_of(episode_log, step))
+    assert len(episode_log.trained) == 12
+    assert episode_log.invalid == 0
 
 
 @pytest.mark.parametrize("fault", ["double", "lost", "other step", "too old", "invalid"])
-def test_episode_check_rejects_impossible_records(ledger: Ledger, fault: str) -> None:
-    ledger.enter(0, groups_of(ledger, 0))
-    step, groups = 1, groups_of(ledger, 1)
+def test_episode_check_rejects_impossible_records(episode_log: EpisodeLog, fault: str) -> None:
+    episode_log.enter(0, groups_of(episode_log, 0))
+    step, groups = 1, groups_of(episode_log, 1)
     if fault == "double":
         groups[0].trajectories[0] = groups[0].trajectories[1]
     elif fault == "lost":
         groups[0].trajectories.pop()
     elif fault == "other step":
-        groups = groups_of(ledger, 2)
+        groups = groups_of(episode_log, 2)
     elif fault == "too old":
-        ledger.enter(1, groups)
-        ledger.enter(2, groups_of(ledger, 2))
-        step, groups = 3, groups_of(ledger, 3)
+        episode_log.enter(1, groups)
+        episode_log.enter(2, groups_of(episode_log, 2))
+        step, groups = 3, groups_of(episode_log, 3)
     else:
         lost = groups[0].trajectories.pop()
         lost.invalid = InvalidReason("engine", "a fault that another try would have mended")
         groups[0].invalid.append(lost)
     with pytest.raises(AssertionError):
-        ledger.enter(step, groups)
+        episode_log.enter(step, groups)
 
 
-def test_episodes_in_flight_are_counted_by_time(ledger: Ledger) -> None:
+def test_episodes_in_flight_are_counted_by_time(episode_log: EpisodeLog) -> None:
     spans = [(0.0, 4.0), (1.0, 2.0), (1.5, 3.0), (3.0, 4.0)]
     for number, (began, ended) in enumerate(spans):
-        ledger._enter_episode(0, episode(str(number), began=began, ended=ended))
-    assert ledger.in_flight(0.0, 5.0) == (7.5 / 5.0, 3)
+        episode_log._enter_episode(0, episode(str(number), began=began, ended=ended))
+    assert episode_log.in_flight(0.0, 5.0) == (7.5 / 5.0, 3)
     share = Outcome(
         faults=None,  # type: ignore[arg-type]
         trained=4,
@@ -121,7 +121,7 @@ def test_episodes_in_flight_are_counted_by_time(ledger: Ledger) -> None:
         wall_seconds=10.0,
         driver_seconds=2.0,
         in_flight_mean=200.0,
-        in_flight_most=300,
+        in_flight_max=300,
     ).driver_share
     assert share == pytest.approx(0.1), "0.2 of a core for 200 episodes"
 

@@ -50,11 +50,11 @@ def test_servers_alternate_and_only_one_gets_our_settings(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [line["way"] for line in lines if line["case"] == "start"] == ["as_it_comes", "tuned"]
+    assert [line["variant"] for line in lines if line["case"] == "start"] == ["unmodified", "tuned"]
     rows = [line for line in lines if line["case"] == "decode"]
     assert [row["running"] for row in rows] == [1, 3]
     for row in rows:
-        assert len(row["as_it_comes_client_all_ms"]) == len(row["tuned_client_all_ms"]) == 2
+        assert len(row["unmodified_client_all_ms"]) == len(row["tuned_client_all_ms"]) == 2
         assert row["tuned_prefill_tokens_per_second"] > 0
         assert row["tuned_steps_by"] == "client"  # the mock servers do not write such lines
     tables = (tmp_path / "table").read_text()
@@ -62,9 +62,9 @@ def test_servers_alternate_and_only_one_gets_our_settings(tmp_path: Path) -> Non
     assert rounds.count("\n| ") == 3
     assert len(profiles) == 2  # for 1 and 3 requests
     for row, profile in zip(rows, profiles, strict=True):
-        assert "| group | as_it_comes us | kernels | tuned us | kernels |" in profile
+        assert "| group | unmodified us | kernels | tuned us | kernels |" in profile
         timed = [float(cell.replace(",", "")) for cell in _cells(profile, "the step as timed")]
-        in_row = [row["as_it_comes_ms"] * 1e3, row["tuned_ms"] * 1e3]
+        in_row = [row["unmodified_ms"] * 1e3, row["tuned_ms"] * 1e3]
         assert timed == pytest.approx(in_row, rel=1e-3)  # rows are printed with four digits
         assert _cells(profile, "the step under the profiler") == ["**100.0**", "**100.0**"]
     assert len(list((tmp_path / "traces").iterdir())) == 4
@@ -77,14 +77,14 @@ def _cells(table: str, head: str) -> list[str]:
 
 
 def test_unmodified_server_does_not_get_our_settings(decoding: ModuleType) -> None:
-    assert decoding.WAYS["as_it_comes"].without_variables == ("SGLANG_MOE_CONFIG_DIR",)
-    assert decoding.WAYS["tuned"] == decoding.Variation()
+    assert decoding.VARIANTS["unmodified"].without_variables == ("SGLANG_MOE_CONFIG_DIR",)
+    assert decoding.VARIANTS["tuned"] == decoding.Variation()
 
 
 def test_table_compares_each_server_with_the_first(decoding: ModuleType) -> None:
     names = ["bf16", "mxfp4", "mxfp4_slow_routing"]
     options = argparse.Namespace(
-        quantization="mxfp4", ways=names, attention=["fa3"], prompt=5, tokens=6, rounds=7
+        quantization="mxfp4", variants=names, attention=["fa3"], prompt=5, tokens=6, rounds=7
     )
     row = {"running": 2, "experts_used": 3.0}
     for milliseconds, name in zip((8.0, 4.0, 2.0), names, strict=True):
@@ -98,9 +98,11 @@ def test_table_compares_each_server_with_the_first(decoding: ModuleType) -> None
 
     assert text.count("Decoding steps as told by: 2: client, server.") == 2
 
-    options.ways = ["bf16", "int4"]
-    with pytest.raises(SystemExit, match="--ways int4: there are bf16, mxfp4, mxfp4_slow_routing"):
-        decoding.ways_of(options)
+    options.variants = ["bf16", "int4"]
+    with pytest.raises(
+        SystemExit, match="--variants int4: there are bf16, mxfp4, mxfp4_slow_routing"
+    ):
+        decoding.variants_of(options)
 
 
 def test_slow_calls_do_not_change_the_median_step(decoding: ModuleType) -> None:
@@ -178,20 +180,22 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
     servers = importlib.import_module("benchmarks.sglang.servers")
     options = server_options(
         quantization="mxfp4",
-        ways=list(decoding.QUANTIZED_WAYS),
+        variants=list(decoding.QUANTIZED_VARIANTS),
         attention=["fa3"],
         cases=["decode"],
         log=None,
     )
     config = GptOssModelConfig(num_layers=2, **SIZES)
     packs_experts = {}
-    mends = {}
-    for name, variation in decoding.QUANTIZED_WAYS.items():
-        packs = name not in decoding.BF16_WAYS
-        way = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
-        packs_experts[name] = way.packed
+    patches = {}
+    for name, variation in decoding.QUANTIZED_VARIANTS.items():
+        packs = name not in decoding.BF16_VARIANTS
+        variant = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
+        packs_experts[name] = variant.packed
         # All servers have the first two, which protect their key and their store.
-        mends[name] = way.server._environment[servers.MENDS].removeprefix("hidden_key,bound_store,")
+        patches[name] = variant.server._environment[servers.PATCHES].removeprefix(
+            "hidden_key,bound_store,"
+        )
 
     assert packs_experts == {
         "bf16": False,
@@ -203,30 +207,28 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
         "bf16_slow": False,
         "mxfp4_slow": True,
         "mxfp4_slow_routing": True,
-        "mxfp4_slow_products": True,
-        "mxfp4_slow_few_tokens": True,
+        "mxfp4_slow_gemms": True,
+        "mxfp4_slow_small_batch": True,
         "bf16_rounded_logits": False,
         "mxfp4_rounded_logits": True,
         "mxfp4_sglang_fp32_logits": True,
     }
-    packed = (
-        "mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
-    )
-    kernels = ",quick_sampling,quick_window"
+    packed = "mxfp4_experts,ptxas_override,fused_routing,moe_occupancy,small_batch_moe,fast_abort"
+    kernels = ",fused_sampling,fused_window_attention"
     defaults = f"{kernels},fp32_logits"
-    assert mends == {
-        "bf16": f"quick_pause{defaults}",
+    assert patches == {
+        "bf16": f"fast_abort{defaults}",
         "mxfp4": packed + defaults,
-        "mxfp4_slow_routing": packed.replace("quick_routing,", "") + defaults,
-        "mxfp4_slow_products": packed.replace("quick_products,", "") + defaults,
-        "mxfp4_slow_few_tokens": packed.replace("quick_few_tokens,", "") + defaults,
-        "bf16_slow_sampling": "quick_pause,quick_window,fp32_logits",
-        "mxfp4_slow_sampling": f"{packed},quick_window,fp32_logits",
-        "bf16_slow_window": "quick_pause,quick_sampling,fp32_logits",
-        "mxfp4_slow_window": f"{packed},quick_sampling,fp32_logits",
-        "bf16_slow": "quick_pause,fp32_logits",
+        "mxfp4_slow_routing": packed.replace("fused_routing,", "") + defaults,
+        "mxfp4_slow_gemms": packed.replace("moe_occupancy,", "") + defaults,
+        "mxfp4_slow_small_batch": packed.replace("small_batch_moe,", "") + defaults,
+        "bf16_slow_sampling": "fast_abort,fused_window_attention,fp32_logits",
+        "mxfp4_slow_sampling": f"{packed},fused_window_attention,fp32_logits",
+        "bf16_slow_window": "fast_abort,fused_sampling,fp32_logits",
+        "mxfp4_slow_window": f"{packed},fused_sampling,fp32_logits",
+        "bf16_slow": "fast_abort,fp32_logits",
         "mxfp4_slow": f"{packed},fp32_logits",
-        "bf16_rounded_logits": f"quick_pause{kernels}",
+        "bf16_rounded_logits": f"fast_abort{kernels}",
         "mxfp4_rounded_logits": packed + kernels,
         "mxfp4_sglang_fp32_logits": packed + kernels,
     }

@@ -194,11 +194,11 @@ async def _take_two_traces(decoding: ModuleType, profile: ModuleType, directory:
 
     engine = SglangEngine(statuses, SERVED_MODEL)
     server = SimpleNamespace(status=one_status)
-    way = decoding.Way("mxfp4", server, engine, packed=True, gpu=0, log=directory / "log")
+    variant = decoding.Variant("mxfp4", server, engine, packed=True, gpu=0, log=directory / "log")
     prompts = [[1, 2, 3], [4, 5, 6]]
     try:
         local.token_seconds = 0.005
-        path = await decoding.take_trace(way, prompts, 0.001, directory)
+        path = await decoding.take_trace(variant, prompts, 0.001, directory)
         assert path == directory / "mxfp4_2-TP-0.trace.json.gz"
         assert profile.profile_steps(profile.read_trace(path)).total == 100
         assert local.profile["activities"] == ["GPU"]
@@ -206,7 +206,7 @@ async def _take_two_traces(decoding: ModuleType, profile: ModuleType, directory:
 
         local.token_seconds = 0.0
         with pytest.raises(RuntimeError, match="2 of 2 requests ended before the trace"):
-            await decoding.take_trace(way, prompts, 0.05, directory)
+            await decoding.take_trace(variant, prompts, 0.05, directory)
     finally:
         await engine.close()
         await local.stop()

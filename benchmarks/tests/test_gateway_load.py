@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import openai
 import pytest
 
-from benchmarks.gateway.load import EchoEngine, answer, complaint, question
+from benchmarks.gateway.load import EchoEngine, answer, find_error, question
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
@@ -54,17 +54,17 @@ async def captured(harmony: Harmony, word: str, generate: Generate | None = None
 
 def test_separate_session_has_no_errors(harmony: Harmony) -> None:
     session = asyncio.run(captured(harmony, MINE))
-    assert complaint(session, harmony, MINE, TURNS) == ""
+    assert find_error(session, harmony, MINE, TURNS) == ""
 
 
 def test_answer_of_another_session_is_detected(harmony: Harmony) -> None:
     session = asyncio.run(captured(harmony, OTHER))
-    assert answer(OTHER, 1) in complaint(session, harmony, MINE, TURNS)
+    assert answer(OTHER, 1) in find_error(session, harmony, MINE, TURNS)
 
 
 def test_missing_turn_is_detected(harmony: Harmony) -> None:
     session = asyncio.run(captured(harmony, MINE))
-    assert complaint(session, harmony, MINE, TURNS + 1) == "2 of 3 turns were captured"
+    assert find_error(session, harmony, MINE, TURNS + 1) == "2 of 3 turns were captured"
 
 
 def test_log_probs_of_another_session_are_detected(harmony: Harmony) -> None:
@@ -76,4 +76,4 @@ def test_log_probs_of_another_session_are_detected(harmony: Harmony) -> None:
         return result
 
     session = asyncio.run(captured(harmony, MINE, others_log_probs))
-    assert "log-probs" in complaint(session, harmony, MINE, TURNS)
+    assert "log-probs" in find_error(session, harmony, MINE, TURNS)

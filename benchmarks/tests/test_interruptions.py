@@ -72,20 +72,20 @@ def measure(benchmark: ModuleType, server: LocalServer) -> dict[str, dict[str, f
 
 def test_each_mode_interrupts_all_requests_during_sampling(benchmark: ModuleType) -> None:
     server = WatchedServer()
-    ways = measure(benchmark, server)
-    assert list(ways) == list(benchmark.WAYS)
-    assert server.pauses == [(way, REQUESTS) for way in ("abort", "retract", "in_place")]
+    modes = measure(benchmark, server)
+    assert list(modes) == list(benchmark.PAUSE_MODES)
+    assert server.pauses == [(mode, REQUESTS) for mode in ("abort", "retract", "in_place")]
     assert server.calls.count("/continue_generation") == 3
     assert server.calls.count("/flush_cache") == 1
 
     # Only an abort sends requests again, for their missing tokens.
     again = [limit for limit in server.limits if limit < TOKENS]
     assert len(again) == REQUESTS
-    assert ways["abort"]["tokens_before"] == REQUESTS * TOKENS - sum(again)
-    assert ways["retract"]["tokens_before"] == ways["in_place"]["tokens_before"] == 0
-    assert ways["none"]["extra"] == ways["none"]["pause"] == 0.0
-    for way in ("abort", "retract", "in_place"):
-        assert ways[way]["extra"] == ways[way]["total"] - ways["none"]["total"]
+    assert modes["abort"]["tokens_before"] == REQUESTS * TOKENS - sum(again)
+    assert modes["retract"]["tokens_before"] == modes["in_place"]["tokens_before"] == 0
+    assert modes["none"]["extra"] == modes["none"]["pause"] == 0.0
+    for mode in ("abort", "retract", "in_place"):
+        assert modes[mode]["extra"] == modes[mode]["total"] - modes["none"]["total"]
 
 
 def test_unfinished_request_is_an_error(benchmark: ModuleType) -> None:

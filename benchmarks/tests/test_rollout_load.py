@@ -30,12 +30,12 @@ def test_servers_are_measured_in_sequence(tmp_path: Path) -> None:
     program += ["--layers", "2", "--transport", "gloo", "--attention", "intel_amx"]
     program += ["--pythonpath", stub, "--running", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "table")]
-    program += ["--log", str(tmp_path / "log"), "--ways", "tuned", "gathered_8"]
+    program += ["--log", str(tmp_path / "log"), "--variants", "tuned", "gathered_8"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [line["way"] for line in lines if line["case"] == "start"] == ["tuned", "gathered_8"]
+    assert [line["variant"] for line in lines if line["case"] == "start"] == ["tuned", "gathered_8"]
     (row,) = (line for line in lines if line["case"] == "rollouts")
     for name in ("tuned", "gathered_8"):
         assert len(row[f"{name}_all"]) == 2
@@ -63,9 +63,9 @@ class Engine:
 
 def load_of(rollout_load: ModuleType, engine: Engine, log: Path) -> SimpleNamespace:
     options = argparse.Namespace(prompt=5, tokens=3)
-    way = SimpleNamespace(engine=engine, log=log)
+    variant = SimpleNamespace(engine=engine, log=log)
     config = SimpleNamespace(vocab_size=1024)
-    return rollout_load.Load(way, "1/0", options, config)
+    return rollout_load.Load(variant, "1/0", options, config)
 
 
 def test_round_counts_turns_that_ended_in_it(

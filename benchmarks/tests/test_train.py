@@ -103,7 +103,7 @@ def test_step_reports_measured_and_predicted_all_to_all_share(
     train.main()
 
     (line,) = (json.loads(text) for text in out.read_text().splitlines())
-    parts = line["seconds_of"]
+    parts = line["seconds_by_part"]
     assert sum(parts.values()) == pytest.approx(line["seconds"], rel=0.3)
     assert 0 < line["all_to_all_share"] == parts["all-to-all"] / sum(parts.values())
     # One rank has all experts, so the plan has no exchange. Its tensors have only a few MB.

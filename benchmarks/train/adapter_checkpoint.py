@@ -41,7 +41,7 @@ from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.trainer.adapter_keeper import AdapterKeeper
+from rl_loop.trainer.adapter_archiver import AdapterArchiver
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -108,8 +108,8 @@ def time_saves(
     """Save ``args.saves`` times and return the measurements of each save."""
     trained = sum(p.numel() for p in trainer.module.parameters() if p.requires_grad)
     run = RunDirectory(directory)
-    keeper = AdapterKeeper(run, base=None)
-    writer = CheckpointWriter(run.checkpoints, keep=1, reader=keeper)
+    archiver = AdapterArchiver(run, base=None)
+    writer = CheckpointWriter(run.checkpoints, keep=1, reader=archiver)
     results = []
     for step in range(args.saves):
         started = time.perf_counter()
@@ -117,9 +117,9 @@ def time_saves(
         planned = time.perf_counter()
         writer.finish()
         finished = time.perf_counter()
-        held_up = time_held_up(keeper)
+        held_up = time_held_up(archiver)
         kept = time.perf_counter()
-        keeper.finish()
+        archiver.finish()
 
         metadata = pickle.loads((path / ".metadata").read_bytes())
         results.append(
@@ -139,7 +139,7 @@ def time_saves(
     return results
 
 
-def time_held_up(keeper: AdapterKeeper) -> float:
+def time_held_up(archiver: AdapterArchiver) -> float:
     """Multiply matrices until the adapters are written.
 
     Returns:
@@ -149,7 +149,7 @@ def time_held_up(keeper: AdapterKeeper) -> float:
     matrix = torch.rand(256, 256)
     started = time.perf_counter()
     before = scheduled_seconds()
-    while keeper.is_reading():
+    while archiver.is_reading():
         torch.mm(matrix, matrix)
     return time.perf_counter() - started - (scheduled_seconds() - before)
 

@@ -5,7 +5,7 @@
     python -m benchmarks.train adapters --layers 4 --cases mxfp4 bf16 full
     torchrun --nproc_per_node 2 -m benchmarks.train adapters --expert 2 --layers 36 --experts 128 \\
         --cases mxfp4
-    python -m benchmarks.train adapters products
+    python -m benchmarks.train adapters gemms
     python -m benchmarks.train adapters --tiny            # on a CPU, a test of the command
 
 Needs one GPU, or several with expert parallelism (``--expert``). The cases ``mxfp4`` and ``bf16``
@@ -17,7 +17,7 @@ of merging (dequantizing the base and adding the adapters).
 Prints a table. ``--out FILE`` appends a JSON object per case. Every rank has its own micro-batches.
 Speeds are per GPU, and memory is the maximum over the GPUs.
 
-``products`` times single kernels with the shapes of one layer: merging, and grouped GEMMs of
+``gemms`` times single kernels with the shapes of one layer: merging, and grouped GEMMs of
 Transformer Engine and of torch.
 """
 
@@ -53,11 +53,11 @@ from gptoss_kernels.adapter_merge import KERNEL_NAME
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.layers import grouped_products
+from megatron_gptoss.layers import grouped_gemm
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
-from megatron_gptoss.planning.memory import account
+from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import LossOutput
@@ -81,7 +81,7 @@ def argument_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("mode", nargs="?", default="steps", choices=["steps", "products"])
+    add("mode", nargs="?", default="steps", choices=["steps", "gemms"])
     add("--cases", nargs="+", default=["mxfp4", "bf16"], choices=["mxfp4", "bf16", "full"])
     add("--layers", type=int, default=24)
     add("--experts", type=int, default=32)
@@ -102,8 +102,8 @@ def argument_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run the mode and the cases of the command line."""
     args = argument_parser().parse_args()
-    if args.mode == "products":
-        print(products_table(time_products(args)))
+    if args.mode == "gemms":
+        print(gemm_table(time_gemms(args)))
         return
 
     results = []
@@ -152,7 +152,7 @@ def run_case(args: argparse.Namespace, case: str) -> dict[str, Any]:
 
     def step() -> None:
         statistics = trainer.train_step(batches, mean_loss(all_tokens), learning_rate=1e-5)
-        assert statistics.parameters_updated, statistics.not_finite
+        assert statistics.parameters_updated, statistics.non_finite_gradients
         losses.append(statistics.sums["loss"])
 
     times = timed(step, args.steps)
@@ -236,7 +236,7 @@ def predicted_peak(
         adapter=adapter,
         quantization=quantization,
     )
-    phases = {phase.name: phase for phase in account(inputs, gigabytes=1e3).phases}
+    phases = {phase.name: phase for phase in estimate_memory(inputs, gigabytes=1e3).phases}
     return phases["update"].trainer / 1e9
 
 
@@ -353,7 +353,7 @@ def table(results: list[dict[str, Any]]) -> str:
 # -- single kernels ----------------------------------------------------------------------------
 
 
-def time_products(args: argparse.Namespace) -> dict[str, float]:
+def time_gemms(args: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds of merging and of grouped GEMMs with the shapes of one layer."""
     sizes = GptOssModelConfig(num_layers=1, num_experts=args.experts)
     rows = args.sequences * args.length * sizes.experts_per_token
@@ -362,13 +362,13 @@ def time_products(args: argparse.Namespace) -> dict[str, float]:
         ("gate_up", 2 * sizes.intermediate_size, sizes.hidden_size),
         ("down", sizes.hidden_size, sizes.intermediate_size),
     ):
-        for call_name, call in product_calls(args.experts, rows, out, columns).items():
+        for call_name, call in gemm_calls(args.experts, rows, out, columns).items():
             result[f"{name}: {call_name}"] = median_milliseconds(call)
     return result
 
 
-def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, Callable[[], Any]]:
-    """Return the calls that ``time_products`` measures.
+def gemm_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, Callable[[], Any]]:
+    """Return the calls that ``time_gemms`` measures.
 
     Args:
         experts: number of experts.
@@ -407,23 +407,21 @@ def product_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, 
     b = torch.randn(experts, out, 8, **bf16)
     narrow = torch.randn(rows, 8, **bf16)
     calls |= {
-        "x W^T, Transformer Engine": lambda: grouped_products.multiply_by_weights(
-            x, weights, counts
-        ),
+        "x W^T, Transformer Engine": lambda: grouped_gemm.multiply_by_weights(x, weights, counts),
         "x W^T, torch": lambda: torch.nn.functional.grouped_mm(x, weights.mT, offs=ends),
-        "dY W, Transformer Engine": lambda: grouped_products.multiply_by_transposed_weights(
+        "dY W, Transformer Engine": lambda: grouped_gemm.multiply_by_transposed_weights(
             grad, weights, counts
         ),
         "dY W, torch": lambda: torch.nn.functional.grouped_mm(grad, weights, offs=ends),
-        "x A^T": lambda: grouped_products.project(x, a.mT, counts),
-        "dY B": lambda: grouped_products.project(grad, b, counts),
-        "dB": lambda: grouped_products.outer_products(grad, narrow, counts),
-        "dA": lambda: grouped_products.outer_products(narrow, x, counts),
+        "x A^T": lambda: grouped_gemm.project(x, a.mT, counts),
+        "dY B": lambda: grouped_gemm.project(grad, b, counts),
+        "dB": lambda: grouped_gemm.outer_products(grad, narrow, counts),
+        "dA": lambda: grouped_gemm.outer_products(narrow, x, counts),
     }
     return calls
 
 
-def products_table(milliseconds: dict[str, float]) -> str:
+def gemm_table(milliseconds: dict[str, float]) -> str:
     """Return a Markdown table of the milliseconds."""
     rows = ["| | ms |", "|---|---|"]
     rows += [f"| {name} | {value:.3f} |" for name, value in milliseconds.items()]

@@ -56,13 +56,13 @@ from converters.live import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.gpu_memory import PhasePeak, give_back_cache, phase_memory
+from megatron_gptoss.gpu_memory import PhasePeak, phase_memory, release_cached_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import Account, Phase, account
+from megatron_gptoss.planning.memory import MemoryEstimate, Phase, estimate_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import predict_step
 from megatron_gptoss.samples import TrainingSamples
@@ -436,7 +436,7 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     def step() -> None:
         statistics = trainer.train_step(batches, sft_loss(tokens), learning_rate=1e-5)
         losses.append(statistics.sums["loss"])
-        step_parts.append(statistics.seconds_of)
+        step_parts.append(statistics.seconds_by_part)
 
     with stage_messages(args.messages):
         result = measure_steps(step, args.steps, tokens_per_gpu, flops, ceiling)
@@ -454,7 +454,9 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
 
     # Use only the timed steps, without the warm-up and the profiled step.
     timed_parts = step_parts[2 : args.steps]
-    seconds_of = {name: median(parts[name] for parts in timed_parts) for name in timed_parts[0]}
+    seconds_by_part = {
+        name: median(parts[name] for parts in timed_parts) for name in timed_parts[0]
+    }
     return {
         **result,
         **load.result(args.expert),
@@ -462,8 +464,8 @@ def step_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         "score_seconds": score["seconds"],
         "score_peak_gb": score.get("peak_gb"),
         "parameters_per_gpu": parameters,
-        "seconds_of": seconds_of,
-        "all_to_all_share": seconds_of[ALL_TO_ALL] / sum(seconds_of.values()),
+        "seconds_by_part": seconds_by_part,
+        "all_to_all_share": seconds_by_part[ALL_TO_ALL] / sum(seconds_by_part.values()),
         "losses": losses,
     }
 
@@ -495,7 +497,8 @@ def predicted_step(
         quantization=args.quantization,
     )
     phases = {
-        phase.name: phase for phase in account(memory_inputs(args, trainer, batches), 1e3).phases
+        phase.name: phase
+        for phase in estimate_memory(memory_inputs(args, trainer, batches), 1e3).phases
     }
     return {
         "predicted_seconds": time_of.total,
@@ -517,13 +520,13 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
     trainer = build_trainer(args)
     trainer.memory = memory
     reserved_after_building = torch.cuda.memory_reserved()
-    give_back_cache()
+    release_cached_memory()
     state_before_first_step = state_bytes_on_gpu(trainer)
 
     data_rank = parallel_state.get_data_parallel_rank()
     batches = random_batches(args.micro_batches, args.sequences, args.length, seed=data_rank)
     tokens = sum(batch.tokens for batch in batches)
-    predicted = {phase.name: phase for phase in memory_account(args, trainer, batches).phases}
+    predicted = {phase.name: phase for phase in memory_estimate(args, trainer, batches).phases}
 
     rows: list[dict[str, Any]] = []
     for step in range(2):
@@ -531,7 +534,7 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
         gather_parameters(trainer.model)
         for _ in export_hf_weights(trainer.module, trainer.chunks[0].config.architecture):
             pass
-        give_back_cache()
+        release_cached_memory()
         memory.enter("scoring")
         trainer.score(batches)
         trainer.train_step(batches, sft_loss(tokens), learning_rate=1e-5)
@@ -543,7 +546,7 @@ def memory_case(args: argparse.Namespace) -> dict[str, Any]:
     if dist.get_rank() == 0:
         print_phases(rows)
     if args.segments:
-        give_back_cache()
+        release_cached_memory()
         args.segments.write_text(kept_segments(torch.cuda.memory_snapshot()))
     result = {
         "phases": rows,
@@ -602,15 +605,15 @@ def state_bytes_on_gpu(trainer: PolicyTrainer) -> int:
     return size
 
 
-def memory_account(
+def memory_estimate(
     args: argparse.Namespace,
     trainer: PolicyTrainer,
     batches: list[PackedBatch],
-) -> Account:
+) -> MemoryEstimate:
     """Return the predicted memory of the trainer on this GPU."""
     _, total = torch.cuda.mem_get_info()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return account(memory_inputs(args, trainer, batches), total / 1e9, stage)
+    return estimate_memory(memory_inputs(args, trainer, batches), total / 1e9, stage)
 
 
 def memory_inputs(

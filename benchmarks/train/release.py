@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_gptoss.layers.shared_memory import release_shared_memory
+from megatron_gptoss.layers.scratch_memory import release_scratch_memory
 from megatron_gptoss.trainer import PolicyTrainer
 
 
@@ -23,7 +23,7 @@ def release(trainer: PolicyTrainer) -> None:
         for state in part.optimizer.state.values():
             tensors += state.values()
 
-    release_shared_memory()
+    release_scratch_memory()
     if not torch.cuda.is_available():
         return
     # Megatron and Transformer Engine keep references, but storages of size 0 hold no memory.

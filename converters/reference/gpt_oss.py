@@ -31,21 +31,21 @@ class GptOss(Decoder):
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         logits = self.layout.linear("mlp.router", x, layer)
-        chosen = self.choose(layer, logits)
-        shares = self.shares(logits, chosen)
+        chosen = self.choose_experts(layer, logits)
+        weights = self.expert_weights(logits, chosen)
 
         outputs = []
         for expert in chosen.unique().tolist():
             tokens, slots = (chosen == expert).nonzero(as_tuple=True)
-            output = self.expert(layer, expert, x[tokens]) * shares[tokens, slots, None]
+            output = self.expert(layer, expert, x[tokens]) * weights[tokens, slots, None]
             outputs.append(torch.zeros_like(x).index_add(0, tokens, output))
         return torch.stack(outputs).sum(0)
 
-    def choose(self, layer: int, logits: Tensor) -> Tensor:
+    def choose_experts(self, layer: int, logits: Tensor) -> Tensor:
         """Choose experts, int64 [tokens, experts_per_token], by logits [tokens, experts]."""
         return logits.topk(self.config.experts_per_token).indices
 
-    def shares(self, logits: Tensor, chosen: Tensor) -> Tensor:
+    def expert_weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return the weight of each chosen expert's output, [tokens, experts_per_token]."""
         # The softmax runs over the chosen experts only.
         return logits.gather(-1, chosen).softmax(-1)

@@ -68,4 +68,4 @@ Overwrite = Annotated[
     bool,
     Option("--overwrite", help="First delete an existing run of the same name."),
 ]
-OfSft = Annotated[bool, Option("--sft", help="Read CONFIG as a configuration of `gptoss sft`.")]
+SftOption = Annotated[bool, Option("--sft", help="Read CONFIG as a configuration of `gptoss sft`.")]

@@ -45,7 +45,7 @@ def convert_import(
 ) -> None:
     """Convert Hugging Face weights to a torch_dist checkpoint, for any parallel layout."""
     if is_megatron(hf_dir):
-        refuse_direction(hf_dir, "a Megatron checkpoint", "export", megatron_dir)
+        reject_direction(hf_dir, "a Megatron checkpoint", "export", megatron_dir)
     from converters.torch_dist import import_checkpoint
 
     with bytes_bars("import", "check ") as (progress, checked):
@@ -76,7 +76,7 @@ def convert_export(
 ) -> None:
     """Convert a torch_dist checkpoint to Hugging Face safetensors."""
     if (megatron_dir / "config.json").exists() and not (megatron_dir / "metadata.json").exists():
-        refuse_direction(megatron_dir, "a Hugging Face directory", "import", hf_dir)
+        reject_direction(megatron_dir, "a Hugging Face directory", "import", hf_dir)
     from converters.torch_dist import export_checkpoint
 
     with bytes_bars("export", "check ") as (progress, checked):
@@ -210,7 +210,7 @@ def is_megatron(directory: Path) -> bool:
     return (directory / "metadata.json").exists() and not (directory / "config.json").exists()
 
 
-def refuse_direction(source: Path, kind: str, command: str, target: Path) -> NoReturn:
+def reject_direction(source: Path, kind: str, command: str, target: Path) -> NoReturn:
     """Raise ConversionError for a source that another command reads.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from launch.cli.arguments import ConfigFile, OfSft, Overrides
+from launch.cli.arguments import ConfigFile, Overrides, SftOption
 
 
 def report(
@@ -47,7 +47,7 @@ def view(
 def plan(
     path: ConfigFile,
     overrides: Overrides = None,
-    sft: OfSft = False,
+    sft: SftOption = False,
     gpu: Annotated[
         str | None,
         Option(
@@ -86,8 +86,8 @@ def plan(
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
     from launch.plan import attention_plan, speed_notes, step_plan
-    from launch.rollout_plan import run_ahead_plan
-    from megatron_gptoss.planning.memory_advice import is_too_much, memory_plan
+    from launch.rollout_plan import async_rollout_plan
+    from megatron_gptoss.planning.memory_advice import exceeds_memory, memory_plan
 
     hardware = planned_hardware(gpu, gpu_gb, host_gb, config.parallel.gpu_memory)
     inputs = config.memory_inputs
@@ -100,14 +100,14 @@ def plan(
     )
     if rl is not None:
         staleness = rl.algorithm.max_staleness
-        print(run_ahead_plan(rl.rollout, rl.memory_inputs, staleness, tool_seconds))
-    raise typer.Exit(1 if is_too_much(inputs, hardware) else 0)
+        print(async_rollout_plan(rl.rollout, rl.memory_inputs, staleness, tool_seconds))
+    raise typer.Exit(1 if exceeds_memory(inputs, hardware) else 0)
 
 
 def config(
     path: ConfigFile,
     overrides: Overrides = None,
-    sft: OfSft = False,
+    sft: SftOption = False,
     changed: Annotated[bool, Option("--changed", help="Leave out defaults.")] = False,
 ) -> None:
     """Print every value of a configuration, and its origin: file, command line or default."""

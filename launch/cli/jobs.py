@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from launch.cli.arguments import ConfigFile, OfSft, Overrides
+from launch.cli.arguments import ConfigFile, Overrides, SftOption
 from launch.cli.groups import GroupWithDefault
 
 launch = typer.Typer(
@@ -25,7 +25,7 @@ def launch_start(
         str, Option(help="YAML file, or name of a shipped cluster configuration.")
     ] = "local",
     nodes: Annotated[int | None, Option(help="Replace `nodes` of the cluster.")] = None,
-    sft: OfSft = False,
+    sft: SftOption = False,
     dry_run: Annotated[
         bool,
         Option("--dry-run", help="Print script, placement and plan without starting the run."),

@@ -68,9 +68,9 @@ def serve(
     if weights is None:
         _log_served_weights(path, config.initial_weights)
 
-    from rl_loop.lifecycle.start_checks import check_what_a_server_needs
+    from rl_loop.lifecycle.start_checks import check_server_requirements
 
-    check_what_a_server_needs(config, weights)
+    check_server_requirements(config, weights)
     keys = read_keys(api_key_file) if api_key_file is not None else ()
 
     from rl_loop.gateway.serve import ServeOptions

@@ -38,14 +38,14 @@ def train(
     Returns:
         Run directory.
     """
-    from launch.output import make_files_private, outlive_output
+    from launch.output import keep_output_in_log, make_files_private
     from launch.progress import TrainingProgress, describe_outcome
     from rl_loop.config.load import load_run_config
     from rl_loop.run import Interrupted
 
     config = load_run_config(path, command, overrides)
     make_files_private()
-    outlive_output(config.directory / "output.log")  # a run outlives its terminal
+    keep_output_in_log(config.directory / "output.log")  # a run outlives its terminal
 
     try:
         directory = run(config, TrainingProgress, **start_options)
@@ -136,12 +136,12 @@ def evaluate(
     config = load_rl_config(path, overrides)
     episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
 
-    from rl_loop.lifecycle.start_checks import check_what_an_evaluation_needs
+    from rl_loop.lifecycle.start_checks import check_evaluation_requirements
     from rl_loop.tasks.evaluation_records import read_evaluation
 
     # Report invalid arguments before the slow imports below.
     baseline_episodes = [] if baseline is None else read_evaluation(baseline)
-    check_what_an_evaluation_needs(config, weights, episodes_file)
+    check_evaluation_requirements(config, weights, episodes_file)
 
     from launch.evaluation_table import print_evaluation
     from rl_loop.run import run_evaluation

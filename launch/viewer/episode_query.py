@@ -25,7 +25,7 @@ SORTABLE = tuple(
 )
 
 
-LARGEST_NUMBER = 2**63 - 1
+MAX_NUMBER = 2**63 - 1
 """Largest 64-bit integer, because Arrow compares columns with 64-bit numbers."""
 
 
@@ -111,7 +111,7 @@ def _parse_number(name: str, text: str, *, is_integer: bool) -> int | float:
     try:
         if is_integer:
             number = int(text)
-            is_valid = -LARGEST_NUMBER <= number <= LARGEST_NUMBER
+            is_valid = -MAX_NUMBER <= number <= MAX_NUMBER
         else:
             number = float(text)
             is_valid = bool(np.isfinite(number))

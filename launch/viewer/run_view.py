@@ -108,7 +108,7 @@ class RunView:
         self.name = name
         self.directory = RunDirectory(path)
         self.metrics = MetricsTail(self.directory.metrics)
-        self.episodes = EpisodeReader(self.directory.episodes, leaves_out_damaged=True)
+        self.episodes = EpisodeReader(self.directory.episodes, skips_damaged=True)
         self._config: dict[str, Any] = {}
         self._config_stamp = 0
         self._config_fault: str | None = None

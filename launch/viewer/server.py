@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from launch.viewer.conversation import messages_of
-from launch.viewer.episode_query import LARGEST_NUMBER, EpisodeQuery, run_query
+from launch.viewer.episode_query import MAX_NUMBER, EpisodeQuery, run_query
 from launch.viewer.run_view import RunView, find_runs
 from megatron_gptoss.user_error import UserError
 
@@ -152,7 +152,7 @@ class Viewer:
             number = int(request.match_info["id"])
         except ValueError:
             raise _NotFound("the id of an episode is a number") from None
-        if not 0 <= number <= LARGEST_NUMBER:
+        if not 0 <= number <= MAX_NUMBER:
             raise _NotFound(f"{run.name} has no such episode")
         episode = await asyncio.to_thread(_read_episode, run, number)
         if episode is None:

@@ -8,7 +8,7 @@
     state             the tensors of a trainer that a checkpoint contains
     gathered_state    memory-saving collection of optimizer state before saving
     streamed_state    memory-saving loading of optimizer state
-    megatron_faults   workarounds for bugs of Megatron
+    megatron_workarounds   workarounds for bugs of Megatron
 
 Import these modules. This package exports nothing, so that looking for a checkpoint does not
 import Megatron.

@@ -91,7 +91,7 @@ def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
     (directory / CHECKSUMS_FILE).write_text(json.dumps(content, indent=1))
 
 
-def damage_in(directory: Path, share: int = 0, shares: int = 1) -> str | None:
+def compare_checksums(directory: Path, share: int = 0, shares: int = 1) -> str | None:
     """Compare the files of a checkpoint with their checksums.
 
     Args:

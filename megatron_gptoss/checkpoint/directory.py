@@ -102,7 +102,7 @@ def earlier_checkpoints(checkpoint: Path) -> list[Path]:
     return [path for path in found if path is not None]
 
 
-def offer_earlier(checkpoint: Path) -> str:
+def describe_earlier(checkpoint: Path) -> str:
     """Return a sentence part that names the checkpoint before one that cannot be loaded."""
     earlier = earlier_checkpoints(checkpoint)
     return f"the one before it is {earlier[0]}" if earlier else "there is none before it"

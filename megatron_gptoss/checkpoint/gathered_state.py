@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_gptoss.checkpoint.parameter_state import parameter_state_by
+from megatron_gptoss.checkpoint.parameter_state import override_parameter_state
 
 
 def gather_on_writing_ranks(optimizer: Any) -> AbstractContextManager[None]:
@@ -30,7 +30,7 @@ def gather_on_writing_ranks(optimizer: Any) -> AbstractContextManager[None]:
 
     For saving only. ``optimizer`` is a chain of Megatron optimizers.
     """
-    return parameter_state_by(_gather_state, optimizer)
+    return override_parameter_state(_gather_state, optimizer)
 
 
 def separate_tensors(state: dict[str, Any]) -> None:

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_gptoss.checkpoint.checksums import damage_in
-from megatron_gptoss.checkpoint.directory import TRAINING_STATE_FILE, offer_earlier
+from megatron_gptoss.checkpoint.checksums import compare_checksums
+from megatron_gptoss.checkpoint.directory import TRAINING_STATE_FILE, describe_earlier
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.checkpoint.megatron_faults import (
+from megatron_gptoss.checkpoint.megatron_workarounds import (
     FAILURES,
     exact_optimizer_state,
     keep_settings,
@@ -45,13 +45,13 @@ def find_damage(path: Path) -> str | None:
     """
     # Each rank reads a part of the files. All ranks must get the same answer: otherwise some would
     # raise while the others wait for them in the next collective call.
-    own = damage_in(path, dist.get_rank(), dist.get_world_size())
+    own = compare_checksums(path, dist.get_rank(), dist.get_world_size())
     damages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(damages, own)
     return next((damage for damage in damages if damage is not None), None)
 
 
-def refuse_damaged(path: Path) -> None:
+def check_undamaged(path: Path) -> None:
     """Raise CheckpointError if a file is damaged. Collective.
 
     The message names the file and the previous checkpoint.
@@ -59,7 +59,7 @@ def refuse_damaged(path: Path) -> None:
     damage = find_damage(path)
     if damage is None:
         return
-    raise CheckpointError(f"checkpoint {path} cannot be loaded: {damage}; {offer_earlier(path)}")
+    raise CheckpointError(f"checkpoint {path} cannot be loaded: {damage}; {describe_earlier(path)}")
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def load_checkpoint(path: Path, trainer: PolicyTrainer, is_checked: bool = False
         CheckpointError: files are missing or damaged, or the layouts cannot be converted.
     """
     if not is_checked:
-        refuse_damaged(path)
+        check_undamaged(path)
     try:
         # Read the metadata first for a clear error: torch drops the reason why it cannot read it.
         read_metadata(path / METADATA_FILE)
@@ -182,7 +182,7 @@ def load_model_weights(path: Path, model: torch.nn.Module) -> None:
             "directory"
         )
     check_adapters(path, model)
-    refuse_damaged(path)
+    check_undamaged(path)
 
     try:
         read_metadata(path / METADATA_FILE)

@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 @contextmanager
-def parameter_state_by(make: Callable[..., Any], optimizer: Any) -> Iterator[None]:
+def override_parameter_state(make: Callable[..., Any], optimizer: Any) -> Iterator[None]:
     """Replace ``get_parameter_state_dp_zero``, which ``sharded_state_dict`` calls, in the block.
 
     Args:

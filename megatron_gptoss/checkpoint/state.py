@@ -10,7 +10,7 @@ from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.gathered_state import gather_on_writing_ranks, separate_tensors
-from megatron_gptoss.checkpoint.megatron_faults import (
+from megatron_gptoss.checkpoint.megatron_workarounds import (
     exact_optimizer_state,
     number_fp32_parameters,
 )

@@ -19,7 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_gptoss.checkpoint.parameter_state import parameter_state_by
+from megatron_gptoss.checkpoint.parameter_state import override_parameter_state
 
 type Sharded = ShardedTensor | ShardedTensorFactory
 """Tensor of a checkpoint, or a parameter that a checkpoint stores as several tensors."""
@@ -55,7 +55,7 @@ def describe_without_memory(optimizer: Any) -> AbstractContextManager[None]:
 
     For loading. ``optimizer`` is a chain of Megatron optimizers.
     """
-    return parameter_state_by(_describe_state, optimizer)
+    return override_parameter_state(_describe_state, optimizer)
 
 
 class _DescribedBuffer:

@@ -31,7 +31,7 @@ from megatron_gptoss.checkpoint.directory import (
     step_directory,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from megatron_gptoss.checkpoint.megatron_faults import FAILURES, keep_results_in_this_process
+from megatron_gptoss.checkpoint.megatron_workarounds import FAILURES, keep_results_in_this_process
 from megatron_gptoss.checkpoint.state import (
     EXPERT_OPTIMIZER_KEY,
     describe_adapters,

@@ -31,7 +31,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MERGED_KEY = "megatron_gptoss_merged_adapters"
 """Key of a merged model with the digests of its adapters, so that none is merged twice."""
 
-CARRIED = frozenset({
+COPIED = frozenset({
     *TOKEN_IDS, MERGED_KEY, "sep_token_id", "decoder_start_token_id",
     # outputs other than the logits
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict",
@@ -89,13 +89,13 @@ class HfKeys:
     """Keys of ``fields`` that may be missing: then the field has its default."""
     nullable: frozenset[str] = frozenset()
     """Keys of ``fields`` that may be null. The family derives their fields."""
-    same: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Second spellings: a key, and the key whose value it must repeat."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys with the values that the layers compute. Null is always allowed."""
     checked: frozenset[str] = frozenset()
     """Keys that the code of the family reads, without the rotary settings."""
-    carried: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
     """Keys that do not change logits. An export copies them from its reference."""
 
     def read(self, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -109,8 +109,8 @@ class HfKeys:
             ValueError: a key is missing or unknown, or its value is not supported. The message
                 names the key.
         """
-        known = {*self.fields, *self.same, *self.checked, *_ROPE_SECTIONS, "rope_theta"}
-        known |= {"original_max_position_embeddings", *IGNORED, *CARRIED, *self.carried}
+        known = {*self.fields, *self.aliases, *self.checked, *_ROPE_SECTIONS, "rope_theta"}
+        known |= {"original_max_position_embeddings", *IGNORED, *COPIED, *self.copied}
         fixed = {**FIXED, **self.fixed}
         for key, value in raw.items():
             if key in fixed:
@@ -122,7 +122,7 @@ class HfKeys:
                     "Remove the key if it does not"
                 )
 
-        for key, original in self.same.items():
+        for key, original in self.aliases.items():
             value = raw.get(key)
             if value is not None and original in raw and value != raw[original]:
                 raise ValueError(
@@ -145,9 +145,9 @@ class HfKeys:
                 raise ValueError(f"{where}: {key} is null, expected a value. Set it")
         return fields
 
-    def carried_from(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+    def copied_from(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a parsed ``config.json`` that an export copies."""
-        return {key: value for key, value in raw.items() if key in CARRIED or key in self.carried}
+        return {key: value for key, value in raw.items() if key in COPIED or key in self.copied}
 
     def build(self, model: type[Config], fields: Mapping[str, Any], where: str) -> Config:
         """Return a validated configuration.
@@ -167,11 +167,11 @@ class HfKeys:
             first = error.errors()[0]
             message = first["msg"].removeprefix("Value error, ")
             if not first["loc"]:
-                raise ValueError(f"{where}: {self._in_keys(message)}") from None
-            key = self._in_keys(str(first["loc"][0]))
+                raise ValueError(f"{where}: {self._with_key_names(message)}") from None
+            key = self._with_key_names(str(first["loc"][0]))
             raise ValueError(f"{where}: {key} is {first['input']!r}: {message}") from None
 
-    def _in_keys(self, text: str) -> str:
+    def _with_key_names(self, text: str) -> str:
         """Replace names of fields by keys of ``config.json``."""
         keys = {name: key for key, name in self.fields.items()}
         return re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), text)

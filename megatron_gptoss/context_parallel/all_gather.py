@@ -140,7 +140,7 @@ class AllGatherAttention(torch.autograd.Function):
             )
             dsinks += own_dsinks
 
-        returning: _ReturningGradients | None = None
+        returning: _GradientExchange | None = None
         for head_group, keys, values in gathering:
             gathered_shape = (group.size() * plan.contributed, 2, *keys.shape[1:])
             # dK and dV of all gathered keys, 0 for keys that no query of this rank sees. The full
@@ -163,7 +163,7 @@ class AllGatherAttention(torch.autograd.Function):
             del keys, values
             if returning is not None:
                 returning.accumulate(dk, dv, plan)
-            returning = _ReturningGradients(partial, head_group.kv_heads, group)
+            returning = _GradientExchange(partial, head_group.kv_heads, group)
         if returning is not None:
             returning.accumulate(dk, dv, plan)
 
@@ -217,24 +217,24 @@ class _Gather:
     ) -> None:
         """Start the gather of k and v [tokens, kv_heads, head_size] for ``heads``."""
         rows = slice(0, plan.contributed)
-        # `local` is [contributed, 2, kv heads of the group, head_size]. `everyone` stacks it for
+        # `local` is [contributed, 2, kv heads of the group, head_size]. `gathered` stacks it for
         # all ranks. A rank with fewer shared tokens also sends other tokens, which are not used.
         local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
-        self.everyone = local.new_empty(group.size() * len(local), *local.shape[1:])
-        self.work = dist.all_gather_into_tensor(self.everyone, local, group=group, async_op=True)
+        self.gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
+        self.work = dist.all_gather_into_tensor(self.gathered, local, group=group, async_op=True)
         self.keys = plan.keys
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, [keys of all spans, kv heads of the group, head_size]."""
         self.work.wait()
         # Reorder from ranks to the sequence of each span. A key appears once per span that sees it.
-        keys = self.everyone[:, 0].index_select(0, self.keys)
-        values = self.everyone[:, 1].index_select(0, self.keys)
-        del self.everyone
+        keys = self.gathered[:, 0].index_select(0, self.keys)
+        values = self.gathered[:, 1].index_select(0, self.keys)
+        del self.gathered
         return keys, values
 
 
-class _ReturningGradients:
+class _GradientExchange:
     """Asynchronous exchange of dK and dV of one group of kv heads."""
 
     def __init__(self, partial: Tensor, kv_heads: slice, group: ProcessGroup) -> None:

@@ -17,11 +17,11 @@ WINDOW_RATE = 0.44
 """Operations per second of window layers relative to full-attention layers."""
 PREFIX_RATE = 0.89
 """Relative rate of full attention if the queries are the end of a longer range of keys."""
-REORDERING = 500e9
+REORDERING_BANDWIDTH = 500e9
 """Bytes per second at which all-to-all reorders tokens and heads, before and after each message."""
 # all_to_all holds queries, outputs and gradients in both orders. Its peak memory is 1.46x the data
 # of a rank. The other schemes are between 0.9x and 1.1x.
-ALL_TO_ALL_HANDICAP = 1.15
+ALL_TO_ALL_MIN_SPEEDUP = 1.15
 """Factor by which all_to_all must be faster to be chosen."""
 
 
@@ -99,7 +99,7 @@ def candidates(
 
     def handicapped_seconds(cost: SchemeCost) -> float:
         if cost.scheme == "all_to_all":
-            return cost.seconds * ALL_TO_ALL_HANDICAP
+            return cost.seconds * ALL_TO_ALL_MIN_SPEEDUP
         return cost.seconds
 
     return sorted(costs, key=handicapped_seconds)
@@ -116,7 +116,7 @@ def _all_to_all_cost(
     kv_heads = shape.kv_heads * size // gcd(size, shape.kv_heads)
     head_tensors = 2 * (2 * shape.heads + 2 * kv_heads)
     sent = head_tensors * shape.head_bytes * layout.tokens_per_rank * (size - 1) / size
-    reordering = sent * size / (size - 1) / REORDERING
+    reordering = sent * size / (size - 1) / REORDERING_BANDWIDTH
 
     return _scheme_cost(
         "all_to_all",

@@ -16,7 +16,11 @@ from torch import Tensor
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear, adapter_settings, sharded_state
 from megatron_gptoss.layers.adapters import EXPERT_LINEARS, LowRank
 from megatron_gptoss.layers.packed_weight import PackedWeight
-from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, parameter_device
+from megatron_gptoss.transformer_config import (
+    PolicyTransformerConfig,
+    parameter_device,
+    set_distribution,
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,9 @@ class AdaptedExpertLinear(AdaptedLinear):
         else:
             weight = torch.empty(output_size, input_size, dtype=dtype, device=device)
             self.weight = torch.nn.Parameter(weight)
-            mark(self.weight, allreduce=not is_spread(config))
+            set_distribution(self.weight, allreduce=not has_separate_reduction(config))
         self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype, device=device))
-        mark(self.bias, allreduce=not is_spread(config))
+        set_distribution(self.bias, allreduce=not has_separate_reduction(config))
 
     @property
     def scale(self) -> float:
@@ -116,7 +120,7 @@ def has_adapted_experts(config: PolicyTransformerConfig) -> bool:
     return has_adapters or config.has_packed_base
 
 
-def is_spread(config: PolicyTransformerConfig) -> bool:
+def has_separate_reduction(config: PolicyTransformerConfig) -> bool:
     """Return True if Megatron reduces gradients of experts separately.
 
     It then reduces them over the ranks that hold the same experts instead of all data-parallel
@@ -164,7 +168,7 @@ class AdaptedExperts(SequentialMLP):
             settings.alpha,
             config.params_dtype,
             experts=range(first_expert, first_expert + self.num_local_experts),
-            allreduce=not is_spread(config),
+            allreduce=not has_separate_reduction(config),
         )
 
     def sharded_state_dict(

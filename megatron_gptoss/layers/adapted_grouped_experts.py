@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_gptoss.layers.adapted_experts import AdaptedExpertLinear, AdaptedExperts
 from megatron_gptoss.layers.adapters import LowRank
-from megatron_gptoss.layers.grouped_products import (
+from megatron_gptoss.layers.grouped_gemm import (
     multiply_by_transposed_weights,
     multiply_by_weights,
     outer_products,
@@ -20,12 +20,12 @@ from megatron_gptoss.layers.grouped_products import (
 )
 from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.packed_weight import PackedWeight
-from megatron_gptoss.layers.shared_memory import BufferLease, shared_memory
+from megatron_gptoss.layers.scratch_memory import BufferLease, scratch_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
 
 
 class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
-    """All experts of this rank, computed with merged weights in grouped products.
+    """All experts of this rank, computed with merged weights in grouped GEMMs.
 
     Modules and parameters are those of AdaptedExperts. Checkpoints and converters therefore have
     one set of names.
@@ -106,7 +106,7 @@ class ExpertStack:
         return self.linears[0].scale
 
     def merged(self, a: Tensor, b: Tensor, scale: float) -> BufferLease:
-        """Merge the base with updates in shared memory.
+        """Merge the base with updates in scratch memory.
 
         Args:
             a: [experts, rank, in].
@@ -118,7 +118,7 @@ class ExpertStack:
         """
         # The two matrices of a layer use separate memory. After recomputation of a layer, its
         # backward pass finds both.
-        memory = shared_memory(f"merged {self.target}", a.device, a.dtype)
+        memory = scratch_memory(f"merged {self.target}", a.device, a.dtype)
         lease = memory.lease(torch.Size((len(a), b.shape[1], a.shape[2])))
         if isinstance(self.linears[0].weight, PackedWeight):
             _, blocks, scales = (self._stacked(tensors) for tensors in self._tensors())

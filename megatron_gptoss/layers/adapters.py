@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_gptoss.named_random import named_generator
-from megatron_gptoss.transformer_config import mark
+from megatron_gptoss.transformer_config import set_distribution
 
 EXPERT_LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
 """Megatron's name of each matrix of an expert, by the name of its adapter."""
@@ -61,7 +61,7 @@ class LowRank(torch.nn.Module):
                 the whole weight.
             tensor_parallel_size: number of these ranks.
             experts: numbers of this rank's experts in the layer; None outside of experts.
-            attributes: attributes of both parameters, see ``mark``.
+            attributes: attributes of both parameters, see ``set_distribution``.
         """
         super().__init__()
         self.rank = rank
@@ -80,8 +80,8 @@ class LowRank(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.empty(*stack, rank, columns, dtype=dtype))
         self.b = torch.nn.Parameter(torch.empty(*stack, rows, rank, dtype=dtype))
 
-        mark(self.a, **attributes)
-        mark(self.b, **attributes)
+        set_distribution(self.a, **attributes)
+        set_distribution(self.b, **attributes)
         if tensor_parallel_size > 1:
             self._mark_as_split()
 
@@ -95,13 +95,13 @@ class LowRank(torch.nn.Module):
             split_factors, whole_factors = [], [self.a, self.b]
 
         for parameter in split_factors:
-            mark(
+            set_distribution(
                 parameter, tensor_model_parallel=True, partition_dim=self.split, partition_stride=1
             )
         # Megatron sums the gradients of parameters with this mark over tensor-parallel ranks.
         # Layouts with tensor parallelism always have sequence parallelism.
         for parameter in whole_factors:
-            mark(parameter, sequence_parallel=True)
+            set_distribution(parameter, sequence_parallel=True)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank], or with a first dimension of experts.

@@ -20,7 +20,7 @@ from megatron_gptoss.context_parallel.cost_model import H200
 from megatron_gptoss.layers.no_sink import NO_SINK
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packed_sequence import PackedSequence
-from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, set_distribution
 
 
 class SinkAttention(DotProductAttention):
@@ -74,7 +74,7 @@ class SinkAttention(DotProductAttention):
         sinks = torch.nn.Parameter(torch.empty(self.local_heads, dtype=self.config.params_dtype))
         if self.config.perform_initialization:
             self.config.init_method(sinks)
-        mark(sinks, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+        set_distribution(sinks, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
         return sinks
 
     def forward(

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, set_distribution
 
 
 class CpuRMSNorm(torch.nn.RMSNorm):
@@ -34,7 +34,7 @@ class CpuRMSNorm(torch.nn.RMSNorm):
 
         # The gradient covers only the tokens of this rank. The mark makes Megatron sum it over
         # tensor-parallel ranks.
-        mark(self.weight, sequence_parallel=config.sequence_parallel)
+        set_distribution(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 def cpu_block_spec(

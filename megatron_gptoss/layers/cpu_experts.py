@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gptoss.step_clock import TimedMoELayer
-from megatron_gptoss.transformer_config import mark
+from megatron_gptoss.transformer_config import set_distribution
 
 
 class ExpertRowParallelLinear(RowParallelLinear):
@@ -30,7 +30,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.bias is not None:
-            mark(self.bias, sequence_parallel=False)
+            set_distribution(self.bias, sequence_parallel=False)
 
         # Skip the reduction: the token dispatcher does it.
         self.explicit_expert_comm = True

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from gptoss_kernels.swiglu import clamped_swiglu
-from megatron_gptoss.transformer_config import mark
+from megatron_gptoss.transformer_config import set_distribution
 
 
 class GptOssGroupedMLP(TEGroupedMLP):
@@ -27,7 +27,7 @@ class GptOssGroupedMLP(TEGroupedMLP):
         # layers; Megatron's own layers do (``cpu_experts``). Reset the mark in any case.
         for name, parameter in self.named_parameters():
             if ".bias" in name:
-                mark(parameter, sequence_parallel=False)
+                set_distribution(parameter, sequence_parallel=False)
 
     def forward(
         self,

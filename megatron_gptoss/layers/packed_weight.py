@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gptoss_kernels import mxfp4
 from gptoss_kernels.mxfp4.api import BLOCK
-from megatron_gptoss.layers.shared_memory import shared_memory
+from megatron_gptoss.layers.scratch_memory import scratch_memory
 
 
 class PackedWeight(torch.nn.Module):
@@ -71,5 +71,5 @@ class PackedWeight(torch.nn.Module):
 
     def read(self) -> Tensor:
         """Return the weight, [rows, columns] bf16, in memory that the next read overwrites."""
-        memory = shared_memory("dequantised", self.blocks.device, self.dtype)
+        memory = scratch_memory("dequantized", self.blocks.device, self.dtype)
         return mxfp4.dequantize(self.blocks, self.scales, out=memory.lease(self.shape).tensor)

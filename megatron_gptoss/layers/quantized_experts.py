@@ -17,17 +17,21 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from torch import Tensor
 
 from gptoss_kernels import mxfp4
-from megatron_gptoss.layers.adapted_experts import is_spread
+from megatron_gptoss.layers.adapted_experts import has_separate_reduction
 from megatron_gptoss.layers.adapted_linears import sharded_state
-from megatron_gptoss.layers.grouped_products import (
+from megatron_gptoss.layers.grouped_gemm import (
     add_outer_products,
     multiply_by_transposed_weights,
     multiply_by_weights,
     outer_products,
 )
-from megatron_gptoss.layers.shared_memory import BufferLease, shared_memory
+from megatron_gptoss.layers.scratch_memory import BufferLease, scratch_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
-from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark, parameter_device
+from megatron_gptoss.transformer_config import (
+    PolicyTransformerConfig,
+    parameter_device,
+    set_distribution,
+)
 
 
 class QuantizedExpertLinear(torch.nn.Module):
@@ -67,7 +71,7 @@ class QuantizedExpertLinear(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(output_size, **place))
 
         for parameter in (self.weight, self.bias):
-            mark(parameter, allreduce=not is_spread(config))
+            set_distribution(parameter, allreduce=not has_separate_reduction(config))
 
         # Like Megatron's linear layers: a checkpoint may lack the entry of ``get_extra_state``.
         self._register_load_state_dict_pre_hook(
@@ -174,7 +178,7 @@ class QuantizedStack:
         return torch.stack([linear()[1] for linear in self.linears])
 
     def round(self, weights: Sequence[Tensor]) -> BufferLease:
-        """Round weights to MXFP4 values in shared memory.
+        """Round weights to MXFP4 values in scratch memory.
 
         Args:
             weights: unrounded weight [out, in] of each expert.
@@ -185,7 +189,7 @@ class QuantizedStack:
         # The two matrices of a layer use separate memory. After recomputation of a layer, its
         # backward pass finds both.
         first = weights[0]
-        memory = shared_memory(f"quantized {self.target}", first.device, first.dtype)
+        memory = scratch_memory(f"quantized {self.target}", first.device, first.dtype)
         lease = memory.lease(torch.Size((len(weights), *first.shape)))
         mxfp4.fake_quantize(weights, out=lease.tensor)
         return lease
@@ -206,7 +210,7 @@ class _QuantizedProduct(torch.autograd.Function):
         weights = parameters[: len(row_counts)]
         biases = parameters[len(row_counts) :]
         # Save the unrounded weights, which exist anyway. The backward pass rounds them again unless
-        # the shared memory still holds them, as for a layer that has just been recomputed.
+        # the scratch memory still holds them, as for a layer that has just been recomputed.
         rounded = stack.round(weights)
 
         ctx.save_for_backward(x, *weights)
@@ -261,7 +265,7 @@ def _weight_gradients(
     # Each is detached, which makes it a separate tensor object, so autograd does not copy it.
     unread = torch.empty_like(weights[0])
     for weight in weights:
-        mark(weight, grad_added_to_main_grad=True)
+        set_distribution(weight, grad_added_to_main_grad=True)
     return [unread.detach() for _ in weights]
 
 

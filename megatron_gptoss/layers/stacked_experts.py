@@ -1,4 +1,4 @@
-"""Experts as separate modules, whose matrices are multiplied in grouped products."""
+"""Experts as separate modules, whose matrices are multiplied in grouped GEMMs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -11,7 +11,7 @@ from megatron_gptoss.planning.parameter_counts import vocabulary_parameters
 # Chosen from measurements on four H200 with 8 of 32 experts per rank, for which it predicts 10%.
 # Peaks exceeded those of even loads by 2% to 9% with 4, 8 and 24 layers, and by 20% with a single
 # sequence of 32,768 tokens.
-EXPERT_SPREAD = 0.27
+EXPERT_LOAD_DEVIATION = 0.27
 """Relative standard deviation of the tokens per expert, summed over all layers.
 
 It is for a router without load balancing.
@@ -35,7 +35,7 @@ def expert_load(model: ModelConfig, parallel: ParallelConfig) -> float:
     # Expected maximum of `ranks` standard normal numbers (Blom's approximation).
     fullest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
     experts_of_rank = model.num_experts / ranks
-    return 1 + EXPERT_SPREAD * fullest / math.sqrt(experts_of_rank)
+    return 1 + EXPERT_LOAD_DEVIATION * fullest / math.sqrt(experts_of_rank)
 
 
 def activation_bytes(

@@ -23,7 +23,7 @@ from megatron_gptoss.planning.state_memory import (
     fetched_state,
     gathered_for_checkpoint,
     optimizer_state,
-    shared_weight_bytes,
+    scratch_weight_bytes,
     trained_models,
     trained_parameters,
     weight_memory,
@@ -56,9 +56,9 @@ Megatron has a communicator per group. Each allocates its buffers at its first u
 FIRST_COMMUNICATION_BYTES = 0.9e9
 """Buffers of NCCL before the first forward pass."""
 
-PHASES_BEFORE_A_FORWARD_PASS = ("start", "first_sync")
+PHASES_BEFORE_FORWARD_PASS = ("start", "first_sync")
 """Phases before the first forward pass of a run."""
-PHASES_BEFORE_AN_OPTIMIZER_STEP = (*PHASES_BEFORE_A_FORWARD_PASS, "first_scoring")
+PHASES_BEFORE_OPTIMIZER_STEP = (*PHASES_BEFORE_FORWARD_PASS, "first_scoring")
 """Phases of a new run in which the optimizer has no state.
 
 A resumed run has state from the start, and its servers sleep until the first weight sync.
@@ -66,21 +66,21 @@ A resumed run has state from the start, and its servers sleep until the first we
 
 # Measured: 2.5, 2.9 and 4.2 GB on one H200 with 82, 67 and 47 GB of tensors and 16,384 tokens. The
 # 4.2 GB occurred in scoring when layers still kept a small tensor after their forward pass.
-GAP_BYTES = 3.2e9
+FRAGMENTATION_BYTES = 3.2e9
 """Fragmentation: memory that torch's allocator holds beyond the peak of allocated tensors.
 
 It occurs in phases that allocate and free blocks of many sizes. For scoring see
-``_scoring_gap_bytes``.
+``_scoring_fragmentation_bytes``.
 """
 
 # Fitted: 0.60 to 0.71 in the first scoring of runs on two and four H200 with 4, 24 and 36 layers.
-SCORING_GAP_SHARE = 0.65
+SCORING_FRAGMENTATION_SHARE = 0.65
 """Fragmentation that a layer adds in scoring, relative to the memory of its forward pass.
 
 A layer adds it if its experts get more rows than those of all earlier layers.
 """
 
-PHASES_WITH_GAPS = ("first_scoring", "scoring", "update", "optimizer", "checkpoint")
+PHASES_WITH_FRAGMENTATION = ("first_scoring", "scoring", "update", "optimizer", "checkpoint")
 """Phases with fragmentation. A weight sync has few large buffers, whose sizes are known."""
 
 # Pinned memory is allocated in powers of 2. For the 20B model on two GPUs this adds 1% to expert
@@ -110,7 +110,7 @@ class Memory:
     """
 
     @property
-    def resting(self) -> float:
+    def persistent(self) -> float:
         """Bytes that stay on the GPU between steps."""
         return sum((self.weights, self.gradients, self.optimizer))
 
@@ -130,17 +130,17 @@ class Phase:
     """Tensors of the trainer process, as counted by ``torch.cuda.max_memory_allocated``."""
     engine: float
     """All memory of servers that share the GPU, including buffers of a weight sync."""
-    around: float
+    overhead: float
     """Contexts, communicators, fragmentation, and memory that torch keeps from earlier phases."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.trainer + self.engine + self.around
+        return self.trainer + self.engine + self.overhead
 
 
 @dataclass(frozen=True)
-class Account:
+class MemoryEstimate:
     """Memory estimate of a GPU of one pipeline stage in each phase."""
 
     memory: Memory
@@ -199,7 +199,7 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
     )
 
 
-def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
+def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> MemoryEstimate:
     """Predict the memory of every phase for one pipeline stage.
 
     Args:
@@ -215,10 +215,10 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
 
     # The memory for merged, rounded or dequantized weights does not exist at the start, and it is
     # released before a weight sync. It still exists in the optimizer step.
-    own_weights = memory.weights - shared_weight_bytes(inputs)
+    own_weights = memory.weights - scratch_weight_bytes(inputs)
     start = own_weights + memory.gradients + _copied_weights(inputs, stage)
-    stepping = memory.resting + fetched + dequantized_bytes(inputs)
-    scoring = memory.resting + scoring_memory(inputs, stage)
+    stepping = memory.persistent + fetched + dequantized_bytes(inputs)
+    scoring = memory.persistent + scoring_memory(inputs, stage)
 
     needs = [_Need("start", start, 0)]
     if inputs.engine is not None:
@@ -233,27 +233,27 @@ def account(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> Account:
             _Need("first_scoring", scoring - memory.optimizer, asleep),
             # Sleeping servers wake up with their weights. Caches and graphs follow after the sync.
             _Need("sync", syncing + memory.optimizer, asleep + engine.weight_bytes + received),
-            _Need("rollout", memory.resting, awake),
+            _Need("rollout", memory.persistent, awake),
         ]
     needs += [
         _Need("scoring", scoring, asleep),
-        _Need("update", memory.resting + memory.activations + memory.working, asleep),
+        _Need("update", memory.persistent + memory.activations + memory.working, asleep),
         _Need("optimizer", stepping, asleep),
-        _Need("checkpoint", memory.resting + gathered_for_checkpoint(inputs, stage), asleep),
+        _Need("checkpoint", memory.persistent + gathered_for_checkpoint(inputs, stage), asleep),
     ]
 
     host = 0.0
     for trained in trained_models(inputs, stage):
         state = optimizer_state(trained, inputs.parallel)
         host += HOST_ROUNDING * trained.optimizer.offload * state
-    return Account(
+    return MemoryEstimate(
         memory=memory,
         phases=_phases(inputs, needs, stage),
         host=host,
     )
 
 
-def worst_account(inputs: MemoryInputs, gigabytes: float) -> Account:
+def worst_estimate(inputs: MemoryInputs, gigabytes: float) -> MemoryEstimate:
     """Predict the memory of every phase for the pipeline stage with the highest peak.
 
     Args:
@@ -261,8 +261,8 @@ def worst_account(inputs: MemoryInputs, gigabytes: float) -> Account:
         gigabytes: memory of the GPU in units of 1e9 bytes.
     """
     stages = range(inputs.parallel.pipeline)
-    accounts = [account(inputs, gigabytes, stage) for stage in stages]
-    return max(accounts, key=lambda account: account.peak.total)
+    estimates = [estimate_memory(inputs, gigabytes, stage) for stage in stages]
+    return max(estimates, key=lambda estimate: estimate.peak.total)
 
 
 def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
@@ -272,7 +272,7 @@ def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
         inputs: models, layout, batch and servers.
         gigabytes: memory of the GPU in units of 1e9 bytes.
     """
-    return worst_account(inputs, gigabytes).peak.total <= gigabytes * 1e9
+    return worst_estimate(inputs, gigabytes).peak.total <= gigabytes * 1e9
 
 
 @dataclass(frozen=True)
@@ -297,16 +297,16 @@ def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Ph
     """
     # torch's allocator keeps its peak until the cache is emptied, so a phase may hold the memory of
     # an earlier one.
-    with_cache = _phases_that_begin_with_a_cache(inputs)
+    with_cache = _phases_starting_with_cache(inputs)
     reserved = 0.0
     phases = []
     for need in needs:
         if need.phase not in with_cache:
             reserved = 0.0
-        reserved = max(reserved, need.trainer + _gap_bytes(inputs, need.phase, stage))
+        reserved = max(reserved, need.trainer + _fragmentation_bytes(inputs, need.phase, stage))
 
-        around = _process_bytes(inputs, need.phase) + reserved - need.trainer
-        phases.append(Phase(need.phase, need.trainer, need.engine, around))
+        overhead = _process_bytes(inputs, need.phase) + reserved - need.trainer
+        phases.append(Phase(need.phase, need.trainer, need.engine, overhead))
     return phases
 
 
@@ -314,10 +314,10 @@ def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
     """Return the bytes that the process holds outside of torch's allocator in a phase."""
     context = CONTEXT_BYTES
     communication = COMMUNICATION_BYTES
-    if phase in PHASES_BEFORE_A_FORWARD_PASS:
+    if phase in PHASES_BEFORE_FORWARD_PASS:
         context = FIRST_CONTEXT_BYTES
         communication = FIRST_COMMUNICATION_BYTES
-    elif phase in PHASES_BEFORE_AN_OPTIMIZER_STEP:
+    elif phase in PHASES_BEFORE_OPTIMIZER_STEP:
         context -= OPTIMIZER_CONTEXT_BYTES
 
     if inputs.parallel.world_size == 1:
@@ -325,22 +325,22 @@ def _process_bytes(inputs: MemoryInputs, phase: str) -> float:
     return context + communication
 
 
-def _gap_bytes(inputs: MemoryInputs, phase: str, stage: int) -> float:
+def _fragmentation_bytes(inputs: MemoryInputs, phase: str, stage: int) -> float:
     """Return the bytes that torch's allocator holds beyond the peak of a phase."""
-    if phase not in PHASES_WITH_GAPS:
+    if phase not in PHASES_WITH_FRAGMENTATION:
         return 0.0
     if phase in ("first_scoring", "scoring"):
-        return _scoring_gap_bytes(inputs, stage)
+        return _scoring_fragmentation_bytes(inputs, stage)
     if phase == "update":
         # With expert parallelism, each layer gets a different number of rows, so freed blocks fit
-        # less well. The effect grows with the imbalance. Measured beyond GAP_BYTES: 1.7 GB with
+        # less well. The effect grows with the imbalance. Measured in addition: 1.7 GB with
         # experts on two GPUs, 5.2 and 5.6 GB on four. Predicted: 1.8, 4.6 and 3.2 GB.
         excess = expert_load(inputs.model, inputs.parallel) - 1
-        return GAP_BYTES + excess * activation_memory(inputs, stage)
-    return GAP_BYTES
+        return FRAGMENTATION_BYTES + excess * activation_memory(inputs, stage)
+    return FRAGMENTATION_BYTES
 
 
-def _scoring_gap_bytes(inputs: MemoryInputs, stage: int) -> float:
+def _scoring_fragmentation_bytes(inputs: MemoryInputs, stage: int) -> float:
     """Return the bytes that torch's allocator holds beyond the peak in scoring."""
     # Scoring computes one layer after another, from an empty cache. A layer reuses the blocks of
     # earlier layers if its tensors fit into them.
@@ -351,17 +351,17 @@ def _scoring_gap_bytes(inputs: MemoryInputs, stage: int) -> float:
     if inputs.parallel.expert > 1:
         layers = inputs.parallel.layers_of_stage(stage, inputs.model)
         larger_layers = sum(1 / number for number in range(2, layers + 1))
-        return SCORING_GAP_SHARE * larger_layers * scoring_memory(inputs, stage)
+        return SCORING_FRAGMENTATION_SHARE * larger_layers * scoring_memory(inputs, stage)
 
     # The fullest micro-batch comes first, and without expert parallelism all layers have the same
     # number of rows. Therefore only the blocks of attention remain: 0.5 GB for 16,384 tokens (1.1
     # GB on an H100). Full training gets the whole allowance, because it was not measured.
     if inputs.adapter is not None:
         return attention_blocks(inputs)
-    return GAP_BYTES
+    return FRAGMENTATION_BYTES
 
 
-def _phases_that_begin_with_a_cache(inputs: MemoryInputs) -> set[str]:
+def _phases_starting_with_cache(inputs: MemoryInputs) -> set[str]:
     """Return the phases at whose start torch still holds memory of earlier phases."""
     # The trainer empties the cache after its construction, after a weight sync, before the step of
     # an optimizer with offloaded state, and after each update if engines share the GPU.

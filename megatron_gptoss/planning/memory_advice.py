@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from megatron_gptoss.config import ParallelConfig, check_quantization
-from megatron_gptoss.planning.memory import Account, worst_account
+from megatron_gptoss.planning.memory import MemoryEstimate, worst_estimate
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.state_memory import host_memory_of_save
 
@@ -31,7 +31,7 @@ class Hardware:
 def layouts_that_fit(
     inputs: MemoryInputs,
     gigabytes: float,
-) -> list[tuple[ParallelConfig, Account]]:
+) -> list[tuple[ParallelConfig, MemoryEstimate]]:
     """Return the layouts of the same number of GPUs that fit, simplest first.
 
     All other settings stay unchanged.
@@ -43,9 +43,9 @@ def layouts_that_fit(
     fitting = []
     for layout in _possible_layouts(inputs):
         changed = replace(inputs, parallel=layout).with_sequences(inputs.sequences)
-        account = worst_account(changed, gigabytes)
-        if account.peak.total <= gigabytes * 1e9:
-            fitting.append((layout, account))
+        estimate = worst_estimate(changed, gigabytes)
+        if estimate.peak.total <= gigabytes * 1e9:
+            fitting.append((layout, estimate))
     return sorted(fitting, key=lambda entry: _complexity(entry[0]))
 
 
@@ -80,7 +80,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
             yield layout
 
 
-def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, Account]]:
+def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, MemoryEstimate]]:
     """Return settings that need less memory. Each includes all settings before it.
 
     Args:
@@ -96,8 +96,8 @@ def smaller_settings(inputs: MemoryInputs, gigabytes: float) -> list[tuple[str, 
     previous = inputs
     for override, changed in _successive_changes(inputs, gigabytes):
         if changed != previous:
-            account = worst_account(changed.with_sequences(inputs.sequences), gigabytes)
-            suggestions.append((override, account))
+            estimate = worst_estimate(changed.with_sequences(inputs.sequences), gigabytes)
+            suggestions.append((override, estimate))
         previous = changed
     return suggestions
 
@@ -140,7 +140,7 @@ def _successive_changes(
     # Last, because it slows rollouts down: servers get the memory that is left, rounded down to 1%.
     engine = inputs.engine
     if engine is not None and engine.awake_fraction > 0:
-        awake = worst_account(inputs, gigabytes)
+        awake = worst_estimate(inputs, gigabytes)
         fullest = max(awake.phase(name).total for name in ("first_sync", "rollout")) / 1e9
         room = engine.awake_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
         fraction = math.floor(100 * room) / 100
@@ -185,20 +185,20 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
         hardware: machine that the plan must fit.
     """
     gigabytes = hardware.gigabytes
-    account = worst_account(inputs, gigabytes)
+    estimate = worst_estimate(inputs, gigabytes)
     # The verdict comes first, because many readers need only this line.
     lines = [
-        _verdict(inputs, account, hardware),
+        _verdict(inputs, estimate, hardware),
         _summary(inputs, hardware),
-        *_phase_table(account),
+        *_phase_table(estimate),
     ]
 
-    parts = asdict(account.memory).items()
+    parts = asdict(estimate.memory).items()
     in_words = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
     lines.append(f"tensors of the update, GB: {in_words}")
-    if account.host:
-        lines.append(_host_line(inputs, account, hardware))
-    lines.append(_save_line(inputs, account, hardware))
+    if estimate.host:
+        lines.append(_host_line(inputs, estimate, hardware))
+    lines.append(_save_line(inputs, estimate, hardware))
 
     gpus = inputs.parallel.world_size
     fitting = layouts_that_fit(inputs, gigabytes)
@@ -217,7 +217,7 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def is_too_much(inputs: MemoryInputs, hardware: Hardware) -> bool:
+def exceeds_memory(inputs: MemoryInputs, hardware: Hardware) -> bool:
     """Return True if the configuration does not fit the memory of the GPU or of the host.
 
     Host memory is not checked if its size is unknown.
@@ -226,35 +226,35 @@ def is_too_much(inputs: MemoryInputs, hardware: Hardware) -> bool:
         inputs: models, layout and batch.
         hardware: machine that the plan must fit.
     """
-    account = worst_account(inputs, hardware.gigabytes)
-    needed, present = account.peak.total, hardware.gigabytes * 1e9
-    return needed > present or _host_excess(inputs, account, hardware) > 0
+    estimate = worst_estimate(inputs, hardware.gigabytes)
+    needed, present = estimate.peak.total, hardware.gigabytes * 1e9
+    return needed > present or _host_excess(inputs, estimate, hardware) > 0
 
 
-def _verdict(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+def _verdict(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> str:
     """Return the first line of a plan: "fits" or "does not fit", with the difference."""
-    peak = account.peak
+    peak = estimate.peak
     needed, present = peak.total / 1e9, hardware.gigabytes
     text = f"the {peak.name} needs {needed:.1f} GB of a GPU's {present:g} GB"
     if needed > present:
         return f"does not fit: {text}, {needed - present:.1f} GB too much"
 
-    excess = _host_excess(inputs, account, hardware)
+    excess = _host_excess(inputs, estimate, hardware)
     if excess > 0:
         return (
             f"does not fit: {text}, but offloaded state and checkpoints need "
-            f"{_host_bytes(inputs, account, hardware) / 1e9:.1f} GB of a node's "
+            f"{_host_bytes(inputs, estimate, hardware) / 1e9:.1f} GB of a node's "
             f"{hardware.host_gigabytes:g} GB of memory, {excess / 1e9:.1f} GB too much"
         )
     fits = "fits" if needed <= (1 - ACCURACY) * present else "fits, but only just"
     return f"{fits}: {text}, {present - needed:.1f} GB to spare"
 
 
-def _host_excess(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
+def _host_excess(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> float:
     """Return the bytes that a node's memory lacks; 0 if it is sufficient or unknown."""
     if hardware.host_gigabytes is None:
         return 0.0
-    needed = _host_bytes(inputs, account, hardware)
+    needed = _host_bytes(inputs, estimate, hardware)
     return max(0.0, needed - hardware.host_gigabytes * 1e9)
 
 
@@ -271,14 +271,14 @@ def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
     return f"{text}:"
 
 
-def _phase_table(account: Account) -> list[str]:
+def _phase_table(estimate: MemoryEstimate) -> list[str]:
     """Return the lines of the phase table, in GB."""
     columns = ("trainer", "servers", "around", "together")
     lines = ["  phase       " + "".join(f"{column:>10}" for column in columns) + "  GB"]
-    for phase in account.phases:
-        sizes = (phase.trainer, phase.engine, phase.around, phase.total)
+    for phase in estimate.phases:
+        sizes = (phase.trainer, phase.engine, phase.overhead, phase.total)
         figures = "".join(f"{size / 1e9:10.1f}" for size in sizes)
-        mark = "  <- most" if phase == account.peak else ""
+        mark = "  <- most" if phase == estimate.peak else ""
         lines.append(f"  {phase.name:12}{figures}{mark}")
     return lines
 
@@ -288,27 +288,27 @@ def _ranks_of_node(inputs: MemoryInputs, hardware: Hardware) -> int:
     return min(inputs.parallel.world_size, hardware.gpus_per_node)
 
 
-def _host_bytes(inputs: MemoryInputs, account: Account, hardware: Hardware) -> float:
+def _host_bytes(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> float:
     """Return the peak of offloaded state and checkpoints on a node, in bytes."""
     # Offloaded state stays on the host while a checkpoint is saved, so both add up.
-    offloaded = account.host * _ranks_of_node(inputs, hardware)
+    offloaded = estimate.host * _ranks_of_node(inputs, hardware)
     return offloaded + host_memory_of_save(inputs, hardware.gpus_per_node)
 
 
-def _host_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+def _host_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> str:
     """Return the line about host memory for offloaded optimizer state."""
-    needed = account.host * _ranks_of_node(inputs, hardware) / 1e9
+    needed = estimate.host * _ranks_of_node(inputs, hardware) / 1e9
     return (
         f"host memory: {needed:.1f} GB, pinned, for the optimizer state of "
-        f"{_node_in_words(inputs, hardware)}, "
+        f"{_describe_node(inputs, hardware)}, "
         "besides what the run needs"
     )
 
 
-def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> str:
+def _save_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardware) -> str:
     """Return the line about host memory while a checkpoint is saved."""
     needed = host_memory_of_save(inputs, hardware.gpus_per_node) / 1e9
-    more = " more" if account.host else ""
+    more = " more" if estimate.host else ""
     text = (
         f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for "
         "the "
@@ -317,13 +317,13 @@ def _save_line(inputs: MemoryInputs, account: Account, hardware: Hardware) -> st
     if hardware.host_gigabytes is None:
         return text
 
-    all_needed = _host_bytes(inputs, account, hardware) / 1e9
-    together = f"; together {all_needed:.1f} GB" if account.host else ""
+    all_needed = _host_bytes(inputs, estimate, hardware) / 1e9
+    together = f"; together {all_needed:.1f} GB" if estimate.host else ""
     relation = "more than" if all_needed > hardware.host_gigabytes else "of"
     return f"{text}{together}, {relation} its {hardware.host_gigabytes:.0f} GB"
 
 
-def _node_in_words(inputs: MemoryInputs, hardware: Hardware) -> str:
+def _describe_node(inputs: MemoryInputs, hardware: Hardware) -> str:
     """Return the number of ranks of a node in words."""
     ranks = _ranks_of_node(inputs, hardware)
     return "a node's rank" if ranks == 1 else f"a node's {ranks} ranks"

@@ -78,7 +78,7 @@ def weight_memory(inputs: MemoryInputs, stage: int) -> float:
     """
     # Every auxiliary model has the architecture, layout and adapters of the policy.
     weights = _model_weights(inputs, stage) * (1 + len(inputs.auxiliary_models))
-    weights += shared_weight_bytes(inputs)
+    weights += scratch_weight_bytes(inputs)
 
     if stage == inputs.parallel.pipeline - 1:
         critics = [optimizer for optimizer in inputs.auxiliary_models if optimizer is not None]
@@ -103,7 +103,7 @@ def _model_weights(inputs: MemoryInputs, stage: int) -> float:
     return weights
 
 
-def shared_weight_bytes(inputs: MemoryInputs) -> float:
+def scratch_weight_bytes(inputs: MemoryInputs) -> float:
     """Return the bytes of the memory for merged or rounded weights, which all layers share.
 
     The result is 0 without adapters and quantization.

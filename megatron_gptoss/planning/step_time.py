@@ -24,13 +24,13 @@ GPUS_PER_NODE = 8
 """GPUs per node, which NVLink connects."""
 # Fitted with the next three constants: predictions are within 10% of runs with 16k tokens per
 # micro-batch, except with tensor parallelism.
-ARITHMETIC = 520e12
+LAYER_RATE = 520e12
 """FLOP/s of the layers, forward and backward, if every expert has many rows."""
 # Measured (docs/performance.md, log-probs).
-OUTPUT_LAYER = 458e12
+OUTPUT_LAYER_RATE = 458e12
 """FLOP/s of the output layer, which computes its logits twice."""
 HALF_SPEED_ROWS = 1150
-"""Rows per expert in a micro-batch at which the layers reach half of ARITHMETIC."""
+"""Rows per expert in a micro-batch at which the layers reach half of LAYER_RATE."""
 # Measured with NVLink.
 NODE_BANDWIDTH = 180e9
 """Bytes per second of one GPU in the all-to-all of experts within a node."""
@@ -52,7 +52,7 @@ MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
 It covers loads, unpacking, scaling, adding the update and rounding.
 """
 # Unlike ``expert_load`` of ``activation_memory``, this is the load of one layer: in every layer,
-# all ranks wait for the fullest rank. ARITHMETIC and the next constants were fitted with it.
+# all ranks wait for the fullest rank. LAYER_RATE and the next constants were fitted with it.
 EXPERT_LOAD = 1.1
 """Tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
 # Assumed: PCIe 5 at 80%.
@@ -148,7 +148,7 @@ def predict_step(
         gradients=_exposed_reduction_seconds(parallel, trained, optimizer, last_backward),
         parameters=_data_parallel_seconds(parallel, trained, 2),
         optimizer=_optimizer_seconds(parallel, trained, optimizer),
-        merging=layer_passes * _weight_making_seconds(model, parallel, adapter, quantization),
+        merging=layer_passes * _weight_preparation_seconds(model, parallel, adapter, quantization),
         adapters=layer_passes * _factor_gradient_seconds(model, parallel, adapter, local_tokens),
     )
 
@@ -174,13 +174,13 @@ def _forward_seconds(
 
     rows = _rows_per_mlp(model, parallel, sum(lengths))
     # A product of few rows does not reach the full rate. At HALF_SPEED_ROWS it reaches half.
-    rate = ARITHMETIC * rows / (rows + HALF_SPEED_ROWS)
+    rate = LAYER_RATE * rows / (rows + HALF_SPEED_ROWS)
 
     seconds = []
     for stage in range(parallel.pipeline):
         stage_seconds = layer * parallel.layers_of_stage(stage, model) / rate
         if stage == parallel.pipeline - 1:
-            stage_seconds += output_layer / OUTPUT_LAYER
+            stage_seconds += output_layer / OUTPUT_LAYER_RATE
         seconds.append(stage_seconds)
     return seconds
 
@@ -222,7 +222,7 @@ def _tensor_exchange_seconds(
     )
 
 
-def _weight_making_seconds(
+def _weight_preparation_seconds(
     model: ModelConfig,
     parallel: ParallelConfig,
     adapter: AdapterConfig | None,

@@ -25,11 +25,11 @@ def sent_tensor_bytes(inputs: MemoryInputs) -> float:
     # The tensors before and after: the embedding precedes the experts of the first layer, and the
     # output layer follows those of the last layer. A rank that has these unsplit sends its own
     # parameter and needs no buffer.
-    neighbour = max(down_projections, _split_vocabulary_bytes(inputs))
-    under_way = max(limit, gate_and_up_projections) + max(limit, neighbour)
+    adjacent_bytes = max(down_projections, _split_vocabulary_bytes(inputs))
+    in_flight = max(limit, gate_and_up_projections) + max(limit, adjacent_bytes)
 
     # A small model fits into the buckets as a whole.
-    return min(under_way, 2 * model.num_parameters)
+    return min(in_flight, 2 * model.num_parameters)
 
 
 def arriving_bytes(inputs: MemoryInputs) -> float:

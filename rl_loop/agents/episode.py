@@ -9,22 +9,22 @@ from rl_loop.agents.process import AgentProcesses, ProcessEnded
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments.base import AgentProgram, Environment, StepResult
+from rl_loop.environments.base import Environment, ExternalAgent, StepResult
 from rl_loop.gateway.server import Gateway
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.off_loop import off_loop
 from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rollout.environment_guard import EnvironmentGuard, checked_end
 from rl_loop.rollout.episode import (
     Completed,
     Ending,
     Failed,
-    IllegalTurn,
     LimitReached,
+    MalformedTurn,
     invalidated,
 )
 from rl_loop.rollout.episode_clock import OutOfTime
+from rl_loop.threads import run_in_thread
 
 AGENT_PAUSES = (0.5, 4.0)
 """Seconds before an episode with an infrastructure failure is repeated, from its beginning and in a
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class AgentReturn:
+class FunctionResult:
     """The end of an agent's function."""
 
     value: object = None
     """Return value. None if the function returned None, or did not return in time."""
     failure: InfrastructureFailure | None = None
     """Error of the function or its process."""
-    is_cause: bool = True
+    is_infrastructure_failure: bool = True
     """True if the error is an infrastructure failure. False if the policy's turns ended the
     process."""
 
 
 @dataclass(frozen=True)
-class ProgramRunner:
+class AgentRunner:
     """Runs the episodes of external agents on one rollout worker."""
 
     gateway: Gateway
@@ -63,12 +63,12 @@ class ProgramRunner:
         seed: int,
         routed_experts: bool = False,
     ) -> Trajectory:
-        """Let the environment's program play one episode.
+        """Let the environment's agent play one episode.
 
         After an infrastructure failure the episode is played again. A persistent failure makes it
         invalid. So does a first failure of the engine, because its requests were repeated before.
 
-        If the process of the program ends, the last attempt gets a separate process. If that
+        If the process of the agent ends, the last attempt gets a separate process. If that
         process ends, too, the turns of the policy have ended it, and the episode is unfinished.
 
         Args:
@@ -78,16 +78,16 @@ class ProgramRunner:
             seed: seed of the episode.
             routed_experts: whether to record the experts of every token.
         """
-        program = environment.program()
+        agent = environment.external_agent()
         settings = SessionSettings(
             limits=self.limits,
             sampling=sampling,
-            history=program.history,
+            history=agent.history,
             routed_experts=routed_experts,
         )
 
         has_lost_process = False
-        async with self.processes.vacancy(program):
+        async with self.processes.slot(agent):
             for attempt, pause in enumerate((*AGENT_PAUSES, None)):
                 # The engine may still know requests of a failed attempt by their names.
                 name = f"{task_id}/{seed}" if attempt == 0 else f"{task_id}/{seed}.{attempt}"
@@ -95,7 +95,7 @@ class ProgramRunner:
                 is_alone = has_lost_process and pause is None
 
                 try:
-                    returned = await self._play(program, session, is_alone)
+                    returned = await self._play(agent, session, is_alone)
                     return await self._conclude(task_id, environment, session, returned)
                 except InfrastructureFailure as failure:
                     if pause is None or failure.component == "engine":
@@ -104,31 +104,31 @@ class ProgramRunner:
                     await asyncio.sleep(pause)
         raise AssertionError("the last failure is returned")
 
-    async def _play(self, program: AgentProgram, session: Session, is_alone: bool) -> AgentReturn:
+    async def _play(self, agent: ExternalAgent, session: Session, is_alone: bool) -> FunctionResult:
         """Run an episode once, and close its session.
 
         Args:
-            program: program of the agent.
+            agent: the external agent.
             session: session of the episode.
             is_alone: whether to start a process for this episode alone.
         """
         killed_before = out_of_memory_kills()
-        returned = AgentReturn()
+        returned = FunctionResult()
         try:
             async with AsyncExitStack() as stack:
                 if is_alone:
-                    own = self.processes.process_alone(program)
+                    own = self.processes.separate_process(agent)
                     process = await stack.enter_async_context(own)
                 else:
-                    process = await self.processes.process(program)
+                    process = await self.processes.process(agent)
                 # Importing the agent takes no time of the episode.
                 session.episode.clock.restart()
-                value = await process.run(program, self.gateway.base_url, session)
-                returned = AgentReturn(value)
+                value = await process.run(agent, self.gateway.base_url, session)
+                returned = FunctionResult(value)
         except OutOfTime:
             pass
         except InfrastructureFailure as failure:
-            returned = AgentReturn(failure=failure)
+            returned = FunctionResult(failure=failure)
         finally:
             await self.gateway.close_session(session)
 
@@ -138,21 +138,23 @@ class ProgramRunner:
             logger.warning(
                 "%s: %s. The cause is a turn of the policy", session.name, returned.failure
             )
-            returned = replace(returned, is_cause=False)
+            returned = replace(returned, is_infrastructure_failure=False)
         return returned
 
     async def _conclude(
-        self, task_id: str, environment: Environment, session: Session, returned: AgentReturn
+        self, task_id: str, environment: Environment, session: Session, returned: FunctionResult
     ) -> Trajectory:
         """Return an episode with its outcome. Raises InfrastructureFailure."""
-        ending = ending_of(session, returned.failure if returned.is_cause else None)
+        ending = ending_of(
+            session, returned.failure if returned.is_infrastructure_failure else None
+        )
         guard = EnvironmentGuard(environment, session.episode.clock, self.limits.episode_seconds)
         result = await outcome_of(guard, session, ending, returned)
 
         # Long conversations take long to decode.
-        captured = await off_loop(session.trajectories, task_id)
+        captured = await run_in_thread(session.trajectories, task_id)
         if not captured:
-            function = environment.program().function
+            function = environment.external_agent().function
             what = f"{function} returned without a turn of the policy"
             raise InfrastructureFailure("environment", what, function)
         sequences = [trajectory for _, trajectory in captured]
@@ -172,7 +174,7 @@ def ending_of(session: Session, failure: InfrastructureFailure | None) -> Ending
     ending = session.end
     if isinstance(ending, Failed):
         raise ending.failure from failure
-    if isinstance(ending, IllegalTurn | LimitReached):
+    if isinstance(ending, MalformedTurn | LimitReached):
         # An agent raises errors after that because its requests were refused.
         return ending
     if session.episode.clock.is_over:
@@ -183,12 +185,12 @@ def ending_of(session: Session, failure: InfrastructureFailure | None) -> Ending
     if failure is not None:
         raise failure
     # The agent ended the episode. One of its conversations may end with a turn that was cut off.
-    cut = [node.finish_reason for node in session.forest.leaves if node.was_cut]
+    cut = [node.finish_reason for node in session.forest.leaves if node.was_truncated]
     return Completed(cut[0] if cut else FinishReason.STOP)
 
 
 async def outcome_of(
-    guard: EnvironmentGuard, session: Session, ending: Ending, returned: AgentReturn
+    guard: EnvironmentGuard, session: Session, ending: Ending, returned: FunctionResult
 ) -> StepResult:
     """Return the reward of an episode.
 
@@ -201,21 +203,21 @@ async def outcome_of(
     Raises:
         InfrastructureFailure: there is no reward, or it is not a valid reward.
     """
-    if isinstance(ending, IllegalTurn):
+    if isinstance(ending, MalformedTurn):
         return await guard.outcome(ending)
 
-    earned = guard.environment.earned
+    to_reward = guard.environment.to_reward
     has_returned = returned.failure is None
     if has_returned and returned.value is not None:
-        return checked_end(await guard.ask(earned, returned.value))
+        return checked_end(await guard.ask(to_reward, returned.value))
     posted = session.reward_parts()
     if posted is not None:
-        return checked_end(await guard.ask(earned, posted))
+        return checked_end(await guard.ask(to_reward, posted))
 
     # An agent whose requests were refused need not know the reward of an unfinished episode.
     if not has_returned or ending.reason not in (FinishReason.STOP, FinishReason.LENGTH):
         return await guard.outcome(ending)
-    function = guard.environment.program().function
+    function = guard.environment.external_agent().function
     what = f"{function} returned no reward and posted none"
     raise InfrastructureFailure("checker", what, function)
 

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
-from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.process_memory import exempt_from_collection
 from rl_loop.registry import Registry
 
 READY = {"ready": True}
@@ -52,7 +52,7 @@ class Host:
         self._answers.write(json.dumps(line) + "\n")
         self._answers.flush()
 
-    def obey(self, line: dict[str, Any]) -> None:
+    def execute(self, line: dict[str, Any]) -> None:
         """Begin or cancel an episode."""
         if "cancel" in line:
             task = self._running.get(line["cancel"])
@@ -93,7 +93,7 @@ async def serve(host: Host, commands: TextIO) -> None:
 
     def read() -> None:
         for text in commands:
-            loop.call_soon_threadsafe(host.obey, json.loads(text))
+            loop.call_soon_threadsafe(host.execute, json.loads(text))
         # The rollout worker is gone, so no result is needed. Threads of plain functions cannot be
         # stopped, so exit without waiting for them.
         os._exit(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import rl_loop
 from rl_loop.agents.host import READY
-from rl_loop.environments.base import AgentProgram
+from rl_loop.environments.base import ExternalAgent
 from rl_loop.gateway.session import Session
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.episode_clock import OutOfTime
@@ -23,7 +23,7 @@ START_SECONDS = 300.0
 """Importing an agent's libraries takes a while on a busy machine."""
 CANCEL_SECONDS = 5.0
 """Time for an episode to end after its time limit. After that its process gets no new episodes."""
-LONGEST_LINE = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 """Largest number of bytes that an agent may return."""
 
 HOST = (
@@ -39,10 +39,10 @@ class ProcessEnded(InfrastructureFailure):
     """The process ended while the episode ran in it."""
 
 
-def environment_of(program: AgentProgram) -> dict[str, str]:
+def environment_of(agent: ExternalAgent) -> dict[str, str]:
     """Return the environment variables that set the import path of an agent's process."""
     variables = {"GPTOSS_HOST_PATH": str(Path(rl_loop.__file__).parents[1])}
-    if program.python is None:
+    if agent.python is None:
         # The import path of this process, including additions since its start.
         variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return variables
@@ -51,9 +51,9 @@ def environment_of(program: AgentProgram) -> dict[str, str]:
 class AgentProcess:
     """One process in which episodes of one function run, many at a time."""
 
-    def __init__(self, program: AgentProgram) -> None:
-        self.function = program.function
-        self._program = program
+    def __init__(self, agent: ExternalAgent) -> None:
+        self.function = agent.function
+        self._agent = agent
         self.is_usable = True
         """True if it may get further episodes."""
         self._process: asyncio.subprocess.Process | None = None
@@ -71,21 +71,21 @@ class AgentProcess:
 
     async def start(self) -> None:
         """Start it and wait until the function is imported. Raises InfrastructureFailure."""
-        program = self._program
+        agent = self._agent
         try:
             self._process = await asyncio.create_subprocess_exec(
-                program.python or sys.executable,
+                agent.python or sys.executable,
                 "-c",
                 HOST,
-                program.function,
-                str(program.memory_bytes),
-                str(program.concurrency),
+                agent.function,
+                str(agent.memory_bytes),
+                str(agent.concurrency),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                limit=LONGEST_LINE,
+                limit=MAX_LINE_BYTES,
                 # Ctrl-C in the user's terminal is for the run, which ends its agents.
                 start_new_session=True,
-                env=os.environ | environment_of(program),
+                env=os.environ | environment_of(agent),
             )
         except OSError as error:
             raise self._error(f"its process did not start: {error}") from error
@@ -99,7 +99,7 @@ class AgentProcess:
         if self._failure is not None:
             raise self._error(self._failure)
 
-    async def run(self, program: AgentProgram, base_url: str, session: Session) -> object:
+    async def run(self, agent: ExternalAgent, base_url: str, session: Session) -> object:
         """Run one episode and return the function's return value.
 
         Raises:
@@ -114,7 +114,7 @@ class AgentProcess:
             self._send(
                 {
                     "call": number,
-                    "task": program.task,
+                    "task": agent.task,
                     "base_url": base_url,
                     "api_key": session.api_key,
                 }
@@ -215,40 +215,40 @@ class AgentProcess:
         return InfrastructureFailure("environment", f"{self.function}: {reason}", self.function)
 
 
-ProgramKey = tuple[str, str | None, int, int]
+ProcessKey = tuple[str, str | None, int, int]
 """Key of a process. Programs with equal keys run their episodes in one process."""
 
 
-def _key_of(program: AgentProgram) -> ProgramKey:
-    return (program.function, program.python, program.concurrency, program.memory_bytes)
+def _key_of(agent: ExternalAgent) -> ProcessKey:
+    return (agent.function, agent.python, agent.concurrency, agent.memory_bytes)
 
 
 class AgentProcesses:
     """The processes of all agents of one rollout worker: one of each, replaced when it ends."""
 
     def __init__(self) -> None:
-        self._current: dict[ProgramKey, AgentProcess] = {}
+        self._current: dict[ProcessKey, AgentProcess] = {}
         self._all: list[AgentProcess] = []
-        self._starting: dict[ProgramKey, asyncio.Lock] = {}
-        self._vacancies: dict[ProgramKey, asyncio.Semaphore] = {}
+        self._starting: dict[ProcessKey, asyncio.Lock] = {}
+        self._slots: dict[ProcessKey, asyncio.Semaphore] = {}
         self._is_closed = False
 
-    def vacancy(self, program: AgentProgram) -> asyncio.Semaphore:
-        """Return the semaphore that limits the concurrent episodes of a program."""
-        key = _key_of(program)
-        return self._vacancies.setdefault(key, asyncio.Semaphore(program.concurrency))
+    def slot(self, agent: ExternalAgent) -> asyncio.Semaphore:
+        """Return the semaphore that limits the concurrent episodes of an agent."""
+        key = _key_of(agent)
+        return self._slots.setdefault(key, asyncio.Semaphore(agent.concurrency))
 
-    async def process(self, program: AgentProgram) -> AgentProcess:
+    async def process(self, agent: ExternalAgent) -> AgentProcess:
         """Return a process that may be given an episode. Raises InfrastructureFailure."""
-        key = _key_of(program)
+        key = _key_of(agent)
         async with self._starting.setdefault(key, asyncio.Lock()):
             current = self._current.get(key)
             if current is not None and current.is_usable:
                 return current
             if self._is_closed:
-                raise InfrastructureFailure("environment", f"{program.function}: the run is ending")
+                raise InfrastructureFailure("environment", f"{agent.function}: the run is ending")
 
-            current = AgentProcess(program)
+            current = AgentProcess(agent)
             self._all = [process for process in self._all if not process.has_ended]
             self._all.append(current)
             await current.start()
@@ -256,9 +256,9 @@ class AgentProcesses:
             return current
 
     @asynccontextmanager
-    async def process_alone(self, program: AgentProgram) -> AsyncIterator[AgentProcess]:
+    async def separate_process(self, agent: ExternalAgent) -> AsyncIterator[AgentProcess]:
         """Start a process for one episode, and end it afterwards. Raises InfrastructureFailure."""
-        process = AgentProcess(program)
+        process = AgentProcess(agent)
         self._all.append(process)
         try:
             await process.start()

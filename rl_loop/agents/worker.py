@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rl_loop.agents.episode import ProgramRunner
+from rl_loop.agents.episode import AgentRunner
 from rl_loop.agents.process import AgentProcesses
 from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.tasks import TaskConfig
@@ -18,12 +18,12 @@ from rl_loop.rollout.worker import RolloutWorker
 def worker_class(tasks: TaskConfig) -> type[RolloutWorker]:
     """Return the class of the workers that run episodes of these tasks."""
     environments = [environment_class(source.environment) for source in tasks.sources.values()]
-    if any(environment.IS_PLAYED_BY_PROGRAM for environment in environments):
-        return ProgramRolloutWorker
+    if any(environment.uses_external_agent for environment in environments):
+        return AgentRolloutWorker
     return RolloutWorker
 
 
-class ProgramRolloutWorker(RolloutWorker):
+class AgentRolloutWorker(RolloutWorker):
     """Serves its engine to external agents, for environments that use one."""
 
     def __init__(self, config: EpisodesConfig, engine_factory: EngineFactory, threads: int) -> None:
@@ -34,7 +34,7 @@ class ProgramRolloutWorker(RolloutWorker):
         gateway = GatewaySettings(SessionSettings(limits=rollout, sampling=sampling))
         self.gateway = Gateway(self.engine, self.codec, self._shape, gateway)
         self.processes = AgentProcesses()
-        self.programs = ProgramRunner(self.gateway, self.processes, rollout)
+        self.agents = AgentRunner(self.gateway, self.processes, rollout)
 
     async def start(self) -> None:
         await super().start()
@@ -44,11 +44,11 @@ class ProgramRolloutWorker(RolloutWorker):
         self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
     ) -> Trajectory:
         environment = make_environment(task, self._execute, self.config.reward)
-        if not environment.IS_PLAYED_BY_PROGRAM:
+        if not environment.uses_external_agent:
             return await super()._run_episode(task, seed, temperature, purify, with_routes)
 
         rollout = self.config.rollout
-        return await self.programs.run_episode(
+        return await self.agents.run_episode(
             task.task_id,
             environment,
             SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),

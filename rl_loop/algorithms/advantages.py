@@ -144,13 +144,13 @@ def group_advantages(
         raise ValueError(f"rewards must be a non-empty vector (got shape {tuple(rewards.shape)})")
 
     # Equal rewards have no standard deviation to divide by.
-    centred = centre(rewards)
-    if estimator == "dr_grpo" or not centred.any():
-        return centred
+    centered = center(rewards)
+    if estimator == "dr_grpo" or not centered.any():
+        return centered
     if estimator == "leave_one_out":
-        return centred * (len(rewards) / (len(rewards) - 1))
+        return centered * (len(rewards) / (len(rewards) - 1))
     if estimator == "grpo":
-        return centred / (spread_of(rewards.double(), standard_deviation) + epsilon)
+        return centered / (standard_deviation_of(rewards.double(), standard_deviation) + epsilon)
     raise ValueError(f"unknown group estimator {estimator!r}")
 
 
@@ -178,7 +178,7 @@ def reinforce_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
     REINFORCE with a constant baseline (Williams, 1992).
     """
-    return centre(rewards)
+    return center(rewards)
 
 
 # ---- tokens
@@ -335,7 +335,9 @@ def whiten(
     # rewards away from 0.
     if mean.abs() <= ROUNDING * values.abs().max():
         mean = torch.zeros_like(mean)
-    return (values - mean) / (spread_of(values, standard_deviation).square() + epsilon).sqrt()
+    return (values - mean) / (
+        standard_deviation_of(values, standard_deviation).square() + epsilon
+    ).sqrt()
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
@@ -363,7 +365,7 @@ def are_equal(values: torch.Tensor) -> bool:
     return bool(spread <= EQUAL * values.abs().max())
 
 
-def centre(values: torch.Tensor) -> torch.Tensor:
+def center(values: torch.Tensor) -> torch.Tensor:
     """Subtract the mean: values [n] -> fp64 [n], exactly 0 if they are equal.
 
     Raises:
@@ -379,6 +381,8 @@ def centre(values: torch.Tensor) -> torch.Tensor:
     return values - values.mean()
 
 
-def spread_of(values: torch.Tensor, standard_deviation: StandardDeviation) -> torch.Tensor:
+def standard_deviation_of(
+    values: torch.Tensor, standard_deviation: StandardDeviation
+) -> torch.Tensor:
     """Compute the standard deviation of values [n], n > 1 -> scalar."""
     return values.std(correction=1 if standard_deviation == "sample" else 0)

@@ -42,7 +42,7 @@ class CorrectionConfig(StrictModel):
     """Allowed ratios of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
     geometric_bounds: tuple[float, float] | None = None
     """Keep a sequence if exp(mean log rho) is within. Usual: 0.999 and 1.001. Here and below, sums
-    and means leave out grafted and stale tokens, which the engine did not sample in this
+    and means leave out spliced and stale tokens, which the engine did not sample in this
     context."""
     k3_limit: float | None = Field(None, gt=0)
     """Keep a sequence if the mean of rho - 1 - log rho is at most this. Usual: 0.01."""
@@ -88,7 +88,7 @@ class KlConfig(StrictModel):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence. With d = log pi - log pi_reference, k1 is d, k2 is d^2 / 2
     and k3 is exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
-    place: Literal["loss", "reward"] = "loss"
+    apply_to: Literal["loss", "reward"] = "loss"
     """loss: add the penalty to the loss. reward: subtract it from the reward of every sampled
     token, with the engine's log-probs as pi."""
     coefficient: float = Field(1e-3, gt=0)
@@ -96,10 +96,10 @@ class KlConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.place == "loss" and self.estimator == "k1":
+        if self.apply_to == "loss" and self.estimator == "k1":
             raise ValueError(
                 "kl.estimator=k1 has no effect in the loss, because its gradient does not "
-                "depend on the reference policy. Use k2 or k3, or set kl.place=reward."
+                "depend on the reference policy. Use k2 or k3, or set kl.apply_to=reward."
             )
         return self
 
@@ -232,10 +232,10 @@ class AlgorithmConfig(StrictModel):
                 "algorithm.critic=null, or use advantage gae."
             )
 
-        if self.advantage.type == "gdpo" and self.kl and self.kl.place == "reward":
+        if self.advantage.type == "gdpo" and self.kl and self.kl.apply_to == "reward":
             raise ValueError(
-                "kl.place=reward does not work with advantage gdpo: division by each reward's "
-                "standard deviation would cancel kl.coefficient. Set kl.place=loss, as in the "
+                "kl.apply_to=reward does not work with advantage gdpo: division by each reward's "
+                "standard deviation would cancel kl.coefficient. Set kl.apply_to=loss, as in the "
                 "paper."
             )
 

@@ -66,11 +66,11 @@ def rollout_correction(
         config: corrections to apply.
         log_rho: [tokens].
         mask: bool [tokens], True where log_rho is meaningful: the engine sampled the token in the
-            context in which it is trained. False for grafted and stale tokens.
+            context in which it is trained. False for spliced and stale tokens.
         sequences: sequence of each token.
         advantages: [tokens].
         log_old_over_new: [tokens], log pi_old - log pi.
-        moved_mask: mask for ``log_old_over_new``, which includes grafted tokens. Default: ``mask``.
+        moved_mask: mask for ``log_old_over_new``, which includes spliced tokens. Default: ``mask``.
     """
     # rho is 1 where it is meaningless, so the token does not affect its sequence.
     log_rho = torch.where(mask, log_rho.detach(), 0.0)
@@ -81,7 +81,7 @@ def rollout_correction(
     if config.off_policy_limit and log_old_over_new is not None:
         drift = sequences.mean(log_old_over_new, mask if moved_mask is None else moved_mask)
         # Not "drift > limit", so that a NaN drops its sequence.
-        drifted = sequences.spread(~(drift <= config.off_policy_limit))
+        drifted = sequences.to_tokens(~(drift <= config.off_policy_limit))
         dropped["off_policy"] = (advantages < 0) & drifted
 
     # Set the weights of dropped tokens to 0, because metrics average the weights.
@@ -99,15 +99,15 @@ def _rejected(
     # The tests below are "not (x <= limit)", so that a NaN drops its sequence.
     if config.geometric_bounds:
         geometric_mean = bounded_exp(sequences.mean(log_rho, mask))
-        dropped["geometric"] = sequences.spread(~within(geometric_mean, config.geometric_bounds))
+        dropped["geometric"] = sequences.to_tokens(~within(geometric_mean, config.geometric_bounds))
 
     if config.k3_limit:
         k3 = sequences.mean(bounded_expm1(log_rho) - log_rho, mask)
-        dropped["k3"] = sequences.spread(~(k3 <= config.k3_limit))
+        dropped["k3"] = sequences.to_tokens(~(k3 <= config.k3_limit))
 
     if config.veto:
         vetoed = ~(log_rho >= math.log(config.veto))
-        dropped["veto"] = sequences.spread(sequences.sum(vetoed, mask) > 0)
+        dropped["veto"] = sequences.to_tokens(sequences.sum(vetoed, mask) > 0)
     return dropped
 
 
@@ -125,7 +125,7 @@ def _weigh(
         return Correction(weights=rho, dropped={"icepop": outside})
 
     # Clamp the sum of logarithms, because a product of thousands of ratios overflows.
-    product = sequences.spread(bounded_exp(sequences.sum(log_rho, mask))).to(rho.dtype)
+    product = sequences.to_tokens(bounded_exp(sequences.sum(log_rho, mask))).to(rho.dtype)
     correction = Correction(weights=product.clamp(max=config.cap), dropped={})
     if config.weight == "sequence_mis":
         correction.dropped["sequence_mis"] = ~within(product, config.bounds or (0.5, 2.0))
@@ -163,7 +163,7 @@ def mismatch_sums(
     length = sequences.sum(mask, mask).clamp(min=1)
     gap = (sequences.sum(d, mask) / length).abs()
     # A sequence may be distributed over ranks, so every token contributes its share.
-    share = torch.where(mask, 1 / sequences.spread(length), 0.0)
+    share = torch.where(mask, 1 / sequences.to_tokens(length), 0.0)
 
     sums = {
         "mismatch/logprob_gap": d.abs().sum(),
@@ -174,8 +174,11 @@ def mismatch_sums(
         "mismatch/chi_square": ratio_minus_one.square().sum(),
         "mismatch/log_perplexity_train": torch.where(mask, -log_probs.detach(), 0.0).sum(),
         "mismatch/log_perplexity_rollout": torch.where(mask, -rollout_log_probs, 0.0).sum(),
-        "mismatch/log_ppl_gap": (share * sequences.spread(gap)).sum(),
+        "mismatch/log_perplexity_gap": (share * sequences.to_tokens(gap)).sum(),
         "sequences": share.sum(),
     }
-    maxima = {"mismatch/logprob_gap_max": d.abs().max(), "mismatch/log_ppl_gap_max": gap.max()}
+    maxima = {
+        "mismatch/logprob_gap_max": d.abs().max(),
+        "mismatch/log_perplexity_gap_max": gap.max(),
+    }
     return sums, maxima

@@ -78,18 +78,18 @@ def policy_objective(
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
-        roles = token_roles(batch, config.max_staleness)
+        masks = token_masks(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
-        weight = sequences.spread(sample_weight.to(log_probs.device))
+        weight = sequences.to_tokens(sample_weight.to(log_probs.device))
 
         trainer_log_probs = _trainer_log_probs(config, log_probs, batch)
-        correction = _correct(config, log_probs, trainer_log_probs, batch, roles, sequences)
-        learns = roles.fresh & correction.keeps
+        correction = _correct(config, log_probs, trainer_log_probs, batch, masks, sequences)
+        learns = masks.fresh & correction.keeps
 
         # Left-out tokens enter every term as zeros, so that their NaN does not reach a gradient.
         policy = _policy_loss(config, log_probs, batch, learns, sequences)
         terms = correction.weights * policy.loss - config.entropy_bonus * _only(learns, entropy)
-        if config.kl and config.kl.place == "loss" and batch.reference_log_probs is not None:
+        if config.kl and config.kl.apply_to == "loss" and batch.reference_log_probs is not None:
             reference = _only(learns, batch.reference_log_probs)
             kl = kl_estimate(_only(learns, log_probs), reference, config.kl.estimator)
             terms = terms + config.kl.coefficient * kl
@@ -100,12 +100,12 @@ def policy_objective(
         # Metrics cover all sampled tokens, including those that are left out.
         rollout_log_probs = batch.column("rollout_log_probs")
         sums, maxima = mismatch_sums(
-            trainer_log_probs, rollout_log_probs, roles.comparable, sequences
+            trainer_log_probs, rollout_log_probs, masks.comparable, sequences
         )
-        sums |= _policy_sums(config, log_probs, entropy, batch, roles, policy, learns)
-        sums |= _correction_sums(config, correction, trainer_log_probs, batch, roles)
+        sums |= _policy_sums(config, log_probs, entropy, batch, masks, policy, learns)
+        sums |= _correction_sums(config, correction, trainer_log_probs, batch, masks)
         if config.max_staleness > 0:
-            sums |= _sums_by_age(trainer_log_probs, policy.ratio, batch, roles)
+            sums |= _sums_by_age(trainer_log_probs, policy.ratio, batch, masks)
         sums["loss"] = total
         maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
         token_values = {"trainer_log_probs": trainer_log_probs, "entropy": entropy.detach()}
@@ -115,7 +115,7 @@ def policy_objective(
 
 
 @dataclass(frozen=True)
-class TokenRoles:
+class TokenMasks:
     """Roles of the tokens of a micro-batch, bool [tokens] each."""
 
     sampled: torch.Tensor
@@ -125,11 +125,11 @@ class TokenRoles:
     fresh: torch.Tensor
     """Sampled and not stale."""
     comparable: torch.Tensor
-    """Fresh, and sampled by the engine in this context, that is, not grafted."""
+    """Fresh, and sampled by the engine in this context, that is, not spliced."""
 
 
-def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
-    """Return the roles of tokens from the masks and the staleness of a micro-batch."""
+def token_masks(batch: PackedBatch, max_staleness: int) -> TokenMasks:
+    """Return the masks of tokens from the masks and the staleness of a micro-batch."""
     sampled = batch.loss_mask
     stale = torch.zeros_like(sampled)
     if batch.staleness is not None:
@@ -137,9 +137,9 @@ def token_roles(batch: PackedBatch, max_staleness: int) -> TokenRoles:
     fresh = sampled & ~stale
 
     comparable = fresh
-    if batch.is_grafted is not None:
-        comparable = fresh & ~batch.is_grafted
-    return TokenRoles(sampled=sampled, stale=stale, fresh=fresh, comparable=comparable)
+    if batch.is_spliced is not None:
+        comparable = fresh & ~batch.is_spliced
+    return TokenMasks(sampled=sampled, stale=stale, fresh=fresh, comparable=comparable)
 
 
 def _trainer_log_probs(
@@ -160,7 +160,7 @@ def _correct(
     log_probs: torch.Tensor,
     trainer_log_probs: torch.Tensor,
     batch: PackedBatch,
-    roles: TokenRoles,
+    masks: TokenMasks,
     sequences: Sequences,
 ) -> Correction:
     """Apply rollout correction to the tokens of a micro-batch."""
@@ -171,11 +171,11 @@ def _correct(
     return rollout_correction(
         config.correction,
         log_rho=trainer_log_probs - batch.column("rollout_log_probs"),
-        mask=roles.comparable,
+        mask=masks.comparable,
         sequences=sequences,
         advantages=batch.column("advantages"),
         log_old_over_new=log_old_over_new,
-        moved_mask=roles.fresh,
+        moved_mask=masks.fresh,
     )
 
 
@@ -242,15 +242,15 @@ def _policy_sums(
     log_probs: torch.Tensor,
     entropy: torch.Tensor,
     batch: PackedBatch,
-    roles: TokenRoles,
+    masks: TokenMasks,
     policy: PolicyLoss,
     learns: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of the policy's metrics."""
-    sampled = roles.sampled
+    sampled = masks.sampled
     sums = {
         "tokens": sampled.sum(),
-        "comparable": roles.comparable.sum(),
+        "comparable": masks.comparable.sum(),
         "entropy": _only(sampled, entropy).sum(),
         "clip_fraction": (policy.clipped & learns).sum(),
         "ratio/mean": _only(sampled, policy.ratio).sum(),
@@ -267,38 +267,38 @@ def _correction_sums(
     correction: Correction,
     trainer_log_probs: torch.Tensor,
     batch: PackedBatch,
-    roles: TokenRoles,
+    masks: TokenMasks,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of the correction's metrics: weights and dropped tokens."""
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
-        "correction/weight": _only(roles.fresh, correction.weights).sum(),
-        "correction/truncated": (roles.comparable & (rho > config.correction.cap)).sum(),
-        "correction/dropped_stale": (roles.stale & roles.sampled).sum(),
+        "correction/weight": _only(masks.fresh, correction.weights).sum(),
+        "correction/truncated": (masks.comparable & (rho > config.correction.cap)).sum(),
+        "correction/dropped_stale": (masks.stale & masks.sampled).sum(),
     }
     for reason, tokens in correction.dropped.items():
-        sums[f"correction/dropped_{reason}"] = (tokens & roles.sampled).sum()
+        sums[f"correction/dropped_{reason}"] = (tokens & masks.sampled).sum()
     return sums
 
 
 def _sums_by_age(
-    trainer_log_probs: torch.Tensor, ratio: torch.Tensor, batch: PackedBatch, roles: TokenRoles
+    trainer_log_probs: torch.Tensor, ratio: torch.Tensor, batch: PackedBatch, masks: TokenMasks
 ) -> dict[str, torch.Tensor]:
     """Return the sums of mismatch (k3), rho and importance ratio of comparable tokens, by age.
 
     Effects of staleness show only in stale tokens. Other faults show in fresh tokens, too.
     """
-    is_stale = torch.zeros_like(roles.comparable)
+    is_stale = torch.zeros_like(masks.comparable)
     if batch.staleness is not None:
         is_stale = batch.staleness > 0
 
     log_rho = torch.where(
-        roles.comparable, trainer_log_probs - batch.column("rollout_log_probs"), 0.0
+        masks.comparable, trainer_log_probs - batch.column("rollout_log_probs"), 0.0
     )
     rho = bounded_exp(log_rho)
     sums: dict[str, torch.Tensor] = {}
     for age, mask in (("fresh", ~is_stale), ("stale", is_stale)):
-        mask = roles.comparable & mask
+        mask = masks.comparable & mask
         sums |= {
             f"{age}/tokens": mask.sum(),
             f"{age}/kl_k3": _only(mask, bounded_expm1(log_rho) - log_rho).sum(),
@@ -329,14 +329,14 @@ def value_objective(
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
         batch_values, batch_returns = batch.column("values"), batch.column("returns")
-        roles = token_roles(batch, config.max_staleness)
+        masks = token_masks(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
-        weight = sequences.spread(sample_weight.to(values.device))
+        weight = sequences.to_tokens(sample_weight.to(values.device))
 
         # Without old log-probs the trainer's log-probs are unknown. The configuration refuses this.
-        learns = roles.fresh
+        learns = masks.fresh
         if config.correction.rejects and batch.old_log_probs is not None:
-            learns = learns & _correction_before_update(config, batch, roles, sequences).keeps
+            learns = learns & _correction_before_update(config, batch, masks, sequences).keeps
 
         old_values = _only(learns, batch_values)
         returns = _only(learns, batch_returns)
@@ -347,11 +347,11 @@ def value_objective(
 
         error = (batch_returns - values.detach()).square()
         sums = {
-            "error": _only(roles.sampled, error).sum(),
-            "returns": _only(roles.sampled, batch_returns).sum(),
-            "returns_square": _only(roles.sampled, batch_returns.square()).sum(),
+            "error": _only(masks.sampled, error).sum(),
+            "returns": _only(masks.sampled, batch_returns).sum(),
+            "returns_square": _only(masks.sampled, batch_returns.square()).sum(),
             "loss": total,
-            "tokens": roles.sampled.sum(),
+            "tokens": masks.sampled.sum(),
             "clipped": (clipped & learns).sum(),
         }
         return LossOutput(total, sums)
@@ -360,14 +360,14 @@ def value_objective(
 
 
 def _correction_before_update(
-    config: AlgorithmConfig, batch: PackedBatch, roles: TokenRoles, sequences: Sequences
+    config: AlgorithmConfig, batch: PackedBatch, masks: TokenMasks, sequences: Sequences
 ) -> Correction:
     """Return the correction by the trainer's log-probs from before the update."""
     assert batch.old_log_probs is not None
     return rollout_correction(
         config.correction,
         log_rho=batch.old_log_probs - batch.column("rollout_log_probs"),
-        mask=roles.comparable,
+        mask=masks.comparable,
         sequences=sequences,
         advantages=batch.column("advantages"),
     )

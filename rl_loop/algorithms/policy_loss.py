@@ -144,7 +144,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
     if inputs.old_log_probs is not None:
         sequences = inputs.sequences
         mean = sequences.mean(inputs.log_ratio(), inputs.mask)
-        log_ratio = sequences.spread(mean).to(inputs.log_probs.dtype)
+        log_ratio = sequences.to_tokens(mean).to(inputs.log_probs.dtype)
 
         # The token's p / sg(p), shifted exactly to the ratio of its sequence.
         inputs = replace(inputs, old_log_probs=inputs.log_probs.detach() - log_ratio)

@@ -30,7 +30,7 @@ class Sequences:
         """Average values [tokens] over masked tokens -> [count], fp64. 0 without masked tokens."""
         return self.sum(values, mask) / self.sum(mask, mask).clamp(min=1)
 
-    def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
+    def to_tokens(self, per_sequence: torch.Tensor) -> torch.Tensor:
         """Return for every token the value of its sequence: [count] -> [tokens]."""
         return per_sequence[self.index]
 

@@ -31,7 +31,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Sight:
+class FaultVisibility:
     """Visibility of one known fault in one check, in nats per token or as a relative error."""
 
     fault: str
@@ -56,7 +56,7 @@ class CheckResult:
     summary: str
     """Result in one sentence."""
     causes: tuple[Cause, ...] = ()
-    sights: tuple[Sight, ...] = ()
+    visibilities: tuple[FaultVisibility, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
     """Table of numbers. The first row is the header."""
     seconds: float = 0.0

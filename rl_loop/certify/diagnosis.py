@@ -13,7 +13,7 @@ from rl_loop.certify.examination import gap
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.variants import Variant, combined
 
-MOST_FAULTS = 3
+MAX_FAULTS = 3
 """Maximum number of faults per subject."""
 WORTHWHILE = 0.6
 """A fault counts as an explanation if it reduces the gap below this share."""
@@ -60,7 +60,7 @@ def explain(
     variant = start
     before = after = gap(answered, evaluate(variant))
     faults: list[Fault] = []
-    while after > limit and len(faults) < MOST_FAULTS:
+    while after > limit and len(faults) < MAX_FAULTS:
         gaps = {}
         for fault in candidates:
             if fault not in faults:

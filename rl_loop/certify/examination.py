@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_loop.certify.certificate import Sight
+from rl_loop.certify.certificate import FaultVisibility
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.model import DTYPES, Precision, Weights
 from rl_loop.certify.subject import Scored, Subject, checked_scores
@@ -30,22 +30,24 @@ FLOORS: dict[Precision, float] = {"fp32": 1e-5, "bf16": 1e-2}
 """Minimum of all limits in nats: a few errors of an fp32 log-softmax, or of a bf16 logit."""
 TOP = 16
 """Number of tokens to inspect for a fault."""
-LARGEST_GAP = 1.0
+MAX_GAP = 1.0
 """Maximum gap per token, in nats, when explanations are compared."""
 
 
-Which = Literal["exact", "rounded", "updated", "updated_rounded"]
+ReferenceName = Literal["exact", "rounded", "updated", "updated_rounded"]
 """Name of a reference of an examination."""
 
 
 @dataclass
-class Memory:
+class ResultCache:
     """Cached results of the references."""
 
-    evaluated: dict[tuple[Which, tuple[int, ...], Variant], Evaluated] = field(default_factory=dict)
-    gradients: dict[tuple[Which, tuple[tuple[int, ...], ...], Variant], dict[str, Tensor]] = field(
+    evaluated: dict[tuple[ReferenceName, tuple[int, ...], Variant], Evaluated] = field(
         default_factory=dict
     )
+    gradients: dict[
+        tuple[ReferenceName, tuple[tuple[int, ...], ...], Variant], dict[str, Tensor]
+    ] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Examination:
     """Faults that were found, as one variant. Later checks compare with it, so that one fault is
     not reported as another."""
     found: list[Fault] = field(default_factory=list)
-    memory: Memory = field(default_factory=Memory)
+    memory: ResultCache = field(default_factory=ResultCache)
     _scored: dict[tuple[int, ...], Scored] = field(default_factory=dict)
 
     @cached_property
@@ -107,7 +109,9 @@ class Examination:
         """Return the subject's log-probs of texts, concatenated, fp64."""
         return joined([scored.log_probs for scored in self.scored(texts)])
 
-    def evaluated(self, text: Text, variant: Variant = EXACT, which: Which = "exact") -> Evaluated:
+    def evaluated(
+        self, text: Text, variant: Variant = EXACT, which: ReferenceName = "exact"
+    ) -> Evaluated:
         """Return the result of a reference for a text. Results are cached."""
         key = (which, text.ids, variant)
         if key not in self.memory.evaluated:
@@ -119,7 +123,7 @@ class Examination:
         self,
         texts: Sequence[Text],
         variant: Variant | None = None,
-        which: Which = "exact",
+        which: ReferenceName = "exact",
     ) -> Tensor:
         """Return a reference's log-probs of texts, concatenated.
 
@@ -136,7 +140,7 @@ class Examination:
         return (self.expected(texts, EXACT, "rounded") - self.expected(texts, EXACT)).abs()
 
     def gradients(
-        self, texts: Sequence[Text], variant: Variant, which: Which = "exact"
+        self, texts: Sequence[Text], variant: Variant, which: ReferenceName = "exact"
     ) -> dict[str, Tensor]:
         """Return a reference's gradients. Results are cached."""
         key = (which, tuple(text.ids for text in texts), variant)
@@ -154,18 +158,18 @@ class Examination:
         return max(SAFETY * float(typical), FLOORS[self.precision])
 
     def mean_limit(self, noise: Tensor) -> float:
-        """Return the limit of the mean gap, with each gap clamped to LARGEST_GAP."""
-        return max(SAFETY * float(noise.clamp(max=LARGEST_GAP).mean()), FLOORS[self.precision])
+        """Return the limit of the mean gap, with each gap clamped to MAX_GAP."""
+        return max(SAFETY * float(noise.clamp(max=MAX_GAP).mean()), FLOORS[self.precision])
 
-    def sights(
+    def visibilities(
         self, faults: Sequence[Fault], texts: Sequence[Text], start: Variant
-    ) -> tuple[Sight, ...]:
+    ) -> tuple[FaultVisibility, ...]:
         """Search the subject's scores for faults in addition to those of ``start``."""
 
         def with_fault(fault: Fault) -> Tensor:
             return self.expected(texts, combined(start, fault.variant))
 
-        return self.look(
+        return self.measure_visibility(
             faults,
             with_fault,
             self.log_probs(texts),
@@ -173,7 +177,7 @@ class Examination:
             self.noise(texts),
         )
 
-    def look(
+    def measure_visibility(
         self,
         faults: Sequence[Fault],
         with_fault: Callable[[Fault], Tensor],
@@ -181,7 +185,7 @@ class Examination:
         expected: Tensor,
         noise: Tensor,
         top: int = TOP,
-    ) -> tuple[Sight, ...]:
+    ) -> tuple[FaultVisibility, ...]:
         """Search log-probs [tokens] for faults.
 
         Args:
@@ -196,14 +200,14 @@ class Examination:
             The visibility of each fault, and the subject's deviation there.
         """
         gaps = (answered - expected).abs()
-        sights = []
+        visibilities = []
         for fault in faults:
             moved = (with_fault(fault) - expected).abs()
             tokens = moved.topk(min(top, len(moved))).indices
             visible = float(moved[tokens].median())
             limit = self.limit(noise, tokens)
-            sights.append(
-                Sight(
+            visibilities.append(
+                FaultVisibility(
                     fault=fault.name,
                     source=fault.source,
                     visible=visible,
@@ -212,7 +216,7 @@ class Examination:
                     is_visible=visible >= VISIBLE * limit,
                 )
             )
-        return tuple(sights)
+        return tuple(visibilities)
 
 
 def joined(values: Sequence[Sequence[float]]) -> Tensor:
@@ -221,5 +225,5 @@ def joined(values: Sequence[Sequence[float]]) -> Tensor:
 
 
 def gap(answered: Tensor, expected: Tensor) -> float:
-    """Return the mean gap, with each token's gap clamped to LARGEST_GAP."""
-    return float((answered - expected).abs().clamp(max=LARGEST_GAP).mean())
+    """Return the mean gap, with each token's gap clamped to MAX_GAP."""
+    return float((answered - expected).abs().clamp(max=MAX_GAP).mean())

@@ -23,7 +23,7 @@ from rl_loop.certify.model import (
     read_weights,
     vocabulary_of,
 )
-from rl_loop.certify.subject import NotOffered, Subject, SubjectFailed
+from rl_loop.certify.subject import Subject, SubjectFailed, UnsupportedOperation
 from rl_loop.certify.texts import Text, Texts
 from rl_loop.certify.variants import Reference, variant_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
@@ -116,7 +116,7 @@ def run_checks(
         started = time.process_time()
         try:
             result = check(exam)
-        except NotOffered as reason:
+        except UnsupportedOperation as reason:
             result = CheckResult(name, TITLES[name], Status.SKIPPED, str(reason))
         except SubjectFailed as failure:
             result = CheckResult(name, TITLES[name], Status.FAILED, str(failure))

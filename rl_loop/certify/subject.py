@@ -12,7 +12,7 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 
 
-class NotOffered(NotImplementedError):
+class UnsupportedOperation(NotImplementedError):
     """Operation that the subject does not support. Checks that need it are skipped."""
 
 
@@ -57,42 +57,42 @@ class Subject:
 
     def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         """Score texts that are concatenated in one packed row."""
-        self._refuse("packed rows")
+        self._reject("packed rows")
 
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
     ) -> list[Scored]:
         """Score texts with given experts, int64 [n - 1, layers, top_k], instead of the router's."""
-        self._refuse("routes that are given")
+        self._reject("routes that are given")
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
         """Continue a prompt greedily. No token stops generation."""
-        self._refuse("generation")
+        self._reject("generation")
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return the gradients of the mean of -log p over all predicted tokens of all texts.
 
         They have the names and layouts of Hugging Face. The weights do not change.
         """
-        self._refuse("gradients")
+        self._reject("gradients")
 
     def update(self, directory: Path) -> None:
         """Load the weights of another Hugging Face directory with the same architecture."""
-        self._refuse("an update of its weights")
+        self._reject("an update of its weights")
 
     def render(self, messages: Sequence[HarmonyMessage]) -> list[int]:
         """Return the token ids of a conversation."""
-        self._refuse("rendering of conversations")
+        self._reject("rendering of conversations")
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text. Names of special tokens in it mean the tokens."""
-        self._refuse("tokenizing")
+        self._reject("tokenizing")
 
     def close(self) -> None:
         """Release all resources."""
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise NotOffered(f"{self.name} does not offer {what}")
+    def _reject(self, what: str) -> NoReturn:
+        raise UnsupportedOperation(f"{self.name} does not offer {what}")
 
 
 def checked_scores(

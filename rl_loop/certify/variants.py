@@ -20,7 +20,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 
 EVERY_LAYER = -1
 
-Which = Literal["all", "weights", "biases"]
+GateUpPart = Literal["all", "weights", "biases"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Variant:
     clamp: Literal["exact", "absent", "before bias"] = "exact"
     up_offset: float = 1.0
     slope: float = SWISH_SLOPE
-    concatenated: Which | None = None
+    concatenated: GateUpPart | None = None
     """Tensors whose gate and up channels are read as halves instead of alternating."""
     swapped_gate_up: bool = False
     transposed_down: int | None = None
@@ -306,7 +306,7 @@ class VariantGptOss(GptOss):
 
     # -- experts ----------------------------------------------------------------------------------
 
-    def choose(self, layer: int, logits: Tensor) -> Tensor:
+    def choose_experts(self, layer: int, logits: Tensor) -> Tensor:
         top_k = self.config.experts_per_token
         ranked, order = logits.topk(min(top_k + 1, logits.shape[-1]))
         chosen = order[:, :top_k] if self.given is None else self.given[:, layer]
@@ -314,11 +314,11 @@ class VariantGptOss(GptOss):
         self.routes.append(chosen)
         return chosen
 
-    def shares(self, logits: Tensor, chosen: Tensor) -> Tensor:
+    def expert_weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         if self.variant.router_softmax == "all":
             shares = logits.softmax(-1).gather(-1, chosen)
         else:
-            shares = super().shares(logits, chosen)
+            shares = super().expert_weights(logits, chosen)
         return shares if self.variant.router_gradient else shares.detach()
 
     def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ def variant_frequencies(
     return frequencies, 1.0 if variant.yarn == "no concentration" else factor
 
 
-def _halves(x: Tensor, variant: Variant, what: Which) -> tuple[Tensor, Tensor]:
+def _halves(x: Tensor, variant: Variant, what: GateUpPart) -> tuple[Tensor, Tensor]:
     """Split the last dimension into gate and up channels."""
     if variant.concatenated in (what, "all"):
         first, second = x.chunk(2, dim=-1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, TruncatedTurn
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 
@@ -170,7 +170,7 @@ class ChatCodec(Protocol):
         """
         ...
 
-    def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
+    def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off, as far as possible like ``parse_for_client``."""
         ...
 

@@ -5,9 +5,9 @@ import math
 from decimal import Decimal
 from typing import Any
 
-LONGEST_TEXT = 65_536
+MAX_TEXT_CHARACTERS = 65_536
 """Maximum characters of JSON that is compared by value."""
-LONGEST_INTEGER = 8192
+MAX_INTEGER_BITS = 8192
 """Maximum bits of an integer that is compared by its decimal digits."""
 
 
@@ -17,7 +17,7 @@ def canonical_json(text: str) -> Any:
     Empty arguments are an empty object, because clients send them. Very long text is returned
     unchanged, because parsing would take too long.
     """
-    if len(text) > LONGEST_TEXT:
+    if len(text) > MAX_TEXT_CHARACTERS:
         return text
     if not text.strip():
         return canonical_value({})
@@ -44,7 +44,7 @@ def canonical_value(value: Any) -> Any:
             return value
         case int():
             # Python does not convert integers with thousands of digits.
-            is_short = value.bit_length() < LONGEST_INTEGER
+            is_short = value.bit_length() < MAX_INTEGER_BITS
             return ["number", _integer(str(value)).digits if is_short else hex(value)]
         case float():
             return ["number", _float(repr(value)).digits]

@@ -41,7 +41,7 @@ class FormatError:
 
 
 @dataclass(frozen=True)
-class CutTurn:
+class TruncatedTurn:
     """Sampled turn that a limit cut off."""
 
     messages: list[ParsedMessage]

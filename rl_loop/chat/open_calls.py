@@ -22,11 +22,11 @@ class OpenCall:
     call_id: str | None
     recipient: str
     channel: str
-    is_left: bool = False
+    is_skipped: bool = False
     """True if the conversation continued with a message other than the answer."""
 
 
-class UnmatchedAnswer(ValueError):
+class UnmatchedToolOutput(ValueError):
     """Answer of a tool that belongs to no call, or to an ambiguous one."""
 
     def __init__(self, place: int, message: str) -> None:
@@ -61,20 +61,20 @@ def answered_calls(
         by_place: allow answers without id and name if calls of different functions are open.
 
     Raises:
-        UnmatchedAnswer: if a call is missing or ambiguous.
+        UnmatchedToolOutput: if a call is missing or ambiguous.
     """
     # Ids of answers are useless if the calls were recorded without ids.
     has_ids = any(call.call_id is not None for call in calls) or not by_place
     claims = [_claim(answer, has_ids) for answer in answers]
 
-    left = [*(c for c in calls if not c.is_left), *(c for c in calls if c.is_left)]
+    left = [*(c for c in calls if not c.is_skipped), *(c for c in calls if c.is_skipped)]
     matched: dict[int, OpenCall] = {}
     # The most specific answers choose first.
     for place in sorted(range(len(answers)), key=lambda i: claims[i].rank):
         try:
             call = claims[place].choose(left, by_place)
         except ValueError as error:
-            raise UnmatchedAnswer(place, str(error)) from None
+            raise UnmatchedToolOutput(place, str(error)) from None
         left.remove(call)
         matched[place] = call
     return [matched[place] for place in range(len(answers))]
@@ -86,7 +86,7 @@ def in_call_order(
     """Sort consecutive answers by the order of their calls. Arguments as in ``answered_calls``.
 
     Raises:
-        UnmatchedAnswer: as in ``answered_calls``. Also if a call of a function is answered but an
+        UnmatchedToolOutput: as in ``answered_calls``. Also if a call of a function is answered but an
             earlier call of the same turn and function is not.
     """
     matched = answered_calls(calls, [message for _, message in answers], by_place=by_place)
@@ -97,10 +97,10 @@ def in_call_order(
     missing: set[str] = set()
     for call in calls:
         if id(call) not in answered:
-            if not call.is_left:
+            if not call.is_skipped:
                 missing.add(call.recipient)
         elif call.recipient in missing:
-            raise UnmatchedAnswer(
+            raise UnmatchedToolOutput(
                 matched.index(call),
                 f"an earlier call of {call.recipient} has no result, but results of calls with "
                 "the same name are matched by their order. Send the results of all calls "
@@ -123,7 +123,7 @@ def with_answers_in_order(
     def take_answers() -> None:
         try:
             ordered.extend(message for (_, message), _ in in_call_order(calls, answers))
-        except UnmatchedAnswer:
+        except UnmatchedToolOutput:
             ordered.extend(message for _, message in answers)
         answers.clear()
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_loop.chat.codec import Effort, without_surrogates
-from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, TruncatedTurn
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.chatml.chat_template import CHAT_TEMPLATE
@@ -133,17 +133,17 @@ class ChatMl:
         Raises:
             ValueError: if a message or a tool cannot be rendered. The error names it.
         """
-        return self.render_opening(chat_messages(messages), (*builtin_tools, *tools))
+        return self.render_prefix(chat_messages(messages), (*builtin_tools, *tools))
 
-    def render_opening(
+    def render_prefix(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool | BuiltinTool | PythonTool] = (),
     ) -> list[int]:
         """Render messages that were read, like ``render_prompt``. Raises ValueError for a tool."""
-        return self._render_opening(messages, self._described(tools))
+        return self._render_prefix(messages, self._described(tools))
 
-    def _render_opening(
+    def _render_prefix(
         self, messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]]
     ) -> list[int]:
         """Render a description of ``functions``, in OpenAI's format, and then the messages."""
@@ -170,7 +170,7 @@ class ChatMl:
         """
         check_names(tools)
         read = answered_messages(messages, open_calls)
-        return self._render_opening(read, [_openai_function(tool) for tool in tools])
+        return self._render_prefix(read, [_openai_function(tool) for tool in tools])
 
     def render_continuation(
         self, messages: Sequence[dict[str, Any]], open_calls: list[OpenCall], first_number: int
@@ -212,9 +212,9 @@ class ChatMl:
         calls = tuple(_call_of(m) for m in messages if m.recipient is not None)
         return self.render_turn(ChatMessage("assistant", text, calls))
 
-    def render_turn(self, message: ChatMessage, is_cut: bool = False) -> list[int]:
+    def render_turn(self, message: ChatMessage, is_truncated: bool = False) -> list[int]:
         """Render a turn as a policy would sample it, without a stop token if it was cut off."""
-        end: list[Piece] = [] if is_cut else [_Markup(IM_END)]
+        end: list[Piece] = [] if is_truncated else [_Markup(IM_END)]
         return self._encode([*_turn_pieces(message), *end])
 
     def chat_template(self) -> str:
@@ -294,7 +294,7 @@ class ChatMl:
             return turn
         return _messages_of(turn, "commentary", [_function_call(call) for call in turn.calls])
 
-    def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
+    def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off: see ``ChatCodec``.
 
         The conversation continues behind the whole turn. A truncated call is ignored, because its
@@ -308,7 +308,7 @@ class ChatMl:
             messages = []
             if isinstance(turn, _SampledTurn) and (turn.text or turn.calls):
                 messages = _messages_of(turn, "commentary", list(map(_function_call, turn.calls)))
-        return CutTurn(messages, (self._end,))
+        return TruncatedTurn(messages, (self._end,))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Return all of a conversation, because ChatML shows earlier turns in full."""

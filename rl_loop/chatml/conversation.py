@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rl_loop.chat.open_calls import (
     Numbered,
     OpenCall,
-    UnmatchedAnswer,
+    UnmatchedToolOutput,
     answered_calls,
     calls_of,
     in_call_order,
@@ -110,7 +110,7 @@ def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) ->
     """Return the answers to all calls of a turn in the order of the calls. Raises ValueError."""
     try:
         answered = answered_calls(calls, [message for _, message in answers])
-    except UnmatchedAnswer as error:
+    except UnmatchedToolOutput as error:
         raise ValueError(f"{describe_message(*answers[error.place])}: {error}") from None
     for call in calls:
         if call not in answered:

@@ -13,7 +13,7 @@ Ray raises OutOfMemoryError, which is not a RayActorError, for actors that its m
 type ActorDeath = RayActorError | OutOfMemoryError
 
 
-def died_by_itself(error: Exception) -> bool:
+def process_died(error: Exception) -> bool:
     """Return True if an actor's process died, False if its constructor raised an error."""
     if isinstance(error, RayActorError):
         return not error.actor_init_failed

@@ -51,15 +51,15 @@ def ranks_are_here(world_size: int) -> bool:
     return nodes == {ray.get_runtime_context().get_node_id()}
 
 
-class PlaceLost(UserError):
+class NodeLostError(UserError):
     """The node on which an actor was planned has died."""
 
 
-def check_place(role: str, index: int) -> None:
+def check_node(role: str, index: int) -> None:
     """Check that a living node offers the resource of an actor. Otherwise Ray would wait forever.
 
     Raises:
-        PlaceLost: if the node has died.
+        NodeLostError: if the node has died.
     """
     if not has_placement():
         return
@@ -70,13 +70,13 @@ def check_place(role: str, index: int) -> None:
     place = f"{role}_{index}"
     if not any(node["Alive"] and place in node["Resources"] for node in nodes):
         dead = sorted(node["NodeName"] for node in nodes if not node["Alive"])
-        raise PlaceLost(
+        raise NodeLostError(
             f"{role.replace('_', ' ')} {index} cannot be restarted, because its node has died "
             f"({', '.join(dead)}). Continue with --resume"
         )
 
 
-def outlive_sigterm(actor: Any) -> None:
+def ignore_sigterm(actor: Any) -> None:
     """Ignore SIGTERM in the calling process, which runs ``actor``, if it is on a cluster.
 
     Slurm sends SIGTERM to every process before it takes the nodes back. Ray's workers would exit
@@ -88,7 +88,7 @@ def outlive_sigterm(actor: Any) -> None:
         _libc.signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Let the kernel kill this child process when its parent exits for any reason.
 
     Call it between fork and exec.

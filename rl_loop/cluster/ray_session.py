@@ -86,7 +86,7 @@ NO_PORT = -1
 With any other number Ray's processes would send the run's token to the program that listens there.
 """
 
-IDLE_PARTS = ("start_monitor", "start_log_monitor", "start_api_server")
+UNUSED_PARTS = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's Node that start programs without use for a run on one machine.
 
 - The autoscaler's monitor has no nodes to request.
@@ -150,7 +150,7 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
         start_local_ray(object_store_bytes=object_store_bytes)
         processes = _local_processes()
     try:
-        with naming_their_death(processes):
+        with end_with_message_on_exit(processes):
             yield
     finally:
         ray.shutdown()
@@ -165,12 +165,12 @@ class RayProcesses:
 
 
 @contextmanager
-def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
+def end_with_message_on_exit(processes: RayProcesses | None) -> Iterator[None]:
     """End this process and its Ray, with a message, if one of ``processes`` exits within the block.
 
     When the raylet has died, Ray's C++ code ends the driver within milliseconds. No Python handler
     runs, and the user would see only a dump of the raylet's state. Therefore another process prints
-    the message (``death_notice``). When the control store has died, a run would continue for a
+    the message (``exit_monitor``). When the control store has died, a run would continue for a
     minute, unable to start actors, and then end in the same way.
 
     Args:
@@ -183,7 +183,7 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
     raylet = os.pidfd_open(processes.raylet)
     control_store = os.pidfd_open(processes.control_store)
     block_ends, end_block = os.pipe()
-    notice = _start_notice(raylet, death_of("node", "raylet", processes.raylet))
+    notice = _start_monitor(raylet, describe_exit("node", "raylet", processes.raylet))
 
     def watch() -> None:
         ended, _, _ = select.select([raylet, control_store, block_ends], [], [])
@@ -194,7 +194,7 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
         else:
             notice.kill()
             sys.stderr.write(
-                death_of("control store", "gcs_server", processes.control_store) + "\n"
+                describe_exit("control store", "gcs_server", processes.control_store) + "\n"
             )
             sys.stderr.flush()
             kill_tree(processes.raylet)
@@ -213,7 +213,7 @@ def naming_their_death(processes: RayProcesses | None) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
+def _start_monitor(process: int, message: str) -> subprocess.Popen[bytes]:
     """Start the program that writes ``message`` when a process exits.
 
     It runs in a separate session, so that signals of a terminal do not reach it.
@@ -225,7 +225,7 @@ def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
     Returns:
         The program. It exits silently when its standard input closes.
     """
-    program = Path(__file__).with_name("death_notice.py")
+    program = Path(__file__).with_name("exit_monitor.py")
     # -S and -E skip site packages and Python's variables, for a fast start.
     command = [sys.executable, "-S", "-E", str(program), str(process), message]
     return subprocess.Popen(
@@ -233,7 +233,7 @@ def _start_notice(process: int, message: str) -> subprocess.Popen[bytes]:
     )
 
 
-def death_of(part: str, program: str, process: int) -> str:
+def describe_exit(part: str, program: str, process: int) -> str:
     """Return the last message to the user after the death of a part of Ray."""
     return (
         f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, which "
@@ -293,7 +293,12 @@ def start_local_ray(
     directory = local_directory()
     os.environ.update(local_environment())
     require_ray_token(_new_token(directory))
-    with patient_start(seconds), _without_idle_parts(), _with_silent_agent(), _on_loopback():
+    with (
+        with_start_timeout(seconds),
+        _without_unused_parts(),
+        _without_agent_services(),
+        _on_loopback(),
+    ):
         ray.init(
             address="local",
             num_cpus=num_cpus or os.cpu_count(),
@@ -342,7 +347,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _with_silent_agent() -> Iterator[None]:
+def _without_agent_services() -> Iterator[None]:
     """Start the dashboard's agent without services, in a Ray that starts within the block.
 
     The raylet needs the agent's process. The agent's services (jobs, logs, profiles, metrics) are
@@ -359,13 +364,13 @@ def _with_silent_agent() -> Iterator[None]:
 
 
 @contextmanager
-def _without_idle_parts() -> Iterator[None]:
-    """Leave IDLE_PARTS out of a Ray that starts within the block."""
+def _without_unused_parts() -> Iterator[None]:
+    """Leave UNUSED_PARTS out of a Ray that starts within the block."""
     import ray
 
     node_class: Any = ray._private.node.Node
-    replaced = {name: getattr(node_class, name) for name in IDLE_PARTS}
-    for name in IDLE_PARTS:
+    replaced = {name: getattr(node_class, name) for name in UNUSED_PARTS}
+    for name in UNUSED_PARTS:
         setattr(node_class, name, lambda node, **options: None)
     try:
         yield
@@ -375,7 +380,7 @@ def _without_idle_parts() -> Iterator[None]:
 
 
 @contextmanager
-def patient_start(seconds: float = START_SECONDS) -> Iterator[None]:
+def with_start_timeout(seconds: float = START_SECONDS) -> Iterator[None]:
     """Give a Ray node that starts within the block ``seconds`` to start.
 
     Raises:
@@ -503,9 +508,9 @@ def main() -> None:
     internals.get_ray_client_dependency_error = lambda: ImportError("the client is switched off")
     is_local = f"--node-ip-address={LOOPBACK}" in sys.argv
     with ExitStack() as stack:
-        stack.enter_context(patient_start())
+        stack.enter_context(with_start_timeout())
         if _is_without_metrics():
-            stack.enter_context(_with_silent_agent())
+            stack.enter_context(_without_agent_services())
         if is_local:
             stack.enter_context(_on_loopback())
         internals.main()

@@ -27,8 +27,8 @@ class EpisodeLimits(BaseModel):
     max_observation_bytes: int = Field(65536, ge=256)
     """Maximum UTF-8 bytes of tool outputs, or of the user's message, between two turns. Longer
     texts are cut in the middle."""
-    truncated_episodes: Literal["penalise", "mask"] = "penalise"
-    """Treatment of an episode that a limit ends. penalise: it counts as a failure. mask: it is not
+    truncated_episodes: Literal["penalize", "mask"] = "penalize"
+    """Treatment of an episode that a limit ends. penalize: it counts as a failure. mask: it is not
     trained on, but counts in the mean of its group."""
 
 

@@ -7,5 +7,5 @@ class ConfigError(UserError, ValueError):
     """A configuration file or an override is wrong. The message names the file and every key."""
 
 
-class CannotStart(ConfigError):
+class StartError(ConfigError):
     """A requirement of the run is missing. The message names it, its key and a remedy."""

@@ -62,7 +62,7 @@ def load_config[Config: RunConfig](
         changes = _insert_named_section(path, tree, key, changes)
     changes = _name_only_sources(tree, changes)
     _drop_replaced_sections(tree, changes)
-    _refuse_split_data(path, tree, changes)
+    _reject_split_data(path, tree, changes)
 
     try:
         changes = _insert_choices(tree, changes)
@@ -109,7 +109,7 @@ def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
     return renamed
 
 
-def _refuse_split_data(path: Path, tree: Any, changes: list[str]) -> None:
+def _reject_split_data(path: Path, tree: Any, changes: list[str]) -> None:
     """Raise ConfigError if overrides replace training data but not the file's held-out data."""
     keys = {key for change in changes for key in _keys_of_change(change)}
     for key in sorted(keys):
@@ -406,7 +406,7 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        _refuse_other_kind(path, kind, error)
+        _reject_other_kind(path, kind, error)
         mistakes = [
             f"  {_key_of(mistake)}: {_explain(mistake, kind)}" for mistake in error.errors()
         ]
@@ -414,7 +414,7 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
         raise ConfigError(f"{path} is not a valid {kind.__name__}:\n{listed}") from None
 
 
-def _refuse_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
+def _reject_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
     """Raise ConfigError if keys that ``kind`` does not have belong to the other command."""
     # Only top-level keys differ between the two kinds. A typo in a section is not evidence.
     unknown = []

@@ -223,7 +223,7 @@ class RlConfig(RunConfig):
         self._check_groups()
         self._check_staleness()
         self._check_algorithm_needs()
-        self._check_programs()
+        self._check_external_agents()
         return self
 
     def _check_lengths(self) -> None:
@@ -270,10 +270,10 @@ class RlConfig(RunConfig):
                 "max_staleness=0, or run servers on separate GPUs."
             )
 
-    def _check_programs(self) -> None:
+    def _check_external_agents(self) -> None:
         """Refuse settings that environments with an external agent do not support."""
         for name, source in self.tasks.sources.items():
-            if not environment_class(source.environment).IS_PLAYED_BY_PROGRAM:
+            if not environment_class(source.environment).uses_external_agent:
                 continue
 
             if self.vocabulary == "tiny" and self.vocabulary_data is None:
@@ -390,5 +390,5 @@ def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
         raise ConfigError(
             "algorithm.advantage.reward_weights: no environment of tasks.sources has the reward "
             f"part {', '.join(unknown)}. Known parts: {', '.join(sorted(parts))}. An environment "
-            "declares its parts in unfinished()."
+            "declares its parts in end_truncated()."
         )

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from megatron_gptoss.config import StrictModel
 from rl_loop.config.shipped import shipped_names
 
-MOST_SUGGESTED = 3
+MAX_SUGGESTIONS = 3
 """Maximum number of suggestions in a message."""
 
 
@@ -18,7 +18,7 @@ def similar_names(name: str, folder: str) -> str:
         name: the unknown name.
         folder: rl, sft or cluster.
     """
-    return _question(get_close_matches(name, shipped_names(folder), MOST_SUGGESTED))
+    return _question(get_close_matches(name, shipped_names(folder), MAX_SUGGESTIONS))
 
 
 def similar_keys(key: str, kind: type[StrictModel]) -> str:
@@ -37,10 +37,10 @@ def similar_keys(key: str, kind: type[StrictModel]) -> str:
     if key in known:
         return f" for this {section}.type"
 
-    near = [other for other in known if other.rpartition(".")[2] == name][:MOST_SUGGESTED]
+    near = [other for other in known if other.rpartition(".")[2] == name][:MAX_SUGGESTIONS]
     if not near:
         siblings = [other for other in known if other.rpartition(".")[0] == section]
-        near = get_close_matches(key, siblings, MOST_SUGGESTED, cutoff=0.75)
+        near = get_close_matches(key, siblings, MAX_SUGGESTIONS, cutoff=0.75)
     return _question(near)
 
 

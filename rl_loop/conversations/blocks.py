@@ -24,7 +24,7 @@ from rl_loop.conversations.rows import Block, Row, Rows
 
 Split = Literal["train", "validation"]
 
-COLLECT_AFTER = 200_000
+GC_THRESHOLD = 200_000
 """Garbage collection threshold of a rendering process, in new objects."""
 
 
@@ -63,7 +63,7 @@ class BlockJob:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejection:
     """Conversation or sample that is left out."""
 
     row: int
@@ -85,8 +85,8 @@ class RenderedBlock:
     numbers: np.ndarray
     """int64 [samples]: ``RenderedSample.number`` of each sample."""
     conversations: int
-    """Number of conversations of the split, including refused ones."""
-    refusals: list[Refusal]
+    """Number of conversations of the split, including rejected ones."""
+    rejections: list[Rejection]
 
     @property
     def samples(self) -> int:
@@ -107,7 +107,7 @@ class BlockRenderer:
         loss_masks: list[np.ndarray] = []
         rows: list[int] = []
         numbers: list[int] = []
-        refusals: list[Refusal] = []
+        rejections: list[Rejection] = []
         conversations = 0
 
         for row in source.rows.read(job.block):
@@ -119,10 +119,10 @@ class BlockRenderer:
                     row.record(source.columns), source.format
                 )
             except ConversationError as error:
-                refusals.append(Refusal(row.number, str(error)))
+                rejections.append(Rejection(row.number, str(error)))
                 continue
 
-            refusals += [Refusal(row.number, reason) for reason in reasons]
+            rejections += [Rejection(row.number, reason) for reason in reasons]
             for sample in samples:
                 # Several times as fast as letting numpy inspect the type of every element.
                 token_ids.append(np.frombuffer(array("i", sample.token_ids), dtype=np.int32))
@@ -138,7 +138,7 @@ class BlockRenderer:
             rows=np.array(rows, dtype=np.int64),
             numbers=np.array(numbers, dtype=np.int64),
             conversations=conversations,
-            refusals=refusals,
+            rejections=rejections,
         )
 
     def _split_of(self, row: Row) -> Split:
@@ -226,17 +226,17 @@ def _start_worker(plan: RenderPlan) -> None:
     global _renderer
     # The terminal's signals are for the run, which finishes its step and then stops this process.
     os.setsid()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     _renderer = BlockRenderer(plan)
 
     # A block has thousands of small objects, so the collector would often traverse all objects.
     # Hardly any of them is in a cycle.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 10, 10)
+    gc.set_threshold(GC_THRESHOLD, 10, 10)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Exit when the parent process has exited, because a killed run cannot stop its workers."""
     parent = parent_process()
     if parent is not None:

@@ -22,7 +22,7 @@ from rl_loop.chatml.vocabulary import TOOL_CALL, TOOL_CALL_END
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import (
     CONTROL_KEYS,
-    check_says_something,
+    check_not_empty,
     read_control,
 )
 from rl_loop.conversations.errors import ConversationError
@@ -47,13 +47,13 @@ class ChatStatement:
     message: ChatMessage
     number: int
     """Index of the message in the file, from 0."""
-    learned: bool
+    in_loss: bool
     """True if the tokens are in the loss: messages of the assistant, unless their weight is 0."""
-    is_cut: bool
+    is_truncated: bool
     """True if sampling was cut off within the message."""
 
     @property
-    def is_assistants(self) -> bool:
+    def is_by_assistant(self) -> bool:
         return self.message.role == "assistant"
 
 
@@ -94,22 +94,22 @@ class ChatMlRenderer:
         others: list[ChatMessage] = []
         is_first_turn = True
         for statement in statements:
-            if not statement.is_assistants:
+            if not statement.is_by_assistant:
                 others.append(statement.message)
                 continue
 
             if is_first_turn:
-                sample.add(self._render_opening(others, tools), learned=False)
+                sample.add(self._render_prefix(others, tools), in_loss=False)
             else:
-                sample.add(self._codec.render_replies(others), learned=False)
-            turn = self._codec.render_turn(statement.message, statement.is_cut)
-            if not statement.is_cut:
-                self._check_reads_back(statement, turn)
-            sample.add(turn, statement.learned)
+                sample.add(self._codec.render_replies(others), in_loss=False)
+            turn = self._codec.render_turn(statement.message, statement.is_truncated)
+            if not statement.is_truncated:
+                self._check_round_trip(statement, turn)
+            sample.add(turn, statement.in_loss)
             others, is_first_turn = [], False
         return sample
 
-    def _check_reads_back(self, statement: ChatStatement, turn: Sequence[int]) -> None:
+    def _check_round_trip(self, statement: ChatStatement, turn: Sequence[int]) -> None:
         """Check that parsing the rendered turn gives the calls of the message.
 
         Raises:
@@ -130,9 +130,9 @@ class ChatMlRenderer:
                 f"message {statement.number}: its calls of {meant} would be read as {recipients}"
             )
 
-    def _render_opening(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
+    def _render_prefix(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
         try:
-            return self._codec.render_opening(messages, tools)
+            return self._codec.render_prefix(messages, tools)
         except ValueError as error:
             raise ConversationError(f"its tools cannot be described: {error}") from None
 
@@ -187,13 +187,13 @@ def _statements(messages: Sequence[Numbered]) -> list[ChatStatement]:
 
 def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
     """Read one message. Raises ConversationError."""
-    learned = is_cut = False
+    in_loss = is_truncated = False
     if message.get("role") == "assistant":
-        learned, is_cut = read_control(number, message)
+        in_loss, is_truncated = read_control(number, message)
         message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
-        check_says_something(number, message)
+        check_not_empty(number, message)
     try:
-        return ChatStatement(chat_message(number, message), number, learned, is_cut)
+        return ChatStatement(chat_message(number, message), number, in_loss, is_truncated)
     except ValueError as error:
         raise ConversationError(str(error)) from None
 
@@ -203,21 +203,21 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
 
 def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
     """Check that inference could sample every turn. Raises ConversationError."""
-    if not any(statement.is_assistants for statement in statements):
+    if not any(statement.is_by_assistant for statement in statements):
         raise ConversationError("it has no message of the assistant")
-    if statements[0].is_assistants:
+    if statements[0].is_by_assistant:
         raise ConversationError("it begins with a message of the assistant")
     last = statements[-1]
-    if not last.is_assistants:
+    if not last.is_by_assistant:
         raise ConversationError(
             f"it ends with message {last.number} (role {last.message.role!r}), which the assistant "
             "does not answer"
         )
 
     for before, statement in pairwise(statements):
-        if before.is_cut:
+        if before.is_truncated:
             raise ConversationError("a message with finish_reason 'length' must be the last one")
-        if before.is_assistants and statement.is_assistants:
+        if before.is_by_assistant and statement.is_by_assistant:
             raise ConversationError(
                 f"message {before.number}: a turn of the assistant is followed by the assistant, "
                 "without a reply in between"
@@ -225,7 +225,7 @@ def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool
     _check_calls(statements, tools)
     for statement in statements:
         _check_text(statement)
-    if not any(statement.learned for statement in statements):
+    if not any(statement.in_loss for statement in statements):
         raise ConversationError("no token is in the loss: every message has weight 0")
 
 
@@ -246,7 +246,7 @@ def _check_text(statement: ChatStatement) -> None:
     texts = [statement.message.text, *(call.arguments for call in statement.message.calls)]
     for text in texts:
         spelled = SPELLED_MARKUP.search(text)
-        if spelled is None and statement.is_assistants:
+        if spelled is None and statement.is_by_assistant:
             spelled = SPELLED_CALL.search(text)
         if spelled is not None:
             raise ConversationError(

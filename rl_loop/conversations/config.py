@@ -95,11 +95,11 @@ class DataConfig(CorpusConfig):
     max_tokens: int | None = Field(None, gt=1)
     """Maximum tokens per sample. null: the limit of ``training.max_tokens_per_micro_batch`` and
     ``model.max_length``."""
-    too_long: Literal["refuse", "truncate"] = "refuse"
-    """Treatment of longer samples. ``refuse``: report them and leave them out. ``truncate``: cut
+    too_long: Literal["reject", "truncate"] = "reject"
+    """Treatment of longer samples. ``reject``: report them and leave them out. ``truncate``: cut
     off the end, including the token that ends a turn."""
-    max_refused_share: float = Field(0.1, ge=0, le=1)
-    """Maximum share of refused conversations. Above it the run ends and reports the reasons."""
+    max_rejected_share: float = Field(0.1, ge=0, le=1)
+    """Maximum share of rejected conversations. Above it the run ends and reports the reasons."""
     workers: int = Field(2, ge=0)
     """Processes that read and tokenize ahead of training. 0: do it between steps."""
 

@@ -34,32 +34,32 @@ class Statement:
     message: Message
     number: int
     """Index of the message in the file, from 0."""
-    learned: bool
+    in_loss: bool
     """True if the tokens are in the loss: messages of the assistant, unless their weight is 0."""
 
     @property
-    def is_assistants(self) -> bool:
+    def is_by_assistant(self) -> bool:
         return self.message.author.role is Role.ASSISTANT
 
     @property
     def is_answer(self) -> bool:
-        return self.is_assistants and self.message.channel == "final"
+        return self.is_by_assistant and self.message.channel == "final"
 
     @property
     def is_call(self) -> bool:
-        return self.is_assistants and self.message.recipient is not None
+        return self.is_by_assistant and self.message.recipient is not None
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Checked conversation, ready for rendering."""
 
-    opening: list[Message]
+    prefix: list[Message]
     """Developer messages at the beginning."""
     tools: list[Tool]
     """Functions that the developer message describes."""
     statements: list[Statement]
-    """Messages after ``opening``. The last one is the assistant's."""
+    """Messages after ``prefix``. The last one is the assistant's."""
     system: Message | None = None
     """System message. None for the system message of the run."""
     reasoning_effort: ReasoningEffort | None = None
@@ -76,7 +76,7 @@ class Conversation:
         turns: list[range] = []
         start = 0
         for i, statement in enumerate(self.statements):
-            if not statement.is_assistants:
+            if not statement.is_by_assistant:
                 if i > start:
                     turns.append(range(start, i))
                 start = i + 1
@@ -88,7 +88,7 @@ def make_conversation(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
     *,
     tools: Sequence[Tool] = (),
-    opening: Sequence[Message] = (),
+    prefix: Sequence[Message] = (),
     callable_functions: frozenset[str] | None = None,
     namespaces: frozenset[str] = BUILTIN_NAMESPACES,
     system: Message | None = None,
@@ -100,7 +100,7 @@ def make_conversation(
         messages: pairs of an index in the file and a message in the format of
             ``rl_loop.harmony.conversation``, with CONTROL_KEYS.
         tools: functions that the developer describes.
-        opening: first developer messages, already in Harmony's format.
+        prefix: first developer messages, already in Harmony's format.
         callable_functions: names of the functions that may be called; None allows any.
         namespaces: tools and namespaces of tools that may be called, without functions.
         system: replacement for the run's system message.
@@ -115,7 +115,7 @@ def make_conversation(
     while said < len(statements) and statements[said].message.author.role is Role.DEVELOPER:
         said += 1
     conversation = Conversation(
-        opening=[*opening, *(statement.message for statement in statements[:said])],
+        prefix=[*prefix, *(statement.message for statement in statements[:said])],
         tools=list(tools),
         statements=statements[said:],
         system=system,
@@ -132,7 +132,7 @@ def make_conversation(
     if callable_functions is not None:
         _check_calls(conversation, callable_functions)
     _check_texts(conversation)
-    if not any(statement.learned for statement in conversation.statements):
+    if not any(statement.in_loss for statement in conversation.statements):
         raise ConversationError("no token is in the loss: every message has weight 0")
     return conversation
 
@@ -158,16 +158,16 @@ def _translate(
                 f"{describe_message(number, message)}: the call of {recipient} before it has no answer"
             )
 
-        learned = False
+        in_loss = False
         if role == "assistant":
-            learned, truncated = read_control(number, message)
+            in_loss, truncated = read_control(number, message)
             message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
-            check_says_something(number, message)
+            check_not_empty(number, message)
         try:
             translated = translator.translate(number, message)
         except ValueError as error:
             raise ConversationError(str(error)) from None
-        statements += [Statement(part, number, learned) for part in translated]
+        statements += [Statement(part, number, in_loss) for part in translated]
 
     return statements, truncated
 
@@ -194,7 +194,7 @@ def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
     return weight != 0, finish_reason == "length"
 
 
-def check_says_something(number: int, message: Mapping[str, Any]) -> None:
+def check_not_empty(number: int, message: Mapping[str, Any]) -> None:
     keys = ("content", "thinking", "tool_calls")
     if not any(message.get(key) for key in keys):
         raise ConversationError(
@@ -208,15 +208,15 @@ def check_says_something(number: int, message: Mapping[str, Any]) -> None:
 def _check_ends(conversation: Conversation) -> None:
     """Check that the assistant has a message to reply to and speaks last."""
     statements = conversation.statements
-    if not any(statement.is_assistants for statement in statements):
+    if not any(statement.is_by_assistant for statement in statements):
         raise ConversationError("it has no message of the assistant")
 
     first = statements[0]
-    if first.is_assistants and not conversation.opening:
+    if first.is_by_assistant and not conversation.prefix:
         raise ConversationError("it begins with a message of the assistant")
 
     last = statements[-1]
-    if not last.is_assistants:
+    if not last.is_by_assistant:
         role = last.message.author.role.value
         raise ConversationError(
             f"it ends with message {last.number} (role {role!r}), which the assistant does not answer"
@@ -278,7 +278,7 @@ def _check_texts(conversation: Conversation) -> None:
     """Check that no text spells a special token."""
     for statement in conversation.statements:
         _check_text(f"message {statement.number}", message_text(statement.message))
-    for message in conversation.opening:
+    for message in conversation.prefix:
         for part in message.content:
             if isinstance(part, DeveloperContent):
                 _check_text("the developer's message", part.model_dump_json())

@@ -18,7 +18,7 @@ ANY_LENGTH = 1 << 40
 def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
     """Yield the first conversations of every source as rendered text.
 
-    Refused conversations are skipped here, because training reports them.
+    Rejected conversations are skipped here, because training reports them.
 
     Args:
         config: sources to read.
@@ -27,7 +27,7 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
     Raises:
         DataError: if a file cannot be read.
     """
-    renderer = record_renderer(codec, RenderOptions("append", ANY_LENGTH, "refuse"))
+    renderer = record_renderer(codec, RenderOptions("append", ANY_LENGTH, "reject"))
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):
             try:

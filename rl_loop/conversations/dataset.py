@@ -19,11 +19,11 @@ from rl_loop.conversations.blocks import (
 )
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.errors import DataError
-from rl_loop.conversations.refusals import (
+from rl_loop.conversations.rejections import (
     ENOUGH_TO_JUDGE,
-    RefusalReport,
-    check_refused_share,
-    describe_refusal,
+    RejectionReport,
+    check_rejected_share,
+    describe_rejection,
     kind_of,
 )
 from rl_loop.conversations.rendering import RenderOptions
@@ -95,27 +95,27 @@ class ConversationData:
         """Render the beginning of every source, before the run starts its engines and trainer.
 
         Raises:
-            DataError: if too many conversations are refused.
+            DataError: if too many conversations are rejected.
         """
         for name in self._names:
             preview = self.preview(name, ENOUGH_TO_JUDGE)
-            check_refused_share(
+            check_rejected_share(
                 preview.place,
                 seen=preview.conversations,
-                refused=len(preview.refusals),
+                rejected=len(preview.rejections),
                 kinds=preview.kinds,
-                limit=self.config.max_refused_share,
+                limit=self.config.max_rejected_share,
             )
 
     # ---- training
 
     def stream(
-        self, report: RefusalReport, saved: Mapping[str, Any] | None = None
+        self, report: RejectionReport, saved: Mapping[str, Any] | None = None
     ) -> "ConversationStream":
         """Start the stream of training samples.
 
         Args:
-            report: report of refused conversations.
+            report: report of rejected conversations.
             saved: ``state`` of an earlier stream, to continue from.
         """
         streams: list[SourceStream] = []
@@ -137,7 +137,7 @@ class ConversationData:
 
     # ---- validation
 
-    def validation(self, report: RefusalReport) -> dict[str, TrainingSamples]:
+    def validation(self, report: RejectionReport) -> dict[str, TrainingSamples]:
         """Render the validation conversations.
 
         Returns:
@@ -169,7 +169,7 @@ class ConversationData:
         return measured
 
     def _first_conversations(
-        self, name: str, number: int, rows: Rows, split: Split, report: RefusalReport
+        self, name: str, number: int, rows: Rows, split: Split, report: RejectionReport
     ) -> list[DataSample]:
         """Render the first ``validation_conversations`` usable conversations of a split.
 
@@ -178,7 +178,7 @@ class ConversationData:
             number: index of ``rows`` in the pool.
             rows: file to read.
             split: split to take.
-            report: report of refused conversations.
+            report: report of rejected conversations.
         """
         samples: list[DataSample] = []
         used: set[int] = set()
@@ -187,7 +187,7 @@ class ConversationData:
             jobs = [BlockJob(number, block, split) for block in blocks]
             for wait in self._pool.submit(jobs):
                 rendered = wait()
-                report.add(name, rows, rendered.refusals)
+                report.add(name, rows, rendered.rejections)
                 for sample_row, sample in samples_of(rendered, rows):
                     used.add(sample_row)
                     if len(used) > self.config.validation_conversations:
@@ -219,8 +219,10 @@ class ConversationData:
             rendered = wait()
             preview.conversations += rendered.conversations
             preview.samples += [sample for _, sample in samples_of(rendered, rows)]
-            preview.refusals += [describe_refusal(rows, refusal) for refusal in rendered.refusals]
-            preview.kinds.update(kind_of(refusal.reason) for refusal in rendered.refusals)
+            preview.rejections += [
+                describe_rejection(rows, rejection) for rejection in rendered.rejections
+            ]
+            preview.kinds.update(kind_of(rejection.reason) for rejection in rendered.rejections)
             if preview.conversations >= conversations:
                 break
         return preview
@@ -241,10 +243,10 @@ class Preview:
     conversations: int = 0
     """Number of conversations read."""
     samples: list[DataSample] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    """Refused conversations: file, line and reason."""
+    rejections: list[str] = field(default_factory=list)
+    """Rejected conversations: file, line and reason."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """Number of refusals by kind of reason."""
+    """Number of rejections by kind of reason."""
 
 
 class ConversationStream:

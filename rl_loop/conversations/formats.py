@@ -12,7 +12,7 @@ from typing import Any
 from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, SystemContent
 from pydantic import ValidationError
 
-from rl_loop.chat.open_calls import Numbered, UnmatchedAnswer, calls_of, in_call_order
+from rl_loop.chat.open_calls import Numbered, UnmatchedToolOutput, calls_of, in_call_order
 from rl_loop.chat.tools import check_names
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import BUILTIN_NAMESPACES, Conversation, make_conversation
@@ -59,10 +59,10 @@ def format_of(record: Any, form: Format) -> Format:
     """
     if not isinstance(record, dict):
         raise ConversationError(f"a conversation is a JSON object, not {_kind(record)}")
-    return recognise(record) if form == "auto" else form
+    return detect_format(record) if form == "auto" else form
 
 
-def recognise(record: Mapping[str, Any]) -> Format:
+def detect_format(record: Mapping[str, Any]) -> Format:
     """Detect the format of a record by its keys. Raises ConversationError if it has none."""
     if isinstance(record.get("conversations"), list):
         return "sharegpt"
@@ -230,7 +230,7 @@ def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list
     """
     try:
         ordered = in_call_order(calls_of(message), answers, by_place=True)
-    except UnmatchedAnswer as error:
+    except UnmatchedToolOutput as error:
         named = describe_message(*answers[error.place])
         raise ConversationError(f"{named}: {error}") from None
     return [answer for answer, _ in ordered]
@@ -297,7 +297,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
     """
     messages = _list_of(record, "messages")
     system: Message | None = None
-    opening: list[Message] = []
+    prefix: list[Message] = []
     functions: set[str] = set()
     namespaces = set(BUILTIN_NAMESPACES)
     described = False
@@ -319,7 +319,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
             system = Message.from_role_and_content(Role.SYSTEM, content)
             namespaces |= set(content.tools or {})
             continue
-        opening.append(Message.from_role_and_content(Role.DEVELOPER, content))
+        prefix.append(Message.from_role_and_content(Role.DEVELOPER, content))
         for namespace in (content.tools or {}).values():
             described = True
             namespaces.add(namespace.name)
@@ -327,7 +327,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
 
     return make_conversation(
         rest,
-        opening=opening,
+        prefix=prefix,
         callable_functions=frozenset(functions) if described else None,
         namespaces=frozenset(namespaces),
         system=system,

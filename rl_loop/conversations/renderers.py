@@ -24,7 +24,7 @@ class RecordRenderer(Protocol):
             Samples with at least one token in the loss each, and a reason for each sample left out.
 
         Raises:
-            ConversationError: if the whole record is refused.
+            ConversationError: if the whole record is rejected.
         """
         ...
 

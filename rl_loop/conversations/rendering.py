@@ -20,11 +20,11 @@ from rl_loop.conversations.formats import read_conversation
 from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
 from rl_loop.harmony.conversation import message_text, without_finished_analysis
 
-REMEMBERED_OPENINGS = 256
+CACHED_PREFIXES = 256
 """Cache size. Most conversations of a file have the same instructions and tools."""
 
 StopToken = Literal["<|end|>", "<|return|>", "<|call|>"]
-OpeningKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | None]
+PrefixKey = tuple[tuple[str | None, ...], str | None, str, ReasoningEffort | None]
 
 
 @dataclass
@@ -37,10 +37,10 @@ class RenderedSample:
     number: int = 0
     """Index among the samples of the conversation. Samples that are left out count, too."""
 
-    def add(self, ids: Sequence[int], learned: bool) -> None:
-        """Append tokens. All of them are in the loss if ``learned``."""
+    def add(self, ids: Sequence[int], in_loss: bool) -> None:
+        """Append tokens. All of them are in the loss if ``in_loss``."""
         self.token_ids += ids
-        self.loss_mask += [learned] * len(ids)
+        self.loss_mask += [in_loss] * len(ids)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RenderOptions:
 
     history: Literal["harmony", "append"]
     max_tokens: int
-    too_long: Literal["refuse", "truncate"]
+    too_long: Literal["reject", "truncate"]
 
 
 def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
@@ -62,7 +62,7 @@ def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
     tokens = len(sample.token_ids)
     if tokens <= limit:
         return None
-    if options.too_long == "refuse":
+    if options.too_long == "reject":
         return f"it has {tokens} tokens, more than data.max_tokens ({limit})"
 
     del sample.token_ids[limit:]
@@ -78,7 +78,7 @@ class ConversationRenderer:
     def __init__(self, harmony: Harmony, options: RenderOptions) -> None:
         self._harmony = harmony
         self._options = options
-        self._openings: OrderedDict[OpeningKey, list[int]] = OrderedDict()
+        self._prefixes: OrderedDict[PrefixKey, list[int]] = OrderedDict()
         self._misread: dict[tuple[ParsedMessage, ...], str] = {}
         """Cache of ``_misreading``. Keys are the messages of a turn, without texts."""
 
@@ -101,24 +101,24 @@ class ConversationRenderer:
             samples = self._render_user_turns(conversation)
 
         kept: list[RenderedSample] = []
-        refused: list[str] = []
+        rejected: list[str] = []
         for number, sample in enumerate(samples):
             sample.number = number
             reason = fit(sample, self._options)
             if reason is None:
                 kept.append(sample)
             elif len(samples) == 1:
-                refused.append(reason)
+                rejected.append(reason)
             else:
-                refused.append(f"turn {number} of the user: {reason}")
-        return kept, refused
+                rejected.append(f"turn {number} of the user: {reason}")
+        return kept, rejected
 
     # ---- samples
 
     def _render_whole(self, conversation: Conversation) -> RenderedSample:
         """Render a conversation as one episode, exactly as it was sampled."""
         sample = RenderedSample()
-        sample.add(self._opening(conversation), learned=False)
+        sample.add(self._prefix(conversation), in_loss=False)
         turns = conversation.turns
         self._add_others(sample, conversation.statements[: turns[0].start])
         self._add_turns(sample, conversation, turns)
@@ -129,21 +129,21 @@ class ConversationRenderer:
 
         Earlier groups are rendered as they look at inference.
         """
-        opening = self._opening(conversation)
+        prefix = self._prefix(conversation)
         statements = conversation.statements
         samples: list[RenderedSample] = []
 
         for turns in _user_turns(conversation):
-            learned = any(statements[i].learned for turn in turns for i in turn)
-            if not learned:
+            in_loss = any(statements[i].in_loss for turn in turns for i in turn)
+            if not in_loss:
                 continue
 
             sample = RenderedSample()
-            sample.add(opening, learned=False)
+            sample.add(prefix, in_loss=False)
             history = [statement.message for statement in statements[: turns[0].start]]
             for message in without_finished_analysis(history):
-                sample.add(self._harmony.render_message(message), learned=False)
-            sample.add(self._harmony.assistant_header, learned=False)
+                sample.add(self._harmony.render_message(message), in_loss=False)
+            sample.add(self._harmony.assistant_header, in_loss=False)
             self._add_turns(sample, conversation, turns)
             samples.append(sample)
         return samples
@@ -154,27 +154,29 @@ class ConversationRenderer:
         """Add turns of the assistant as they are sampled, with the messages between them."""
         statements = conversation.statements
         for number, turn in enumerate(turns):
-            is_cut = conversation.truncated and turn.stop == len(statements)
-            self._add_turn(sample, statements[turn.start : turn.stop], is_cut)
+            is_truncated = conversation.truncated and turn.stop == len(statements)
+            self._add_turn(sample, statements[turn.start : turn.stop], is_truncated)
             if number + 1 < len(turns):
                 self._add_others(sample, statements[turn.stop : turns[number + 1].start])
 
-    def _add_turn(self, sample: RenderedSample, turn: Sequence[Statement], is_cut: bool) -> None:
+    def _add_turn(
+        self, sample: RenderedSample, turn: Sequence[Statement], is_truncated: bool
+    ) -> None:
         """Add one turn after its header. A turn that was cut off gets no stop token."""
-        self._check_reads_back(turn)
+        self._check_round_trip(turn)
         for i, statement in enumerate(turn):
             if i > 0:
-                sample.add(self._harmony.assistant_header, statement.learned)
+                sample.add(self._harmony.assistant_header, statement.in_loss)
 
             end: StopToken | None = "<|end|>"
             if i == len(turn) - 1:
                 end = "<|call|>" if statement.is_call else "<|return|>"
-                end = None if is_cut else end
+                end = None if is_truncated else end
             text = message_text(statement.message)
             parsed = _parsed(statement.message, text)
-            sample.add(self._harmony.render_sampled(parsed, end), statement.learned)
+            sample.add(self._harmony.render_sampled(parsed, end), statement.in_loss)
 
-    def _check_reads_back(self, turn: Sequence[Statement]) -> None:
+    def _check_round_trip(self, turn: Sequence[Statement]) -> None:
         """Check that parsing the rendered turn gives its messages.
 
         Raises:
@@ -185,7 +187,7 @@ class ConversationRenderer:
         reason = self._misread.get(messages)
         if reason is None:
             reason = self._misreading(messages)
-            if len(self._misread) >= REMEMBERED_OPENINGS:
+            if len(self._misread) >= CACHED_PREFIXES:
                 self._misread.clear()
             self._misread[messages] = reason
         if reason:
@@ -204,33 +206,33 @@ class ConversationRenderer:
     def _add_others(self, sample: RenderedSample, others: Sequence[Statement]) -> None:
         """Add messages of other roles, and the header of the assistant's turn."""
         for statement in others:
-            sample.add(self._harmony.render_message(statement.message), learned=False)
-        sample.add(self._harmony.assistant_header, learned=False)
+            sample.add(self._harmony.render_message(statement.message), in_loss=False)
+        sample.add(self._harmony.assistant_header, in_loss=False)
 
     # ---- system and developer messages
 
-    def _opening(self, conversation: Conversation) -> list[int]:
+    def _prefix(self, conversation: Conversation) -> list[int]:
         """Render the system message and the developer messages at the beginning.
 
         Results are cached, because many conversations have the same ones.
         """
-        key = _opening_key(conversation)
-        if key in self._openings:
-            self._openings.move_to_end(key)
-            return self._openings[key]
+        key = _prefix_key(conversation)
+        if key in self._prefixes:
+            self._prefixes.move_to_end(key)
+            return self._prefixes[key]
 
         try:
-            ids = self._harmony.render_opening(
-                conversation.opening,
+            ids = self._harmony.render_prefix(
+                conversation.prefix,
                 conversation.tools,
                 system=conversation.system,
                 reasoning_effort=conversation.reasoning_effort,
             )
         except ValueError as error:
             raise ConversationError(f"its tools cannot be described: {error}") from None
-        self._openings[key] = ids
-        if len(self._openings) > REMEMBERED_OPENINGS:
-            self._openings.popitem(last=False)
+        self._prefixes[key] = ids
+        if len(self._prefixes) > CACHED_PREFIXES:
+            self._prefixes.popitem(last=False)
         return ids
 
 
@@ -239,11 +241,11 @@ def _parsed(message: Message, text: str) -> ParsedMessage:
     return ParsedMessage(message.channel or "", message.recipient, message.content_type, text)
 
 
-def _opening_key(conversation: Conversation) -> OpeningKey:
-    """Return the cache key for ``_opening``."""
+def _prefix_key(conversation: Conversation) -> PrefixKey:
+    """Return the cache key for ``_prefix``."""
     system = conversation.system
     return (
-        tuple(_content_key(message) for message in conversation.opening),
+        tuple(_content_key(message) for message in conversation.prefix),
         None if system is None else system.to_json(),
         repr(conversation.tools) if conversation.tools else "",
         conversation.reasoning_effort,

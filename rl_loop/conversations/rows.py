@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_loop.conversations.errors import ConversationError, DataError
-from rl_loop.data.columns import with_known_names
-from rl_loop.data.hub import hub_name, is_of_hub
+from rl_loop.data.columns import rename_columns
+from rl_loop.data.hub import hub_name, is_hub_dataset
 from rl_loop.data.untrusted_data import check_parquet, read_line
 
 BLOCK_BYTES = 1 << 18
@@ -60,7 +60,7 @@ class Row:
         else:
             content = self.content
         try:
-            named = with_known_names(content, columns)
+            named = rename_columns(content, columns)
         except ValueError as error:
             raise ConversationError(str(error)) from None
 
@@ -187,7 +187,7 @@ def open_rows(place: str) -> Rows:
     Raises:
         DataError: if it cannot be read.
     """
-    if is_of_hub(place):
+    if is_hub_dataset(place):
         return ArrowRows(place, hub_files(place))
 
     path = Path(place)

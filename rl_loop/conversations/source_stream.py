@@ -22,10 +22,10 @@ import numpy as np
 from rl_loop.conversations.blocks import BlockJob, RenderedBlock, RenderPool
 from rl_loop.conversations.config import ConversationSource, DataConfig
 from rl_loop.conversations.errors import DataError
-from rl_loop.conversations.refusals import (
+from rl_loop.conversations.rejections import (
     ENOUGH_TO_JUDGE,
-    RefusalReport,
-    check_refused_share,
+    RejectionReport,
+    check_rejected_share,
     describe_kinds,
     kind_of,
 )
@@ -49,8 +49,8 @@ class SourcePosition:
     """Row and number of the last used sample of the window. None if no sample is used."""
     conversations: int = 0
     """Conversations read in the first epoch, including the current window."""
-    refused: int = 0
-    """Number of refusals among ``conversations``."""
+    rejected: int = 0
+    """Number of rejections among ``conversations``."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SourceStream:
         source: ConversationSource,
         data: DataConfig,
         pool: RenderPool,
-        report: RefusalReport,
+        report: RejectionReport,
         saved: dict[str, Any] | None = None,
     ) -> None:
         """Open the stream at its beginning, or at a saved position.
@@ -99,7 +99,7 @@ class SourceStream:
             source: configuration of the source.
             data: configuration of all sources.
             pool: pool that renders the blocks.
-            report: report of refused conversations.
+            report: report of rejected conversations.
             saved: ``state`` of an earlier stream, to continue from.
 
         Raises:
@@ -122,7 +122,7 @@ class SourceStream:
         self._used = 0
         """Number of used samples of ``_order``."""
         self._kinds: Counter[str] = Counter()
-        """Number of refusals by kind of reason."""
+        """Number of rejections by kind of reason."""
         self._samples_of_epoch = 0
 
         self._ahead: deque[Window] = deque()
@@ -133,7 +133,7 @@ class SourceStream:
         if saved is not None:
             self._restore(saved)
         else:
-            self._go_on()
+            self._load_next_window()
 
     # ---- samples
 
@@ -150,7 +150,7 @@ class SourceStream:
         self._used += 1
         self._position.last = int(block.rows[i]), int(block.numbers[i])
         if self._used == len(self._order):
-            self._go_on()
+            self._load_next_window()
         return sample
 
     @property
@@ -164,9 +164,9 @@ class SourceStream:
         return self._position.conversations
 
     @property
-    def refused(self) -> int:
-        """Number of refusals among ``conversations``."""
-        return self._position.refused
+    def rejected(self) -> int:
+        """Number of rejections among ``conversations``."""
+        return self._position.rejected
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON, so that a resumed run continues behind the last sample."""
@@ -203,11 +203,11 @@ class SourceStream:
             last = self._key(window, *self._position.last)
             self._used = bisect_right(self._order, last, key=lambda sample: sample[0])
         if self._used == len(self._order):
-            self._go_on()
+            self._load_next_window()
 
     # ---- windows
 
-    def _go_on(self) -> None:
+    def _load_next_window(self) -> None:
         """Load the next window that has samples, or set ``exhausted``."""
         while True:
             self._submit_ahead()
@@ -272,7 +272,7 @@ class SourceStream:
             samples = zip(block.rows.tolist(), block.numbers.tolist(), strict=True)
             for i, (row, part) in enumerate(samples):
                 self._order.append((self._key(window, row, part), number, i))
-            self._report.add(self.name, self._rows, block.refusals)
+            self._report.add(self.name, self._rows, block.rejections)
 
         self._order.sort()
 
@@ -284,34 +284,34 @@ class SourceStream:
         text = f"{seed}/{row}/{number}".encode()
         return hashlib.blake2b(text, digest_size=8).digest(), row, number
 
-    # ---- refusals
+    # ---- rejections
 
     def _account(self, window: Window) -> None:
-        """Count conversations and refusals. Raises DataError if too many are refused."""
+        """Count conversations and rejections. Raises DataError if too many are rejected."""
         self._samples_of_epoch += len(self._order)
         if window.epoch == 0:
             for block in self._blocks:
                 self._position.conversations += block.conversations
-                self._position.refused += len(block.refusals)
-                self._kinds.update(kind_of(refusal.reason) for refusal in block.refusals)
-            self._check_refused(window.is_last)
+                self._position.rejected += len(block.rejections)
+                self._kinds.update(kind_of(rejection.reason) for rejection in block.rejections)
+            self._check_rejected(window.is_last)
 
         if window.is_last:
             if self._samples_of_epoch == 0:
-                raise DataError(f"{self._rows.place}: {self._nothing_to_learn()}")
+                raise DataError(f"{self._rows.place}: {self._no_loss_tokens()}")
             self._samples_of_epoch = 0
 
-    def _check_refused(self, all_seen: bool) -> None:
+    def _check_rejected(self, all_seen: bool) -> None:
         if all_seen or self._position.conversations >= ENOUGH_TO_JUDGE:
-            check_refused_share(
+            check_rejected_share(
                 self._rows.place,
                 seen=self._position.conversations,
-                refused=self._position.refused,
+                rejected=self._position.rejected,
                 kinds=self._kinds,
-                limit=self._data.max_refused_share,
+                limit=self._data.max_rejected_share,
             )
 
-    def _nothing_to_learn(self) -> str:
+    def _no_loss_tokens(self) -> str:
         if self._kinds:
             return f"no conversation can be used: {describe_kinds(self._kinds)}"
         return "it has no conversation to train on"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def with_known_names(record: Any, columns: Mapping[str, str]) -> Any:
+def rename_columns(record: Any, columns: Mapping[str, str]) -> Any:
     """Return a row with the expected column names. Other columns are left out.
 
     Args:

@@ -189,7 +189,7 @@ def _reward_parts(
 
 def _penalizes_kl(config: AlgorithmConfig) -> bool:
     """Return True if the reward contains a KL penalty."""
-    return config.kl is not None and config.kl.place == "reward"
+    return config.kl is not None and config.kl.apply_to == "reward"
 
 
 def _summed_kl_penalties(
@@ -218,7 +218,7 @@ def _kl_penalties(
     assert config.kl is not None
     assert samples.rollout_log_probs is not None
     if samples.reference_log_probs is None:
-        raise ValueError("kl.place=reward needs reference_log_probs")
+        raise ValueError("kl.apply_to=reward needs reference_log_probs")
 
     is_sampled = samples.loss_mask[start:end]
     rollout = torch.from_numpy(samples.rollout_log_probs[start:end][is_sampled]).double()

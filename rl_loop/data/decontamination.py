@@ -59,7 +59,7 @@ WordRun = tuple[str, ...]
 """Consecutive words of a prompt."""
 
 
-def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool]:
+def find_contaminated(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool]:
     """Return for each training prompt whether it gives away a held-out prompt.
 
     It does if any of these holds:
@@ -114,7 +114,7 @@ def find_giveaways(prompts: Iterable[str], held_out: Sequence[str]) -> list[bool
 
     forms = _forms(training_counts, len(shared_runs), held_out_counts, len(held_out))
     return [
-        equal or bool(short - forms) or _gives_away(shared, forms)
+        equal or bool(short - forms) or _is_contaminated(shared, forms)
         for equal, short, shared in zip(is_equal, contained, shared_runs, strict=True)
     ]
 
@@ -243,7 +243,7 @@ def _without_final_marks(tokens: list[str]) -> WordRun:
     return tuple(tokens[:stop])
 
 
-def _gives_away(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
+def _is_contaminated(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> bool:
     """Return True if a shared run is not a form's, and does not begin or end in a form.
 
     Many prompts of a form have "in a box: What is", few have "in a box: Suppose that". Neither is a

@@ -3,7 +3,7 @@
 PREFIX = "hub:"
 
 
-def is_of_hub(place: str) -> bool:
+def is_hub_dataset(place: str) -> bool:
     """Return True if the data is a data set of the hub, and not a file."""
     return place.startswith(PREFIX)
 
@@ -25,5 +25,5 @@ def hub_name(place: str) -> tuple[list[str], str]:
 
 def check_place(place: str | None) -> None:
     """Raise ValueError if the name has the prefix of hub data sets but not their form."""
-    if place is not None and is_of_hub(place):
+    if place is not None and is_hub_dataset(place):
         hub_name(place)

@@ -66,8 +66,8 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     columns: dict[str, Any] = trajectory.columns
     if staleness is not None:
         columns["staleness"] = staleness
-    if trajectory.grafted:
-        columns["is_grafted"] = _is_grafted(trajectory)
+    if trajectory.spliced:
+        columns["is_spliced"] = _is_spliced(trajectory)
     # An excluded episode stays in the batch, because the mean of its group counts it. No token of
     # it is trained on.
     if trajectory.excluded:
@@ -94,18 +94,18 @@ def _staleness(trajectory: Trajectory, version: int) -> np.ndarray | None:
     staleness = np.zeros(len(trajectory), dtype=np.int32)
     for span in trajectory.weight_versions:
         staleness[span.start : span.end] = version - span.version
-    # A grafted token was not sampled at its place, so its log-prob has no policy lag.
-    for start, end in trajectory.grafted:
+    # A spliced token was not sampled at its place, so its log-prob has no policy lag.
+    for start, end in trajectory.spliced:
         staleness[start:end] = 0
     return staleness if staleness.any() else None
 
 
-def _is_grafted(trajectory: Trajectory) -> np.ndarray:
+def _is_spliced(trajectory: Trajectory) -> np.ndarray:
     """Return a mask of the tokens that were sampled in another context: bool [tokens]."""
-    is_grafted = np.zeros(len(trajectory), dtype=np.bool_)
-    for start, end in trajectory.grafted:
-        is_grafted[start:end] = True
-    return is_grafted
+    is_spliced = np.zeros(len(trajectory), dtype=np.bool_)
+    for start, end in trajectory.spliced:
+        is_spliced[start:end] = True
+    return is_spliced
 
 
 def max_staleness(samples: TrainingSamples) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.user_error import UserError
 
-FEWEST_TOKENS = 8
+MIN_TOKENS = 8
 """Minimum sampled tokens of an episode for a meaningful mean."""
 
 BLOCK_TOKENS = 2**14
@@ -15,7 +15,7 @@ BLOCK_TOKENS = 2**14
 of a whole step would need new pages every time, which takes longer than the arithmetic."""
 
 
-class ForeignAnswer(UserError, RuntimeError):
+class ResponseMismatchError(UserError, RuntimeError):
     """An engine returned tokens that this policy has not sampled after these prompts."""
 
 
@@ -49,19 +49,19 @@ def check_sampled_by_policy(
         step: index of the step, for the message.
 
     Raises:
-        ForeignAnswer: an episode exceeds ``limit``. The message names the worst episode.
+        ResponseMismatchError: an episode exceeds ``limit``. The message names the worst episode.
     """
     if trained is None or samples.rollout_log_probs is None:
         return
 
     sums, counts = _differences(samples, trained)
-    means = np.where(counts >= FEWEST_TOKENS, sums / np.maximum(counts, 1), 0)
+    means = np.where(counts >= MIN_TOKENS, sums / np.maximum(counts, 1), 0)
     if len(means) == 0 or not means.max() > limit:
         return
 
     worst = int(means.argmax())
     name = samples.names[worst] if samples.names else f"sample {worst}"
-    raise ForeignAnswer(
+    raise ResponseMismatchError(
         f"step {step + 1}: the policy has not sampled an episode of task {name}: engine and "
         f"trainer differ by {means[worst]:.3g} nats per token on {counts[worst]} tokens (limit "
         f"{limit:g}), although both have the same weights. Either a response belongs to another "
@@ -86,7 +86,7 @@ def _differences(samples: TrainingSamples, trained: TrainedTokens) -> tuple[np.n
         block = slice(begin, min(begin + BLOCK_TOKENS, samples.tokens))
         log_probs = trained.log_probs[block]
         is_compared = samples.loss_mask[block] & np.isfinite(log_probs)
-        for column in (samples.staleness, samples.is_grafted):
+        for column in (samples.staleness, samples.is_spliced):
             if column is not None:
                 is_compared &= column[block] == 0
         differences = np.abs(samples.rollout_log_probs[block] - log_probs)

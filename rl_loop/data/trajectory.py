@@ -55,7 +55,7 @@ class InvalidReason:
     """One of ``rl_loop.infrastructure.COMPONENTS``."""
     reason: str
     """For people."""
-    culprit: str = ""
+    failure_source: str = ""
     """Failing part of the component if it is known: a server, a function of an agent, an
     environment."""
 
@@ -117,14 +117,14 @@ class Trajectory(TokenColumns[np.ndarray]):
     excluded: bool = False
     """True if a limit truncated the episode and the configuration masks truncated episodes. It is
     not trained on."""
-    grafted: list[tuple[int, int]] = field(default_factory=list)
+    spliced: list[tuple[int, int]] = field(default_factory=list)
     """Token ranges [start, end) that were sampled in another context
     (``rollout.purification``)."""
     reusable_tokens: int = 0
     """Tokens that the engine had processed for earlier turns, summed over the turns."""
     cached_tokens: int = 0
     """Reusable tokens that the engine took from its cache."""
-    prefilled_again: int = 0
+    recomputed_tokens: int = 0
     """Tokens that the engine processed again because a turn was interrupted, mostly by a weight
     sync."""
     answer: str | None = None

@@ -18,9 +18,9 @@ MAX_EXPANSION = 200
 ALWAYS_ALLOWED_ROWS = 1_000_000
 """Number of rows that is allowed for every Parquet file. Files with more bytes may have one row per
 byte."""
-MOST_MEMORY = 6 << 30
+MAX_MEMORY_BYTES = 6 << 30
 """Address space of the process that measures the decoded size, in bytes."""
-LEAST_SECONDS = 60.0
+MIN_SECONDS = 60.0
 """Base of the time limit of the measurement, in seconds."""
 BYTES_PER_SECOND = 50e6
 """Decoded bytes that extend the time limit by 1 s. A core decodes 10 times faster."""
@@ -49,9 +49,9 @@ def check_parquet(path: Path) -> None:
             f"{metadata.num_rows:,} rows in {size:,} bytes cannot be text. The file was not read"
         )
 
-    numbers = [str(limit), str(MOST_MEMORY)]
+    numbers = [str(limit), str(MAX_MEMORY_BYTES)]
     command = [sys.executable, "-m", parquet_size.__name__, str(path), *numbers]
-    seconds = LEAST_SECONDS + limit / BYTES_PER_SECOND
+    seconds = MIN_SECONDS + limit / BYTES_PER_SECOND
     try:
         counted = subprocess.run(command, capture_output=True, timeout=seconds, text=True)
     except subprocess.TimeoutExpired:
@@ -62,7 +62,9 @@ def check_parquet(path: Path) -> None:
         raise _too_much(size, limit, "has more")
     if counted.returncode != 0:
         lines = counted.stderr.strip().splitlines() or [f"status {counted.returncode}"]
-        raise ValueError(f"decoding needs more than {MOST_MEMORY >> 20} MiB of memory: {lines[-1]}")
+        raise ValueError(
+            f"decoding needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory: {lines[-1]}"
+        )
 
 
 def _too_much(size: int, limit: int, what: str) -> ValueError:

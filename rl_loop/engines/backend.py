@@ -157,11 +157,11 @@ class EngineWorkers(Protocol):
     """
 
     def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
-        """Call ``HoldsWeights.sync_weights`` in every worker."""
+        """Call ``WeightHolder.sync_weights`` in every worker."""
         ...
 
     def set_min_version(self, version: int) -> None:
-        """Call ``ClientOfServers.set_min_version`` in every worker."""
+        """Call ``ServerClient.set_min_version`` in every worker."""
         ...
 
     def engine_scores(self, token_ids: list[int], temperature: float) -> list[list[float]]:
@@ -188,13 +188,13 @@ class RolloutBackend(ABC):
     """The engines of one run.
 
     Methods block and are called one at a time, while episodes may be running. The driver's thread
-    calls them, except ``heal``, which the thread of the rollouts calls.
+    calls them, except ``recover_engines``, which the thread of the rollouts calls.
     """
 
     Options: ClassVar[type[EngineConfig]] = EngineConfig
     """Settings class of an external backend: the keys of ``rollout.engine.options``."""
 
-    scores_beside_rollouts: ClassVar[bool] = False
+    scores_during_rollouts: ClassVar[bool] = False
     """True if ``score`` gives equal numbers while episodes run.
 
     The episodes of a step then begin directly after a sync. The canary is compared in parallel,
@@ -277,7 +277,7 @@ class RolloutBackend(ABC):
         """
         return None
 
-    def heal(self) -> None:
+    def recover_engines(self) -> None:
         """Bring restarted engines back to the current weights.
 
         Called about once per second during rollouts, but not between ``updating_weights`` and the
@@ -286,7 +286,7 @@ class RolloutBackend(ABC):
         return None
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:
-        """Keep ``heal`` from requesting weights while the trainer updates them.
+        """Keep ``recover_engines`` from requesting weights while the trainer updates them.
 
         At the end of the block the source has weights ``version``.
         """

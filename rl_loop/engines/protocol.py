@@ -101,7 +101,7 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class HoldsWeights(Protocol):
+class WeightHolder(Protocol):
     """An engine that holds the model and receives its weights."""
 
     async def sync_weights(
@@ -124,20 +124,20 @@ class HoldsWeights(Protocol):
 
 
 @runtime_checkable
-class ClientOfServers(Protocol):
+class ServerClient(Protocol):
     """An engine that sends requests to servers, which receive weights through another path."""
 
     def set_min_version(self, version: int) -> None:
         """Use only tokens that weights ``version`` or later have sampled."""
 
 
-def weight_holder(engine: RolloutEngine) -> HoldsWeights:
+def weight_holder(engine: RolloutEngine) -> WeightHolder:
     """Return an engine as one that receives weights.
 
     Raises:
         TypeError: if it is a client of servers.
     """
-    if isinstance(engine, HoldsWeights):
+    if isinstance(engine, WeightHolder):
         return engine
     raise TypeError(
         f"rollout.engine: {type(engine).__name__} has no sync_weights, so its backend cannot "
@@ -145,13 +145,13 @@ def weight_holder(engine: RolloutEngine) -> HoldsWeights:
     )
 
 
-def server_client(engine: RolloutEngine) -> ClientOfServers:
+def server_client(engine: RolloutEngine) -> ServerClient:
     """Return an engine as a client of servers.
 
     Raises:
         TypeError: if it holds the model.
     """
-    if isinstance(engine, ClientOfServers):
+    if isinstance(engine, ServerClient):
         return engine
     raise TypeError(
         f"rollout.engine: {type(engine).__name__} has no set_min_version, so its backend cannot "

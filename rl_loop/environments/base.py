@@ -63,7 +63,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class AgentProgram:
+class ExternalAgent:
     """External agent that runs an episode.
 
     It calls the policy over HTTP, through OpenAI's API, and does not depend on this project.
@@ -83,7 +83,7 @@ class AgentProgram:
     """Interpreter of the agent's process. Default: the interpreter of this process."""
 
 
-Script = Generator[list[ParsedMessage], StepResult, None]
+ScriptedPolicy = Generator[list[ParsedMessage], StepResult, None]
 """Scripted policy. It yields the messages of a turn and receives the turn's result."""
 
 
@@ -146,7 +146,7 @@ class Environment:
 
     The agent loop calls ``open``, renders ``prompt``, and passes every sampled turn to ``step`` until
     a result is ``done``. ``step`` calls ``call`` and ``answer``. If an episode ends early,
-    ``unfinished`` or ``illegal`` scores it. Finally the loop calls ``close``.
+    ``end_truncated`` or ``end_with_format_error`` scores it. Finally the loop calls ``close``.
     """
 
     Options: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
@@ -155,8 +155,8 @@ class Environment:
     """Attributes that steps do not change. ``save_state`` leaves them out. Subclasses append
     attributes that cannot be copied, such as a connection."""
 
-    IS_PLAYED_BY_PROGRAM: ClassVar[bool] = False
-    """True if an external agent (``program``) runs the episodes instead of the agent loop."""
+    uses_external_agent: ClassVar[bool] = False
+    """True if an external agent (``external_agent``) runs the episodes instead of the agent loop."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         self.task = task
@@ -199,7 +199,7 @@ class Environment:
         raise ValueError("a task needs task_id, messages and ground_truth")
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+    def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
         """Return a scripted policy for ``task``.
 
         Episodes of such scripts are demonstrations for supervised fine-tuning.
@@ -207,7 +207,7 @@ class Environment:
         Args:
             task: task to solve.
             rng: source of variation.
-            faulty: False for an expert, True for a script with the form of an expert that mostly
+            inject_errors: False for an expert, True for a script with the form of an expert that mostly
                 fails.
 
         Raises:
@@ -316,7 +316,7 @@ class Environment:
                 reply = str(error)
                 errors += 1
             except UnknownTool:
-                return self.illegal("unknown_tool")
+                return self.end_with_format_error("unknown_tool")
 
             # The episode is over, so later calls are not executed.
             if isinstance(reply, StepResult):
@@ -329,7 +329,7 @@ class Environment:
     async def _judge_turn(self, message: ParsedMessage) -> StepResult:
         """Judge a turn without calls. Raises InfrastructureFailure if the checker fails."""
         if message.channel != "final":
-            return self.illegal("unanswered")
+            return self.end_with_format_error("unanswered")
 
         try:
             return await self.answer(message.text)
@@ -356,11 +356,11 @@ class Environment:
 
     # ---- an episode that a program plays
 
-    def program(self) -> AgentProgram:
-        """Return the external agent of the episode, if IS_PLAYED_BY_PROGRAM."""
+    def external_agent(self) -> ExternalAgent:
+        """Return the external agent of the episode, if uses_external_agent."""
         raise NotImplementedError
 
-    def earned(self, given: object) -> StepResult:
+    def to_reward(self, given: object) -> StepResult:
         """Return the end of an episode of an external agent.
 
         Args:
@@ -395,11 +395,11 @@ class Environment:
 
     # ---- ends of an episode
 
-    def unfinished(self) -> StepResult:
+    def end_truncated(self) -> StepResult:
         """Score a truncated episode: it reached its limit of turns, tokens or time."""
-        return self.finished(0.0)
+        return self.end_with_score(0.0)
 
-    def illegal(self, kind: str) -> StepResult:
+    def end_with_format_error(self, kind: str) -> StepResult:
         """Score an episode that ended with a malformed turn or an unknown tool.
 
         The reward is ``format_error`` plus the negative score until then, so a malformed turn does
@@ -410,15 +410,15 @@ class Environment:
             kind: reason, such as "unknown_tool".
         """
         # An episode without any action earns ``wrong``. The difference to it is the damage.
-        unfinished = self.unfinished()
-        harm = min(0.0, unfinished.reward - self.reward.wrong)
-        parts = unfinished.reward_parts | {"correct": 0.0, "format_error": 1.0}
+        truncated = self.end_truncated()
+        damage = min(0.0, truncated.reward - self.reward.wrong)
+        parts = truncated.reward_parts | {"correct": 0.0, "format_error": 1.0}
         parts["score"] = min(0.0, parts.get("score", 0.0))
 
-        reward = self.reward.format_error + harm
+        reward = self.reward.format_error + damage
         return StepResult(done=True, reward=reward, reward_parts=parts, format_error=kind)
 
-    def finished(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
+    def end_with_score(self, score: float, answer: str | None = None, **parts: float) -> StepResult:
         """Return the end of the episode.
 
         Args:
@@ -461,7 +461,7 @@ def function_of(recipient: str) -> str:
     return recipient.removeprefix(FUNCTIONS)
 
 
-DEEPEST_ARGUMENTS = 64
+MAX_ARGUMENT_DEPTH = 64
 """Limit of nested levels in a call's JSON. Libraries that read or write JSON have limits, too."""
 
 
@@ -473,19 +473,19 @@ def arguments_of(text: str) -> dict[str, Any]:
             which Python accepts, are errors, too: servers would fail on them.
     """
     try:
-        arguments = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        arguments = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from None
 
     if not isinstance(arguments, dict):
         raise ToolError("the arguments must be a JSON object")
-    if _is_deeper(arguments, DEEPEST_ARGUMENTS):
-        raise ToolError(f"the arguments have more than {DEEPEST_ARGUMENTS} levels")
+    if _is_deeper(arguments, MAX_ARGUMENT_DEPTH):
+        raise ToolError(f"the arguments have more than {MAX_ARGUMENT_DEPTH} levels")
     return arguments
 
 
-def _refuse_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number of JSON")
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_loop.environments.base import (
-    AgentProgram,
     Environment,
     EnvironmentOptions,
     Execute,
+    ExternalAgent,
     RewardConfig,
     Split,
     StepResult,
@@ -74,7 +74,7 @@ class BlackBoxEnvironment(Environment):
     """
 
     Options: ClassVar[type[EnvironmentOptions]] = BlackBoxOptions
-    IS_PLAYED_BY_PROGRAM = True
+    uses_external_agent = True
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         """Raises ValueError if another class created the task."""
@@ -82,8 +82,8 @@ class BlackBoxEnvironment(Environment):
         self.row = row_of(task)
         self.options = BlackBoxOptions.model_construct(**task.metadata["options"])
 
-    def program(self) -> AgentProgram:
-        return AgentProgram(
+    def external_agent(self) -> ExternalAgent:
+        return ExternalAgent(
             function=self.options.agent,
             task=self.row,
             history=self.options.history,
@@ -104,9 +104,9 @@ class BlackBoxEnvironment(Environment):
     async def answer(self, text: str) -> StepResult:
         raise InfrastructureFailure("environment", "an external agent judges its own episodes")
 
-    def earned(self, given: object) -> StepResult:
+    def to_reward(self, given: object) -> StepResult:
         numbers = read_parts(given, self.options.parts, self.options.agent)
-        return with_parts(self.finished(numbers["score"]), numbers)
+        return with_parts(self.end_with_score(numbers["score"]), numbers)
 
-    def unfinished(self) -> StepResult:
-        return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))
+    def end_truncated(self) -> StepResult:
+        return with_parts(self.end_with_score(0.0), dict.fromkeys(self.options.parts, 0.0))

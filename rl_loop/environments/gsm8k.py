@@ -12,7 +12,15 @@ from typing import Any
 
 from rl_loop.chat.tools import PythonTool
 from rl_loop.environments import arithmetic
-from rl_loop.environments.base import Script, Split, Task, UnknownTool, final, text_in, think
+from rl_loop.environments.base import (
+    ScriptedPolicy,
+    Split,
+    Task,
+    UnknownTool,
+    final,
+    text_in,
+    think,
+)
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
 from rl_loop.sandbox import ExecutionResult
 
@@ -29,7 +37,7 @@ class Gsm8kOptions(ReToolOptions):
     tools: bool = False
     """Let the policy call Python. The system message describes Python if
     ``prompt.python_tool`` is true."""
-    largest: int = 9
+    max_number: int = 9
     """Largest number in generated problems. The smallest is 2."""
 
 
@@ -38,7 +46,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        problem = arithmetic.problem(split, seed, index, numbers=range(2, options.largest + 1))
+        problem = arithmetic.problem(split, seed, index, numbers=range(2, options.max_number + 1))
         record = {"question": problem.text, "answer": f"#### {problem.answer}"}
         task = cls.from_record(record, f"{split}-{index}", options)
         task.metadata["expression"] = problem.expression
@@ -62,14 +70,14 @@ class Gsm8kEnvironment(ReToolEnvironment):
         return task
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Return a script that solves the problem, or guesses if ``faulty``.
+    def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
+        """Return a script that solves the problem, or guesses if ``inject_errors``.
 
         The script calls Python if this is allowed and the task's solution has a calculation.
         """
         if task.metadata["tools"] and "expression" in task.metadata:
-            yield from ReToolEnvironment.solve(task, rng, faulty)
-        elif faulty:
+            yield from ReToolEnvironment.solve(task, rng, inject_errors)
+        elif inject_errors:
             if not NUMBER.fullmatch(task.ground_truth.lstrip("-")):
                 raise NotImplementedError(f"a guess at {task.ground_truth!r} needs a number")
             guess = arithmetic.guess(int(float(task.ground_truth)), rng)

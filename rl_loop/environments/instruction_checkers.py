@@ -157,7 +157,7 @@ async def judge(constraint: Constraint, text: str, prompt: str) -> Verdict:
     Raises:
         CheckerFailure: if the checker fails on any text.
     """
-    verdict: Verdict = await _processes.judged((constraint, text, prompt), too_expensive=UNMET)
+    verdict: Verdict = await _processes.judge_async((constraint, text, prompt), too_expensive=UNMET)
     return verdict
 
 

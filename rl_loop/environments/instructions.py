@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Script,
+    ScriptedPolicy,
     Split,
     StepResult,
     Task,
@@ -130,12 +130,12 @@ class InstructionEnvironment(Environment):
         return Task(name, messages, "", "instructions", metadata)
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
-        """Return a script that satisfies all constraints, or about half of them if ``faulty``."""
+    def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
+        """Return a script that satisfies all constraints, or about half of them if ``inject_errors``."""
         remembered: list[tuple[str, dict[str, Any]]] = []
         for turn in task.metadata["turns"]:
             for name, arguments in turn:
-                if not faulty or rng.random() < 0.5:
+                if not inject_errors or rng.random() < 0.5:
                     remembered.append((name, arguments))
             yield [final(write_solution(task.metadata["topic"], remembered))]
 
@@ -152,14 +152,14 @@ class InstructionEnvironment(Environment):
         answered = len(self._scores)
         if answered < len(turns):
             return StepResult(user=self.task.metadata["user"][answered - 1])
-        return self.unfinished()
+        return self.end_truncated()
 
-    def unfinished(self) -> StepResult:
+    def end_truncated(self) -> StepResult:
         """Score the answers until now. Unanswered turns score 0."""
         turns = len(self.task.metadata["turns"])
         strict = sum(score.strict for score in self._scores) / turns
         loose = sum(score.loose for score in self._scores) / turns
-        return self.finished(
+        return self.end_with_score(
             strict, strict=float(strict >= 1), loose=float(loose >= 1), partial_loose=loose
         )
 

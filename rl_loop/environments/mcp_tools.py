@@ -34,10 +34,10 @@ from rl_loop.environments.row_tasks import (
     row_task,
 )
 from rl_loop.environments.tool_servers.config import ToolServerConfig
-from rl_loop.environments.tool_servers.connection import ToolAnswer
+from rl_loop.environments.tool_servers.connection import ToolResult
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.off_loop import call_users_code
+from rl_loop.threads import call_user_code
 
 
 class McpOptions(ReplayedOptions):
@@ -134,7 +134,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         if tool not in self.toolbox or self.toolbox.is_own(tool):
             await super().repeat(recorded)
 
-    async def do(self, action: ToolCall) -> ToolAnswer:
+    async def do(self, action: ToolCall) -> ToolResult:
         assert self.toolbox is not None
         return await _call_named(self.toolbox, action.tool, action.arguments)
 
@@ -168,7 +168,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         if not self.toolbox.offers(name) or name == self.options.setup_tool:
             raise UnknownTool
 
-        answer: ToolAnswer = await self.act(ToolCall(name, arguments_of(arguments)))
+        answer: ToolResult = await self.act(ToolCall(name, arguments_of(arguments)))
         if answer.is_error:
             raise ToolError(answer.text)
         return answer.text
@@ -179,7 +179,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         given = await self.judge(text, self.toolbox)
         judge = self.options.judge or type(self).__name__
         numbers = read_parts(given, self.options.parts, judge)
-        ended = replace(self.finished(numbers["score"]), answer=text.strip())
+        ended = replace(self.end_with_score(numbers["score"]), answer=text.strip())
         return with_parts(ended, numbers)
 
     async def judge(self, answer: str, tools: ToolBox) -> object:
@@ -190,13 +190,13 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         arguments = (self.row, answer, tools)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        return await call_users_code(partial(function, *arguments), self.options.judge)
+        return await call_user_code(partial(function, *arguments), self.options.judge)
 
-    def unfinished(self) -> StepResult:
-        return with_parts(self.finished(0.0), dict.fromkeys(self.options.parts, 0.0))
+    def end_truncated(self) -> StepResult:
+        return with_parts(self.end_with_score(0.0), dict.fromkeys(self.options.parts, 0.0))
 
 
-async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolAnswer:
+async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolResult:
     """Call a tool that the configuration or a recorded action names.
 
     Raises:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import aiohttp
 from pydantic import Field, field_validator
 
-from rl_loop.chat.cut_text import cut_text
 from rl_loop.chat.tools import Tool
+from rl_loop.chat.truncate_text import truncate_text
 from rl_loop.environments.base import (
     EnvironmentOptions,
     Execute,
@@ -68,7 +68,7 @@ class OpenEnvOptions(ReplayedOptions):
     column ``reset``."""
     score: Literal["sum", "last"] = "sum"
     """Score of an episode: the sum of its steps' rewards, or the last reward."""
-    perfect: float = Field(1.0, gt=0)
+    perfect_score: float = Field(1.0, gt=0)
     """Environment score that maps to a normalized score of 1."""
     connect_seconds: float = Field(60.0, gt=0)
     """Time limit for opening a session, and for ``reset``."""
@@ -102,14 +102,14 @@ class Observed:
 
 def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureFailure:
     """Return a failure of the environment at ``options.url``. ``what`` is the end of a sentence."""
-    culprit = f"OpenEnv at {options.url}"
-    return InfrastructureFailure("environment", f"{culprit} {what}", culprit)
+    failure_source = f"OpenEnv at {options.url}"
+    return InfrastructureFailure("environment", f"{failure_source} {what}", failure_source)
 
 
 def _lost(options: OpenEnvOptions, what: str) -> ServerLost:
     """Return a failure of a session that ended during an action."""
-    culprit = f"OpenEnv at {options.url}"
-    return ServerLost("environment", f"{culprit} {what}", culprit)
+    failure_source = f"OpenEnv at {options.url}"
+    return ServerLost("environment", f"{failure_source} {what}", failure_source)
 
 
 class OpenEnvSession:
@@ -314,7 +314,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         if observed.done or observed.is_late:
             return self.ended()
         if observed.error is not None:
-            raise ToolError(cut_text(observed.error, self.options.max_output_bytes))
+            raise ToolError(truncate_text(observed.error, self.options.max_output_bytes))
         return self._text_of(observed)
 
     async def answer(self, text: str) -> StepResult:
@@ -344,11 +344,11 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             shown = _result_text(shown.get("result"))
         elif len(shown) == 1:
             [shown] = shown.values()
-        return cut_text(_as_text(shown), self.options.max_output_bytes)
+        return truncate_text(_as_text(shown), self.options.max_output_bytes)
 
     # ---- rewards
 
-    def unfinished(self) -> StepResult:
+    def end_truncated(self) -> StepResult:
         return self.ended()
 
     def ended(self, answer: str | None = None) -> StepResult:
@@ -356,7 +356,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         observed = [recorded.result for recorded in self._actions]
         rewards = [each.reward for each in observed if each.reward is not None]
         total = sum(rewards) if self.options.score == "sum" else (rewards or [0.0])[-1]
-        return self.finished(total / self.options.perfect, answer=answer)
+        return self.end_with_score(total / self.options.perfect_score, answer=answer)
 
 
 def _http_url(options: OpenEnvOptions) -> str:

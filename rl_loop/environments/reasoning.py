@@ -14,7 +14,7 @@ from pydantic import Field
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Script,
+    ScriptedPolicy,
     Split,
     StepResult,
     Task,
@@ -24,7 +24,7 @@ from rl_loop.extras import ExtraMissing
 from rl_loop.infrastructure import describe
 from rl_loop.rewards import CheckerFailure
 from rl_loop.rewards.checker_pool import CheckerPool
-from rl_loop.rewards.math_answer import last_boxed, normalised
+from rl_loop.rewards.math_answer import last_boxed, normalized
 
 DATASET_SIZE = 10_000
 """Items per data set of a generator. Some generators create a list of this length."""
@@ -70,19 +70,21 @@ class ReasoningGymEnvironment(Environment):
         )
 
     @classmethod
-    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
-        answer = "unknown" if faulty else task.ground_truth
+    def solve(cls, task: Task, rng: random.Random, inject_errors: bool) -> ScriptedPolicy:
+        answer = "unknown" if inject_errors else task.ground_truth
         yield [final(rf"\boxed{{{answer}}}")]
 
     async def answer(self, text: str) -> StepResult:
         boxed = last_boxed(text)
         if boxed is None:
-            return self.finished(0.0)
+            return self.end_with_score(0.0)
 
         place = self.task.metadata["place"]
         # The control also creates the data set, so that its time does not count for the answer.
-        score = await _processes.judged((place, boxed), too_expensive=0.0, control=(place, None))
-        return self.finished(score, normalised(boxed))
+        score = await _processes.judge_async(
+            (place, boxed), too_expensive=0.0, control=(place, None)
+        )
+        return self.end_with_score(score, normalized(boxed))
 
     def reference_answer(self) -> str:
         return rf"\boxed{{{self.task.ground_truth}}}"

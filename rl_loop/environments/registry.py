@@ -25,9 +25,17 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     },
 )
 
-CHECKED_METHODS = ("generate", "from_record", "solve", "call", "answer", "step", "illegal")
+CHECKED_METHODS = (
+    "generate",
+    "from_record",
+    "solve",
+    "call",
+    "answer",
+    "step",
+    "end_with_format_error",
+)
 """Methods whose arguments are checked, because the loop calls them with arguments."""
-PASSED_BY_NAME = ("faulty",)
+PASSED_BY_NAME = ("inject_errors",)
 """Arguments that are passed as keywords. Others are passed by position."""
 
 _checked: set[type[Environment]] = set()

@@ -14,7 +14,7 @@ from rl_loop.environments import arithmetic
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Script,
+    ScriptedPolicy,
     Split,
     StepResult,
     Task,
@@ -25,7 +25,7 @@ from rl_loop.environments.base import (
     text_in,
     think,
 )
-from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalised
+from rl_loop.rewards.math_answer import is_number, judge, last_boxed, normalized
 from rl_loop.sandbox import ExecutionResult
 
 NEW_SESSION = (
@@ -100,17 +100,17 @@ class ReToolEnvironment(Environment):
         return Task(name, messages, ground_truth, "retool", {"stateful": options.stateful})
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+    def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
         """Return a script that calls Python, sometimes after a mistake.
 
-        If ``faulty``, the script guesses and is mostly wrong.
+        If ``inject_errors``, the script guesses and is mostly wrong.
         """
         expression = task.metadata.get("expression")
         if expression is None:
             raise NotImplementedError("tasks of files have no solution that a script could write")
         answer = task.ground_truth
 
-        if faulty:
+        if inject_errors:
             if rng.random() >= LUCKY_SHARE:
                 answer = str(arithmetic.guess(int(answer), rng))
             yield [think("I know."), final(rf"\boxed{{{answer}}}")]
@@ -158,7 +158,7 @@ class ReToolEnvironment(Environment):
         correct = await judge(text, self.task.ground_truth)
         return self._judged(correct, last_boxed(text))
 
-    def unfinished(self) -> StepResult:
+    def end_truncated(self) -> StepResult:
         return self._judged(correct=False, answer=None)
 
     def reference_answer(self) -> str:
@@ -193,7 +193,7 @@ class ReToolEnvironment(Environment):
         if self.reward.tool_use and not correct and scale != 0:
             bonus = min(0.4, 0.1 * (self._calls // 2))
             score += bonus / scale
-        return self.finished(score, normalised(answer))
+        return self.end_with_score(score, normalized(answer))
 
 
 def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:

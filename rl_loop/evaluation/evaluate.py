@@ -20,7 +20,7 @@ from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.infrastructure import CircuitBreaker
 from rl_loop.rollout.collector import HeldOutTasks
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.rollout.pool import RolloutPool
@@ -97,7 +97,7 @@ async def run_at_endpoint(
     runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
-    breaker = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
+    breaker = CircuitBreaker.with_streak(rollout.max_invalid_share)
     # Limit the episodes, not the tasks, because a task has several episodes.
     slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))
 

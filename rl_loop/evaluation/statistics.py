@@ -66,10 +66,10 @@ def estimate(values: Sequence[float]) -> Estimate:
         trials = max(1.0, sample.count * mean * (1 - mean) / sample.variance)
 
     shrinkage = 1 + Z * Z / trials
-    centre = (mean + Z * Z / (2 * trials)) / shrinkage
+    center = (mean + Z * Z / (2 * trials)) / shrinkage
     spread = math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
     half = Z / shrinkage * spread
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half), sample.count)
+    return Estimate(mean, max(0.0, center - half), min(1.0, center + half), sample.count)
 
 
 def difference(values: Sequence[float]) -> Estimate:

@@ -66,7 +66,7 @@ class ReadTurn:
     closing: tuple[int, ...] = ()
     """Token ids that close a truncated turn when the conversation continues."""
     dropped: int = 0
-    """Number of tokens at the end of a truncated turn that are left out then, see ``CutTurn``."""
+    """Number of tokens at the end of a truncated turn that are left out then, see ``TruncatedTurn``."""
     reasoning_tokens: int = 0
     """Number of sampled tokens in analysis messages, including headers."""
 
@@ -95,7 +95,7 @@ def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     if sampled.finish_reason is not FinishReason.STOP:
         # A truncated turn is not a format error, whatever its content.
-        cut = codec.parse_cut_for_client(ids)
+        cut = codec.parse_truncated_for_client(ids)
         readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
         return ReadTurn(_answer_of(readable), closing=cut.closing, dropped=cut.dropped)
 

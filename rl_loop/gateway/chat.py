@@ -142,7 +142,7 @@ class ChatCall:
         if self._include_usage:
             yield frame | {"choices": [], "usage": _usage(usage)}
 
-    def written(self, value: dict[str, Any]) -> bytes:
+    def to_json(self, value: dict[str, Any]) -> bytes:
         """Return an answer or a chunk as JSON."""
         return json.dumps(value).encode()
 

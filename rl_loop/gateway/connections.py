@@ -18,9 +18,9 @@ LINGER_SECONDS = 1.0
 """Time in seconds for the rest of an unread body, so that the client can read the response."""
 READ_BYTES = 32 * 1024
 """Number of bytes that are read from a connection and parsed at a time."""
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Maximum connections of all clients. Lower if the process may open fewer files."""
-MOST_UNKNOWN = 256
+MAX_UNKNOWN_CONNECTIONS = 256
 """Maximum connections that have not sent a valid key yet."""
 
 
@@ -50,7 +50,9 @@ class Connections:
     Connections with a key are replaced only when they are idle.
     """
 
-    def __init__(self, most: int | None = None, most_unknown: int = MOST_UNKNOWN) -> None:
+    def __init__(
+        self, most: int | None = None, most_unknown: int = MAX_UNKNOWN_CONNECTIONS
+    ) -> None:
         """Set the limits.
 
         Args:
@@ -59,8 +61,8 @@ class Connections:
             most_unknown: maximum connections that have not sent a valid key yet.
         """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        possible = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2
-        self._most = most or max(16, min(MOST_CONNECTIONS, possible))
+        possible = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2
+        self._most = most or max(16, min(MAX_CONNECTIONS, possible))
         self._most_unknown = min(most_unknown, max(1, self._most // 2))
         self._unknown: dict[RequestHandler, None] = {}
         """Connections without a valid key, oldest first."""

@@ -15,7 +15,7 @@ ErrorCode = Literal[
     "infrastructure_failure",
     "internal_error",
 ]
-LONGEST_MESSAGE = 1000
+MAX_MESSAGE_CHARACTERS = 1000
 """Maximum characters of an error message, which may repeat the client's input."""
 ErrorType = Literal["invalid_request_error", "server_error", "model_error"]
 
@@ -41,7 +41,7 @@ class ApiError(Exception):
             parameter: wrong key of the request, such as ``messages[2].content``.
             kind: OpenAI's type of the error. Default: the type for the status.
         """
-        super().__init__(message[:LONGEST_MESSAGE])
+        super().__init__(message[:MAX_MESSAGE_CHARACTERS])
         self.status = status
         self.code = code
         self.parameter = parameter

@@ -17,7 +17,7 @@ from rl_loop.gateway.parameters import MAX_MESSAGES
 from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls
 from rl_loop.rollout.episode_draft import EpisodeDraft
 
-REMEMBERED_BYTES = 256 << 20
+MAX_TURN_BYTES = 256 << 20
 """Maximum bytes of a session's turns if old turns are dropped."""
 MAX_ORDERED = 16_384
 """Maximum pairs of a tool result and an open call for which results are sorted on the event
@@ -27,14 +27,14 @@ loop."""
 class Forest:
     """The turns of one session."""
 
-    def __init__(self, remembered_turns: int | None = None) -> None:
+    def __init__(self, max_stored_turns: int | None = None) -> None:
         """Make an empty forest.
 
         Args:
-            remembered_turns: number of turns to keep. Older turns can neither be continued nor
-                trained on, and turns beyond REMEMBERED_BYTES are dropped, too. None to keep all.
+            max_stored_turns: number of turns to keep. Older turns can neither be continued nor
+                trained on, and turns beyond MAX_TURN_BYTES are dropped, too. None to keep all.
         """
-        self._remembered_turns = remembered_turns
+        self._max_stored_turns = max_stored_turns
         self._memory_bytes = 0
         self._nodes: dict[str, Node] = {}
         """Turns by response id, in the order of their addition."""
@@ -148,15 +148,15 @@ class Forest:
                 self._by_call[call.call_id] = node
 
         self._memory_bytes += node.memory_bytes
-        if self._remembered_turns is None:
+        if self._max_stored_turns is None:
             return
         # The newest turn stays, even if it alone exceeds the limit of bytes.
-        while len(self) > self._remembered_turns or (
-            len(self) > 1 and self._memory_bytes > REMEMBERED_BYTES
+        while len(self) > self._max_stored_turns or (
+            len(self) > 1 and self._memory_bytes > MAX_TURN_BYTES
         ):
-            self._forget(next(iter(self._nodes.values())))
+            self._drop(next(iter(self._nodes.values())))
 
-    def _forget(self, node: Node) -> None:
+    def _drop(self, node: Node) -> None:
         """Drop a turn, so that no request can continue it. Later turns keep its tokens."""
         del self._nodes[node.response_id]
         self._memory_bytes -= node.memory_bytes
@@ -186,7 +186,7 @@ class Forest:
         leaves = self.leaves
         trained: set[Node] = set()
         fresh_of: dict[Node, list[Node]] = {}
-        for leaf in sorted(leaves, key=lambda leaf: leaf.was_cut):
+        for leaf in sorted(leaves, key=lambda leaf: leaf.was_truncated):
             # A turn is trained on together with all turns before it, so these are the path's last.
             fresh_of[leaf] = [node for node in leaf.path() if node not in trained]
             trained.update(fresh_of[leaf])

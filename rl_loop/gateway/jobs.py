@@ -174,7 +174,7 @@ class RequestWorkers:
             workers=WORKERS,
             idle_workers=IDLE_WORKERS,
             niceness=NICENESS,
-            control=Nothing(),
+            control=NoOpJob(),
         )
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -196,7 +196,7 @@ class RequestWorkers:
 
     async def _run[Result](self, job: Job[Result]) -> Result:
         try:
-            result: Result = await self._pool.asked(job)
+            result: Result = await self._pool.ask_async(job)
             return result
         except TooExpensive:
             gigabytes = JOB_MEMORY_BYTES >> 30
@@ -255,7 +255,7 @@ class SessionJobs:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoOpJob:
     """A job that shows that processes run."""
 
     def run(self, codec: ChatCodec) -> None:

@@ -87,7 +87,7 @@ class Node:
         return TOKEN_BYTES * tokens + CHARACTER_BYTES * self.text_characters
 
     @property
-    def was_cut(self) -> bool:
+    def was_truncated(self) -> bool:
         """True if a limit, not the policy, ended the turn."""
         return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_loop.gateway.node import Node
 
-REMEMBERED_ABANDONED = 256
+MAX_ABANDONED = 256
 """Number of abandoned requests that are remembered. Their retries have no turn to join."""
 
 
@@ -32,7 +32,7 @@ class PendingTurns:
     def __init__(self) -> None:
         self._turns: dict[bytes, list[PendingTurn]] = {}
         """By the fingerprint of the request. Several clients may send the same request."""
-        self._abandoned: deque[bytes] = deque(maxlen=REMEMBERED_ABANDONED)
+        self._abandoned: deque[bytes] = deque(maxlen=MAX_ABANDONED)
         """Fingerprints of requests whose turns were cancelled because their clients left."""
         self._is_closed = False
 
@@ -44,7 +44,7 @@ class PendingTurns:
         """Return the turns in flight."""
         return [turn for equal in self._turns.values() for turn in equal]
 
-    def forget_abandoned(self, fingerprint: bytes) -> bool:
+    def remove_abandoned(self, fingerprint: bytes) -> bool:
         """Return True if the turn of a request was abandoned. The next call returns False."""
         if fingerprint not in self._abandoned:
             return False

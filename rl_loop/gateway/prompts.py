@@ -8,7 +8,7 @@ from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.jobs import Rendered, RenderJob, SessionJobs, StoredTokens
 from rl_loop.gateway.node import Node, Place, Prompt
 from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
-from rl_loop.tasks.prompt_limit import LONGEST_TOKEN
+from rl_loop.tasks.prompt_limit import MAX_TOKEN_BYTES
 
 SHORT_CHARACTERS = 4096
 """Bytes of text that are rendered on the event loop. It takes a few milliseconds at most."""
@@ -81,8 +81,8 @@ class PromptRenderer:
         size = text_size(place.new_messages)
         if place.parent is None:
             size += request.tools_size
-        if size > LONGEST_TOKEN * self.max_tokens:
-            raise PromptTooLong(f"at least {size // LONGEST_TOKEN}")
+        if size > MAX_TOKEN_BYTES * self.max_tokens:
+            raise PromptTooLong(f"at least {size // MAX_TOKEN_BYTES}")
         # Every message has a header of at least two tokens.
         if 2 * len(place.new_messages) > self.max_tokens:
             raise PromptTooLong(f"at least {2 * len(place.new_messages)}")

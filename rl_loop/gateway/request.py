@@ -18,7 +18,7 @@ REFERENCE_CHARACTERS = 512
 """Characters whose rendering takes as long as a reference in a schema."""
 DIGEST_BYTES = 16
 """Bytes of a digest."""
-MOST_BYTES = 4
+MAX_CHARACTER_BYTES = 4
 """Maximum bytes of a character in UTF-8."""
 
 
@@ -144,7 +144,9 @@ def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
     for message in messages:
         texts = [message.get("content") or "", message.get("thinking") or ""]
         texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
-        size += sum(len(text) if text.isascii() else MOST_BYTES * len(text) for text in texts)
+        size += sum(
+            len(text) if text.isascii() else MAX_CHARACTER_BYTES * len(text) for text in texts
+        )
     return size
 
 

@@ -161,7 +161,7 @@ class ResponsesCall:
             yield from _item_events(item, index)
         yield {"type": f"response.{answer['status']}", "response": answer}
 
-    def written(self, value: dict[str, Any]) -> bytes:
+    def to_json(self, value: dict[str, Any]) -> bytes:
         """Return an answer or an event as JSON."""
         return json.dumps(value).encode().replace(f'"{self._mark}": null'.encode(), self._repeated)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from converters.mxfp4_tensors import Digests
 
-REMEMBERED_TURNS = 1024
+MAX_TURNS_PER_KEY = 1024
 """Number of remembered turns per API key. Continuations of older turns are rendered from text."""
 
 
@@ -57,7 +57,7 @@ class ServeError(UserError):
     """A checkpoint cannot be served. The message has the reason."""
 
 
-class OwnEngine:
+class LocalEngine:
     """Engine of this process, with the methods by which a ``RolloutBackend`` uses its workers."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -110,7 +110,7 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
         history=options.history,
         clients_choose_sampling=True,
         is_episode=False,
-        remembered_turns=REMEMBERED_TURNS,
+        max_stored_turns=MAX_TURNS_PER_KEY,
     )
     return GatewaySettings(session, model=options.model, host=options.host, port=options.port)
 

@@ -61,7 +61,7 @@ class Call(Protocol):
 
     def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]: ...
 
-    def written(self, value: dict[str, Any]) -> bytes:
+    def to_json(self, value: dict[str, Any]) -> bytes:
         """Return an answer or an event as JSON."""
         ...
 
@@ -323,7 +323,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 
 async def _send_whole(request: web.Request, call: Call, node: Node) -> web.StreamResponse:
     """Send a turn as one JSON object."""
-    body = call.written(call.answer(node, node.usage))
+    body = call.to_json(call.answer(node, node.usage))
     response = web.Response(body=body, content_type="application/json", charset="utf-8")
     await response.prepare(request)
     await response.write_eof()
@@ -342,7 +342,7 @@ async def _send_events(request: web.Request, call: Call, node: Node) -> web.Stre
     for event in call.events(node, node.usage):
         if "type" in event:
             lines.append(f"event: {event['type']}\n".encode())
-        lines += [b"data: ", call.written(event), b"\n\n"]
+        lines += [b"data: ", call.to_json(event), b"\n\n"]
         size += len(lines[-2])
         # A long answer is sent in pieces, so that other requests are served between them.
         if size > LONG_ANSWER_BYTES:

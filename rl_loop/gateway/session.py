@@ -24,17 +24,17 @@ from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import GivenReward, SessionRewards
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.off_loop import off_loop
 from rl_loop.rollout.episode import (
     Completed,
     Ending,
     Episode,
     EpisodeOver,
     Failed,
-    IllegalTurn,
     LimitReached,
+    MalformedTurn,
 )
 from rl_loop.rollout.turn_sampler import ABORT_SECONDS
+from rl_loop.threads import run_in_thread
 
 SHORT_TOKENS = 256
 """Maximum tokens that are parsed on the event loop, which takes up to 1 ms."""
@@ -63,7 +63,7 @@ class SessionSettings:
     is_episode: bool = True
     """True if errors end the session, as they end an episode. Otherwise only the request fails, and
     the client may try again."""
-    remembered_turns: int | None = None
+    max_stored_turns: int | None = None
     """Number of turns to keep. None to keep all, for training."""
 
 
@@ -93,7 +93,7 @@ class Session:
         """
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
-        self.forest = Forest(settings.remembered_turns)
+        self.forest = Forest(settings.max_stored_turns)
         self.episode = Episode(
             name,
             engine,
@@ -148,7 +148,7 @@ class Session:
             if node.delivered is False:
                 node.delivered = None
                 return node
-        if is_retry and self._pending.forget_abandoned(request.fingerprint):
+        if is_retry and self._pending.remove_abandoned(request.fingerprint):
             # The turn of this client was dropped. Equal turns belong to other clients.
             is_retry = False
         if is_retry and equal:
@@ -241,7 +241,7 @@ class Session:
         if sampled.reason is FinishReason.TIMEOUT:
             raise EpisodeOver(self.episode.out_of_time())
         if turn.format_error is not None:
-            raise EpisodeOver(IllegalTurn(turn.format_error))
+            raise EpisodeOver(MalformedTurn(turn.format_error))
         return node
 
     async def _read_turn(self, sampled: GenerateResult, request: TurnRequest) -> ReadTurn:
@@ -253,7 +253,7 @@ class Session:
             return await self.run(job)
         except ApiError:
             # The client did not cause the error, and must get its turn.
-            return await off_loop(read_turn, self._codec, sampled, request.tools)
+            return await run_in_thread(read_turn, self._codec, sampled, request.tools)
 
     def _sampling(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling parameters of a turn."""
@@ -289,7 +289,7 @@ def _error_of(ending: Ending) -> ApiError:
     match ending:
         case Failed(failure):
             return ApiError(503, "infrastructure_failure", str(failure))
-        case IllegalTurn(kind):
+        case MalformedTurn(kind):
             return invalid_content(kind)
         case LimitReached():
             return ApiError(400, "session_over", f"the session has used its {ending.allowed}")

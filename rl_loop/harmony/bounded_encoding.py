@@ -2,7 +2,7 @@
 
 Byte-pair encoding splits text into pieces (words, runs of spaces, numbers) and merges the bytes of
 each piece. Its time is quadratic in the length of a piece. A tool can print a piece of any length:
-64 KB of U+FFFD, a run without breaks, took 14 s. Therefore pieces above LONGEST_PIECE characters
+64 KB of U+FFFD, a run without breaks, took 14 s. Therefore pieces above MAX_PIECE_CHARACTERS characters
 are cut. The ids of all other text are unchanged. A cut piece has a few other ids around each cut,
 which decode to the same text.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
-LONGEST_PIECE = 1024
+MAX_PIECE_CHARACTERS = 1024
 """Maximum characters per piece. Words, identifiers, hashes and lines of dashes are far shorter."""
 WINDOW = 2048
 """Number of characters that are split and tokenized at a time, because a thread holds the
@@ -35,7 +35,7 @@ O200K_PATTERN = (
 
 def encode_bounded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Encode ``text`` with ``encode``, which gets several pieces of o200k's splitting at a time."""
-    if len(text) <= LONGEST_PIECE:
+    if len(text) <= MAX_PIECE_CHARACTERS:
         return encode(text)
 
     ids: list[int] = []
@@ -44,7 +44,7 @@ def encode_bounded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     return ids
 
 
-def parts_of(text: str, longest: int = LONGEST_PIECE, window: int = WINDOW) -> Iterator[str]:
+def parts_of(text: str, longest: int = MAX_PIECE_CHARACTERS, window: int = WINDOW) -> Iterator[str]:
     """Split ``text`` at boundaries of o200k's pieces, and pieces that are too long anywhere.
 
     Args:

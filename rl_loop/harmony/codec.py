@@ -24,7 +24,7 @@ from openai_harmony import (
 )
 
 from rl_loop.chat.codec import Effort, without_surrogates
-from rl_loop.chat.messages import CutTurn, FormatError, ParsedMessage, ToolOutput
+from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput, TruncatedTurn
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
@@ -41,8 +41,8 @@ from rl_loop.harmony.conversation import (
 )
 from rl_loop.harmony.history import History
 from rl_loop.harmony.json_schema import harmony_schema
-from rl_loop.harmony.openings import Openings
 from rl_loop.harmony.prompt_config import PromptConfig
+from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
 from rl_loop.harmony.sampled_turn import parse_turn
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
 
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-REMEMBERED_HEADERS = 4096
+CACHED_HEADERS = 4096
 """Size of the cache of headers. There are few distinct headers."""
 TRIED_ENDS = 16
 """Number of last messages of a malformed turn that are tried as its last valid message."""
@@ -96,7 +96,7 @@ class Harmony:
         [self.call_end] = self._special("<|call|>")
         [self.message_end] = self._special("<|end|>")
         self._history = History(vocabulary)
-        self._openings = Openings(self)
+        self._prefix_cache = PromptPrefixCache(self)
 
     # ---- rendering
 
@@ -150,7 +150,7 @@ class Harmony:
         )
         return self.vocabulary.from_harmony(ids)
 
-    def render_opening(
+    def render_prefix(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
@@ -170,24 +170,24 @@ class Harmony:
             ValueError: if two tools have the same name.
         """
         check_names(tools)
-        opening = _with_tools(messages, tools) if tools else list(messages)
+        prefix = _with_tools(messages, tools) if tools else list(messages)
         if system is None:
             system = self._system_message((), reasoning_effort)
         if system is not None:
-            opening.insert(0, system)
+            prefix.insert(0, system)
 
-        if takes_long(opening):
-            described = [part for message in opening for part in message.content]
+        if takes_long(prefix):
+            described = [part for message in prefix for part in message.content]
             has_functions = any("functions" in (getattr(p, "tools", None) or {}) for p in described)
             bounded: list[int] = []
-            for message in opening:
+            for message in prefix:
                 bounded += self._render_bounded(message, has_functions=has_functions)
             return bounded
 
         # Rendered together, because the system message mentions functions if a developer message
         # describes any.
         ids = harmony_encoding().render_conversation(
-            Conversation.from_messages(opening),
+            Conversation.from_messages(prefix),
             RenderConversationConfig(auto_drop_analysis=False),
         )
         return self.vocabulary.from_harmony(ids)
@@ -272,7 +272,7 @@ class Harmony:
             first += 1
 
         key = keys[first] if keys else None
-        head = self._openings.render(key, messages[:first], tools, reasoning_effort)
+        head = self._prefix_cache.render(key, messages[:first], tools, reasoning_effort)
         return [*head, *self.render_continuation(messages[first:], open_calls, first)]
 
     def render_observation(
@@ -333,7 +333,7 @@ class Harmony:
         if header is None:
             header = self._sampled_header(*key)
             # Bound the cache, because data sets contain any number of recipients.
-            if len(self._sampled_headers) >= REMEMBERED_HEADERS:
+            if len(self._sampled_headers) >= CACHED_HEADERS:
                 self._sampled_headers.clear()
             self._sampled_headers[key] = header
 
@@ -416,7 +416,7 @@ class Harmony:
         """Parse a turn as ``parse`` does. Channels separate reasoning and answers."""
         return self.parse(ids)
 
-    def parse_cut_for_client(self, ids: Sequence[int]) -> CutTurn:
+    def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off: see ``ChatCodec``.
 
         A header that was cut off is dropped, because it has no usable information.
@@ -425,7 +425,7 @@ class Harmony:
         for end, closing in ((self.answer_end, self.message_end), (self.call_end, self.call_end)):
             messages = self.parse([*ids, end])
             if not isinstance(messages, FormatError):
-                return CutTurn(messages, (closing,))
+                return TruncatedTurn(messages, (closing,))
 
         # Case 2: cut within a header, or malformed. Keep the last message that is complete.
         ends = [place for place, token in enumerate(ids) if token == self.message_end]
@@ -433,8 +433,8 @@ class Harmony:
             for end in (self.answer_end, self.call_end):
                 messages = self.parse([*ids[:place], end])
                 if not isinstance(messages, FormatError):
-                    return CutTurn(messages, (), dropped=len(ids) - place - 1)
-        return CutTurn([], (), dropped=len(ids) + len(self.assistant_header))
+                    return TruncatedTurn(messages, (), dropped=len(ids) - place - 1)
+        return TruncatedTurn([], (), dropped=len(ids) + len(self.assistant_header))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Leave out the analysis that led to earlier answers: see ``History``."""
@@ -479,7 +479,7 @@ class Harmony:
         return self.vocabulary.decode([token_id])
 
 
-@lru_cache(maxsize=REMEMBERED_HEADERS)
+@lru_cache(maxsize=CACHED_HEADERS)
 def _frame(
     role: Role,
     name: str | None,

@@ -25,7 +25,7 @@ from typing import Any
 
 from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
-from rl_loop.chat.open_calls import Numbered, OpenCall, UnmatchedAnswer, in_call_order
+from rl_loop.chat.open_calls import Numbered, OpenCall, UnmatchedToolOutput, in_call_order
 from rl_loop.chat.tools import FUNCTIONS
 
 CHANNELS = ("analysis", "commentary", "final")
@@ -69,7 +69,7 @@ class MessageTranslator:
         if isinstance(message, dict) and message.get("role") == "tool":
             return self.translate_answers([(number, message)])
         for call in self.open_calls:
-            call.is_left = True
+            call.is_skipped = True
         try:
             return _to_harmony(message, self.open_calls)
         except ValueError as error:
@@ -89,7 +89,7 @@ class MessageTranslator:
                 raise ValueError(f"{describe_message(number, message)}: {error}") from None
         try:
             ordered = in_call_order(self.open_calls, answers)
-        except UnmatchedAnswer as error:
+        except UnmatchedToolOutput as error:
             raise ValueError(f"{describe_message(*answers[error.place])}: {error}") from None
 
         rendered: list[Message] = []

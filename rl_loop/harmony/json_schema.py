@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-DEEPEST = 24
+MAX_DEPTH = 24
 """Maximum depth of a schema. Deeper levels are left out."""
-MOST_NODES = 1000
+MAX_NODES = 1000
 """Maximum number of nested schemas per tool, because references can multiply endlessly."""
-LONGEST_VALUE = 2000
+MAX_VALUE_CHARACTERS = 2000
 """Maximum characters of a default or an example as JSON. Longer ones are left out."""
 
 SHOWN = (
@@ -44,7 +44,7 @@ def harmony_schema(schema: Mapping[str, Any] | None) -> Schema | None:
     """
     if schema is None:
         return None
-    shown = _Translation(schema).shown(schema, DEEPEST, frozenset())
+    shown = _Translation(schema).shown(schema, MAX_DEPTH, frozenset())
     is_object = shown.get("type", "object") == "object" and "oneOf" not in shown
     if is_object and not shown.get("properties"):
         return None
@@ -72,7 +72,7 @@ class _Translation:
             within: references that contain this schema, to stop at recursive types.
         """
         self.nodes += 1
-        if not isinstance(schema, Mapping) or levels == 0 or self.nodes > MOST_NODES:
+        if not isinstance(schema, Mapping) or levels == 0 or self.nodes > MAX_NODES:
             return {}
 
         schema, within, is_translated = self._resolved(schema, within, levels)
@@ -152,7 +152,7 @@ class _Translation:
         parts = [*schema["allOf"], _without(schema, "allOf")]
         joined: Schema = {}
         for part in parts:
-            if not isinstance(part, Mapping) or self.nodes > MOST_NODES:
+            if not isinstance(part, Mapping) or self.nodes > MAX_NODES:
                 continue
             part, within, _ = self._resolved(part, within, levels - 1)
             self.nodes += 1 + len(_mapping(part, "properties"))
@@ -314,7 +314,7 @@ def _is_short(value: Any) -> bool:
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return False
-    return len(text) <= LONGEST_VALUE and text.count("[") + text.count("{") < 100
+    return len(text) <= MAX_VALUE_CHARACTERS and text.count("[") + text.count("{") < 100
 
 
 def _without_title(name: str, schema: Schema) -> Schema:

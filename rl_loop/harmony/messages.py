@@ -108,12 +108,12 @@ def split_turn(harmony_ids: Sequence[int]) -> list[MessageSpan] | None:
         ends = TURN_ENDS if number == len(messages) - 1 else ("<|end|>",)
         if has_start != (number > 0) or message.ended_by not in ends:
             return None
-        if not _has_legal_specials(message, named):
+        if not _has_valid_specials(message, named):
             return None
     return messages or None
 
 
-def _has_legal_specials(message: MessageSpan, specials: Mapping[int, str]) -> bool:
+def _has_valid_specials(message: MessageSpan, specials: Mapping[int, str]) -> bool:
     """Return True if a message has a body, and special tokens only where they are allowed.
 
     Args:

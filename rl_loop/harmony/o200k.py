@@ -22,7 +22,7 @@ VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 WHEEL = "litellm==1.80.0"
 WHEEL_MEMBER = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 
-MOST_BYTES = 1 << 24
+MAX_FILE_BYTES = 1 << 24
 """Maximum size of the file. Its actual size is 3.6 MB."""
 DOWNLOAD_SECONDS = 300
 
@@ -107,7 +107,7 @@ def _read_from_wheel() -> bytes:
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(WHEEL_MEMBER).file_size
-            if size > MOST_BYTES:
+            if size > MAX_FILE_BYTES:
                 raise ValueError(f"{WHEEL_MEMBER} would decompress to {size:,} bytes")
             return archive.read(WHEEL_MEMBER)
 

@@ -15,9 +15,9 @@ from rl_loop.harmony.conversation import CHANNELS, CONSTRAIN, message_text
 from rl_loop.harmony.messages import MessageSpan, split_turn
 from rl_loop.harmony.vocabulary import FIRST_SPECIAL_ID, harmony_encoding, special_id
 
-REMEMBERED_FRAMES = 4096
+CACHED_FRAMES = 4096
 """Size of the cache of messages without texts. There are few distinct ones."""
-LONGEST_FRAME = 128
+MAX_FRAME_TOKENS = 128
 """Maximum number of tokens of a cached message without its text."""
 
 
@@ -51,7 +51,7 @@ def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         return next((error for error in errors if error.kind == "header"), errors[0])
 
     ends_with_call_token = harmony_ids[-1] == special_id("<|call|>")
-    if not _calls_are_legal(messages, ends_with_call_token):
+    if not _calls_are_valid(messages, ends_with_call_token):
         return FormatError("recipient")
     return messages
 
@@ -77,7 +77,7 @@ def _parse_message(
         return _parse_checked_message(tuple(harmony_ids[span.start : span.end]), is_first)
 
     # Do not cache long headers, because malformed ones would fill the memory.
-    parse = _remembered_frame if len(frame) <= LONGEST_FRAME else _parse_checked_message
+    parse = _cached_frame if len(frame) <= MAX_FRAME_TOKENS else _parse_checked_message
     message = parse(frame, is_first)
     return message if isinstance(message, FormatError) else replace(message, text=decoded)
 
@@ -97,7 +97,7 @@ def _parse_checked_message(tokens: tuple[int, ...], is_first: bool) -> ParsedMes
     return _read_message(message)
 
 
-_remembered_frame = lru_cache(maxsize=REMEMBERED_FRAMES)(_parse_checked_message)
+_cached_frame = lru_cache(maxsize=CACHED_FRAMES)(_parse_checked_message)
 
 
 def _read_message(message: Message) -> ParsedMessage:
@@ -113,7 +113,7 @@ def _read_message(message: Message) -> ParsedMessage:
     return ParsedMessage(message.channel or "", recipient, content_type, message_text(message))
 
 
-def _calls_are_legal(messages: Sequence[ParsedMessage], ends_with_call_token: bool) -> bool:
+def _calls_are_valid(messages: Sequence[ParsedMessage], ends_with_call_token: bool) -> bool:
     """Return True if calls come last in a turn, end with <|call|>, and exclude a final answer."""
     ends_with_call = messages[-1].recipient is not None
     if ends_with_call_token != ends_with_call:

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 
 CONNECT_SECONDS = 3.0
 
@@ -28,14 +28,14 @@ def check_ray_address() -> None:
     """Check that the Ray cluster at RAY_ADDRESS answers.
 
     Raises:
-        CannotStart: if it does not, or if another server answers.
+        StartError: if it does not, or if another server answers.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "local"):
         return
     if address == "auto":
         if not RAY_CURRENT_CLUSTER.exists():
-            raise CannotStart(
+            raise StartError(
                 "RAY_ADDRESS is auto, but no Ray was started on this machine. Unset RAY_ADDRESS "
                 "to start a Ray for this run"
             )
@@ -43,9 +43,7 @@ def check_ray_address() -> None:
 
     host, port = _host_and_port(address)
     if host is None or port is None:
-        raise CannotStart(
-            f"RAY_ADDRESS is {address!r}, which is not HOST:PORT. Correct or unset it"
-        )
+        raise StartError(f"RAY_ADDRESS is {address!r}, which is not HOST:PORT. Correct or unset it")
 
     advice = (
         "Start Ray there (ray start --head), correct RAY_ADDRESS, or unset it to start a Ray "
@@ -54,11 +52,11 @@ def check_ray_address() -> None:
     try:
         is_ray = _speaks_http2(host, port)
     except OSError as error:
-        raise CannotStart(
+        raise StartError(
             f"RAY_ADDRESS is {address}, but no server answers there ({_reason(error)}). {advice}"
         ) from None
     if not is_ray:
-        raise CannotStart(f"RAY_ADDRESS is {address}, but the server there is not Ray. {advice}")
+        raise StartError(f"RAY_ADDRESS is {address}, but the server there is not Ray. {advice}")
 
 
 def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
@@ -69,17 +67,17 @@ def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
         named_by: configuration key or variable that holds ``url``, for the message.
 
     Raises:
-        CannotStart: if no server listens.
+        StartError: if no server listens.
     """
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or where.hostname is None:
-        raise CannotStart(f"{named_by}: {url} is not an address such as http://host:8000/v1")
+        raise StartError(f"{named_by}: {url} is not an address such as http://host:8000/v1")
 
     port = where.port or (443 if where.scheme == "https" else 80)
     try:
         socket.create_connection((where.hostname, port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise CannotStart(
+        raise StartError(
             f"{named_by}: no server answers at {url} ({_reason(error)}). Start the server, or "
             "correct the address"
         ) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -26,13 +26,13 @@ def check_writable(directory: Path) -> None:
     """Check that this user can create ``directory`` or write in it.
 
     Raises:
-        CannotStart: if not.
+        StartError: if not.
     """
     nearest = _nearest_existing(directory)
     if not nearest.is_dir():
-        raise CannotStart(f"output_dir: {nearest} is a file. Name a directory")
+        raise StartError(f"output_dir: {nearest} is a file. Name a directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise CannotStart(
+        raise StartError(
             f"output_dir: this user cannot write in {nearest}. Name another directory, or change "
             "its permissions"
         )
@@ -56,7 +56,7 @@ def check_disk(
             keeps none.
 
     Raises:
-        CannotStart: if the space does not suffice, or the directory is not writable.
+        StartError: if the space does not suffice, or the directory is not writable.
     """
     check_writable(directory)
     run = RunDirectory(directory)
@@ -76,7 +76,7 @@ def check_disk(
         if export:
             parts.append(f"an export of {_size(export)}")
         or_keep_no_adapters = ", or set training.keep_adapters to false" if adapters else ""
-        raise CannotStart(
+        raise StartError(
             f"output_dir: {_size(free)} are free in {folder}, but the run needs {_size(needed)} "
             f"for {' and '.join(parts)}. Free disk space, or lower "
             f"training.keep_checkpoints{or_keep_no_adapters}"

@@ -107,8 +107,8 @@ def last_exception(text: str) -> tuple[str, str]:
 
     The text before may contain other tracebacks.
     """
-    without_colours = re.sub(r"\x1b\[[\d;]*m", "", text)
-    lines = without_colours.strip().splitlines()
+    without_colors = re.sub(r"\x1b\[[\d;]*m", "", text)
+    lines = without_colors.strip().splitlines()
 
     # The exception follows the last frame. The frame's source and its marks are indented.
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]

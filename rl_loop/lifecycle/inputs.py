@@ -27,18 +27,18 @@ import xxhash
 from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE, checksum_file
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.tasks import TaskConfig
 from rl_loop.conversations.config import CorpusConfig
 from rl_loop.conversations.rows import hub_files
-from rl_loop.data.hub import is_of_hub
+from rl_loop.data.hub import is_hub_dataset
 from rl_loop.environments.registry import environment_class
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 
 WEIGHT_BLOCK = 1 << 14
 WHOLE_FILE = 1 << 24
 BLOCKS = 256
-LARGEST_HEADER = 1 << 28
+MAX_HEADER_BYTES = 1 << 28
 """Maximum bytes of a safetensors header. Real headers have a few megabytes."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -64,21 +64,21 @@ class Input:
 def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
     """Return the inputs at some paths by configuration key.
 
-    Missing inputs are left out, because ``check_what_a_run_needs`` reports them.
+    Missing inputs are left out, because ``check_run_requirements`` reports them.
 
     Raises:
-        CannotStart: an input cannot be read.
+        StartError: an input cannot be read.
     """
     inputs = {}
     for key, place in places.items():
-        if not is_of_hub(place) and not Path(place).exists():
+        if not is_hub_dataset(place) and not Path(place).exists():
             continue
         try:
             inputs[key] = _read_input(key, place)
         except CheckpointError:
             continue
         except OSError as error:
-            raise CannotStart(
+            raise StartError(
                 f"{key}: {place} cannot be read ({error.strerror}). Name a file that this user "
                 "can read"
             ) from error
@@ -142,7 +142,7 @@ def _read_input(key: str, place: str) -> Input:
     if key == "tokenizer":
         files = [Path(place) / name for name in TOKENIZER_FILES]
         return Input(os.path.abspath(place), _joined(file for file in files if file.exists()))
-    if is_of_hub(place):
+    if is_hub_dataset(place):
         return Input(place, _joined(Path(file) for file in hub_files(place)))
     return Input(os.path.abspath(place), checksum_file(Path(place)).xxh3_128)
 
@@ -194,7 +194,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def _safetensors_header(file: Any, size: int) -> bytes | None:
     """Return the header of a safetensors file. None if the file has another format."""
     (length,) = struct.unpack("<Q", file.read(8))
-    if length > min(size, LARGEST_HEADER):
+    if length > min(size, MAX_HEADER_BYTES):
         return None
     header: bytes = file.read(length)
     try:

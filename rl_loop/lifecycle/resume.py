@@ -59,7 +59,7 @@ def places_of(config: RunConfig) -> dict[str, str]:
 
 
 def inputs_of(config: RunConfig) -> dict[str, Input]:
-    """Return the inputs of a run by configuration key. Raises CannotStart."""
+    """Return the inputs of a run by configuration key. Raises StartError."""
     return read_inputs(places_of(config))
 
 
@@ -85,28 +85,28 @@ def changes_since(
     changes = [change for change in changes if change.key not in LOCATION]
     contents = _changes_of_content(run, inputs_of(config) if inputs is None else inputs)
 
-    refused: list[Change] = []
+    rejected: list[Change] = []
     reasons: list[str] = []
     for change in changes:
         # Data may move if its content stays.
         has_same_content = change.key in contents and contents[change.key] is None
-        reason = None if has_same_content else _refusal(change, before, config, run)
+        reason = None if has_same_content else _rejection_reason(change, before, config, run)
         if reason is None:
             continue
-        refused.append(change)
+        rejected.append(change)
         if reason not in reasons:
             reasons.append(reason)
-    if refused:
-        listed = ", ".join(str(change) for change in refused)
+    if rejected:
+        listed = ", ".join(str(change) for change in rejected)
         raise ConfigError(
             f"--resume cannot change {listed} ({'; '.join(reasons)}). Keep the values in "
             f"{run.config}, or start another run from these weights: name=ANOTHER "
-            f"{_beginning_from(run, before, refused)}"
+            f"{_beginning_from(run, before, rejected)}"
         )
 
     for key, content in contents.items():
         if content is not None:
-            _refuse_content(key, content, before, config, run)
+            _reject_changed_content(key, content, before, config, run)
     return changes
 
 
@@ -126,12 +126,12 @@ def _changes_of_content(run: RunDirectory, inputs: Mapping[str, Input]) -> dict[
     return changes
 
 
-def _refuse_content(
+def _reject_changed_content(
     key: str, change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> None:
     """Raise ConfigError if a run cannot continue with other content of a file."""
     if key in WEIGHTS:
-        reason = _weights_refusal(key, config, run)
+        reason = _weights_rejection_reason(key, config, run)
     elif key == "tokenizer":
         reason = TOKEN_IDS
     elif f".{TOOL_SERVERS}." in key:
@@ -208,12 +208,12 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
         return raw
 
 
-def _refusal(
+def _rejection_reason(
     change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> str | None:
     """Return why a key cannot change. None if it can."""
     rule = rule_of(change.key, _samples(config))
-    if rule.effect is Effect.REFUSED:
+    if rule.effect is Effect.REJECTED:
         return rule.reason
 
     if change.key == "quantization" and config.adapter is None:
@@ -235,7 +235,7 @@ def _refusal(
             return f"the newest checkpoint already has {done} steps"
 
     if change.key in WEIGHTS:
-        return _weights_refusal(change.key, config, run)
+        return _weights_rejection_reason(change.key, config, run)
     return None
 
 
@@ -253,7 +253,7 @@ def _samples(config: RunConfig) -> bool:
     return isinstance(config, RlConfig)
 
 
-def _weights_refusal(key: str, config: RunConfig, run: RunDirectory) -> str | None:
+def _weights_rejection_reason(key: str, config: RunConfig, run: RunDirectory) -> str | None:
     """Return why a run cannot continue with other initial weights. None if it can."""
     if not (run.checkpoints / LATEST_FILE).exists():
         return "no checkpoint exists yet, so one run would have begun with two models"
@@ -264,12 +264,12 @@ def _weights_refusal(key: str, config: RunConfig, run: RunDirectory) -> str | No
     return None
 
 
-def _beginning_from(run: RunDirectory, before: dict[str, Any], refused: list[Change]) -> str:
+def _beginning_from(run: RunDirectory, before: dict[str, Any], rejected: list[Change]) -> str:
     """Return the override with which another run begins with this one's weights."""
     if before.get("adapter") is None:
         return f"initial_weights={run.path}"
     # Its checkpoints have no base. Adapters with other settings begin on the merged model.
-    if not any(change.key.split(".")[0] in ("adapter", "model", "dtype") for change in refused):
+    if not any(change.key.split(".")[0] in ("adapter", "model", "dtype") for change in rejected):
         return f"initial_adapter={run.path}"
     if (run.export / "config.json").exists():
         return f"initial_weights={run.export}"

@@ -4,7 +4,7 @@ The other inputs of a run's computation are in ``lifecycle.inputs`` (files), in 
 (positions in the data) and in ``rollout.group_store`` (episodes sampled ahead, which are dropped if
 a key with ``samples`` changes).
 
-A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REFUSED rule also covers the keys below
+A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REJECTED rule also covers the keys below
 it. Any other key needs a rule, so the effect of a new key must be declared.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 class Effect(StrEnum):
     """Effect of a changed key on a resumed run."""
 
-    REFUSED = "refused"
+    REJECTED = "rejected"
     """The run cannot continue with another value."""
     MAY_CHANGE = "may change"
     """The run computes something else from the next step on, on the same sequence of data."""
@@ -37,8 +37,8 @@ class Rule:
     """True if episodes depend on the key: groups sampled with another value are sampled again."""
 
 
-def _refused(reason: str) -> Rule:
-    return Rule(Effect.REFUSED, reason)
+def _rejected(reason: str) -> Rule:
+    return Rule(Effect.REJECTED, reason)
 
 
 SHAPE = "the weights of the checkpoint have other shapes"
@@ -64,26 +64,26 @@ ELSEWHERE = Rule(Effect.NO_EFFECT, "used by another command")
 RULES: dict[str, Rule] = {
     "name": Rule(Effect.NO_EFFECT, "the location of the run"),
     "output_dir": Rule(Effect.NO_EFFECT, "the location of the run"),
-    "seed": _refused(DATA),
-    "model": _refused(SHAPE),
-    "adapter": _refused(ADAPTER),
+    "seed": _rejected(DATA),
+    "model": _rejected(SHAPE),
+    "adapter": _rejected(ADAPTER),
     # Refused without adapters, whose experts are trained in this format.
     "quantization": LAYOUT,
-    "dtype": _refused(STATE),
-    "vocabulary": _refused(TOKEN_IDS),
-    "vocabulary_data": _refused(TOKEN_IDS),
-    "prompt": _refused(SYSTEM_MESSAGE),
-    "chatml": _refused(SYSTEM_MESSAGE),
-    "tasks": _refused(DATA),
-    "demonstrations": _refused(DATA),
-    "sequences_per_step": _refused(DATA),
+    "dtype": _rejected(STATE),
+    "vocabulary": _rejected(TOKEN_IDS),
+    "vocabulary_data": _rejected(TOKEN_IDS),
+    "prompt": _rejected(SYSTEM_MESSAGE),
+    "chatml": _rejected(SYSTEM_MESSAGE),
+    "tasks": _rejected(DATA),
+    "demonstrations": _rejected(DATA),
+    "sequences_per_step": _rejected(DATA),
     # Compared by content, not by path.
     "initial_weights": FILES,
     "initial_adapter": FILES,
     "tokenizer": FILES,
     # -- data -------------------------------------------------------------------------------------
-    "data": _refused(DATA),
-    "data.max_refused_share": ENDING,
+    "data": _rejected(DATA),
+    "data.max_rejected_share": ENDING,
     "data.validate_every": MEASUREMENT,
     "data.workers": LAYOUT,
     # -- parallel ---------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ RULES: dict[str, Rule] = {
     "optimizer.eps": LEARNING,
     "optimizer.gradient_dtype": LEARNING,
     "optimizer.lr": LEARNING,
-    "optimizer.moment_dtype": _refused(STATE),
+    "optimizer.moment_dtype": _rejected(STATE),
     "optimizer.offload": LAYOUT,
     "optimizer.on_non_finite": LEARNING,
     "optimizer.schedule": LEARNING,
@@ -144,7 +144,7 @@ RULES: dict[str, Rule] = {
     "rollout.purification.retries": SAMPLING,
     "rollout.routed_experts": SAMPLING,
     "rollout.samples_per_task": SAMPLING,
-    "rollout.tasks_per_step": _refused(DATA),
+    "rollout.tasks_per_step": _rejected(DATA),
     "rollout.temperature": SAMPLING,
     "rollout.top_p": SAMPLING,
     "rollout.truncated_episodes": SAMPLING,
@@ -194,16 +194,16 @@ RULES: dict[str, Rule] = {
     "algorithm.correction.off_policy_limit": LEARNING,
     "algorithm.correction.veto": LEARNING,
     "algorithm.correction.weight": LEARNING,
-    "algorithm.critic": _refused("a critic is trained from the first step on"),
+    "algorithm.critic": _rejected("a critic is trained from the first step on"),
     "algorithm.critic.lr": LEARNING,
     "algorithm.critic.value_clip": LEARNING,
     "algorithm.critic.warmup_steps": LEARNING,
-    "algorithm.dynamic_sampling_rounds": _refused(DATA),
+    "algorithm.dynamic_sampling_rounds": _rejected(DATA),
     "algorithm.entropy_bonus": LEARNING,
     "algorithm.kl": LEARNING,
     "algorithm.kl.coefficient": LEARNING,
     "algorithm.kl.estimator": LEARNING,
-    "algorithm.kl.place": LEARNING,
+    "algorithm.kl.apply_to": LEARNING,
     "algorithm.max_staleness": SAMPLING,
     "algorithm.mini_batches": LEARNING,
     "algorithm.old_log_probs": SAMPLING,
@@ -219,15 +219,15 @@ RULES: dict[str, Rule] = {
     "algorithm.whiten_advantages": LEARNING,
     # -- ablation ---------------------------------------------------------------------------------
     "ablation.engine_noise": SAMPLING,
-    "ablation.freeze": _refused(STATE),
+    "ablation.freeze": _rejected(STATE),
     "ablation.router_noise": LEARNING,
     "ablation.without": SAMPLING,
 }
 """Rules by key."""
 
-UNDECLARED = _refused("rl_loop.lifecycle.resume_rules declares no effect of this key")
+UNDECLARED = _rejected("rl_loop.lifecycle.resume_rules declares no effect of this key")
 
-OF_EPISODES = ("rollout.", "reward.", "algorithm.")
+EPISODE_PREFIXES = ("rollout.", "reward.", "algorithm.")
 """Prefixes of keys that matter only if episodes are sampled."""
 
 
@@ -238,7 +238,7 @@ def rule_of(key: str, samples_episodes: bool = True) -> Rule:
         key: dotted key.
         samples_episodes: True for reinforcement learning, False for supervised fine-tuning.
     """
-    if not samples_episodes and key.startswith(OF_EPISODES):
+    if not samples_episodes and key.startswith(EPISODE_PREFIXES):
         return ELSEWHERE
     place = key
     while place:

@@ -1,6 +1,6 @@
 """Checks the requirements of a run in 1-2 s, before Ray, torch or any weights are loaded.
 
-Every check raises ``CannotStart`` with one line that names the key and a remedy. Nothing is
+Every check raises ``StartError`` with one line that names the key and a remedy. Nothing is
 written. Faults that only the real operation reveals, such as unreadable weights or an unhealthy
 server, show up later.
 """
@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 
 from rl_loop.cluster.placement import has_placement
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
-from rl_loop.data.hub import is_of_hub
+from rl_loop.data.hub import is_hub_dataset
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
@@ -51,7 +51,7 @@ READ_NOW_BYTES = 20 << 20
 long."""
 
 
-def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None:
+def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None:
     """Check the requirements of ``gptoss sft`` or ``gptoss rl``.
 
     Args:
@@ -59,7 +59,7 @@ def check_what_a_run_needs(config: RunConfig, has_own_ray: bool = False) -> None
         has_own_ray: True if the run will have another RAY_ADDRESS than this process.
 
     Raises:
-        CannotStart: a requirement is missing.
+        StartError: a requirement is missing.
         SandboxUnavailable, TaskFileError, VocabularyUnavailable: the sandbox, a task file or the
             vocabulary is missing.
     """
@@ -101,14 +101,14 @@ def check_chat_format(config: RunConfig) -> None:
     """Check that the chat format of the model supports the configuration.
 
     Raises:
-        CannotStart: the chat format does not support a setting.
+        StartError: the chat format does not support a setting.
         VocabularyUnavailable: the vocabulary of the released models is needed and missing.
     """
     if config.vocabulary != "tokenizer":
         ensure_o200k()
     if CHAT_FORMATS[type(config.model)] == "harmony":
         if config.vocabulary == "tokenizer":
-            raise CannotStart(
+            raise StartError(
                 "vocabulary=tokenizer is not supported for GPT-OSS. Set vocabulary=gptoss for a "
                 "released model, or vocabulary=tiny"
             )
@@ -116,17 +116,17 @@ def check_chat_format(config: RunConfig) -> None:
 
     family = config.model.model_type
     if config.vocabulary == "gptoss":
-        raise CannotStart(
+        raise StartError(
             f"vocabulary=gptoss does not fit a {family} model. Set vocabulary=tokenizer for the "
             "tokenizer of the checkpoint, or vocabulary=tiny"
         )
     source = config.tokenizer or config.initial_weights
     if config.vocabulary == "tokenizer" and source is not None and not source.exists():
-        raise CannotStart(
+        raise StartError(
             f"vocabulary=tokenizer: {source} does not exist. {how_to_make_weights(source)}"
         )
     if config.vocabulary == "tokenizer" and tokenizer_directory(source) is None:
-        raise CannotStart(
+        raise StartError(
             "vocabulary=tokenizer: there is no tokenizer.json in "
             f"{source or 'initial_weights, which is null'}. Set tokenizer to a directory that "
             "has one"
@@ -135,16 +135,16 @@ def check_chat_format(config: RunConfig) -> None:
 
 
 def _check_chatml(config: RunConfig, family: str) -> None:
-    """Raise CannotStart for settings that only Harmony supports."""
+    """Raise StartError for settings that only Harmony supports."""
     if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
-        raise CannotStart(
+        raise StartError(
             f"demonstrations.history=harmony is only for GPT-OSS. A {family} model sees earlier "
             "turns as they were sampled. Set demonstrations.history=append"
         )
 
 
-def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, output: Path) -> None:
-    """Check the requirements of ``gptoss eval``, like ``check_what_a_run_needs``.
+def check_evaluation_requirements(config: RlConfig, weights: Path | None, output: Path) -> None:
+    """Check the requirements of ``gptoss eval``, like ``check_run_requirements``.
 
     Args:
         config: configuration of the evaluation.
@@ -160,14 +160,14 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
     elif weights is not None:
         check_weights("--weights", weights, config.model)
     elif config.initial_adapter is not None:
-        raise CannotStart(
+        raise StartError(
             "initial_adapter: evaluation needs a whole model, but these are adapters. Merge "
             "them (gptoss convert merge), and pass the result as --weights"
         )
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:
-        raise CannotStart(
+        raise StartError(
             "nothing to evaluate. Pass --weights, or set initial_weights or evaluation.endpoint"
         )
 
@@ -178,8 +178,8 @@ def check_what_an_evaluation_needs(config: RlConfig, weights: Path | None, outpu
     check_writable(output.parent)
 
 
-def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
-    """Check the requirements of ``gptoss serve``, like ``check_what_a_run_needs``.
+def check_server_requirements(config: RunConfig, weights: Path | None) -> None:
+    """Check the requirements of ``gptoss serve``, like ``check_run_requirements``.
 
     ``weights`` replace the configuration's weights.
     """
@@ -189,7 +189,7 @@ def check_what_a_server_needs(config: RunConfig, weights: Path | None) -> None:
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:
-        raise CannotStart("nothing to serve. Pass --weights, or set initial_weights")
+        raise StartError("nothing to serve. Pass --weights, or set initial_weights")
 
     if config.rollout.engine.server_processes is not None:
         check_ray_address()
@@ -208,7 +208,7 @@ def check_data(config: RunConfig) -> None:
             ("train_path", source.train_path),
             ("held_out_path", source.held_out_path),
         ):
-            if path is not None and not is_of_hub(path):
+            if path is not None and not is_hub_dataset(path):
                 _check_file(f"{key}.{field}", Path(path))
                 _read_rows(source, path)
         if source.pass_rate is not None:
@@ -219,17 +219,17 @@ def check_conversations(data: DataConfig) -> None:
     """Check every file in ``data``. Data sets of the hub are not checked."""
     for name, source in data.sources.items():
         for field, path in (("path", source.path), ("validation_path", source.validation_path)):
-            if path is not None and not is_of_hub(path):
+            if path is not None and not is_hub_dataset(path):
                 _check_file(f"data.sources.{name}.{field}", Path(path))
 
 
 def _check_file(key: str, path: Path) -> None:
     if not path.exists():
-        raise CannotStart(f"{key}: {path} does not exist. {how_to_make(key, path)}")
+        raise StartError(f"{key}: {path} does not exist. {how_to_make(key, path)}")
     if not path.is_file():
-        raise CannotStart(f"{key}: {path} is not a file. Name a file")
+        raise StartError(f"{key}: {path} is not a file. Name a file")
     if not os.access(path, os.R_OK):
-        raise CannotStart(f"{key}: this user cannot read {path}. Change its permissions")
+        raise StartError(f"{key}: this user cannot read {path}. Change its permissions")
 
 
 def _read_rows(source: SourceConfig, path: str) -> None:
@@ -281,14 +281,14 @@ def check_tracking() -> None:
     """Check that enabled trackers are installed, and that MLflow's server answers."""
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is not None and importlib.util.find_spec("mlflow") is None:
-        raise CannotStart(
+        raise StartError(
             "MLFLOW_TRACKING_URI is set, but mlflow is not installed. Run pip install "
             "mlflow-skinny, or unset the variable"
         )
     if uri is not None and uri.startswith(("http://", "https://")):
         check_endpoint(uri, "MLFLOW_TRACKING_URI")
     if "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is None:
-        raise CannotStart(
+        raise StartError(
             "WANDB_PROJECT is set, but wandb is not installed. Run pip install wandb, or unset "
             "the variable"
         )

@@ -20,10 +20,10 @@ from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, column_bytes
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.rollout import RolloutConfig
 
-SMALLEST_STORE = 512 << 20
+MIN_STORE_BYTES = 512 << 20
 """Minimum size in bytes, which every machine can provide. If /dev/shm is smaller, as in a
 container, Ray uses a directory on the disk."""
 
@@ -177,7 +177,7 @@ def evaluation_store_need(
 
 def store_bytes(need: StoreNeed) -> int:
     """Return the size of the store to start on this machine."""
-    return max(need.step, SMALLEST_STORE)
+    return max(need.step, MIN_STORE_BYTES)
 
 
 def _episode_bytes() -> int:
@@ -200,7 +200,7 @@ def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     if algorithm.old_log_probs_from == "detach":
         unused.add("staleness")
     if rollout.purification is None:
-        unused.add("is_grafted")
+        unused.add("is_spliced")
 
     # Episodes of a step with an evaluation are also scored without replay.
     if algorithm.routing_replay != "none":
@@ -237,24 +237,24 @@ def shared_memory_bytes() -> int:
 
 
 def check_local_store(need: StoreNeed) -> None:
-    """Raise CannotStart if a Ray on this machine cannot have a store for a step."""
+    """Raise StartError if a Ray on this machine cannot have a store for a step."""
     shared, memory = shared_memory_bytes(), host_memory.available_bytes()
-    if need.step <= min(shared, memory) or need.step <= SMALLEST_STORE:
+    if need.step <= min(shared, memory) or need.step <= MIN_STORE_BYTES:
         return
 
     lower = _listed(need.keys)
     if memory < shared:
-        raise CannotStart(
+        raise StartError(
             f"a step needs {need}, but only {_gb(memory)} of memory are free. Lower {lower}"
         )
-    raise CannotStart(
+    raise StartError(
         f"a step needs {need}, but /dev/shm has only {_gb(shared)} free. Lower {lower}, or "
         "enlarge /dev/shm (docker run --shm-size)"
     )
 
 
 def check_running_store(need: StoreNeed) -> None:
-    """Raise CannotStart if the Ray to which this process is connected cannot hold a step."""
+    """Raise StartError if the Ray to which this process is connected cannot hold a step."""
     # Imported here, because reading a configuration does not need Ray.
     import ray
 
@@ -268,15 +268,15 @@ def check_running_store(need: StoreNeed) -> None:
 
     advice = f"Lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
     if len(stores) == 1 and total < need.step:
-        raise CannotStart(f"a step needs {need}, but the store has only {_gb(total)}. {advice}")
+        raise StartError(f"a step needs {need}, but the store has only {_gb(total)}. {advice}")
     if at_driver < need.through_driver:
-        raise CannotStart(
+        raise StartError(
             f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, but "
             f"the store there has only {_gb(at_driver)}. {advice}"
         )
     # Objects that one node produces and another reads are stored on both.
     if len(stores) > 1 and total < 2 * need.step:
-        raise CannotStart(
+        raise StartError(
             f"a step needs {need}, most of it on two nodes, but the stores of {len(stores)} "
             f"nodes have only {_gb(total)} together. {advice}"
         )

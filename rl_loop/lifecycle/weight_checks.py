@@ -12,7 +12,7 @@ from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
 from megatron_gptoss.untrusted_files import read_bytes, read_json
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -31,7 +31,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
         model: the configured architecture.
 
     Raises:
-        CannotStart: the weights are missing, incomplete or of another model.
+        StartError: the weights are missing, incomplete or of another model.
     """
     hf_config = path / "config.json"
     if hf_config.exists():
@@ -41,17 +41,17 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
         return
 
     if not path.exists():
-        raise CannotStart(f"{key}: {path} does not exist. {how_to_make_weights(path)}")
+        raise StartError(f"{key}: {path} does not exist. {how_to_make_weights(path)}")
     checkpoint = _checkpoint_of(path)
     if not (checkpoint / "metadata.json").exists():
-        raise CannotStart(
+        raise StartError(
             f"{key}: {path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint "
             "(metadata.json), nor the directory of a run that has saved a checkpoint. "
             f"{how_to_make_weights(path)}"
         )
 
     if (checkpoint / ADAPTER_FILE).exists():
-        raise CannotStart(
+        raise StartError(
             f"{key}: {checkpoint} has adapters without their base model. Set initial_weights to "
             "the base and initial_adapter to the adapters, or name a merged model, such as the "
             f"export of that run (gptoss convert merge BASE {checkpoint} DIR)"
@@ -72,20 +72,20 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
         model: the configured architecture.
 
     Raises:
-        CannotStart: the adapters are missing, or of another model or other settings.
+        StartError: the adapters are missing, or of another model or other settings.
     """
     key = "initial_adapter"
     if (path / PEFT_CONFIG_FILE).exists():
         if not (path / PEFT_WEIGHTS_FILE).exists():
-            raise CannotStart(f"{key}: {path} has no {PEFT_WEIGHTS_FILE}. Copy the whole adapter")
+            raise StartError(f"{key}: {path} has no {PEFT_WEIGHTS_FILE}. Copy the whole adapter")
         _check_peft_settings(key, path / PEFT_CONFIG_FILE, adapter, model)
         return
 
     if not path.exists():
-        raise CannotStart(f"{key}: {path} does not exist. {how_to_make(key, path)}")
+        raise StartError(f"{key}: {path} does not exist. {how_to_make(key, path)}")
     checkpoint = _checkpoint_of(path)
     if not (checkpoint / ADAPTER_FILE).exists():
-        raise CannotStart(
+        raise StartError(
             f"{key}: {path} is neither a run of adapters that has saved a checkpoint, nor a checkpoint of adapters "
             f"({ADAPTER_FILE}), nor an adapter in PEFT's format ({PEFT_CONFIG_FILE}). {how_to_make(key, path)}"
         )
@@ -95,23 +95,21 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
         settings = read_json(checkpoint / ADAPTER_FILE)["settings"]
         difference = adapter.difference(AdapterConfig.model_validate(settings), model)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CannotStart(
-            f"{key}: {checkpoint / ADAPTER_FILE} cannot be read ({error!r})"
-        ) from None
+        raise StartError(f"{key}: {checkpoint / ADAPTER_FILE} cannot be read ({error!r})") from None
     if difference is not None:
         setting, here, there = difference
-        raise CannotStart(
+        raise StartError(
             f"{key}: {checkpoint} has {setting} {there}, but the configuration has {here}. Use "
             "the setting of the adapters"
         )
 
 
 def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: ModelConfig) -> None:
-    """Raise CannotStart if adapters in PEFT's format have other ranks or another alpha."""
+    """Raise StartError if adapters in PEFT's format have other ranks or another alpha."""
     try:
         settings = read_settings(file)
     except ConversionError as error:
-        raise CannotStart(f"{key}: {error}") from None
+        raise StartError(f"{key}: {error}") from None
 
     for target in adapter.targets:
         kind: str = target
@@ -120,12 +118,12 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
             kind = "gate_up"
             rank = adapter.rank_of_experts(model)
         if settings.rank_of(kind) != rank:
-            raise CannotStart(
+            raise StartError(
                 f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, but the "
                 f"configuration has {rank}. Use the rank of the adapters"
             )
         if not math.isclose(settings.scale_of(kind), adapter.alpha / rank, rel_tol=1e-12):
-            raise CannotStart(
+            raise StartError(
                 f"{key}: {file} scales {target} like lora_alpha "
                 f"{settings.scale_of(kind) * rank:g}, but the configuration has adapter.alpha "
                 f"{adapter.alpha:g}. Use the value of the adapters"
@@ -150,24 +148,24 @@ def _read_model_config(file: Path) -> ModelConfig:
 
 
 def check_newest_checkpoint(run: RunDirectory) -> None:
-    """Raise CannotStart if the checkpoint from which the run would continue is incomplete."""
+    """Raise StartError if the checkpoint from which the run would continue is incomplete."""
     for root in (run.checkpoints, run.critic_checkpoints):
         pointer = root / "latest"
         if not pointer.exists():
             continue
         newest = _pointed_to(pointer)
         if not (root / newest / "metadata.json").exists():
-            raise CannotStart(
+            raise StartError(
                 f"{pointer} names {newest}, which is missing or incomplete. Correct or delete "
                 "the file"
             )
 
 
 def _check_safetensors(key: str, path: Path) -> None:
-    """Raise CannotStart if a file of weights is missing, or there is a second set of weights."""
+    """Raise StartError if a file of weights is missing, or there is a second set of weights."""
     has_index = (path / INDEX_FILE).exists()
     if not has_index and not any(path.glob("model*.safetensors")):
-        raise CannotStart(
+        raise StartError(
             f"{key}: {path} has a config.json, but neither model.safetensors nor {INDEX_FILE}. "
             f"{how_to_make_weights(path)}"
         )
@@ -175,7 +173,7 @@ def _check_safetensors(key: str, path: Path) -> None:
     try:
         weight_files(path, read_index(path))
     except ConversionError as error:
-        raise CannotStart(f"{key}: {error}") from None
+        raise StartError(f"{key}: {error}") from None
 
 
 def _is_original_format(key: str, hf_config: Path) -> bool:
@@ -186,13 +184,13 @@ def _is_original_format(key: str, hf_config: Path) -> bool:
     try:
         return "model_type" not in read_object(hf_config)
     except ConversionError as error:
-        raise CannotStart(f"{key}: {error}") from None
+        raise StartError(f"{key}: {error}") from None
 
 
 def _compare_models(
     key: str, file: Path, model: ModelConfig, read: Callable[[Path], ModelConfig]
 ) -> None:
-    """Raise CannotStart if ``file`` describes another model than ``model``."""
+    """Raise StartError if ``file`` describes another model than ``model``."""
     try:
         theirs = read(file).model_dump()
     except (OSError, ValueError) as error:
@@ -205,12 +203,12 @@ def _compare_models(
         if theirs.get(name) != value
     ]
     if different:
-        raise CannotStart(
+        raise StartError(
             f"{key}: {file.parent} is a different model: {', '.join(different)}. Change `model` "
             "or the path"
         )
 
 
-def _not_described(key: str, file: Path, error: Exception) -> CannotStart:
+def _not_described(key: str, file: Path, error: Exception) -> StartError:
     first_line = str(error).strip().splitlines()[0]
-    return CannotStart(f"{key}: {file} does not describe a model: {first_line}")
+    return StartError(f"{key}: {file} does not describe a model: {first_line}")

@@ -37,7 +37,7 @@ class CheckerPool(ForkedPool):
         except PoolFailure as error:
             raise CheckerFailure(str(error)) from None
 
-    async def judged(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
+    async def judge_async(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
         """Do the same as ``judge`` without blocking the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(

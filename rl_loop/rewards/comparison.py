@@ -49,7 +49,7 @@ from rl_loop.rewards.tokens import Unreadable
 from rl_loop.rewards.units import same_units
 
 
-def says_the_same(answer: str, truth: str) -> bool:
+def are_equivalent(answer: str, truth: str) -> bool:
     """Return True if two texts in standard notation mean the same.
 
     Returns False if one of them cannot be read completely.
@@ -291,7 +291,7 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
         interval = interval_of(answer)
         if interval is not None and is_set(truth):
             return equal(interval, truth)
-        return _chain_says(answer, truth, modulus)
+        return _chain_implies(answer, truth, modulus)
     assert isinstance(truth, Chain)
     interval = interval_of(truth)
     if interval is not None and is_set(answer):
@@ -303,7 +303,7 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
     return False
 
 
-def _chain_says(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
+def _chain_implies(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
     """Return True if equations imply ``truth`` 5: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not."""
     sides = list(answer.sides)
     relations = list(answer.relations)

@@ -9,7 +9,7 @@ SECONDS = 2.0
 A slower one counts as not equivalent."""
 WORKERS = 32
 """Maximum number of concurrent comparisons. Others wait."""
-LONGEST = 2000
+MAX_CHARACTERS = 2000
 """Maximum characters of an expression. A longer one counts as not equivalent."""
 
 Pair = tuple[str, str]
@@ -38,7 +38,7 @@ class ComparisonPool:
             CheckerFailure: if no process can be started, none answers any question, or two die
                 while the machine is out of memory.
         """
-        if max(len(answer), len(truth)) > LONGEST:
+        if max(len(answer), len(truth)) > MAX_CHARACTERS:
             return False
         return bool(self.processes.judge((answer, truth), too_expensive=False))
 
@@ -55,11 +55,11 @@ def prepare(_: None) -> None:
 def compare(pair: Pair) -> bool:
     """Return True if two texts in standard notation mean the same. Runs in a worker."""
     # Imported here, because the caller's process does not need sympy.
-    from rl_loop.rewards.comparison import says_the_same
+    from rl_loop.rewards.comparison import are_equivalent
 
     answer, truth = pair
     try:
-        return says_the_same(answer, truth)
+        return are_equivalent(answer, truth)
     except (Exception, RecursionError, MemoryError):
         # sympy raises many types of exceptions.
         return False

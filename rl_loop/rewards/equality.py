@@ -13,7 +13,7 @@ DIGITS = 60
 """Number of decimal digits for comparing expressions at points."""
 EQUAL = sympy.Float(10) ** -45
 """Maximum relative difference of equal values."""
-MOST_MAGNITUDE = 10**18
+MAX_MAGNITUDE = 10**18
 """Values with larger numbers, or smaller inverses, may differ by less than EQUAL."""
 POINTS = (
     Fraction(7, 19),
@@ -109,7 +109,7 @@ def _evaluated(value: Expr, point: dict[Expr, Expr]) -> Expr | None:
 def _has_usual_numbers(value: Expr) -> bool:
     """Return True if no number is so large or small that it could hide a difference."""
     for number in value.atoms(Rational):
-        if abs(number.p) > MOST_MAGNITUDE or number.q > MOST_MAGNITUDE:
+        if abs(number.p) > MAX_MAGNITUDE or number.q > MAX_MAGNITUDE:
             return False
     # Powers hide large numbers: 2^{-1000}.
     for power in value.atoms(sympy.Pow):
@@ -117,7 +117,7 @@ def _has_usual_numbers(value: Expr) -> bool:
         if (
             size.is_Float
             and size != 0
-            and not (Rational(1, MOST_MAGNITUDE) < abs(size) < MOST_MAGNITUDE)
+            and not (Rational(1, MAX_MAGNITUDE) < abs(size) < MAX_MAGNITUDE)
         ):
             return False
     for exponent in (power.exp for power in value.atoms(sympy.Pow)):

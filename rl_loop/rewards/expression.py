@@ -28,7 +28,7 @@ DEGREE = Symbol("degree")
 """Unit of an angle, used as a factor: 30 degree."""
 SIGN = Symbol("plus_minus")
 r"""Symbol for \pm: 1 or -1."""
-DEEPEST = 60
+MAX_DEPTH = 60
 """Maximum depth of nested groups, because Python's stack is limited."""
 
 UNDEFINED_FUNCTIONS = frozenset("fghFGH")
@@ -111,7 +111,7 @@ class _Reader:
 
     def _sum(self) -> Expr:
         self._depth += 1
-        if self._depth > DEEPEST:
+        if self._depth > MAX_DEPTH:
             raise self._unreadable()
         terms = [self._signed_product()]
         while self._next.text in SIGNS:

@@ -11,19 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 
-from rl_loop.rewards.comparison_pool import LONGEST, WORKERS, equivalent
-from rl_loop.rewards.notation import LONGEST_PRODUCT, closing_brace, standard_notation
+from rl_loop.rewards.comparison_pool import MAX_CHARACTERS, WORKERS, equivalent
+from rl_loop.rewards.notation import MAX_PRODUCT_LETTERS, closing_brace, standard_notation
 from rl_loop.rewards.number import same_number
 from rl_loop.rewards.units import parse_quantity, same_units
 
 BOX_WINDOW = 20_000
 """Characters to search around the last mention of a box. Answers may be megabytes of boxes."""
-DEEPEST = 50
+MAX_DEPTH = 50
 """Maximum depth of braces, because deeper ones exhaust the parser's stack."""
-MOST_DIGITS = 100_000
+MAX_DIGITS = 100_000
 """Maximum decimal digits of a power that is computed."""
-LARGEST_FACTORIAL = 20_000
-MOST_POWERS = 20
+MAX_FACTORIAL = 20_000
+MAX_POWERS = 20
 """Maximum powers and factorials of one expression that are checked. More count as too large."""
 
 # "-12.5", with few digits, so that computing with it is fast.
@@ -79,7 +79,7 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     """
     # A text that exhausts a parser is a wrong answer, not a failure.
     boxed = last_boxed(answer)
-    if boxed is None or len(boxed) > LONGEST or _depth(boxed) > DEEPEST:
+    if boxed is None or len(boxed) > MAX_CHARACTERS or _depth(boxed) > MAX_DEPTH:
         return False
     return is_equivalent(standard_notation(boxed), standard_notation(ground_truth))
 
@@ -121,7 +121,7 @@ def is_number(text: str) -> bool:
     return len(parts) <= 2 and all(PLAIN_NUMBER.fullmatch(part.strip()) for part in parts)
 
 
-def normalised(answer: str | None) -> str | None:
+def normalized(answer: str | None) -> str | None:
     """Return equal text for answers with the same spelling, with numbers in one form."""
     if answer is None:
         return None
@@ -155,7 +155,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
         if plain_answer.lower() == plain_truth.lower():
             return True
         # Up to three letters may be a product: ab is ba.
-        if len(plain_truth) > LONGEST_PRODUCT:
+        if len(plain_truth) > MAX_PRODUCT_LETTERS:
             return False
     if CLOCK.fullmatch(_without_spaces(answer)) and CLOCK.fullmatch(_without_spaces(truth)):
         return False
@@ -245,7 +245,7 @@ def _is_too_large(text: str) -> bool:
     sympy computes 9^(9^(9^9)) before anything else. Time limits stop it, too. This check saves the
     time.
     """
-    for _ in range(MOST_POWERS):
+    for _ in range(MAX_POWERS):
         text = BRACKETED_LITERAL.sub(r"\1", text)
         operation = _innermost(text)
         if operation is None:
@@ -270,7 +270,7 @@ def _innermost(text: str) -> re.Match[str] | None:
 def _factorial(factorial: re.Match[str]) -> str | None:
     """Return a number of about a factorial's size. None if it is too large."""
     digits = factorial[1]
-    if len(digits) >= 8 or int(digits) > LARGEST_FACTORIAL:
+    if len(digits) >= 8 or int(digits) > MAX_FACTORIAL:
         return None
     return str(10 ** min(int(digits), 2000))
 
@@ -284,7 +284,7 @@ def _power(power: re.Match[str]) -> str | None:
     if base in ("0", "1") or exponent == "1":
         return base
 
-    if len(exponent) > 7 or len(base) * int(exponent) > MOST_DIGITS:
+    if len(exponent) > 7 or len(base) * int(exponent) > MAX_DIGITS:
         return None
     if len(base) * int(exponent) < 4000:
         return str(int(base) ** int(exponent))

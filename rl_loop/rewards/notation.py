@@ -174,7 +174,7 @@ REPLACEMENTS = [
 ]
 """Replacements in order. Some match results of earlier ones."""
 
-LONGEST_PRODUCT = 3
+MAX_PRODUCT_LETTERS = 3
 """Maximum number of letters of a product of variables. More letters are a word."""
 
 FRACTION_OF_DIGITS = re.compile(

@@ -14,8 +14,8 @@ from fractions import Fraction
 ROUNDED_PLACES = 6
 """Minimum number of decimal places of a ground truth that counts as rounded."""
 
-MOST_DIGITS = 400
-LARGEST_EXPONENT = 400
+MAX_DIGITS = 400
+MAX_EXPONENT = 400
 """Maximum exponent, because computing with larger ones could take long."""
 
 # "12", "12.", ".5". The empty text and "." match, too, and are rejected later.
@@ -73,7 +73,7 @@ class Number:
 def parse_number(text: str) -> Number | None:
     """Return the number in ``text``, in standard notation. None if it is anything else."""
     text = text.strip()
-    if len(text) > MOST_DIGITS:
+    if len(text) > MAX_DIGITS:
         return None
 
     percent = PERCENT.fullmatch(text)
@@ -104,7 +104,7 @@ def _is_value(value: Fraction, truth: Number) -> bool:
 
     # Half a unit of the sixth place, or of the sixth significant digit after leading zeros.
     places = ROUNDED_PLACES
-    while abs(truth.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MOST_DIGITS:
+    while abs(truth.value) * 10 ** (places - ROUNDED_PLACES + 1) < 1 and places < MAX_DIGITS:
         places += 1
     return abs(value - truth.value) * 2 * 10**places <= 1
 
@@ -177,7 +177,7 @@ def _power_of_ten(text: str) -> Number | None:
     factor: Number | None = Number(Fraction(1))
     if written["factor"] is not None:
         factor = _decimal(written["factor"].strip())
-    if factor is None or abs(exponent) > LARGEST_EXPONENT:
+    if factor is None or abs(exponent) > MAX_EXPONENT:
         return None
 
     # 1.5e3 is exact, 1.5e-3 has four places.

@@ -17,8 +17,8 @@ from rl_loop.rewards.tokens import Unreadable
 from rl_loop.rewards.units import Units, parse_quantity, parse_units
 
 NO_UNIT = Units()
-LARGEST_BASE = 36
-DEEPEST = 30
+MAX_BASE = 36
+MAX_DEPTH = 30
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def read_statement(text: str) -> Statement:
 
 def _read(text: str, depth: int) -> Statement:
     text = _unbraced(text.strip())
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise Unreadable(text)
     if not text:
         return Words("")
@@ -369,7 +369,7 @@ def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
 def _based(based: re.Match[str]) -> Statement:
     base = int(based["base"])
     digits = based["digits"].lstrip("0") or "0"
-    if not 2 <= base <= LARGEST_BASE or any(int(digit, 36) >= base for digit in digits):
+    if not 2 <= base <= MAX_BASE or any(int(digit, 36) >= base for digit in digits):
         raise Unreadable(based[0])
     if base == 10:
         number = int(based["sign"] + digits)

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from rl_loop.rewards.notation import LONGEST_PRODUCT
+from rl_loop.rewards.notation import MAX_PRODUCT_LETTERS
 
 TOKEN = re.compile(
     r"(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<command>\\(?:[a-zA-Z]+|.))"
@@ -42,10 +42,10 @@ OF_SEVERAL = frozenset({"gcd", "lcm", "max", "min"})
 FUNCTIONS = frozenset({*TRIGONOMETRY, *INVERSES, *LOGARITHMS, *OF_SEVERAL, "exp", "sqrt"})
 """Names that may be written without a backslash."""
 NAMES = {"pi": r"\pi", "infty": r"\infty", "infinity": r"\infty", "inf": r"\infty"}
-LITTLE = """
+SHORT_WORD_LIST = """
 an and are as at be but by for from has if in is it its mod no not of off on one or out per than the then to two was
 """
-LITTLE_WORDS = frozenset(LITTLE.split())
+SHORT_WORDS = frozenset(SHORT_WORD_LIST.split())
 """Words of two or three letters that are not products."""
 
 
@@ -97,5 +97,5 @@ def _tokens_of_word(word: str, after_space: bool) -> Iterator[Token]:
 
 
 def _is_no_product(word: str) -> bool:
-    """Return True for words that are too long for a product of letters, and for LITTLE_WORDS."""
-    return len(word) > LONGEST_PRODUCT or (word.lower() in LITTLE_WORDS and not word.isupper())
+    """Return True for words that are too long for a product of letters, and for SHORT_WORDS."""
+    return len(word) > MAX_PRODUCT_LETTERS or (word.lower() in SHORT_WORDS and not word.isupper())

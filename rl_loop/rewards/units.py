@@ -113,7 +113,7 @@ WORD_IN_TEXT = re.compile(
     r"|(?P<word>[a-zA-Z][a-zA-Z'.]*)(?:\^\{?(?P<power>-?[0-9])\}?)?)"
 )
 
-MOST_UNITS = 6
+MAX_UNITS = 6
 """Maximum number of units, or texts of units, behind a number."""
 
 
@@ -198,7 +198,7 @@ def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Coll
     """Yield a text with none, one, two, ... units removed from its end."""
     collected = _Collected()
     yield text, collected
-    for _ in range(MOST_UNITS):
+    for _ in range(MAX_UNITS):
         last = LAST_UNIT.search(text)
         if last is None or (last["word"] and not takes_words):
             return

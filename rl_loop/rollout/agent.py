@@ -18,21 +18,21 @@ from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureFailure, describe
-from rl_loop.off_loop import off_loop
 from rl_loop.rollout.environment_guard import EnvironmentGuard
 from rl_loop.rollout.episode import (
     Completed,
     Ending,
     Episode,
     EpisodeOver,
-    IllegalTurn,
     LimitReached,
+    MalformedTurn,
     invalidated,
 )
 from rl_loop.rollout.episode_clock import OutOfTime
 from rl_loop.rollout.episode_draft import EpisodeDraft
-from rl_loop.rollout.observation import cut_observation
+from rl_loop.rollout.observation import truncate_observation
 from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
+from rl_loop.threads import run_in_thread
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
 """Seconds before a turn whose tools or checker failed is executed again. After the last one the
@@ -128,7 +128,7 @@ class EpisodeRunner:
 
         prompt = await self.guard.ask(prompt_of, self.environment)
         limit = PromptLimit(self.codec, self.limits.max_tokens)
-        ids = await off_loop(limit.render, self.draft.task_id, prompt)
+        ids = await run_in_thread(limit.render, self.draft.task_id, prompt)
         self.append("prompt", ids)
 
     async def play(self) -> Trajectory:
@@ -138,7 +138,7 @@ class EpisodeRunner:
             result = await self.take_turns()
             ending = Completed()
             if result.format_error is not None:
-                ending = IllegalTurn(result.format_error)
+                ending = MalformedTurn(result.format_error)
         except EpisodeOver as over:
             ending = over.ending
             result = await self.guard.outcome(ending)
@@ -148,11 +148,11 @@ class EpisodeRunner:
         """Take turns until the environment ends the episode. Raises EpisodeOver."""
         while True:
             sampled = await self.sample_turn()
-            messages = await off_loop(self.codec.parse, sampled.output_ids)
+            messages = await run_in_thread(self.codec.parse, sampled.output_ids)
             # A malformed turn is the policy's mistake. It ends the episode with a reward, not as
             # invalid.
             if isinstance(messages, FormatError):
-                raise EpisodeOver(IllegalTurn(messages.kind))
+                raise EpisodeOver(MalformedTurn(messages.kind))
 
             try:
                 result = await self.take_step(sampled, messages)
@@ -193,8 +193,8 @@ class EpisodeRunner:
         self.append("assistant", turn.result.output_ids, turn.result)
 
         # After the append, because the tokens of a truncated turn are a part of the episode.
-        if turn.cut_by is not None:
-            raise EpisodeOver(turn.cut_by)
+        if turn.truncated_by is not None:
+            raise EpisodeOver(turn.truncated_by)
         return turn.result
 
     async def take_step(self, sampled: GenerateResult, messages: list[ParsedMessage]) -> StepResult:
@@ -240,9 +240,9 @@ class EpisodeRunner:
     async def render(self, result: StepResult) -> list[int]:
         """Return the token ids of tool results and user messages, cut to the limit."""
         limit = self.limits.max_observation_bytes
-        outputs, user = cut_observation(result.tool_outputs, result.user, limit)
+        outputs, user = truncate_observation(result.tool_outputs, result.user, limit)
         try:
-            return await off_loop(self.codec.render_observation, outputs, user)
+            return await run_in_thread(self.codec.render_observation, outputs, user)
         except Exception as error:
             what = f"a tool result or a user message of task {self.draft.task_id}"
             reason = f"{what} cannot be rendered: {describe(error)}"
@@ -259,9 +259,9 @@ class EpisodeRunner:
         return self.episode.conclude([self.draft.to_trajectory()], result, ending)
 
     def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
-        """Return the invalid episode. If the culprit is unknown, it is the environment."""
-        culprit = "" if failure.component == "engine" else self.guard.name
-        return invalidated(self.draft.to_trajectory(with_routes=False), failure, culprit)
+        """Return the invalid episode. If the failing component is unknown, it is the environment."""
+        failure_source = "" if failure.component == "engine" else self.guard.name
+        return invalidated(self.draft.to_trajectory(with_routes=False), failure, failure_source)
 
     # ---- the limit of tool calls
 

@@ -24,14 +24,14 @@ from rl_loop.data.credit import has_signal
 from rl_loop.data.rollout_batch import RolloutBatch, RunAhead
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.infrastructure import CircuitBreaker
 from rl_loop.rollout.group_store import FinishedGroups
 from rl_loop.rollout.group_stream import (
     POLL_SECONDS,
     GroupRequest,
+    GroupRunner,
     OnEnded,
     RolloutsAbandoned,
-    RunsGroups,
     check_groups,
 )
 
@@ -177,7 +177,7 @@ class RolloutCollector:
 
     def __init__(
         self,
-        runner: RunsGroups,
+        runner: GroupRunner,
         requests: TrainingRequests,
         algorithm: AlgorithmConfig,
         *,
@@ -416,7 +416,7 @@ class RolloutCollector:
             ended=sum(len(groups.ended) for groups in self._open.values()),
         )
 
-    def _new_streak(self) -> InfrastructureBreaker:
+    def _new_streak(self) -> CircuitBreaker:
         """Return the watch for consecutive failures of the next step."""
         rollout = self._rollout
-        return InfrastructureBreaker.with_streak(rollout.max_invalid_share)
+        return CircuitBreaker.with_streak(rollout.max_invalid_share)

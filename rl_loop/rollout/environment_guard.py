@@ -11,9 +11,9 @@ from typing import Any, assert_never
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureFailure, describe
-from rl_loop.off_loop import call_users_code
-from rl_loop.rollout.episode import Completed, Ending, Failed, IllegalTurn, LimitReached
+from rl_loop.rollout.episode import Completed, Ending, Failed, LimitReached, MalformedTurn
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
+from rl_loop.threads import call_user_code
 
 OPEN_SECONDS = 300.0
 """Time limit of ``Environment.open``. It exceeds the limits of environments, whose messages name
@@ -87,17 +87,17 @@ class EnvironmentGuard:
         Raises InfrastructureFailure for whatever the method raises.
         """
         name = getattr(method, "__name__", "a method")
-        call = call_users_code(partial(method, *arguments, **options), f"{self.name}.{name}")
+        call = call_user_code(partial(method, *arguments, **options), f"{self.name}.{name}")
         return await _limit(call, name, self._seconds)
 
     async def outcome(self, ending: Ending) -> StepResult:
         """Return the outcome of an episode without an answer. Raises InfrastructureFailure."""
         match ending:
-            case IllegalTurn(kind):
-                result = await self.ask(self.environment.illegal, kind)
+            case MalformedTurn(kind):
+                result = await self.ask(self.environment.end_with_format_error, kind)
             case LimitReached() | Completed():
                 # An agent may also stop without an answer.
-                result = await self.ask(self.environment.unfinished)
+                result = await self.ask(self.environment.end_truncated)
             case Failed(failure):
                 raise failure
             case _:

@@ -4,7 +4,7 @@ The agent loop (``rollout.agent``) and the sessions of the gateway (``gateway.se
 Every episode has one of four endings:
 
     Completed       the agent or its environment ended it
-    IllegalTurn     the policy wrote a malformed turn
+    MalformedTurn     the policy wrote a malformed turn
     LimitReached    a limit ended it: the episode is truncated
     Failed          infrastructure failed: the episode is invalid
 """
@@ -34,7 +34,7 @@ class Completed:
 
 
 @dataclass(frozen=True)
-class IllegalTurn:
+class MalformedTurn:
     """The policy wrote a malformed turn."""
 
     kind: str
@@ -59,7 +59,7 @@ class Failed:
     reason: ClassVar[FinishReason] = FinishReason.ABORT
 
 
-type Ending = Completed | IllegalTurn | LimitReached | Failed
+type Ending = Completed | MalformedTurn | LimitReached | Failed
 
 
 class EpisodeOver(Exception):
@@ -90,13 +90,13 @@ class SampledTurn:
     """A turn of the policy, of at least one token."""
 
     result: GenerateResult
-    cut_by: LimitReached | None
+    truncated_by: LimitReached | None
     """Limit that ended the turn. None if the policy ended it."""
 
     @property
     def reason(self) -> FinishReason:
         """Reason for the end of the turn."""
-        return FinishReason.STOP if self.cut_by is None else self.cut_by.reason
+        return FinishReason.STOP if self.truncated_by is None else self.truncated_by.reason
 
 
 class Episode:
@@ -274,22 +274,24 @@ class Episode:
 
         first, *branches = sequences
         first.branches = branches
-        first.prefilled_again = self.sampler.prefilled_again
+        first.recomputed_tokens = self.sampler.recomputed_tokens
         return first
 
 
 def invalidated(
-    sequence: Trajectory, failure: InfrastructureFailure, culprit: str = ""
+    sequence: Trajectory, failure: InfrastructureFailure, failure_source: str = ""
 ) -> Trajectory:
     """Return the trajectory of an episode that infrastructure ended. It is not trained on.
 
     Args:
         sequence: tokens of the episode until the failure.
         failure: the failure.
-        culprit: culprit to name if the failure names none.
+        failure_source: failing component to name if the failure names none.
     """
     sequence.finish_reason = FinishReason.ABORT
-    sequence.invalid = InvalidReason(failure.component, failure.reason, failure.culprit or culprit)
+    sequence.invalid = InvalidReason(
+        failure.component, failure.reason, failure.failure_source or failure_source
+    )
     sequence.excluded = True
     sequence.routed_experts = None
     # NaN shows wrong uses of the reward.

@@ -18,7 +18,7 @@ class EpisodeDraft:
         self.token_ids: list[int] = []
         """Prompt, turns of the policy, tool results and user messages."""
         self.turns: list[Turn] = []
-        self.grafted: list[tuple[int, int]] = []
+        self.spliced: list[tuple[int, int]] = []
         """Token ranges that were sampled in another context."""
         self.tool_calls = 0
         self.tool_errors = 0
@@ -112,7 +112,7 @@ class EpisodeDraft:
             routed_experts=routes,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
-            grafted=self.grafted,
+            spliced=self.spliced,
             reusable_tokens=self.reusable_tokens,
             cached_tokens=self.cached_tokens,
         )

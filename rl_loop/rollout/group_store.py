@@ -119,7 +119,7 @@ class GroupStore:
         path.rename(in_use)
         return groups
 
-    def give_back(self, step: int) -> None:
+    def release(self, step: int) -> None:
         """Let the next resume after ``step`` steps use the groups that ``load`` returned.
 
         For an attempt that ended before it trained on them, and not because of them.
@@ -250,7 +250,7 @@ def _read_trajectory(
             "weight_versions": [WeightVersionSpan(**span) for span in values["weight_versions"]],
             "turns": [Turn(**turn) for turn in values["turns"]],
             "finish_reason": FinishReason(values["finish_reason"]),
-            "grafted": [(start, end) for start, end in values["grafted"]],
+            "spliced": [(start, end) for start, end in values["spliced"]],
             "branches": _read(values["branches"], f"{prefix}/branches", arrays),
         }
     )

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureBreaker
+from rl_loop.infrastructure import CircuitBreaker
 from rl_loop.tasks.task_file import TaskFileError
 
 OnEnded = Callable[[int, int], None]
@@ -132,14 +132,14 @@ class AdmittedGroup:
         self.stream.deliver(error)
 
 
-class RunsGroups(Protocol):
+class GroupRunner(Protocol):
     """Runs episodes: a RolloutPool."""
 
     def stream(self) -> GroupStream: ...
 
 
 def run_groups(
-    runner: RunsGroups,
+    runner: GroupRunner,
     requests: Sequence[GroupRequest],
     rollout: RolloutConfig,
     abandon: Callable[[], bool] = lambda: False,
@@ -163,7 +163,7 @@ def run_groups(
         InfrastructureOutage: too many episodes failed.
         TaskFileError: no task can be run.
     """
-    streak = InfrastructureBreaker.with_streak(rollout.max_invalid_share)
+    streak = CircuitBreaker.with_streak(rollout.max_invalid_share)
     results: dict[int, TrajectoryGroup] = {}
     wanted = sum(len(request.seeds) for request in requests)
     episodes_ended = 0
@@ -192,7 +192,7 @@ def check_groups(groups: Sequence[TrajectoryGroup], rollout: RolloutConfig) -> N
         TaskFileError: none of the tasks can be run.
     """
     # Check the share over all episodes, because one short outage may have ended the first ones.
-    breaker = InfrastructureBreaker(rollout.max_invalid_share, max_streak=None)
+    breaker = CircuitBreaker(rollout.max_invalid_share, max_streak=None)
     for group in groups:
         breaker.observe(group)
     breaker.check_share()

@@ -7,11 +7,11 @@ tokens, and it is cheap to check.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_loop.chat.cut_text import cut_text
 from rl_loop.chat.messages import ToolOutput
+from rl_loop.chat.truncate_text import truncate_text
 
 
-def cut_observation(
+def truncate_observation(
     outputs: Sequence[ToolOutput], user: str | None, max_bytes: int
 ) -> tuple[list[ToolOutput], str | None]:
     """Cut the longest texts to one length, so that all together have about ``max_bytes`` of UTF-8.
@@ -32,7 +32,7 @@ def cut_observation(
 
     sizes = [_size(text, max_bytes) for text in texts]
     share = fair_share(sizes, max_bytes)
-    texts = [cut_text(text, share) for text in texts]
+    texts = [truncate_text(text, share) for text in texts]
 
     if user is not None:
         user = texts.pop()

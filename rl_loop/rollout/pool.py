@@ -23,8 +23,8 @@ from converters.mxfp4_tensors import Digests
 from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, ActorDeath, RecentDeaths
 from rl_loop.cluster.placement import (
     ROLLOUT_WORKER,
-    check_place,
-    outlive_sigterm,
+    check_node,
+    ignore_sigterm,
     placement_options,
 )
 from rl_loop.config.parts import EpisodesConfig
@@ -43,7 +43,7 @@ WAIT_SECONDS = 0.05
 """Time in seconds for which the pool's thread waits for groups to end before it assigns new
 ones."""
 
-HEAL_SECONDS = 1.0
+RECOVERY_SECONDS = 1.0
 """Interval in seconds at which the backend recovers engines while groups run."""
 
 CONTROL_CALLS = 8
@@ -133,11 +133,11 @@ class RolloutPool:
 
         # Only the pool's thread uses these: the running groups, by the reference to their result.
         self._running: dict[Any, Assignment] = {}
-        self._healed_at = 0.0
+        self._recovered_at = 0.0
 
         # One thread at a time uses the backend.
         self._using_backend = Lock()
-        self._may_heal = True
+        self._may_recover = True
 
         # One thread at a time changes the workers or their weights. Other threads see a successor
         # only after it has the current weights.
@@ -165,7 +165,7 @@ class RolloutPool:
             **placement_options(ROLLOUT_WORKER, index),
         )
         worker = actor.remote(self._config, self._engine_factory, self._threads)
-        worker.__ray_call__.remote(outlive_sigterm)
+        worker.__ray_call__.remote(ignore_sigterm)
         return worker
 
     def ready(self) -> None:
@@ -235,13 +235,13 @@ class RolloutPool:
 
         Raises:
             ActorDeath: the worker died. It is one of ACTOR_DEATHS.
-            PlaceLost: the node of the worker has died.
+            NodeLostError: the node of the worker has died.
         """
         self._successor = self._create_worker(index)
         start = self._successor.start.remote()
         # If the node has died, Ray would wait for another node with its resources without end.
         while not ray.wait([start], timeout=PLACE_SECONDS)[0]:
-            check_place(ROLLOUT_WORKER, index)
+            check_node(ROLLOUT_WORKER, index)
         ray.get(start)
         # Load weights before other threads see the worker, because episodes with initial weights
         # would mix policies.
@@ -278,9 +278,9 @@ class RolloutPool:
     def _run_thread(self) -> None:
         try:
             while not self._is_closed:
-                self._give_out()
+                self._assign_groups()
                 self._await_groups()
-                self._heal()
+                self._recover_engines()
         except Exception as error:
             # No caller joins this thread, so deliver the error to every stream.
             if not self._is_closed:
@@ -293,7 +293,7 @@ class RolloutPool:
             for stream in self._streams:
                 stream.deliver(error)
 
-    def _give_out(self) -> None:
+    def _assign_groups(self) -> None:
         """Assign waiting groups to the workers with the fewest groups."""
         loads = [0] * len(self._workers)
         for assignment in self._running.values():
@@ -333,7 +333,7 @@ class RolloutPool:
         """Wait briefly for a group to end, or for the first group to be admitted."""
         if not self._running:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed, HEAL_SECONDS)
+                self._changed.wait_for(lambda: self._waiting or self._is_closed, RECOVERY_SECONDS)
             return
 
         # One at a time, so that a dead worker is detected before the others have finished.
@@ -358,18 +358,18 @@ class RolloutPool:
         self._counters.count(assignment.index, group)
         admitted.end(_with_references(group, assignment.routes))
 
-    def _heal(self) -> None:
+    def _recover_engines(self) -> None:
         """Let the backend recover engines, about once per second while groups run."""
-        if not self._running or time.monotonic() < self._healed_at + HEAL_SECONDS:
+        if not self._running or time.monotonic() < self._recovered_at + RECOVERY_SECONDS:
             return
         # The driver uses the backend. Try again in the next round.
         if not self._using_backend.acquire(blocking=False):
             return
         try:
-            if self._may_heal:
-                self.backend.heal()
+            if self._may_recover:
+                self.backend.recover_engines()
         finally:
-            self._healed_at = time.monotonic()
+            self._recovered_at = time.monotonic()
             self._using_backend.release()
 
     # -- engines ----------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class RolloutPool:
             source = self._alter_weights(source, version)
         with self._using_backend:
             self.backend.sync_weights(source, version)
-            self._may_heal = True
+            self._may_recover = True
 
     def prepare_sync(self, source: WeightSource) -> None:
         """Begin the next ``sync_weights`` from the same source as far as it needs no engine.
@@ -428,9 +428,9 @@ class RolloutPool:
         return [self._call(index, "packed_digests") for index in range(len(self._workers))]
 
     @property
-    def scores_beside_rollouts(self) -> bool:
+    def scores_during_rollouts(self) -> bool:
         """True if engines can score while episodes run, see ``RolloutBackend``."""
-        return self.backend.scores_beside_rollouts
+        return self.backend.scores_during_rollouts
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
@@ -475,7 +475,7 @@ class RolloutPool:
         the others, so the versions within an episode that leaves it could decrease.
         """
         with self._using_backend:
-            self._may_heal = False
+            self._may_recover = False
         with self.backend.updating_weights(version):
             yield
 

@@ -4,7 +4,7 @@ A failed tool call is retried, and a successful call replaces it.
 
 The agent reads the error and writes the turn again. The new call replaces the old one in the
 context from before the error, after the old reasoning if the calls are similar. The environment is
-set back and the new call is executed. Moved tokens are *grafted*: their log-probs are computed
+set back and the new call is executed. Moved tokens are *spliced*: their log-probs are computed
 again, and rollout correction and routing replay leave them out.
 """
 
@@ -25,9 +25,9 @@ from rl_loop.data.trajectory import WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.off_loop import off_loop
 from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode, EpisodeOver
+from rl_loop.threads import run_in_thread
 
 MAX_RETRIES = 30
 """Largest number of retries of one episode."""
@@ -50,7 +50,7 @@ class Attempt:
     result: StepResult
     kept: int
     """Number of tokens at the start of the turn that were sampled after ``prefix``. The others are
-    grafted."""
+    spliced."""
 
 
 def purifying(config: PurificationConfig) -> RunnerFactory:
@@ -107,7 +107,7 @@ class PurifyingRunner(EpisodeRunner):
 
         self.draft.remove_last_turn()
         self.append("assistant", purified.sampled.output_ids, purified.sampled)
-        self.draft.grafted.append((start + purified.kept, len(self.draft)))
+        self.draft.spliced.append((start + purified.kept, len(self.draft)))
         self.episode.replace_turn(sampled, purified.sampled)
         return purified.result
 
@@ -128,7 +128,7 @@ class PurifyingRunner(EpisodeRunner):
             if self._retries >= MAX_RETRIES:
                 break
             self._retries += 1
-            retried = await self._write_again(turn)
+            retried = await self._resample(turn)
             if retried is None:
                 break
 
@@ -142,14 +142,14 @@ class PurifyingRunner(EpisodeRunner):
         return None
 
     async def _rescore(self, turn: Attempt, failed: Attempt) -> Attempt:
-        """Give grafted tokens the log-probs of their new place."""
+        """Give spliced tokens the log-probs of their new place."""
         # scores[i] belongs to token i + 1, because the first token has no log-prob.
         scores = await self.episode.sampler.score(turn.prefix + turn.sampled.output_ids)
         of_turn = scores[len(turn.prefix) - 1 :]
         log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
-    async def _write_again(self, turn: Attempt) -> Attempt | None:
+    async def _resample(self, turn: Attempt) -> Attempt | None:
         """Let the agent read the error, and return its new turn in place of the failed one."""
         error = await self.render(turn.result)
         if self.calls_left == 0:
@@ -160,9 +160,9 @@ class PurifyingRunner(EpisodeRunner):
         except EpisodeOver:
             return None
         # A truncated retry has no complete call.
-        if sampled.cut_by is not None:
+        if sampled.truncated_by is not None:
             return None
-        return await off_loop(self._merge, turn, sampled.result)
+        return await run_in_thread(self._merge, turn, sampled.result)
 
     def _merge(self, turn: Attempt, sampled: GenerateResult) -> Attempt | None:
         """Replace the failed turn by the new one, after its reasoning if the calls are similar.
@@ -186,7 +186,7 @@ class PurifyingRunner(EpisodeRunner):
         has_room = len(turn.prefix) + len(ids) <= self.limits.max_tokens
         if isinstance(merged, FormatError) or not has_room:
             return None
-        return Attempt(turn.prefix, _graft(turn, sampled, ids, kept), merged, turn.result, kept)
+        return Attempt(turn.prefix, _splice(turn, sampled, ids, kept), merged, turn.result, kept)
 
 
 def _calls(messages: Sequence[ParsedMessage]) -> str:
@@ -201,10 +201,10 @@ def _similarity(old: str, new: str) -> float:
     return SequenceMatcher(None, old, new, autojunk=False).ratio()
 
 
-def _graft(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
+def _splice(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
     """Return ``ids`` as a result in place of the turn's own. The first ``kept`` ids are equal.
 
-    Grafted tokens have log-probs of 0 until they are scored. Their routes are unknown, and the
+    Spliced tokens have log-probs of 0 until they are scored. Their routes are unknown, and the
     trainer chooses them.
     """
     versions: list[WeightVersionSpan] = []

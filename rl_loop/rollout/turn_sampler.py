@@ -51,7 +51,7 @@ class TurnSampler:
     """Shape of the model, to check the engine's results."""
     routed_experts: bool = False
     """True if the engine has to return the experts of every token."""
-    prefilled_again: int = 0
+    recomputed_tokens: int = 0
     """Tokens of the episode that an engine computed again because a turn was interrupted."""
 
     async def sample(
@@ -92,7 +92,7 @@ class TurnSampler:
             if sampled.output_ids and rest.output_ids:
                 # All tokens except the last one were inputs before the abort.
                 processed = len(prefix) + len(sampled.output_ids) - 1
-                self.prefilled_again += max(0, processed - rest.cached_tokens)
+                self.recomputed_tokens += max(0, processed - rest.cached_tokens)
 
             if rest.finish_reason is not FinishReason.ABORT or rest.output_ids:
                 idle_aborts = 0

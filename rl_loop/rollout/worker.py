@@ -27,8 +27,8 @@ from rl_loop.engines.protocol import (
     weight_holder,
 )
 from rl_loop.environments import Task, make_environment
-from rl_loop.heap import exempt_from_collection
 from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.process_memory import exempt_from_collection
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.episode_clock import running_clock
 from rl_loop.rollout.purification import purifying
@@ -178,7 +178,9 @@ class RolloutWorker:
         try:
             return await self.sandbox.run(code, history, on_begin=clock.start)
         except SandboxFailure as failure:
-            raise InfrastructureFailure("sandbox", str(failure), failure.culprit) from failure
+            raise InfrastructureFailure(
+                "sandbox", str(failure), failure.failure_source
+            ) from failure
         finally:
             clock.start()
 

@@ -19,15 +19,15 @@ class SandboxFailure(RuntimeError):
     was closed. The failure says nothing about the program and must not become a reward.
     """
 
-    def __init__(self, reason: str, culprit: str = "no server") -> None:
+    def __init__(self, reason: str, failure_source: str = "no server") -> None:
         """Create a failure.
 
         Args:
             reason: message for users.
-            culprit: kind of failure, for counting.
+            failure_source: kind of failure, for counting.
         """
         super().__init__(reason)
-        self.culprit = culprit
+        self.failure_source = failure_source
 
 
 class SandboxUnavailable(UserError, SandboxFailure):

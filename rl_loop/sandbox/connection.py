@@ -33,7 +33,7 @@ START_SECONDS = 60
 GRACE_SECONDS = 20.0
 """Additional time, in seconds, before a server counts as hung. A busy machine may be slow."""
 
-LARGEST_HEADER = 1 << 16
+MAX_HEADER_BYTES = 1 << 16
 """Maximum size of a message without the program's output, in bytes."""
 
 SOCKET_BUFFER_FILE = Path("/proc/sys/net/core/wmem_default")
@@ -70,16 +70,16 @@ class ExecutionResult:
 class ServerLost(Exception):
     """Server that died, hung or could not set up a call."""
 
-    def __init__(self, reason: str, culprit: str, started: bool) -> None:
+    def __init__(self, reason: str, failure_source: str, started: bool) -> None:
         """Create the error.
 
         Args:
             reason: message for users.
-            culprit: kind of failure.
+            failure_source: kind of failure.
             started: True if the program had started and may be the cause.
         """
         super().__init__(reason)
-        self.culprit = culprit
+        self.failure_source = failure_source
         self.started = started
 
 
@@ -228,8 +228,8 @@ class ServerProcess:
             if kind == FAILED:
                 reason = payload.decode("utf-8", "replace")
                 # After the start of a program a server reports only this failure (``run_call``).
-                culprit = "machine out of memory" if started else "set-up of a call"
-                raise ServerLost(f"a call failed in the sandbox: {reason}", culprit, started)
+                failure_source = "machine out of memory" if started else "set-up of a call"
+                raise ServerLost(f"a call failed in the sandbox: {reason}", failure_source, started)
             if kind != RESULT or not started:
                 raise ServerLost(
                     f"the server sent the unexpected message {kind!r}", "server died", started
@@ -275,7 +275,7 @@ class ServerProcess:
         """Return the kind and the payload of the server's next message."""
         if not self._connection.poll(seconds):
             raise TimeoutError(f"the server did not answer within {seconds:g} s")
-        message = self._connection.recv_bytes(self._limits.output_bytes + LARGEST_HEADER)
+        message = self._connection.recv_bytes(self._limits.output_bytes + MAX_HEADER_BYTES)
         return message[:1], message[1:]
 
     def _result(self, payload: bytes) -> ExecutionResult:

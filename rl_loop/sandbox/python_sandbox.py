@@ -183,7 +183,7 @@ class PythonSandbox:
                 # OSError: this process has no descriptor, process or memory left to start a server.
                 failure = SandboxFailure(str(error))
             except ServerLost as error:
-                failure = SandboxFailure(str(error), error.culprit)
+                failure = SandboxFailure(str(error), error.failure_source)
                 self._discard_server()
                 if not self._closing:
                     logger.warning("a sandbox server was lost; replacing it: %s", error)

@@ -10,7 +10,7 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.environments import Script, StepResult, Task, make_offline_environment
+from rl_loop.environments import ScriptedPolicy, StepResult, Task, make_offline_environment
 from rl_loop.environments.base import Environment
 
 
@@ -75,11 +75,11 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
     """Run an expert's or a faulty script on a task, chosen according to the mixture."""
     rng = Random(seed)
     environment = make_offline_environment(task)
-    script = environment.solve(task, rng, faulty=rng.random() >= mixture.expert)
+    script = environment.solve(task, rng, inject_errors=rng.random() >= mixture.expert_share)
     return asyncio.run(play(environment, script))
 
 
-async def play(environment: Environment, script: Script) -> Episode:
+async def play(environment: Environment, script: ScriptedPolicy) -> Episode:
     """Run the episode of a scripted policy.
 
     Raises:
@@ -93,7 +93,7 @@ async def play(environment: Environment, script: Script) -> Episode:
         await environment.close()
 
 
-async def _play_opened(environment: Environment, script: Script) -> Episode:
+async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Episode:
     episode = Episode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),

@@ -9,7 +9,7 @@ from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.environments.base import Environment
 from rl_loop.infrastructure import describe
 
-LONGEST_TOKEN = 128
+MAX_TOKEN_BYTES = 128
 """Bytes of the longest token of o200k, a run of spaces."""
 FRAME_TOKENS = 1024
 """Upper bound of the tokens that a codec adds to the texts of a prompt: the system message and some
@@ -58,8 +58,8 @@ class PromptLimit:
             # Reject prompts of megabytes early, because tokenizing them would take minutes.
             contents = [str(message.get("content")) for message in prompt.messages]
             size = sum(len(text.encode("utf-8", "replace")) for text in contents)
-            if size > LONGEST_TOKEN * self._max_tokens:
-                raise self._too_long(task_id, f"at least {size // LONGEST_TOKEN}")
+            if size > MAX_TOKEN_BYTES * self._max_tokens:
+                raise self._too_long(task_id, f"at least {size // MAX_TOKEN_BYTES}")
             ids = self._codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
         except UnusablePrompt:
             raise
@@ -72,7 +72,7 @@ class PromptLimit:
             raise self._too_long(task_id, str(len(ids)))
         return ids
 
-    def surely_fits(self, prompt: Prompt) -> bool:
+    def fits_without_tokenizing(self, prompt: Prompt) -> bool:
         """Return True if a prompt is certainly short enough, without tokenizing it.
 
         Every token has at least one byte. A prompt may be short enough even if this returns False.

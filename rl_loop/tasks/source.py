@@ -12,7 +12,7 @@ from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
+from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
 from rl_loop.data.mixture import Mixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import Split
@@ -64,7 +64,7 @@ class TaskSource:
             self._leave_out_unusable_prompts(max_prompt_tokens)
 
         self._held_out = [task for source in self.sources.values() for task in source.held_out]
-        held_out_texts = [asked_text(task) for task in self._held_out]
+        held_out_texts = [prompt_text(task) for task in self._held_out]
         for source in self.sources.values():
             if source.config.weight > 0:
                 source.decontaminate(held_out_texts)
@@ -122,7 +122,7 @@ class TaskSource:
         for source in self.sources.values():
             if source.held_out:
                 environment = make_offline_environment(source.held_out[0])
-                names |= environment.unfinished().reward_parts.keys()
+                names |= environment.end_truncated().reward_parts.keys()
         return names
 
     def prompt_ids(self, task: Task) -> list[int]:
@@ -146,7 +146,7 @@ class TaskSource:
             if source.config.weight == 0:
                 continue
             for expert in (1.0, 0.0):
-                mixture = DemonstrationConfig(expert=expert)
+                mixture = DemonstrationConfig(expert_share=expert)
                 try:
                     demonstrations_of(source.train(0), self.codec, mixture, "check")
                 except NotImplementedError as error:
@@ -224,7 +224,7 @@ class Source:
         if config.train_path is not None:
             self._data = self._read("train", config.train_path)
             if config.pass_rate is not None:
-                self._data.keep(self._is_instructive(self._data, config.pass_rate))
+                self._data.keep(self._has_allowed_pass_rate(self._data, config.pass_rate))
 
         if config.held_out_path is not None:
             data = self._read("held_out", config.held_out_path)
@@ -253,18 +253,18 @@ class Source:
         """Leave out training tasks that contain one of these prompts, and log their number.
 
         A generated task is left out if it has the same prompt. A task of data is also left out if
-        ``find_giveaways`` finds a copy of a held-out prompt in its question, or the reverse.
+        ``find_contaminated`` finds a copy of a held-out prompt in its question, or the reverse.
         """
         self._excluded = frozenset(held_out)
         if self._data is None:
             return
 
-        giveaways = find_giveaways((asked_text(task) for task in self._data), held_out)
-        if any(giveaways):
-            count = f"{sum(giveaways)} of {len(giveaways)} training tasks are left out"
+        contaminated = find_contaminated((prompt_text(task) for task in self._data), held_out)
+        if any(contaminated):
+            count = f"{sum(contaminated)} of {len(contaminated)} training tasks are left out"
             reason = f"they share {SHARED_WORDS} words in a row, or a shorter question, with a held-out task"
             logger.warning("tasks.sources.%s: %s: %s", self.name, count, reason)
-        self._data.keep([not gives_away for gives_away in giveaways])
+        self._data.keep([not gives_away for gives_away in contaminated])
         self._kept_orders = {}
 
     @property
@@ -324,7 +324,7 @@ class Source:
         for attempt in range(ATTEMPTS):
             # Retries use indices far above those of other tasks, so that no task occurs twice.
             task = self._generate("train", index + (attempt << 32))
-            if asked_text(task) not in self._excluded and self._is_usable(task):
+            if prompt_text(task) not in self._excluded and self._is_usable(task):
                 return task
         few = "almost no task that is not held out and has a prompt shorter than rollout.max_tokens"
         raise TaskFileError(f"tasks.sources.{self.name}: the generator creates {few}")
@@ -347,7 +347,7 @@ class Source:
             task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment
         )
 
-    def _is_instructive(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
+    def _has_allowed_pass_rate(self, data: TaskData, limits: PassRateConfig) -> list[bool]:
         """Return a boolean per training task: True within the limits, or if it was not evaluated.
 
         Raises:
@@ -372,7 +372,7 @@ class Source:
         return rates.get(f"{self.name}-held_out-{row_id}", rates.get(row_id))
 
 
-def asked_text(task: Task) -> str:
+def prompt_text(task: Task) -> str:
     """Return the text of the user's and the assistant's messages.
 
     Developer messages are left out, because many tasks have the same ones.
@@ -394,7 +394,7 @@ def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
             f"task {task.task_id}: its prompt cannot be created: {describe(error)}"
         ) from error
 
-    if limit.surely_fits(prompt):
+    if limit.fits_without_tokenizing(prompt):
         return None
     try:
         limit.render(task.task_id, prompt)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gptoss.user_error import UserError
-from rl_loop.data.columns import with_known_names
-from rl_loop.data.hub import hub_name, is_of_hub
+from rl_loop.data.columns import rename_columns
+from rl_loop.data.hub import hub_name, is_hub_dataset
 from rl_loop.data.untrusted_data import check_parquet, read_line
 from rl_loop.environments.base import Environment, Task
 from rl_loop.environments.registry import environment_class
@@ -148,7 +148,7 @@ class TaskData:
         if not isinstance(record, dict):
             raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
 
-        record = with_known_names(record, self._columns)
+        record = rename_columns(record, self._columns)
         if "messages" in self._columns and "task_id" not in self._columns:
             record["task_id"] = str(number)
 
@@ -247,7 +247,7 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
 def _open_rows(place: str) -> Any:
     """Open data as a sequence of rows, memory-mapped except JSONL. Raises TaskFileError."""
     try:
-        if is_of_hub(place):
+        if is_hub_dataset(place):
             from datasets import load_dataset
 
             name, split = hub_name(place)

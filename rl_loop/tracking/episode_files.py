@@ -32,7 +32,7 @@ FILES_PER_MERGE = 32
 Each episode is written once more for every power of this number that the number of steps reaches.
 """
 
-LARGEST_MERGE = 128 * 2**20
+MAX_MERGED_BYTES = 128 * 2**20
 """Maximum size of a merged file in bytes. One step of a large run is larger and is not merged."""
 
 ROW_GROUP_TOKENS = 2**20
@@ -146,7 +146,7 @@ def merge_small_files(directory: Path) -> bool:
     is_one_kind = len({file.merges for file in newest}) == 1
     if len(newest) < FILES_PER_MERGE or not is_one_kind:
         return False
-    if sum(file.path.stat().st_size for file in newest) > LARGEST_MERGE:
+    if sum(file.path.stat().st_size for file in newest) > MAX_MERGED_BYTES:
         return False
 
     tables = (table for file in newest for table in read_row_groups(file.path))

@@ -27,7 +27,7 @@ from rl_loop.tracking.episode_files import (
 from rl_loop.tracking.episode_table import FIGURES, SCHEMA
 from rl_loop.tracking.run_directory import RunDirectoryError
 
-TEXTS_REMEMBERED = 8
+CACHED_SEARCHES = 8
 """Number of searches to cache, for their next pages."""
 
 _Stamp = tuple[int, int]
@@ -66,15 +66,15 @@ class EpisodeReader:
     request.
     """
 
-    def __init__(self, directory: Path, *, leaves_out_damaged: bool = False) -> None:
+    def __init__(self, directory: Path, *, skips_damaged: bool = False) -> None:
         """Create a reader.
 
         Args:
             directory: ``RunDirectory.episodes``. It may be missing.
-            leaves_out_damaged: list damaged files in ``damages`` instead of raising an error.
+            skips_damaged: list damaged files in ``damages`` instead of raising an error.
         """
         self._directory = directory
-        self._leaves_out_damaged = leaves_out_damaged
+        self._skips_damaged = skips_damaged
         self._damages: dict[tuple[Path, _Stamp | None], str] = {}
         self._lock = threading.RLock()
         self._files: list[_LoadedFile] = []
@@ -128,7 +128,7 @@ class EpisodeReader:
             return None
 
     def _note_damage(self, path: Path, stamp: _Stamp | None, error: RunDirectoryError) -> None:
-        if not self._leaves_out_damaged:
+        if not self._skips_damaged:
             raise error
         self._damages[path, stamp] = str(error)
 
@@ -191,7 +191,7 @@ class EpisodeReader:
     def _search(self, text: str, deadline: float) -> TextSearch:
         hits = self._searches.setdefault(text, {})
         self._searches.move_to_end(text)
-        while len(self._searches) > TEXTS_REMEMBERED:
+        while len(self._searches) > CACHED_SEARCHES:
             self._searches.popitem(last=False)
 
         keys = [

@@ -16,7 +16,7 @@ from rl_loop.tracking.episode_files import (
     write_episodes,
     write_vocabulary,
 )
-from rl_loop.tracking.episode_table import EpisodesOfSplit, episode_table
+from rl_loop.tracking.episode_table import SplitEpisodes, episode_table
 from rl_loop.tracking.run_directory import RunWriteError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class EpisodeRecorder:
             keep_steps_up_to(directory, resume_after)
         self._number = next_number(directory)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="episodes")
-        self._under_way: Future[None] | None = None
+        self._in_flight: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,7 @@ class EpisodeRecorder:
         finally:
             self._thread.shutdown()
 
-    def record(self, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
+    def record(self, step: int, splits: Sequence[SplitEpisodes]) -> None:
         """Start writing the episodes of a step.
 
         Raises:
@@ -93,16 +93,16 @@ class EpisodeRecorder:
             replace(split, groups=[group.without_routes() for group in split.groups])
             for split in splits
         ]
-        self._under_way = self._thread.submit(self._write, self._number, step, kept)
+        self._in_flight = self._thread.submit(self._write, self._number, step, kept)
         self._number += 1
 
     def finish_writing(self) -> None:
         """Wait until all episodes are on disk. Raises RunWriteError if writing failed."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
 
-    def _write(self, number: int, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
+    def _write(self, number: int, step: int, splits: Sequence[SplitEpisodes]) -> None:
         vocabulary = self._vocabulary
         write_vocabulary(self._directory, vocabulary.size, lambda i: vocabulary.decode([i]))
         table = episode_table(step, splits, first_id(number), self._at_most)

@@ -53,7 +53,7 @@ CONTENTS = pa.schema(
     [
         pa.field("turns", pa.list_(TURN), nullable=False),  # token ranges [start, end)
         pa.field("weight_versions", pa.list_(VERSION_SPAN), nullable=False),
-        pa.field("grafted", pa.list_(SPAN), nullable=False),
+        pa.field("spliced", pa.list_(SPAN), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
         pa.field("rollout_log_probs", pa.list_(pa.float32()), nullable=False),
@@ -81,7 +81,7 @@ UPDATED = ("trainer_log_probs", "entropy")
 
 
 @dataclass(frozen=True)
-class EpisodesOfSplit:
+class SplitEpisodes:
     """Finished episodes of one step, with the trainer's values of their tokens."""
 
     split: str
@@ -140,7 +140,7 @@ class _Row:
 
 def episode_table(
     step: int,
-    splits: Sequence[EpisodesOfSplit],
+    splits: Sequence[SplitEpisodes],
     first_id: int = 0,
     at_most: int | None = None,
 ) -> pa.Table:
@@ -167,7 +167,7 @@ def episode_table(
             figure = FIGURE_OF[field.name]
             columns[field.name] = pa.array([figure(row) for row in rows], field.type)
 
-    for name in ("turns", "weight_versions", "grafted"):
+    for name in ("turns", "weight_versions", "spliced"):
         spans = SPANS_OF[name]
         columns[name] = pa.array([spans(row) for row in rows], CONTENTS.field(name).type)
     for field in CONTENTS:
@@ -176,7 +176,7 @@ def episode_table(
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> list[SampleRow]:
+def sample_rows(step: int, splits: Sequence[SplitEpisodes], at_most: int) -> list[SampleRow]:
     """Return up to ``at_most`` episodes per split of a step, evenly spread over its tasks."""
     rows: list[_Row] = []
     for split in splits:
@@ -199,7 +199,7 @@ def sample_rows(step: int, splits: Sequence[EpisodesOfSplit], at_most: int) -> l
     return samples
 
 
-def _rows_of(step: int, split: EpisodesOfSplit) -> list[_Row]:
+def _rows_of(step: int, split: SplitEpisodes) -> list[_Row]:
     """Return a row for every sequence of a split. ``step``: used if the split names no step."""
     estimates = _estimates(split)
     if split.step is not None:
@@ -225,7 +225,7 @@ def _rows_of(step: int, split: EpisodesOfSplit) -> list[_Row]:
     return rows
 
 
-def _estimates(split: EpisodesOfSplit) -> dict[str, np.ndarray]:
+def _estimates(split: SplitEpisodes) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray | None] = {}
     if split.trained is not None:
         columns = {"trainer_log_probs": split.trained.log_probs, "entropy": split.trained.entropy}
@@ -334,14 +334,14 @@ def _weight_versions(row: _Row) -> list[dict[str, int]]:
     return [vars(span) for span in row.trajectory.weight_versions]
 
 
-def _grafted(row: _Row) -> list[dict[str, int]]:
-    return [{"start": start, "end": end} for start, end in row.trajectory.grafted]
+def _spliced(row: _Row) -> list[dict[str, int]]:
+    return [{"start": start, "end": end} for start, end in row.trajectory.spliced]
 
 
 SPANS_OF: dict[str, Callable[[_Row], list[dict[str, Any]]]] = {
     "turns": _turns,
     "weight_versions": _weight_versions,
-    "grafted": _grafted,
+    "spliced": _spliced,
 }
 """Functions that compute the columns of token ranges."""
 

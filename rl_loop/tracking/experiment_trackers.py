@@ -19,9 +19,9 @@ from rl_loop.tracking.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 SAMPLE_COLUMNS = [field.name for field in fields(SampleRow)]
-MOST_PARAMETERS = 100
+MAX_PARAMETERS = 100
 """Maximum number of parameters per request to MLflow."""
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Consecutive failures after which MLflow is disabled. Each one may delay the loop by seconds."""
 
 
@@ -133,8 +133,8 @@ class MlflowTracker:
         identity: str = self._client.create_run(experiment_id, run_name=run_name).info.run_id
 
         parameters = [Param(key, str(value)) for key, value in _leaves(yaml.safe_load(config_yaml))]
-        for first in range(0, len(parameters), MOST_PARAMETERS):
-            self._client.log_batch(identity, params=parameters[first : first + MOST_PARAMETERS])
+        for first in range(0, len(parameters), MAX_PARAMETERS):
+            self._client.log_batch(identity, params=parameters[first : first + MAX_PARAMETERS])
         self._client.log_text(identity, config_yaml, "config.yaml")
         run.mlflow_run.write_text(identity)
         return identity
@@ -158,8 +158,8 @@ class MlflowTracker:
         self._try("the end of the run", lambda: self._client.set_terminated(self._id))
 
     def _try(self, what: str, send: Callable[[], object]) -> None:
-        """Send data. Log a failure, and stop sending after MOST_FAILURES consecutive failures."""
-        if self._failures == MOST_FAILURES:
+        """Send data. Log a failure, and stop sending after MAX_FAILURES consecutive failures."""
+        if self._failures == MAX_FAILURES:
             return
         try:
             send()
@@ -167,7 +167,7 @@ class MlflowTracker:
             # Stores of MLflow raise many types of exceptions.
             self._failures += 1
             logger.warning("MLflow did not accept %s: %s", what, error)
-            if self._failures == MOST_FAILURES:
+            if self._failures == MAX_FAILURES:
                 logger.warning("MLflow is disabled. metrics.jsonl is still written")
             return
         self._failures = 0

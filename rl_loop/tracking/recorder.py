@@ -9,7 +9,7 @@ from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import max_staleness
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import EpisodesOfSplit, sample_rows
+from rl_loop.tracking.episode_table import SplitEpisodes, sample_rows
 from rl_loop.tracking.experiment_trackers import ExperimentTracker
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.progress import Progress
@@ -142,12 +142,12 @@ class StepRecorder:
         self._add_drift(metrics)
         self._warn_if_nothing_is_learned(metrics, updates)
 
-        recorded = [EpisodesOfSplit("train", rollouts.train, samples, updates.tokens)]
+        recorded = [SplitEpisodes("train", rollouts.train, samples, updates.tokens)]
         if rollouts.replaced:
-            recorded.append(EpisodesOfSplit("replaced", rollouts.replaced))
+            recorded.append(SplitEpisodes("replaced", rollouts.replaced))
         if rollouts.held_out:
             add_held_out_metrics(record.evaluation, rollouts.held_out)
-            held_out = EpisodesOfSplit("held_out", rollouts.held_out, step=record.evaluation.step)
+            held_out = SplitEpisodes("held_out", rollouts.held_out, step=record.evaluation.step)
             recorded.append(held_out)
         # First, because Weights & Biases takes steps in ascending order only.
         self._write_evaluation(record)
@@ -169,7 +169,7 @@ class StepRecorder:
     def record_evaluation(self, record: StepRecord, groups: Sequence[TrajectoryGroup]) -> None:
         """Write an evaluation that belongs to no training step."""
         add_held_out_metrics(record.evaluation, groups)
-        self._record_episodes(record.evaluation.step, [EpisodesOfSplit("held_out", groups)])
+        self._record_episodes(record.evaluation.step, [SplitEpisodes("held_out", groups)])
         self._write_evaluation(record)
 
     def finish_writing(self) -> None:
@@ -180,7 +180,7 @@ class StepRecorder:
         if record.evaluation.scalars:
             self._writer.write(record.evaluation)
 
-    def _record_episodes(self, step: int, splits: Sequence[EpisodesOfSplit]) -> None:
+    def _record_episodes(self, step: int, splits: Sequence[SplitEpisodes]) -> None:
         self._episodes.record(step, splits)
         if not self._trackers or self._samples == 0:
             return

@@ -15,7 +15,7 @@ from gptoss_kernels import cache
 from megatron_gptoss.new_directory import OLD, PARTIAL
 from megatron_gptoss.user_error import UserError
 
-MOST_RUNS_SHOWN = 10
+MAX_RUNS_SHOWN = 10
 """Maximum number of runs that an error about a missing run lists."""
 
 
@@ -96,8 +96,8 @@ class RunDirectory:
         self.episodes = path / "episodes"
         """Complete episodes as Parquet files (``episode_files``)."""
 
-        self.refused = path / "refused.jsonl"
-        """Refused conversations of ``data``, one per line.
+        self.rejected = path / "rejected.jsonl"
+        """Rejected conversations of ``data``, one per line.
 
         Keys are "source", "file", "line" or "row", and "reason".
         """
@@ -169,13 +169,13 @@ class RunDirectory:
             self.inputs,
             self.metric_descriptions,
             self.tensorboard,
-            self.refused,
+            self.rejected,
         }
         return not of_a_start.issuperset(self.existing())
 
-    def append_refusals(self, records: Sequence[dict[str, Any]]) -> None:
-        """Append refused conversations."""
-        append_lines(self.refused, [json.dumps(record) for record in records])
+    def append_rejections(self, records: Sequence[dict[str, Any]]) -> None:
+        """Append rejected conversations."""
+        append_lines(self.rejected, [json.dumps(record) for record in records])
 
     def keep_steps_up_to(self, step: int) -> None:
         """Drop metrics of later steps, and a last line that a crash truncated.
@@ -230,7 +230,7 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
         )
     if how is Start.RESUME and not run.existing():
         raise RunDirectoryError(
-            f"{run.path}: there is no run to resume{_runs_beside(run.path)}. Leave --resume out "
+            f"{run.path}: there is no run to resume{_other_runs(run.path)}. Leave --resume out "
             "to start one"
         )
     return run
@@ -273,7 +273,7 @@ def make_run_directory(path: Path) -> None:
         ) from error
 
 
-def _runs_beside(path: Path) -> str:
+def _other_runs(path: Path) -> str:
     """Return a text that lists other runs, in case of a mistyped name."""
     try:
         names = sorted(
@@ -286,8 +286,8 @@ def _runs_beside(path: Path) -> str:
     close = difflib.get_close_matches(path.name, names)
     if close:
         return f"; did you mean name={close[0]}?"
-    shown = ", ".join(names[:MOST_RUNS_SHOWN])
-    if len(names) > MOST_RUNS_SHOWN:
+    shown = ", ".join(names[:MAX_RUNS_SHOWN])
+    if len(names) > MAX_RUNS_SHOWN:
         shown += ", ..."
     return f"; runs in {path.parent}: {shown}"
 

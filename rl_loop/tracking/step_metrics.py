@@ -47,7 +47,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     sums = outcome_sums(episodes)
     sums[Name.RESPONSE_TOKENS] = sum(episode.episode_sampled_tokens for episode in episodes)
     sums["rollout/tool_errors"] = sum(episode.tool_errors for episode in episodes)
-    sums["rollout/purified_turns"] = sum(len(episode.grafted) for episode in episodes)
+    sums["rollout/purified_turns"] = sum(len(episode.spliced) for episode in episodes)
     for reason in FinishReason:
         sums[f"finish/{reason}"] = sum(episode.finish_reason is reason for episode in episodes)
     # Plot only kinds of errors that occurred, because there are many kinds.
@@ -70,7 +70,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     reusable = sum(sequence.reusable_tokens for sequence in sequences)
     if reusable > 0:
         cached = sum(sequence.cached_tokens for sequence in sequences)
-        metrics.add_mean("rollout/cache_hit", cached, reusable, "tokens")
+        metrics.add_mean("rollout/cache_hit_rate", cached, reusable, "tokens")
     add_lost_episodes(metrics, groups, prefix="rollout")
 
 
@@ -101,9 +101,9 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
     shares.update(f"{name}/{reason.component}" for reason in invalid)
     # Plot only causes that occurred, because they have names of servers and functions.
     shares.update(
-        f"{name}/{reason.component}/{_curve_name(reason.culprit)}"
+        f"{name}/{reason.component}/{_curve_name(reason.failure_source)}"
         for reason in invalid
-        if reason.culprit
+        if reason.failure_source
     )
     for share, failed in shares.items():
         metrics.add_mean(share, failed, episodes, "sequences")
@@ -112,9 +112,9 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
     metrics.add_mean(f"{prefix}/skipped_tasks", skipped, len(groups), "groups")
 
 
-def _curve_name(culprit: str) -> str:
-    """Return a culprit's name with only the characters that metrics' names may have."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", culprit).strip("_")[:80] or "unnamed"
+def _curve_name(failure_source: str) -> str:
+    """Return a failing component's name with only the characters that metrics' names may have."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", failure_source).strip("_")[:80] or "unnamed"
 
 
 def add_signal_metrics(
@@ -167,8 +167,8 @@ def add_staleness_metrics(
         spans = [span for sequence in episode.sequences for span in sequence.weight_versions]
         versions += len({span.version for span in spans})
     metrics.add_mean("rollout/versions_per_episode", versions, len(episodes), "sequences")
-    again = sum(episode.prefilled_again for episode in episodes)
-    metrics.add("rollout/prefilled_again", again, "sum", "sequences")
+    again = sum(episode.recomputed_tokens for episode in episodes)
+    metrics.add("rollout/recomputed_tokens", again, "sum", "sequences")
 
 
 def add_mismatch_without_replay(
@@ -205,9 +205,9 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
     sums = update.sums
     metrics.add_mean(Name.LOSS, sums["loss"], 1, "updates")
     for name, total in sums.items():
-        if name == "mismatch/log_ppl_gap":
+        if name == "mismatch/log_perplexity_gap":
             metrics.add_mean(name, total, sums["sequences"], "sequences")
-        elif name.startswith("mismatch/"):  # grafted tokens are not compared
+        elif name.startswith("mismatch/"):  # spliced tokens are not compared
             metrics.add_mean(name, total, sums["comparable"], "tokens")
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")
@@ -265,7 +265,7 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
         speed = getattr(update, name)
         if speed is not None:
             metrics.add(f"train/{name}", speed, "last")
-    for part, seconds in update.seconds_of.items():
+    for part, seconds in update.seconds_by_part.items():
         metrics.add(f"train/seconds_{part}", seconds, "sum")
     for name, gigabytes in update.memory.items():
         metrics.add(f"memory/{name}", gigabytes, "max", "GPUs")

@@ -12,8 +12,8 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests, directory_digests, first_difference, stored_names
 from converters.names import parameter_mappings
+from converters.parameter_selection import Selection, select_parameters
 from converters.read_back import check_weights
-from converters.sample import Selection, select_parameters
 from megatron_gptoss.config import ModelConfig
 from rl_loop.trainer.weight_export import WeightExport
 
@@ -28,7 +28,7 @@ def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
     Raises:
         ConversionError: ``write_export`` failed (on rank 0), or ``WeightGathering.confirmed``
             failed (on every rank).
-        GatheringRefused: on every rank, if a rank has too little memory for its part.
+        GatheringAborted: on every rank, if a rank has too little memory for its part.
     """
     weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
     try:

@@ -16,25 +16,25 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import StoredTensors
-from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore, StepPlan, plan_step
+from rl_loop.trainer.rank_results import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import gather_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
 
-SETTLED_AT_START = ("critic", "kl", "routing_replay")
+FIXED_AT_START = ("critic", "kl", "routing_replay")
 """Settings of the algorithm that a trainer's ranks are built with."""
 
 
 class Ranks(Protocol):
     """Processes in which TrainerWorkers run: RayRanks."""
 
-    def ready(self) -> list[RankPlace]: ...
+    def ready(self) -> list[RankPosition]: ...
 
     def store(self, value: Any) -> Any: ...
 
     def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
     ) -> list[Any]: ...
 
     def call_and_store(self, method: str) -> Callable[[], Any]: ...
@@ -55,16 +55,18 @@ class TrainerGroup:
         self._objective = settings.objective
         self._inputs = RankInputStore(ranks.store)
         self._last_plan: StepPlan | None = None
-        self._places: list[RankPlace] = []
-        self._answering: list[int] = []
+        self._places: list[RankPosition] = []
+        self._result_ranks: list[int] = []
 
     def ready(self) -> None:
         """Wait until every rank has its weights. Raises the error of a rank."""
         self._places = self.ranks.ready()
 
         # Data-parallel rank -> rank that returns the results of its sequences.
-        answering = {place.data: rank for rank, place in enumerate(self._places) if place.answers}
-        self._answering = [answering[data] for data in range(self._settings.parallel.data)]
+        answering = {
+            place.data: rank for rank, place in enumerate(self._places) if place.returns_results
+        }
+        self._result_ranks = [answering[data] for data in range(self._settings.parallel.data)]
 
     def close(self) -> None:
         self.ranks.close()
@@ -89,7 +91,7 @@ class TrainerGroup:
         gathered_only = replace(export, extras=ModelExtras(), packed_digests={})
         others = self._settings.parallel.world_size - 1
         arguments = [(export,), *[(gathered_only,)] * others]
-        self.ranks.call("export", arguments, asked=[0])
+        self.ranks.call("export", arguments, result_ranks=[0])
 
     def release_memory(self) -> None:
         self._all("release_memory")
@@ -112,7 +114,7 @@ class TrainerGroup:
         Raises:
             ValueError: a setting decides which models are built, or how.
         """
-        for name in SETTLED_AT_START:
+        for name in FIXED_AT_START:
             before = getattr(self._objective, name)
             after = getattr(algorithm, name)
             if before != after:
@@ -126,13 +128,13 @@ class TrainerGroup:
     def save(self, step: int, state: dict[str, Any], block: bool) -> None:
         self._all("save", step, state, block)
 
-    def resume(self) -> Resumed | None:
+    def resume(self) -> ResumedState | None:
         return self._all("resume")
 
     def _all(self, method: str, *arguments: Any) -> Any:
         """Call a method on every rank, and return the result of rank 0."""
         everyone = [arguments] * self._settings.parallel.world_size
-        return self.ranks.call(method, everyone, asked=[0])[0]
+        return self.ranks.call(method, everyone, result_ranks=[0])[0]
 
     # -- calls with the sequences of each data-parallel rank --------------------------------------
 
@@ -153,7 +155,7 @@ class TrainerGroup:
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, self._estimated_from)
         results: list[dict[str, np.ndarray]] = self._on_ranks(
-            "compute_values_and_reference_log_probs", inputs, self._answering
+            "compute_values_and_reference_log_probs", inputs, self._result_ranks
         )
         return {
             name: plan.gather_results(
@@ -177,15 +179,15 @@ class TrainerGroup:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
         plan = self._plan(samples, self._objective.mini_batches)
         inputs = self._inputs.store(samples, plan)
-        asked = sorted({0, *self._answering})
-        results = self._on_ranks("rl_step", inputs, asked, step)
+        result_ranks = sorted({0, *self._result_ranks})
+        results = self._on_ranks("rl_step", inputs, result_ranks, step)
         # An update is the last pass over its samples.
         self._inputs.release()
 
         # Statistics are the same on every rank. Per-token results cover the rank's own sequences.
         updates = results[0]
-        by_rank = dict(zip(asked, results, strict=True))
-        tokens = [by_rank[rank].tokens for rank in self._answering]
+        by_rank = dict(zip(result_ranks, results, strict=True))
+        tokens = [by_rank[rank].tokens for rank in self._result_ranks]
         updates.tokens = gather_tokens(samples, plan, tokens)
         return updates
 
@@ -193,7 +195,7 @@ class TrainerGroup:
         """Compute log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
-        results = self._on_ranks("score", inputs, self._answering, temperature)
+        results = self._on_ranks("score", inputs, self._result_ranks, temperature)
         return plan.gather_results(samples, results, "log_probs", np.dtype(np.float32))
 
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray:
@@ -203,7 +205,7 @@ class TrainerGroup:
         """
         plan = self._plan(samples)
         inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
-        results = self._on_ranks("greedy_tokens", inputs, self._answering)
+        results = self._on_ranks("greedy_tokens", inputs, self._result_ranks)
         return plan.gather_results(samples, results, "greedy_tokens", np.dtype(np.int64))
 
     def _plan(self, samples: TrainingSamples, mini_batches: int = 1) -> StepPlan:
@@ -217,19 +219,19 @@ class TrainerGroup:
         return self._last_plan
 
     def _on_ranks(
-        self, method: str, inputs: Sequence[Any], asked: Sequence[int], *arguments: Any
+        self, method: str, inputs: Sequence[Any], result_ranks: Sequence[int], *arguments: Any
     ) -> list[Any]:
-        """Call a method on every rank, and return the results of the ranks ``asked``.
+        """Call a method on every rank, and return the results of the ranks ``result_ranks``.
 
         Other results are not sent to the driver.
 
         Args:
             method: name of a method of TrainerWorker.
             inputs: inputs of each data-parallel rank.
-            asked: ranks whose results are returned.
+            result_ranks: ranks whose results are returned.
             arguments: further arguments, equal for all ranks.
         """
         if not self._places:
             raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
         calls = [(inputs[place.data], *arguments) for place in self._places]
-        return self.ranks.call(method, calls, asked)
+        return self.ranks.call(method, calls, result_ranks)

@@ -17,7 +17,7 @@ from converters.peft_format import PeftDirectory
 from converters.peft_settings import CONFIG_FILE as PEFT_CONFIG_FILE
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from megatron_gptoss.checkpoint.loader import load_model_weights, refuse_damaged
+from megatron_gptoss.checkpoint.loader import check_undamaged, load_model_weights
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
@@ -77,7 +77,7 @@ def _load_base(
             load_model_weights(checkpoint, model)
         else:
             # Megatron's loader would also look for the keys of adapters.
-            refuse_damaged(checkpoint)
+            check_undamaged(checkpoint)
             tensors = CheckpointTensors(MegatronCheckpoint(checkpoint, verify=False))
             load_hf_weights(model, settings.model, tensors.view)
 

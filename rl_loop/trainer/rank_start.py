@@ -20,7 +20,7 @@ takes 10 s for torch and Megatron."""
 SECONDS_PER_SHARED_RANK = 60.0
 """Additional time for every rank that a core has beyond its first."""
 
-NEWS_SECONDS = 10.0
+LOG_INTERVAL_SECONDS = 10.0
 """Interval of progress messages. Ranks that start faster log nothing."""
 
 
@@ -70,7 +70,7 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
     waiting = list(calls)
     while waiting:
         _, waiting = ray.wait(
-            waiting, num_returns=len(waiting), timeout=min(NEWS_SECONDS, limit) / 4
+            waiting, num_returns=len(waiting), timeout=min(LOG_INTERVAL_SECONDS, limit) / 4
         )
         now = time.monotonic()
         started = len(calls) - len(waiting)
@@ -80,7 +80,7 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
                 f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores). Use fewer ranks "
                 "(parallel.world_size), or stop other processes on this machine"
             )
-        if waiting and now - told >= NEWS_SECONDS:
+        if waiting and now - told >= LOG_INTERVAL_SECONDS:
             logger.info(
                 "starting trainer ranks: %d of %d after %.0f s", started, len(calls), now - began
             )

@@ -13,19 +13,19 @@ import ray
 from ray.exceptions import RayTaskError
 
 from megatron_gptoss.user_error import UserError
-from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, died_by_itself
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, process_died
 from rl_loop.cluster.placement import (
     TRAINER_RANK,
     has_placement,
+    ignore_sigterm,
     master_address,
-    outlive_sigterm,
     placement_options,
     ranks_are_here,
 )
 from rl_loop.cluster.ray_session import local_directory
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.logs import with_logging
-from rl_loop.trainer.rank_answers import RankPlace
+from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
 
 if TYPE_CHECKING:
@@ -52,24 +52,24 @@ class TrainerProcess:
 
         self._make_worker = partial(TrainerWorker, *arguments)
 
-    def start(self) -> RankPlace:
+    def start(self) -> RankPosition:
         self.worker = self._make_worker()
         return self.worker.place()
 
-    def call(self, method: str, is_asked: bool, *arguments: Any) -> Any:
-        """Call a method of the worker. Return its result only if ``is_asked``.
+    def call(self, method: str, returns_result: bool, *arguments: Any) -> Any:
+        """Call a method of the worker. Return its result only if ``returns_result``.
 
         Results that all ranks know are sent to the driver once.
         """
         result = getattr(self.worker, method)(*arguments)
-        return result if is_asked else None
+        return result if returns_result else None
 
-    def call_and_store(self, method: str, is_asked: bool) -> tuple[None, Any]:
+    def call_and_store(self, method: str, returns_result: bool) -> tuple[None, Any]:
         """Call a method and return two values, which Ray stores as separate objects.
 
         The first one shows that the call has ended. The second one is the result.
         """
-        return None, self.call(method, is_asked)
+        return None, self.call(method, returns_result)
 
 
 class RayRanks:
@@ -108,7 +108,7 @@ class RayRanks:
         self._started = [rank.__ray_call__.remote(_process) for rank in self.actors]
         self._loaded = [rank.start.remote() for rank in self.actors]
 
-    def ready(self) -> list[RankPlace]:
+    def ready(self) -> list[RankPosition]:
         """Wait until every rank has its weights, and return their positions.
 
         An exception of a rank is raised here.
@@ -122,27 +122,27 @@ class RayRanks:
         return ray.put(value)
 
     def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
     ) -> list[Any]:
         """Call a method on every rank.
 
         Args:
             method: name of a method of TrainerWorker.
             arguments: arguments for each rank.
-            asked: ranks whose results are sent to the driver.
+            result_ranks: ranks whose results are sent to the driver.
 
         Returns:
-            Results of the ranks ``asked``.
+            Results of the ranks ``result_ranks``.
         """
         # The calls are collective, so every rank must receive those of two threads in the same
         # order.
         with self._asking:
             calls = [
-                actor.call.remote(method, rank in asked, *arguments[rank])
+                actor.call.remote(method, rank in result_ranks, *arguments[rank])
                 for rank, actor in enumerate(self.actors)
             ]
         results = self._join(calls)
-        return [results[rank] for rank in asked]
+        return [results[rank] for rank in result_ranks]
 
     def call_and_store(self, method: str) -> Callable[[], Any]:
         """Begin to call a method on every rank.
@@ -196,7 +196,7 @@ class RayRanks:
             return [results[rank] for rank in range(len(calls))]
 
         for rank, error in failures.items():
-            if died_by_itself(error):
+            if process_died(error):
                 raise RankDied(
                     f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}"
                 ) from error
@@ -206,7 +206,7 @@ class RayRanks:
 
 
 def _process(actor: TrainerProcess) -> str:
-    outlive_sigterm(actor)
+    ignore_sigterm(actor)
     return f"{socket.gethostname()} (pid {os.getpid()})"
 
 

@@ -4,7 +4,7 @@ They consist of the policy's checkpoints, the critic's checkpoints, and the adap
 when the policy's checkpoints are deleted.
 
 The driver decides when to save (``trainer.checkpointer``). ``megatron_gptoss.checkpoint`` writes
-and reads the files of one trainer, and ``trainer.adapter_keeper`` keeps adapters. This module
+and reads the files of one trainer, and ``trainer.adapter_archiver`` keeps adapters. This module
 coordinates both. It defines the order of writing, the waiting, and the checkpoint for a resume.
 """
 
@@ -27,8 +27,8 @@ from megatron_gptoss.critic import ValueTrainer
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.trainer.adapter_keeper import AdapterKeeper
-from rl_loop.trainer.rank_answers import Resumed
+from rl_loop.trainer.adapter_archiver import AdapterArchiver
+from rl_loop.trainer.rank_results import ResumedState
 
 
 class RunCheckpoints:
@@ -51,10 +51,10 @@ class RunCheckpoints:
         self._run = RunDirectory(settings.directory)
         self._policy = policy
         self._critic = critic
-        self._adapter_keeper: AdapterKeeper | None = None
+        self._adapter_archiver: AdapterArchiver | None = None
         if settings.training.keep_adapters:
             base_name = peft_base_name(settings.initial_weights)
-            self._adapter_keeper = AdapterKeeper(self._run, base_name)
+            self._adapter_archiver = AdapterArchiver(self._run, base_name)
 
         self._writers: list[tuple[CheckpointWriter, PolicyTrainer]] = []
         """Writers and their trainers, in the order in which they start and finish."""
@@ -64,7 +64,7 @@ class RunCheckpoints:
             # step.
             of_critic = CheckpointWriter(self._run.critic_checkpoints, keep + 1)
             self._writers.append((of_critic, critic))
-        of_policy = CheckpointWriter(self._run.checkpoints, keep, self._adapter_keeper)
+        of_policy = CheckpointWriter(self._run.checkpoints, keep, self._adapter_archiver)
         self._writers.append((of_policy, policy))
 
     # -- saving -----------------------------------------------------------------------------------
@@ -104,21 +104,21 @@ class RunCheckpoints:
             CheckpointError: the checkpoint cannot be written, or it is complete, but the adapters
                 of this or an earlier checkpoint cannot be written.
         """
-        keeper = self._adapter_keeper
+        archiver = self._adapter_archiver
         if not block:
-            has_failed = keeper is not None and keeper.has_failed()
+            has_failed = archiver is not None and archiver.has_failed()
             if not has_failed:
                 return
 
         # An error of the adapters must not lose the steps up to here.
         for writer, _ in self._writers:
             writer.finish()
-        if keeper is not None:
-            keeper.finish()
+        if archiver is not None:
+            archiver.finish()
 
     # -- resuming ---------------------------------------------------------------------------------
 
-    def resume(self) -> Resumed | None:
+    def resume(self) -> ResumedState | None:
         """Load the newest undamaged checkpoint of the run.
 
         Kept adapters of later steps are deleted, and missing ones of earlier steps are written.
@@ -128,11 +128,11 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: all checkpoints are damaged (the message names the files), or
-                ``AdapterKeeper.write_missing`` failed.
+                ``AdapterArchiver.write_missing`` failed.
         """
         newest = latest_checkpoint(self._run.checkpoints)
         if newest is None:
-            self._go_on_with_adapters_of(None)
+            self._continue_from_adapters_of(None)
             return None
 
         damages: list[str] = []
@@ -140,8 +140,8 @@ class RunCheckpoints:
             damage = self._damage(path)
             if damage is None:
                 state = self._load(path)
-                self._go_on_with_adapters_of(path)
-                return Resumed(state, damages)
+                self._continue_from_adapters_of(path)
+                return ResumedState(state, damages)
             damages.append(damage)
         raise CheckpointError(
             f"{self._run.path} has no checkpoint that can be loaded: {'; '.join(damages)}. "
@@ -166,10 +166,10 @@ class RunCheckpoints:
             load_checkpoint(of_critic, self._critic, is_checked=True)
         return load_checkpoint(path, self._policy, is_checked=True)
 
-    def _go_on_with_adapters_of(self, checkpoint: Path | None) -> None:
+    def _continue_from_adapters_of(self, checkpoint: Path | None) -> None:
         """Keep the adapters of the checkpoints up to this one, or none for None."""
         if dist.get_rank() == 0:
             step = 0 if checkpoint is None else step_of(checkpoint)
             self._run.delete_adapters_after(step)
-        if self._adapter_keeper is not None and checkpoint is not None:
-            self._adapter_keeper.write_missing(checkpoint)
+        if self._adapter_archiver is not None and checkpoint is not None:
+            self._adapter_archiver.write_missing(checkpoint)

@@ -18,12 +18,12 @@ from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
 from megatron_gptoss.critic import ValueTrainer, make_critic
-from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
+from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
 from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
-from megatron_gptoss.planning.memory import account
+from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
 from megatron_gptoss.step_results import LossFunction, StepStatistics
@@ -34,12 +34,12 @@ from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import TensorBytes
-from rl_loop.heap import exempt_from_collection
+from rl_loop.process_memory import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
-from rl_loop.trainer.rank_answers import RankPlace, Resumed
 from rl_loop.trainer.rank_inputs import RankInputs, RankMiniBatch
+from rl_loop.trainer.rank_results import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.weight_export import WeightExport
@@ -111,7 +111,7 @@ class TrainerWorker:
 
         # Megatron's buffers hold the weights. The memory of the original weights is free, and
         # servers that start on this GPU need it.
-        give_back_cache()
+        release_cached_memory()
         self.memory.enter("resting")
 
     def enter_phase(self, phase: str) -> None:
@@ -128,10 +128,10 @@ class TrainerWorker:
         """Use other settings from the next step on. The set of models does not change."""
         self.algorithm = algorithm
 
-    def _make_room_for_engines(self) -> None:
+    def _free_memory_for_engines(self) -> None:
         """Release the cache of torch's allocator if engines share this GPU."""
         if self.settings.memory_inputs.engine is not None:
-            give_back_cache()
+            release_cached_memory()
             self.memory.split()
 
     def _memory_metrics(self) -> dict[str, float]:
@@ -143,18 +143,18 @@ class TrainerWorker:
         if measured is None:
             return {}
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        predicted = account(self.settings.memory_inputs, measured.gpu_total / 1e9, stage)
+        predicted = estimate_memory(self.settings.memory_inputs, measured.gpu_total / 1e9, stage)
         device = next(self.model.parameters()).device
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
-    def place(self) -> RankPlace:
+    def place(self) -> RankPosition:
         """Return the position of this rank."""
         answers = (
             parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
             and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         )
-        return RankPlace(data=parallel_state.get_data_parallel_rank(), answers=answers)
+        return RankPosition(data=parallel_state.get_data_parallel_rank(), returns_results=answers)
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class TrainerWorker:
                 updates.policy.append(
                     self._update_policy(mini_batch, batches, step, critic_only_steps)
                 )
-        self._make_room_for_engines()
+        self._free_memory_for_engines()
         updates.tokens = take_tokens(updates.policy, packed, inputs)
         return updates
 
@@ -381,14 +381,14 @@ class TrainerWorker:
 
         Raises:
             ConversionError: ``export_weights`` failed.
-            GatheringRefused: a rank has too little memory for its part.
+            GatheringAborted: a rank has too little memory for its part.
         """
         gather_parameters(self.trainer.model)
         export_weights(self._gathering, export)
 
     def release_memory(self) -> None:
         """Release the cache of torch's allocator, before engines on this GPU wake."""
-        give_back_cache()
+        release_cached_memory()
 
     def send_weights(self, sender: WeightSender) -> None:
         """Gather all weights and send them with ``sender`` from each of its ranks.
@@ -398,7 +398,7 @@ class TrainerWorker:
 
         Raises:
             SyncFailed: on the ranks that failed.
-            GatheringBroken: the ranks cannot exchange further messages.
+            GatheringFailed: the ranks cannot exchange further messages.
         """
         self.enter_phase("sync")
         gather_parameters(self.trainer.model)
@@ -424,11 +424,11 @@ class TrainerWorker:
         """
         self.memory.enter("checkpoint")
         self._checkpoints.start(step, state)
-        self._make_room_for_engines()
+        self._free_memory_for_engines()
         self.memory.enter("resting")
         self._checkpoints.finish(block)
 
-    def resume(self) -> Resumed | None:
+    def resume(self) -> ResumedState | None:
         """Load the newest undamaged checkpoint of the run.
 
         Returns:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from converters.errors import GatheringBroken, GatheringRefused
+from converters.errors import GatheringAborted, GatheringFailed
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
 from rl_loop.weight_sync.source import SyncFailed, WeightSender
@@ -30,7 +30,7 @@ def send_gathered(
 
     Raises:
         SyncFailed: on every rank, if one has no memory for its part.
-        GatheringBroken: if the ranks can no longer communicate.
+        GatheringFailed: if the ranks can no longer communicate.
     """
     try:
         weights = gathering.begin(
@@ -40,14 +40,14 @@ def send_gathered(
             # With several receivers, the broadcasts of the tensors already synchronize the ranks.
             paced=len(sender.ranks) == 1,
         )
-    except GatheringRefused as refusal:
-        raise SyncFailed(str(refusal)) from refusal
+    except GatheringAborted as error:
+        raise SyncFailed(str(error)) from error
 
     failure: Exception | None = None
     try:
         if dist.get_rank() in sender.ranks:
             sender.send(_in_dtype(weights, dtype), dist.get_rank())
-    except GatheringBroken:
+    except GatheringFailed:
         # The ranks can no longer communicate, so the messages below would never arrive.
         raise
     except Exception as error:

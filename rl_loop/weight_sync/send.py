@@ -11,7 +11,7 @@ import asyncio
 import traceback
 from collections import deque
 
-from converters.errors import GatheringBroken
+from converters.errors import GatheringFailed
 from converters.hf_directory import written_shapes
 from megatron_gptoss.config import ModelConfig
 from rl_loop.weight_sync.checksums import WeightSample
@@ -39,7 +39,7 @@ async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: Wei
         SyncFailed: if a server fails. The message names it.
         WeightMismatch: if a tensor does not fit the model or differs on a server. The message names
             it.
-        GatheringBroken: if ``named`` raises it.
+        GatheringFailed: if ``named`` raises it.
     """
     try:
         await _sync(named, config, servers)
@@ -48,22 +48,22 @@ async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: Wei
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
-        _forget_locals(error)
-        if isinstance(cause, WeightMismatch | GatheringBroken):
+        _clear_locals(error)
+        if isinstance(cause, WeightMismatch | GatheringFailed):
             raise cause from None
         version = servers.plan.version
         raise SyncFailed(f"weights {version} did not reach all servers: {cause}") from cause
 
 
-def _forget_locals(error: BaseException) -> None:
+def _clear_locals(error: BaseException) -> None:
     """Clear the variables of the failed calls, because they would keep the last bucket alive."""
     traceback.clear_frames(error.__traceback__)
     for earlier in (error.__cause__, error.__context__):
         if earlier is not None:
-            _forget_locals(earlier)
+            _clear_locals(earlier)
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
-            _forget_locals(part)
+            _clear_locals(part)
 
 
 async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.torch_dist import export_checkpoint, import_checkpoint
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.lifecycle.weight_checks import check_weights
 from tests.support.converters.dense_models import save_dense
 from tests.support.converters.models import TINY, save_hf
@@ -81,7 +81,7 @@ def test_second_set_of_weights_is_rejected(name: str, hf_dir: Path, weights: Wei
         HfDirectory(hf_dir)
     with pytest.raises(ConversionError, match=message):
         import_checkpoint(hf_dir, hf_dir.with_name("megatron"))
-    with pytest.raises(CannotStart, match=message):
+    with pytest.raises(StartError, match=message):
         check_weights("initial_weights", hf_dir, TINY)
 
 

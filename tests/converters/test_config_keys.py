@@ -71,7 +71,7 @@ def known_keys(family: type[ModelConfig], model_type: str) -> list[str]:
     keys |= set(config.attribute_map) | set(config.to_dict())
     keys |= set(GenerationConfig().to_dict())
     table = family.hf_keys
-    keys |= {*table.fields, *table.same, *table.fixed, *table.checked, *table.carried}
+    keys |= {*table.fields, *table.aliases, *table.fixed, *table.checked, *table.copied}
     keys |= {"rope_theta", "rope_scaling", "partial_rotary_factor", "swiglu_alpha", "auto_map"}
     keys |= {"original_max_position_embeddings", "is_causal", "tie_weights", "quantization_config"}
     return sorted(keys - {"model_type"})
@@ -294,12 +294,12 @@ def test_config_value_out_of_bounds_is_named_in_one_line(
 
 
 def test_config_table_has_no_key_twice() -> None:
-    from megatron_gptoss.config.hf_config import CARRIED, FIXED, IGNORED
+    from megatron_gptoss.config.hf_config import COPIED, FIXED, IGNORED
 
     for family in FAMILIES:
         table = family.hf_keys
-        sets = [table.fields, table.same, table.fixed, table.checked, table.carried]
-        names = [name for keys in (*sets, CARRIED, FIXED, IGNORED) for name in keys]
+        sets = [table.fields, table.aliases, table.fixed, table.checked, table.copied]
+        names = [name for keys in (*sets, COPIED, FIXED, IGNORED) for name in keys]
         assert len(names) == len(set(names)), family
 
 
@@ -366,4 +366,4 @@ RELEASED: dict[str, dict[str, Any]] = {
 def test_config_of_released_model_is_read(name: str) -> None:
     raw = SHARED_BY_RELEASES | RELEASED[name]
     config = read_hf_config(raw)
-    assert read_hf_config(config.to_hf_config(**config.hf_keys.carried_from(raw))) == config
+    assert read_hf_config(config.to_hf_config(**config.hf_keys.copied_from(raw))) == config

@@ -17,7 +17,7 @@ from converters.torch_dist_files import TorchDistReader
 from megatron_gptoss import new_directory as new_directory_module
 from megatron_gptoss.durable_files import exchange_names
 from megatron_gptoss.new_directory import new_directory
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.lifecycle.weight_checks import _check_safetensors
 
 
@@ -35,9 +35,7 @@ def test_index_outside_its_directory_is_rejected(way: object, tmp_path: Path, hf
         ConversionError, match=r"index\.json: names the file .*outside of its direct"
     ):
         HfDirectory(model)
-    with pytest.raises(
-        CannotStart, match=r"index\.json: names the file .*outside of its directory"
-    ):
+    with pytest.raises(StartError, match=r"index\.json: names the file .*outside of its directory"):
         _check_safetensors("initial_weights", model)
 
 

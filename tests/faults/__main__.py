@@ -82,7 +82,7 @@ def main() -> None:
     add("--faults-per-run", type=int, default=Options.faults_per_run)
     add("--stopped", type=float, default=Options.stopped_seconds, help="seconds of SIGSTOP")
     add("--starved", type=float, default=Options.starved_seconds, help="seconds of busy loops")
-    add("--patience", type=float, default=Options.patience, help="seconds until it has healed")
+    add("--patience", type=float, default=Options.patience, help="seconds until it has recovered")
     add(
         "--minutes",
         type=float,

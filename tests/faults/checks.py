@@ -16,10 +16,10 @@ def judge_outcome(attempt: Attempt, injection: Injection) -> str:
     """
     kind = kind_of(injection.kind)
     if injection.outcome == "hung":
-        return f"neither healed nor ended within {injection.limit:.0f} s"
-    if injection.outcome == "healed":
+        return f"neither recovered nor ended within {injection.limit:.0f} s"
+    if injection.outcome == "recovered":
         return "nothing has noticed it" if kind.must_end else ""
-    if kind.must_heal:
+    if kind.must_recover:
         return f"it ended, and should have gone on: {injection.message}"
     if kind.kills_driver:
         return ""

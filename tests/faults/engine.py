@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatron_gptoss.config import ModelConfig
-from rl_loop.data.trained_tokens import FEWEST_TOKENS
+from rl_loop.data.trained_tokens import MIN_TOKENS
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.backend import EngineConfig, EngineFactory
 from rl_loop.engines.embedded.backend import EmbeddedBackend, build_engine
@@ -158,7 +158,7 @@ class FaultyEngine:
         """
         if self._last is None or self._last.output_ids == result.output_ids:
             return False
-        return FEWEST_TOKENS <= len(self._last.output_ids) <= request.sampling.max_new_tokens
+        return MIN_TOKENS <= len(self._last.output_ids) <= request.sampling.max_new_tokens
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         return await self._engine.score(input_ids, temperature)

@@ -211,18 +211,18 @@ class FaultInjector:
             if newest > began:
                 steps_after.add(newest)
             if attempt.has_ended and run.is_finished():
-                injection.outcome = "healed"
+                injection.outcome = "recovered"
                 if len(steps_after) < STEPS_TO_HEAL:
                     self._put_off(injection, "the run came to its end before it could be told")
             elif attempt.has_ended:
                 injection.outcome = "ended"
                 injection.message = attempt.last_error(seconds=2.0)
             elif len(steps_after) >= enough and _is_complete(run, attempt, kind):
-                injection.outcome = "healed"
+                injection.outcome = "recovered"
             elif time.time() > began + injection.limit:
                 has_healed = len(steps_after) >= STEPS_TO_HEAL
                 if has_healed and _is_complete(run, attempt, kind):
-                    injection.outcome = "healed"
+                    injection.outcome = "recovered"
                 else:
                     injection.outcome = "hung"
                 if injection.outcome == "hung":

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as parquet
 
-from megatron_gptoss.checkpoint.checksums import damage_in
+from megatron_gptoss.checkpoint.checksums import compare_checksums
 from rl_loop.tracking.episode_files import read_row_groups
 from rl_loop.tracking.run_directory import RunDirectoryError
 from tests.faults.observed_run import Attempt, ObservedRun, small_file_system
@@ -51,7 +51,7 @@ class Moment:
     deadline: float = math.inf
     """Monotonic time of the end of the test. No wait exceeds it."""
     undo: ExitStack = field(default_factory=ExitStack)
-    """Actions to undo after the fault has healed or the run has ended."""
+    """Actions to undo after the fault has recovered or the run has ended."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Kind:
     """
     must_end: bool = False
     """The run must end. If it continues, it has not noticed the fault."""
-    must_heal: bool = False
+    must_recover: bool = False
     """The run must continue, because it has everything that it needs."""
     named_by: str = ""
     """Regular expression that matches the last error of a run that ends because of the fault."""
@@ -76,7 +76,7 @@ class Kind:
     is_order: bool = False
     """The engine executes the fault. Its process may die together with the effect."""
     comes_back: str = ""
-    """Key of PROCESSES. A run has healed only if all of these processes exist again."""
+    """Key of PROCESSES. A run has recovered only if all of these processes exist again."""
     is_possible: Callable[[], bool] = lambda: True
     """Returns True if this user can inject the fault on this machine."""
 
@@ -278,7 +278,7 @@ def corrupt_checkpoint(moment: Moment) -> str:
 
 
 def _intact_checkpoints(root: Path) -> int:
-    return sum(damage_in(path) is None for path in root.glob("step_??????"))
+    return sum(compare_checksums(path) is None for path in root.glob("step_??????"))
 
 
 def corrupt_episodes(moment: Moment) -> str:
@@ -338,9 +338,9 @@ def withdraw(path: Path) -> None:
 
 KINDS: dict[str, Kind] = {
     "kill_trainer": Kind(kill("trainer"), must_end=True, named_by="trainer rank 0"),
-    "kill_worker": Kind(kill("worker"), must_heal=True),
-    "kill_checker": Kind(kill("checker"), must_heal=True),
-    "kill_sandbox": Kind(kill("sandbox"), must_heal=True),
+    "kill_worker": Kind(kill("worker"), must_recover=True),
+    "kill_checker": Kind(kill("checker"), must_recover=True),
+    "kill_sandbox": Kind(kill("sandbox"), must_recover=True),
     "kill_driver": Kind(kill("driver"), must_end=True, kills_driver=True, ends_at_once=True),
     "kill_node": Kind(kill("node"), must_end=True, named_by="node", ends_at_once=True),
     "kill_control_store": Kind(
@@ -348,36 +348,36 @@ KINDS: dict[str, Kind] = {
     ),
     "kill_run": Kind(kill_run, must_end=True, kills_driver=True, ends_at_once=True),
     "stop": Kind(stop),
-    "starve": Kind(starve, must_heal=True),
+    "starve": Kind(starve, must_recover=True),
     "cut": Kind(cut, is_possible=can_close_connections),
     "fill": Kind(fill, is_possible=can_mount, named_by="[Nn]o space|disk|space"),
     "corrupt_checkpoint": Kind(
         corrupt_checkpoint, must_end=True, kills_driver=True, ends_at_once=True
     ),
-    "corrupt_episodes": Kind(corrupt_episodes, must_heal=True),
+    "corrupt_episodes": Kind(corrupt_episodes, must_recover=True),
     "corrupt_bucket": Kind(
         order("bucket"),
         is_order=True,
         must_end=True,
         named_by="canary prompt|but its content differs in",
     ),
-    "lie_nan": Kind(order("nan"), is_order=True, must_heal=True),
+    "lie_nan": Kind(order("nan"), is_order=True, must_recover=True),
     "lie_version": Kind(
         order("version"), is_order=True, must_end=True, named_by=r"engine reports weights \d+"
     ),
-    "lie_twice": Kind(order("twice"), is_order=True, must_heal=True),
+    "lie_twice": Kind(order("twice"), is_order=True, must_recover=True),
 }
 """Kinds for every run, with any engine."""
 
 SERVER_KINDS: dict[str, Kind] = {
-    "kill_server": Kind(kill_server, must_heal=True, comes_back="server"),
-    "kill_server_in_sync": Kind(kill_server_in_sync, must_heal=True, comes_back="server"),
-    "stop_server": Kind(stop_server, must_heal=True, comes_back="server"),
-    "cut_server": Kind(order("cut"), is_order=True, must_heal=True),
+    "kill_server": Kind(kill_server, must_recover=True, comes_back="server"),
+    "kill_server_in_sync": Kind(kill_server_in_sync, must_recover=True, comes_back="server"),
+    "stop_server": Kind(stop_server, must_recover=True, comes_back="server"),
+    "cut_server": Kind(order("cut"), is_order=True, must_recover=True),
     "keep_bucket": Kind(
         order("keep"), is_order=True, must_end=True, named_by="but its content differs in"
     ),
-    "lie_old": Kind(order("old"), is_order=True, must_heal=True),
+    "lie_old": Kind(order("old"), is_order=True, must_recover=True),
     "lie_routes": Kind(
         order("routes"), is_order=True, must_end=True, named_by="routed experts of layer"
     ),

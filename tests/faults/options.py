@@ -31,7 +31,7 @@ class Options:
     starved_seconds: float = 10.0
     """Seconds that the busy loops run."""
     patience: float = 60.0
-    """Seconds until a fault must have healed or ended the run, on a machine without overload."""
+    """Seconds until a fault must have recovered or ended the run, on a machine without overload."""
     minutes: float = 60.0
     """Minutes after the first step in which faults are injected."""
     fewest: int = 0

@@ -59,12 +59,12 @@ def kind_of(name: str) -> Kind:
     # An order may be lost with the process that has executed it. Then only the losses can show it.
     must_end = any(kind.must_end and not kind.is_order for kind in kinds)
     # The fault that need not heal may end the run for a different reason.
-    may_end = [kind for kind in kinds if not kind.must_heal]
+    may_end = [kind for kind in kinds if not kind.must_recover]
     names = [kind.named_by for kind in may_end]
     return Kind(
         inject=lambda moment: _inject_both(name, moment),
         must_end=must_end,
-        must_heal=not may_end,
+        must_recover=not may_end,
         named_by="|".join(names) if all(names) else "",
         kills_driver=first.kills_driver or second.kills_driver,
         comes_back=first.comes_back or second.comes_back,

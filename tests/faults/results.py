@@ -23,11 +23,11 @@ class Injection:
     detail: str = ""
     """Description of the affected object."""
     outcome: str = ""
-    """"healed", "ended" (and resumed), "hung" or "not injected"."""
+    """"recovered", "ended" (and resumed), "hung" or "not injected"."""
     message: str = ""
     """Message of the run about the fault."""
     seconds: float = 0.0
-    """Seconds until the run had healed or ended."""
+    """Seconds until the run had recovered or ended."""
     limit: float = 0.0
     """Time limit in seconds, which depends on the machine's load."""
     failure: str = ""
@@ -130,7 +130,7 @@ def read(paths: Sequence[Path]) -> Results:
 def table(results: Results) -> str:
     """Return a Markdown table with a row for each kind, and a summary of the runs."""
     lines = [
-        "| kind | injected | healed | ended, named, resumed | median, s | longest, s | failed |",
+        "| kind | injected | recovered | ended, named, resumed | median, s | longest, s | failed |",
         "|---|---|---|---|---|---|---|",
     ]
     counted = results.counted()
@@ -160,6 +160,6 @@ def _row(kind: str, faults: Sequence[Injection]) -> str:
     seconds = sorted(fault.seconds for fault in faults) or [0.0]
     failed = sum(bool(fault.failure) for fault in faults)
     return (
-        f"| {kind} | {len(faults)} | {outcomes['healed']} | {outcomes['ended']} "
+        f"| {kind} | {len(faults)} | {outcomes['recovered']} | {outcomes['ended']} "
         f"| {seconds[len(seconds) // 2]:.1f} | {seconds[-1]:.1f} | {failed} |"
     )

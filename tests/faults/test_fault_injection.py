@@ -28,7 +28,7 @@ from tests.faults.kinds import (
 from tests.faults.observed_run import MARK, Numbers, RecordedStep, own_environment
 from tests.faults.options import Options
 from tests.faults.results import Injection, Results, RunResult, WholeRunKill
-from tests.faults.soak import BLOCKS, fit, slopes
+from tests.faults.stability import BLOCKS, fit, slopes
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -140,10 +140,10 @@ def test_resumed_fault_test_injects_only_missing_faults(tmp_path: Path) -> None:
     file = tmp_path / "faults.jsonl"
     options = Options(seed=3, kinds=("lie_nan", "lie_twice"), count=6)
     written = [
-        Injection("lie_nan", 3, seed=3, run="a", outcome="healed"),
+        Injection("lie_nan", 3, seed=3, run="a", outcome="recovered"),
         Injection("lie_nan", 3, seed=3, run="a", outcome="not injected"),
-        Injection("lie_nan", 3, seed=3, run="unexamined", outcome="healed"),
-        Injection("lie_twice", 3, seed=4, run="a", outcome="healed"),
+        Injection("lie_nan", 3, seed=3, run="unexamined", outcome="recovered"),
+        Injection("lie_twice", 3, seed=4, run="a", outcome="recovered"),
         RunResult("a", seed=3),
         RunResult("a", seed=4),
     ]
@@ -156,11 +156,11 @@ def test_resumed_fault_test_injects_only_missing_faults(tmp_path: Path) -> None:
 def test_table_counts_injected_faults_and_names_failures() -> None:
     found = Results(
         [
-            Injection("lie_nan", 3, 5, "a", outcome="healed", seconds=1.5),
+            Injection("lie_nan", 3, 5, "a", outcome="recovered", seconds=1.5),
             Injection("lie_nan", 4, 5, "a", outcome="ended", seconds=2.5),
             Injection("lie_nan", 9, 5, "a", outcome="hung", seconds=61.0, failure="it hung"),
             Injection("lie_nan", 4, 5, "a", outcome="not injected"),
-            Injection("fill", 4, 5, "unexamined", outcome="healed", seconds=3.0),
+            Injection("fill", 4, 5, "unexamined", outcome="recovered", seconds=3.0),
         ],
         [RunResult("a", 5, attempts=2, steps=30, episodes=240)],
         [WholeRunKill("b", 3, 6)],
@@ -290,9 +290,9 @@ class Ended:
 @pytest.mark.parametrize(
     ("injection", "status", "verdict"),
     [
-        (Injection("kill_worker", 1, outcome="healed"), 0, ""),
-        (Injection("lie_version", 1, outcome="healed"), 0, "nothing has noticed it"),
-        (Injection("kill_worker", 1, outcome="hung", limit=60), 0, "neither healed nor ended"),
+        (Injection("kill_worker", 1, outcome="recovered"), 0, ""),
+        (Injection("lie_version", 1, outcome="recovered"), 0, "nothing has noticed it"),
+        (Injection("kill_worker", 1, outcome="hung", limit=60), 0, "neither recovered nor ended"),
         (Injection("stop", 1, outcome="ended"), 1, "without saying why"),
         (Injection("stop", 1, outcome="ended", message="gptoss: it hangs"), 1, ""),
         (

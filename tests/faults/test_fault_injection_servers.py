@@ -253,14 +253,14 @@ class Ended:
 @pytest.mark.parametrize(
     ("kind", "outcome", "message", "verdict"),
     [
-        ("kill_worker+lie_nan", "healed", "", ""),
+        ("kill_worker+lie_nan", "recovered", "", ""),
         ("kill_worker+lie_nan", "ended", "gptoss: x", "should have gone on"),
-        ("kill_worker+kill_trainer", "healed", "", "nothing has noticed it"),
+        ("kill_worker+kill_trainer", "recovered", "", "nothing has noticed it"),
         ("kill_worker+kill_trainer", "ended", "gptoss: trainer rank 0 died", ""),
         ("kill_worker+kill_trainer", "ended", "gptoss: x", "another cause"),
         ("kill_trainer+lie_version", "ended", "gptoss: weights 9 sampled it", ""),
         # the killed worker may be the one with the false answer
-        ("lie_version+kill_worker", "healed", "", ""),
+        ("lie_version+kill_worker", "recovered", "", ""),
         ("stop+lie_version", "ended", "gptoss: it hangs", ""),
         ("stop+lie_version", "ended", "", "without saying why"),
         ("kill_server+kill_run", "ended", "", ""),

@@ -337,8 +337,8 @@ def test_closed_output_goes_to_a_file_and_the_run_continues(tmp_path: Path) -> N
     code = f"""
 import sys, time
 from pathlib import Path
-from launch.output import outlive_output
-outlive_output(Path({str(tmp_path / "output.log")!r}))
+from launch.output import keep_output_in_log
+keep_output_in_log(Path({str(tmp_path / "output.log")!r}))
 print("heard")
 sys.stdin.readline()
 print("not heard")
@@ -411,12 +411,12 @@ def test_final_hint_of_a_run_is_a_valid_command(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("rl_loop.run.run_rl", run_rl)
     monkeypatch.setattr("rl_loop.run.run_evaluation", run_evaluation)
-    monkeypatch.setattr("launch.output.outlive_output", lambda file: None)
+    monkeypatch.setattr("launch.output.keep_output_in_log", lambda file: None)
     monkeypatch.setattr("launch.progress.describe_outcome", lambda directory: "")
     monkeypatch.setattr("launch.report.build_report", lambda directory: "")
     monkeypatch.setattr("launch.evaluation_table.print_evaluation", lambda *episodes: None)
     # The weights are not read here. Another test checks whether they fit the model.
-    check = "rl_loop.lifecycle.start_checks.check_what_an_evaluation_needs"
+    check = "rl_loop.lifecycle.start_checks.check_evaluation_requirements"
     monkeypatch.setattr(check, lambda *arguments: None)
 
     overrides = [f"output_dir={tmp_path / 'my runs'}", "model.num_layers=2", "rollout={workers: 1}"]

@@ -43,8 +43,8 @@ def chats(tmp_path: Path) -> Path:
 def printed(chats: Path, harmony: Harmony, *, terminal: bool) -> str:
     config = DataConfig.model_validate({"path": str(chats), "workers": 0})
     file = io.StringIO()
-    colours: Any = "truecolor" if terminal else None
-    console = Console(file=file, force_terminal=terminal, width=200, color_system=colours)
+    colors: Any = "truecolor" if terminal else None
+    console = Console(file=file, force_terminal=terminal, width=200, color_system=colors)
     with ConversationData(config, harmony, 1000) as data:
         print_preview(data, harmony, console, sources=["data"], samples=1, conversations=100)
     return file.getvalue()
@@ -77,8 +77,8 @@ def test_preview_prints_no_control_characters(
     bad = {"messages": [{"role": odd, "content": odd}]}
     path.write_text(f"{json.dumps(chat(user(odd), said(odd)))}\n{json.dumps(bad)}\n")
     text = printed(path, harmony, terminal=terminal)
-    colours = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences of the preview itself
-    rest = colours.sub("", text) if terminal else text
+    colors = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences of the preview itself
+    rest = colors.sub("", text) if terminal else text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", rest)
     assert "owned" in rest and "refused" in rest
 
@@ -135,7 +135,7 @@ def test_unknown_source_is_named(chats: Path, harmony: Harmony) -> None:
 
 
 def test_the_command_previews_a_configuration(chats: Path, command: ForkedCommand) -> None:
-    options = [f"data.path={chats}", "data.validation_path=null", "data.max_refused_share=0.1"]
+    options = [f"data.path={chats}", "data.validation_path=null", "data.max_rejected_share=0.1"]
     result = command.run(
         "data", "preview", "configs/sft/tiny_shop.yaml", *options, "--samples", "1"
     )

@@ -19,10 +19,10 @@ from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
-from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.errors import ConfigError, StartError
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import SftConfig
-from rl_loop.lifecycle.start_checks import check_what_a_run_needs
+from rl_loop.lifecycle.start_checks import check_run_requirements
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.dense_reference import LLAMA, MODELS
 
@@ -179,5 +179,5 @@ def test_dense_plan_errors_name_the_key(override: str, message: Any) -> None:
 
 
 def test_run_without_model_tokenizer_is_rejected_at_the_start() -> None:
-    with pytest.raises(CannotStart, match="vocabulary=gptoss does not fit a qwen2 model"):
-        check_what_a_run_needs(config_of("qwen2.5-32b", "vocabulary=gptoss"))
+    with pytest.raises(StartError, match="vocabulary=gptoss does not fit a qwen2 model"):
+        check_run_requirements(config_of("qwen2.5-32b", "vocabulary=gptoss"))

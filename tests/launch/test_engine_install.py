@@ -18,14 +18,14 @@ import pytest
 
 from launch import engine_install
 from launch.engine_install import (
-    NOTES,
     PINNED,
+    PROGRESS_FILE,
     InstallError,
     Machine,
     install_engine,
     read_requirements,
     this_machine,
-    unsuitable,
+    unsupported_reason,
 )
 
 GOOD = Machine("Linux", "x86_64", (2, 36), (3, 12), free_bytes=100e9)
@@ -63,7 +63,7 @@ def test_failed_installation_continues_and_checks_hashes(
     shelf.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
-    monkeypatch.setattr(engine_install, "PORTION", 1)
+    monkeypatch.setattr(engine_install, "PACKAGES_PER_CALL", 1)
     first, second = make_wheel(shelf, "helper"), make_wheel(tmp_path, "sglang")
     pinned = tmp_path / "pinned.txt"
     pinned.write_text(pin(first) + pin(second))
@@ -114,12 +114,12 @@ def test_failed_installation_continues_and_checks_hashes(
     ],
 )
 def test_unsuitable_machine_error_names_the_reason(changes: dict[str, object], reason: str) -> None:
-    assert not unsuitable(GOOD)
-    assert reason in unsuitable(replace(GOOD, **changes))
+    assert not unsupported_reason(GOOD)
+    assert reason in unsupported_reason(replace(GOOD, **changes))
 
 
 def test_installed_packages_need_no_free_disk(tmp_path: Path) -> None:
-    assert not unsuitable(replace(GOOD, free_bytes=5e9), share=0.2)
+    assert not unsupported_reason(replace(GOOD, free_bytes=5e9), share=0.2)
     assert this_machine(tmp_path / "not" / "there" / "yet").free_bytes > 0
 
 
@@ -133,7 +133,7 @@ def test_unrelated_directory_is_not_changed(tmp_path: Path) -> None:
 
 
 def test_concurrent_installation_into_a_directory_is_rejected(tmp_path: Path) -> None:
-    with open(tmp_path / NOTES, "a") as notes:
+    with open(tmp_path / PROGRESS_FILE, "a") as notes:
         fcntl.flock(notes, fcntl.LOCK_EX)
         with pytest.raises(InstallError, match="another process is installing"):
             install_engine(tmp_path)

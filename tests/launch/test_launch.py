@@ -19,7 +19,7 @@ from launch import jobs, snapshot
 from launch.attempts import Outcome, Result, decide_requeue, first_error
 from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_slow_nodes
-from launch.placement import place
+from launch.placement import plan_nodes
 from launch.preflight import Partition, parse_seconds
 from launch.ray_node import HeadAddress, RayNode, node_address, ray_start_command
 from launch.submit import job_settings, resolve_paths, with_engine_python
@@ -178,7 +178,7 @@ def test_a_run_that_does_not_fit_names_the_keys(
 ) -> None:
     config = load_config(ROOT / "configs/rl/gpt-oss-20b_2x8.yaml", RlConfig, list(changes))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        place(
+        plan_nodes(
             config.parallel,
             config.rollout,
             ClusterConfig(kind="slurm", shared_dir=Path("/shared"), **cluster),
@@ -192,7 +192,7 @@ def test_ranks_are_contiguous_and_engines_fill_free_gpus() -> None:
         RlConfig,
         [*changes, "parallel.world_size=12"],
     )
-    plans = place(
+    plans = plan_nodes(
         config.parallel,
         config.rollout,
         ClusterConfig(kind="slurm", shared_dir=Path("/s"), nodes=2, gpus_per_node=8),

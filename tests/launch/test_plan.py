@@ -11,12 +11,12 @@ import pytest
 from launch.cli import app
 from launch.cluster import ClusterConfig
 from launch.gpus import KNOWN_GPUS, local_gpu, planned_hardware
-from launch.placement import place
+from launch.placement import plan_nodes
 from launch.plan import attention_plan, step_plan
 from launch.submit import describe_launch
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
-from megatron_gptoss.planning.memory import worst_account
+from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.load import load_config, load_run_config
@@ -147,7 +147,7 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
     config = load_config(path, SftConfig if path.parent.name == "sft" else RlConfig)
     if not path.stem.startswith("tiny"):
         assert gpu_of(path) == (config.parallel.gpu_memory or H200), "comment and key disagree"
-    needed = worst_account(config.memory_inputs, gpu_of(path))
+    needed = worst_estimate(config.memory_inputs, gpu_of(path))
     assert needed.peak.total / 1e9 <= gpu_of(path), needed.phases
 
 
@@ -200,7 +200,7 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
         gpus_per_node=min(gpus, 8),
     )
     rollout = config.rollout if has_servers else None
-    assert len(place(config.parallel, rollout, cluster)) == cluster.nodes
+    assert len(plan_nodes(config.parallel, rollout, cluster)) == cluster.nodes
 
 
 def test_colocated_servers_must_fit_next_to_the_resting_trainer() -> None:
@@ -354,7 +354,7 @@ def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> 
             advice = advice_of(memory_plan(inputs, Hardware(gigabytes)), configured)
             for overrides, promised in advice:
                 changed = load_config(path, kind, overrides).memory_inputs
-                needed = worst_account(changed, gigabytes).peak.total
+                needed = worst_estimate(changed, gigabytes).peak.total
                 assert f"{needed / 1e9:.1f}" == promised, overrides
             applied += len(advice)
     assert applied > 3
@@ -391,7 +391,7 @@ def test_the_fastest_layouts_validate_too() -> None:
     for row in rows:
         layout = row.strip().partition(":")[0]
         changed = load_config(path, RlConfig, [*changes, *layout_overrides(layout)]).memory_inputs
-        assert f": {worst_account(changed, H200).peak.total / 1e9:.1f} GB," in row
+        assert f": {worst_estimate(changed, H200).peak.total / 1e9:.1f} GB," in row
 
 
 FAKE_NVIDIA_SMI = """#!/bin/sh

@@ -23,7 +23,7 @@ from launch.report import (
 )
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import EpisodesOfSplit
+from rl_loop.tracking.episode_table import SplitEpisodes
 from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, start_run
 from tests.support.recorded_episodes import Words
@@ -80,7 +80,7 @@ def record_episodes(run: RunDirectory, texts: list[str], steps: int = 1) -> None
     group = TrajectoryGroup("task <7>", [trajectory])
     with EpisodeRecorder(run.episodes, Words(texts), "all") as recorder:
         for step in range(steps):
-            recorder.record(step, [EpisodesOfSplit("train", [group])])
+            recorder.record(step, [SplitEpisodes("train", [group])])
 
 
 def write_steps(run: RunDirectory, steps: int) -> None:
@@ -216,7 +216,7 @@ def test_report_omits_middle_of_long_episodes_and_stays_small(tmp_path: Path) ->
     words = Words([f"{number} " for number in range(tokens)])
     with EpisodeRecorder(run.episodes, words, "all") as recorder:
         for step in range(4):
-            recorder.record(step, [EpisodesOfSplit("train", [group])])
+            recorder.record(step, [SplitEpisodes("train", [group])])
 
     report = build_report(run.path)
     assert report.stat().st_size < 4_000_000
@@ -252,11 +252,11 @@ def test_summary_figures_are_readable(value: object, shown: str) -> None:
 
 def test_the_moving_mean_keeps_a_straight_line() -> None:
     steps = range(1, 6)
-    assert moving_mean(steps, [0.0, 1.0, 2.0, 3.0, 4.0], reach=2) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert moving_mean([1, 2, 3], [0.0, 3.0, 0.0], reach=1) == [0.0, 1.0, 0.0]
+    assert moving_mean(steps, [0.0, 1.0, 2.0, 3.0, 4.0], radius=2) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert moving_mean([1, 2, 3], [0.0, 3.0, 0.0], radius=1) == [0.0, 1.0, 0.0]
 
 
 def test_moving_mean_keeps_values_across_a_gap() -> None:
     """The window counts steps, because a value 20 steps away belongs to another policy."""
     steps = [1, 2, 3, 23, 43]
-    assert moving_mean(steps, [0.0, 3.0, 0.0, 6.0, 9.0], reach=2) == [0.0, 1.0, 0.0, 6.0, 9.0]
+    assert moving_mean(steps, [0.0, 3.0, 0.0, 6.0, 9.0], radius=2) == [0.0, 1.0, 0.0, 6.0, 9.0]

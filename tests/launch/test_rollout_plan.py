@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from launch.rollout_plan import (
-    RunAheadPrediction,
+    AsyncPrediction,
+    async_rollout_plan,
     decoding_step_seconds,
-    predict_run_ahead,
-    run_ahead_plan,
+    predict_async_rollouts,
 )
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -30,12 +30,12 @@ def load(path: Path) -> RlConfig:
     return load_config(path, RlConfig)
 
 
-def prediction_of(*, training: float, engines: float, longest_episode: float) -> RunAheadPrediction:
-    return RunAheadPrediction(training, engines, longest_episode, tokens_per_gpu=900.0)
+def prediction_of(*, training: float, engines: float, longest_episode: float) -> AsyncPrediction:
+    return AsyncPrediction(training, engines, longest_episode, tokens_per_gpu=900.0)
 
 
 def plan_of(config: RlConfig) -> str:
-    return run_ahead_plan(config.rollout, config.memory_inputs, config.algorithm.max_staleness)
+    return async_rollout_plan(config.rollout, config.memory_inputs, config.algorithm.max_staleness)
 
 
 @pytest.mark.parametrize("sequences", list(MEASURED_MS))
@@ -72,14 +72,14 @@ def test_idle_time_is_step_time_minus_work() -> None:
 def test_tokens_per_gpu_count_trainer_and_server_gpus() -> None:
     """512 episodes use half of their 16,384 tokens, on 4 trainer GPUs and 4 servers."""
     config = load(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml")
-    prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    prediction = predict_async_rollouts(config.rollout, config.memory_inputs, tool_seconds=0.0)
     assert prediction.tokens_per_gpu == 512 * 16_384 / 2 / 8
 
 
 def test_colocated_engines_add_no_gpus() -> None:
     """128 episodes use half of their 16,384 tokens. 4 GPUs both decode and train."""
     config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
-    prediction = predict_run_ahead(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    prediction = predict_async_rollouts(config.rollout, config.memory_inputs, tool_seconds=0.0)
     assert prediction.tokens_per_gpu == 128 * 16_384 / 2 / 4
     seconds = prediction.longest_episode + prediction.training
     assert prediction.step_seconds(0) == seconds

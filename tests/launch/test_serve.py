@@ -17,11 +17,11 @@ from transformers import GptOssConfig, Qwen2Config, Qwen2ForCausalLM
 
 from launch.cli import serving
 from rl_loop.chatml.vocabulary import tiny_vocabulary
-from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.errors import ConfigError, StartError
 from rl_loop.config.load import dump_config, load_rl_config, load_run_config, load_served_config
 from rl_loop.config.run import RlConfig
 from rl_loop.config.served_weights import served_weights
-from rl_loop.lifecycle.start_checks import check_what_a_server_needs
+from rl_loop.lifecycle.start_checks import check_server_requirements
 from rl_loop.tasks.codec import codec_of
 from tests.support.launch.forked_command import ForkedCommand
 from tests.support.rl_loop.gateway.policy import Script, learned_model
@@ -118,10 +118,10 @@ def test_a_dense_directory_has_its_own_vocabulary(dense: Path) -> None:
     served = load_served_config(dense)
     assert served.vocabulary == "tokenizer"
     assert served.tokenizer_source == dense
-    check_what_a_server_needs(served, None)
+    check_server_requirements(served, None)
     # Overrides replace the defaults of the model family.
-    with pytest.raises(CannotStart, match="vocabulary=gptoss does not fit a qwen2 model"):
-        check_what_a_server_needs(load_served_config(dense, ["vocabulary=gptoss"]), None)
+    with pytest.raises(StartError, match="vocabulary=gptoss does not fit a qwen2 model"):
+        check_server_requirements(load_served_config(dense, ["vocabulary=gptoss"]), None)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_newer_adapters_without_base_name_the_merge_command(
     def say(**arguments: Any) -> list[str]:
         """Return the log messages until the command fails on the unreadable weights."""
         caplog.clear()
-        with pytest.raises(CannotStart):
+        with pytest.raises(StartError):
             serving.serve(resumed_run, **arguments)
         return caplog.messages
 

@@ -25,7 +25,7 @@ from launch.cluster import ClusterConfig
 from launch.node_checks import RAY_PORTS, busy_ports
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.disk_checks import (
@@ -339,7 +339,7 @@ def test_disk_check_includes_the_export(tmp_path: Path, monkeypatch: pytest.Monk
     training = load_config(ROOT / RL, RlConfig, ["training.steps=1"]).training
     check_disk(tmp_path, training, checkpoint=50e9, export=50e9)
     with pytest.raises(
-        CannotStart, match=r"110\.0 GB for 1 checkpoints of 50\.0 GB and an export of 60\.0 GB"
+        StartError, match=r"110\.0 GB for 1 checkpoints of 50\.0 GB and an export of 60\.0 GB"
     ):
         check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
 
@@ -363,7 +363,7 @@ def test_disk_check_includes_adapters_of_all_checkpoints(
         r"110\.0 GB for 2 checkpoints of 20\.0 GB and the adapters of 10 checkpoints, 7\.0 GB each\. "
         r".*lower training\.keep_checkpoints, or set training\.keep_adapters to false"
     )
-    with pytest.raises(CannotStart, match=message):
+    with pytest.raises(StartError, match=message):
         check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
     # Two of the adapters are on the disk already.
     for step in (10, 20):

@@ -15,10 +15,10 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.state import model_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
-from megatron_gptoss.gpu_memory import give_back_cache
-from megatron_gptoss.layers import adapted_grouped_experts, grouped_products
+from megatron_gptoss.gpu_memory import release_cached_memory
+from megatron_gptoss.layers import adapted_grouped_experts, grouped_gemm
 from megatron_gptoss.layers.adapted_grouped_experts import AdaptedGroupedExperts
-from megatron_gptoss.layers.shared_memory import shared_memory
+from megatron_gptoss.layers.scratch_memory import scratch_memory
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
@@ -164,7 +164,7 @@ def test_weights_are_merged_again_only_after_another_layer(
 
 
 def test_only_last_lease_is_valid_and_memory_is_released() -> None:
-    memory = shared_memory("test", torch.device("cpu"), torch.float32)
+    memory = scratch_memory("test", torch.device("cpu"), torch.float32)
     small = memory.lease(torch.Size((2, 3)))
     small.tensor.fill_(1)
     assert small.read() is small.tensor
@@ -174,9 +174,9 @@ def test_only_last_lease_is_valid_and_memory_is_released() -> None:
     again = memory.lease(torch.Size((2, 3)))
     assert again.tensor.data_ptr() == large.tensor.data_ptr()
 
-    assert shared_memory("test", torch.device("cpu"), torch.float32) is memory
-    give_back_cache()
-    assert shared_memory("test", torch.device("cpu"), torch.float32) is not memory
+    assert scratch_memory("test", torch.device("cpu"), torch.float32) is memory
+    release_cached_memory()
+    assert scratch_memory("test", torch.device("cpu"), torch.float32) is not memory
     # a lease keeps its memory after the release of the cache
     assert again.read() is again.tensor
 
@@ -202,12 +202,12 @@ def merged_matrices() -> int:
 def test_merged_weights_are_freed_on_release() -> None:
     model, _ = grouped_and_sequential("mxfp4")
     trainer = PolicyTrainer(model, OptimizerConfig())
-    give_back_cache()
+    release_cached_memory()
     with without_garbage_collection():
         before = merged_matrices()
         for _ in range(3):
             trainer.train_step(batches(), mean_cross_entropy(TOKENS), 3e-3)
-            give_back_cache()
+            release_cached_memory()
             assert merged_matrices() == before
         trainer.score(batches())
         assert merged_matrices() > before, "what is counted is not what is merged"
@@ -265,15 +265,15 @@ def test_grouped_gemms_equal_single_expert_gemms() -> None:
 
     expected = torch.stack([weights[e] @ row for e, row in zip(experts, x, strict=True)])
     torch.testing.assert_close(
-        grouped_products.multiply_by_weights(x, weights, row_counts, biases),
+        grouped_gemm.multiply_by_weights(x, weights, row_counts, biases),
         expected + biases[experts],
     )
-    torch.testing.assert_close(grouped_products.project(x, weights.mT, row_counts), expected)
-    back = grouped_products.multiply_by_transposed_weights(expected, weights, row_counts)
+    torch.testing.assert_close(grouped_gemm.project(x, weights.mT, row_counts), expected)
+    back = grouped_gemm.multiply_by_transposed_weights(expected, weights, row_counts)
     for row, expert, product in zip(expected, experts, back, strict=True):
         torch.testing.assert_close(product, row @ weights[expert])
 
-    outer = grouped_products.outer_products(expected, x, row_counts)
+    outer = grouped_gemm.outer_products(expected, x, row_counts)
     torch.testing.assert_close(outer[0], expected[:3].t() @ x[:3])
     assert (outer[1] == 0).all()
     torch.testing.assert_close(outer[2], expected[3:].t() @ x[3:])

@@ -17,7 +17,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.layers import grouped_products
+from megatron_gptoss.layers import grouped_gemm
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
@@ -150,27 +150,25 @@ def test_grouped_gemms_equal_fp64_gemms_of_each_expert(rows: list[int], rank: in
     # NaN in freed memory shows an expert GEMM that leaves out an expert
     torch.full((8 * 5760 * 2880,), torch.nan, device="cuda", dtype=torch.bfloat16)
     found = {
-        "x W^T + bias": grouped_products.multiply_by_weights(x, weights, rows, biases),
-        "dY W": grouped_products.multiply_by_transposed_weights(grad, weights, rows),
-        "x A^T": grouped_products.project(x, a.mT, rows),
-        "dY B": grouped_products.project(grad, b, rows),
-        "dB": grouped_products.outer_products(grad, narrow, rows),
-        "dA": grouped_products.outer_products(narrow, x, rows),
+        "x W^T + bias": grouped_gemm.multiply_by_weights(x, weights, rows, biases),
+        "dY W": grouped_gemm.multiply_by_transposed_weights(grad, weights, rows),
+        "x A^T": grouped_gemm.project(x, a.mT, rows),
+        "dY B": grouped_gemm.project(grad, b, rows),
+        "dB": grouped_gemm.outer_products(grad, narrow, rows),
+        "dA": grouped_gemm.outer_products(narrow, x, rows),
     }
     # the same functions process experts in sequence in fp64
     wide = {"x": x, "grad": grad, "weights": weights, "biases": biases, "a": a, "b": b}
     wide = {name: tensor.double() for name, tensor in wide.items()}
     expected = {
-        "x W^T + bias": grouped_products.multiply_by_weights(
+        "x W^T + bias": grouped_gemm.multiply_by_weights(
             wide["x"], wide["weights"], rows, wide["biases"]
         ),
-        "dY W": grouped_products.multiply_by_transposed_weights(
-            wide["grad"], wide["weights"], rows
-        ),
-        "x A^T": grouped_products.project(wide["x"], wide["a"].mT, rows),
-        "dY B": grouped_products.project(wide["grad"], wide["b"], rows),
-        "dB": grouped_products.outer_products(wide["grad"], narrow.double(), rows),
-        "dA": grouped_products.outer_products(narrow.double(), wide["x"], rows),
+        "dY W": grouped_gemm.multiply_by_transposed_weights(wide["grad"], wide["weights"], rows),
+        "x A^T": grouped_gemm.project(wide["x"], wide["a"].mT, rows),
+        "dY B": grouped_gemm.project(wide["grad"], wide["b"], rows),
+        "dB": grouped_gemm.outer_products(wide["grad"], narrow.double(), rows),
+        "dA": grouped_gemm.outer_products(narrow.double(), wide["x"], rows),
     }
     for name, product in found.items():
         assert product.shape == expected[name].shape, name

@@ -29,7 +29,7 @@ from megatron_gptoss.checkpoint.directory import (
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
+from megatron_gptoss.checkpoint.megatron_workarounds import lower_half, master_weight
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from converters.errors import ConversionError
 from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss import distributed, new_directory
-from megatron_gptoss.checkpoint.checksums import checksum_file, checksum_of, damage_in
+from megatron_gptoss.checkpoint.checksums import checksum_file, checksum_of, compare_checksums
 from megatron_gptoss.checkpoint.directory import (
     clean_up_after_crash,
     earlier_checkpoints,
@@ -133,7 +133,7 @@ def test_damaged_or_escaping_checksums_are_rejected(root: Path) -> None:
     listing = latest_checkpoint(root) / "checksums.json"
     for text in ("{", "[]", '{"a": {"size": 3}}', '{"../a": {"size": 3, "xxh3_128": ""}}'):
         listing.write_text(text)
-        assert damage_in(listing.parent).startswith(f"{listing}: damaged (")
+        assert compare_checksums(listing.parent).startswith(f"{listing}: damaged (")
 
 
 def test_checkpoint_without_checksums_is_loaded(root: Path, policy: PolicyTrainer) -> None:
@@ -147,7 +147,7 @@ def test_every_file_is_compared_by_one_of_the_ranks(root: Path) -> None:
     for name in FILES:
         pristine = (path / name).read_bytes()
         flip_a_bit(path / name, 0.5)
-        damages = [damage_in(path, rank, 3) for rank in range(3)]
+        damages = [compare_checksums(path, rank, 3) for rank in range(3)]
         assert [damage is not None for damage in damages].count(True) == 1
         (path / name).write_bytes(pristine)
 
@@ -231,7 +231,7 @@ def test_complete_checkpoint_exists_after_exit_at_any_call(
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
         newest = latest_checkpoint(root)
-        assert damage_in(newest) is None, call
+        assert compare_checksums(newest) is None, call
         found.append(json.loads((newest / "training_state.json").read_text()))
 
         # The next process saves the step again.
@@ -248,7 +248,7 @@ def test_complete_checkpoint_exists_after_exit_at_any_call(
 
 
 def load_state(path: Path) -> Any:
-    assert damage_in(path) is None
+    assert compare_checksums(path) is None
     return json.loads((path / "training_state.json").read_text())
 
 

@@ -33,7 +33,7 @@ from megatron_gptoss.checkpoint import writer as checkpoint_writer
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.gathered_state import separate_tensors
 from megatron_gptoss.checkpoint.loader import load_checkpoint
-from megatron_gptoss.checkpoint.megatron_faults import lower_half, master_weight
+from megatron_gptoss.checkpoint.megatron_workarounds import lower_half, master_weight
 from megatron_gptoss.checkpoint.state import trainer_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

@@ -14,7 +14,7 @@ def test_phase_peaks_include_memory_of_servers() -> None:
     memory.enter("start")
     gpu.allocate(3000)
     gpu.allocate(-1000)
-    gpu.give_back_cache()
+    gpu.release_cached_memory()
     memory.enter("rollout")
     gpu.others = 4000  # servers wake up and sleep again before the next observation
     memory.observe()
@@ -40,7 +40,7 @@ def test_repeated_phase_keeps_largest_peak_until_taken() -> None:
         memory.enter("scoring")
         gpu.allocate(size)
         gpu.allocate(-size)
-        gpu.give_back_cache()
+        gpu.release_cached_memory()
         memory.enter("resting")
     first = memory.take()
     assert first is not None and first.peaks["scoring"].allocated == 700
@@ -58,7 +58,7 @@ def test_released_memory_is_not_counted_with_later_server_memory() -> None:
     memory.enter("resting")
     gpu.allocate(6000)
     gpu.allocate(-5000)
-    gpu.give_back_cache()
+    gpu.release_cached_memory()
     memory.split()
     gpu.others = 5500  # of 10,000; the sum of both peaks would be 11,500
     measured = memory.take()

@@ -20,19 +20,19 @@ from megatron_gptoss.layers.transformer_engine_block import NoRecomputeLayer
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.activation_memory import (
-    EXPERT_SPREAD,
+    EXPERT_LOAD_DEVIATION,
     activation_bytes,
     expert_load,
 )
 from megatron_gptoss.planning.memory import (
-    account,
+    estimate_memory,
     fits,
     predict,
-    worst_account,
+    worst_estimate,
 )
 from megatron_gptoss.planning.memory_advice import (
     Hardware,
-    is_too_much,
+    exceeds_memory,
     layouts_that_fit,
     memory_plan,
     smaller_settings,
@@ -41,7 +41,7 @@ from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from megatron_gptoss.planning.state_memory import host_memory_of_rank, host_memory_of_save
 from megatron_gptoss.planning.sync_memory import STACK_BYTES
-from megatron_gptoss.transformer_config import mark
+from megatron_gptoss.transformer_config import set_distribution
 from megatron_gptoss.transformer_settings import build_transformer_config
 
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
@@ -156,7 +156,7 @@ def test_scoring_peak_prediction_is_within_3_percent(
     layout = ParallelConfig(**parallel)
     model = GptOssModelConfig(num_layers=layers, num_experts=32)
     inputs = MemoryInputs(model, layout, OptimizerConfig(**optimizer), tokens)
-    scoring = account(inputs, H200).phase("scoring")
+    scoring = estimate_memory(inputs, H200).phase("scoring")
     assert scoring.trainer / 1e9 == pytest.approx(measured, rel=0.03)
 
 
@@ -171,7 +171,9 @@ def test_start_memory_of_20b_on_2_gpus_matches_measurement() -> None:
     time.
     """
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
-    start = account(MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384), H200).phase("start")
+    start = estimate_memory(MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384), H200).phase(
+        "start"
+    )
     assert start.total / GIB == pytest.approx(66.8, rel=0.05)
     assert start.total / GIB == pytest.approx(H200 * 1e9 / GIB - 41.83e9 / GIB / 0.532, rel=0.05)
 
@@ -190,7 +192,7 @@ def test_phase_memory_of_12_layers_matches_measurement(
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=offload)
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     inputs = MemoryInputs(half, THRIFTY, optimizer, 16_384, micro_batches=4)
-    predicted = account(inputs, H200).phase(phase)
+    predicted = estimate_memory(inputs, H200).phase(phase)
     assert predicted.trainer / 1e9 == pytest.approx(allocated, rel=0.02)
     assert predicted.total / 1e9 == pytest.approx(gpu, rel=0.05)
 
@@ -199,7 +201,7 @@ def test_phase_keeps_cached_memory_until_the_trainer_releases_it() -> None:
     def held(offload: float, engine: EngineMemory | None) -> dict[str, float]:
         optimizer = OptimizerConfig(gradient_dtype="bf16", offload=offload)
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384, engine=engine)
-        shown = account(inputs, H200)
+        shown = estimate_memory(inputs, H200)
         assert shown.peak.name == "update"
         return {phase.name: phase.total for phase in shown.phases}
 
@@ -220,7 +222,9 @@ def test_weights_are_held_twice_at_start_without_offload() -> None:
     def copied(inputs: MemoryInputs) -> float:
         """Return the bytes at the start in addition to weights and gradients."""
         built = predict(inputs)
-        return account(inputs, H200).phase("start").trainer - built.weights - built.gradients
+        return (
+            estimate_memory(inputs, H200).phase("start").trainer - built.weights - built.gradients
+        )
 
     resident = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384)
     offloaded = replace(resident, optimizer=OptimizerConfig(offload=0.5))
@@ -240,8 +244,8 @@ def test_update_memory_of_12_layers_matches_measurement() -> None:
     """
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
-    update = account(MemoryInputs(half, TWO_GPUS, optimizer, 16_384), H200).phase("update")
-    assert (update.trainer + update.around) / GIB == pytest.approx(87.2, rel=0.1)
+    update = estimate_memory(MemoryInputs(half, TWO_GPUS, optimizer, 16_384), H200).phase("update")
+    assert (update.trainer + update.overhead) / GIB == pytest.approx(87.2, rel=0.1)
 
 
 def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
@@ -254,7 +258,7 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
         sync_bytes=3 * 10**9,
         working_bytes=6 * 10**9,
     )
-    shared = account(replace(alone, engine=engine), 100.0)
+    shared = estimate_memory(replace(alone, engine=engine), 100.0)
 
     held = {phase.name: phase.engine / 1e9 for phase in shared.phases}
     assert held == {
@@ -268,12 +272,12 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
         "optimizer": 7,
         "checkpoint": 7,
     }
-    phases = {phase.name: phase for phase in account(alone, 100.0).phases}
+    phases = {phase.name: phase for phase in estimate_memory(alone, 100.0).phases}
     assert phases.keys() == {"start", "scoring", "update", "optimizer", "checkpoint"}
     for name, phase in phases.items():
         assert phase.trainer == shared.phase(name).trainer
-        assert phase.around == shared.phase(name).around
-    assert shared.phase("rollout").trainer == predict(alone).resting
+        assert phase.overhead == shared.phase(name).overhead
+    assert shared.phase("rollout").trainer == predict(alone).persistent
     assert shared.peak.total == max(phase.total for phase in shared.phases)
 
 
@@ -281,11 +285,11 @@ def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
     engine = EngineMemory(awake_fraction=0, asleep_bytes=0, sync_bytes=10**9, bucket_bytes=1 << 29)
 
     def shared(**changes: Any) -> tuple[float, float]:
-        """Return the bytes of a sync on top of the resting trainer, and the servers' bytes."""
+        """Return the bytes of a sync on top of the persistent trainer, and the servers' bytes."""
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384, engine=engine)
         inputs = replace(inputs, **changes)
-        sync = account(inputs, H200).phase("sync")
-        return sync.trainer - predict(inputs).resting, sync.engine
+        sync = estimate_memory(inputs, H200).phase("sync")
+        return sync.trainer - predict(inputs).persistent, sync.engine
 
     gate_up, down, one_expert = (2 * n * 2880 * 2880 for n in (64, 32, 2))
     two_buckets = gate_up + (1 << 29)
@@ -314,12 +318,12 @@ def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
 def test_expert_parallel_fragmentation_grows_with_load_imbalance() -> None:
     def gaps(layout: ParallelConfig) -> float:
         inputs = MemoryInputs(GPT_OSS_20B, layout, OptimizerConfig(), 16_384)
-        update = account(inputs, H200).phase("update")
-        around = memory.CONTEXT_BYTES
+        update = estimate_memory(inputs, H200).phase("update")
+        overhead = memory.CONTEXT_BYTES
         if layout.world_size > 1:
-            around += memory.COMMUNICATION_BYTES
+            overhead += memory.COMMUNICATION_BYTES
         activations = predict(inputs).activations
-        return (update.around - around - memory.GAP_BYTES) / activations
+        return (update.overhead - overhead - memory.FRAGMENTATION_BYTES) / activations
 
     assert gaps(THRIFTY) == pytest.approx(0)
     assert gaps(THRIFTY.model_copy(update={"world_size": 4})) == pytest.approx(0)
@@ -345,8 +349,8 @@ def test_checkpoint_memory_covers_largest_megatron_bucket(
     stage = layout.pipeline - 1 if is_last_stage else 0
     model = GPT_OSS_20B.model_copy(update={"vocab_size": vocab_size})
     inputs = MemoryInputs(model, layout, OptimizerConfig(), 16_384)
-    phase = account(inputs, H200, stage).phase("checkpoint")
-    predicted = phase.trainer - predict(inputs, stage).resting
+    phase = estimate_memory(inputs, H200, stage).phase("checkpoint")
+    predicted = phase.trainer - predict(inputs, stage).persistent
 
     gathered = 0.0
     for chunk in range(layout.virtual_pipeline):
@@ -384,7 +388,7 @@ def chunk_parameters(
             shape = torch.empty(mapping.shape, dtype=torch.bfloat16, device="meta")
             parameter = torch.nn.Parameter(shape)
             is_apart = mapping.expert is not None and layout.expert > 1
-            mark(parameter, allreduce=not is_apart)
+            set_distribution(parameter, allreduce=not is_apart)
             parameters.append(parameter)
     return parameters
 
@@ -392,7 +396,7 @@ def chunk_parameters(
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 32), (2, 128), (4, 32), (8, 32), (64, 128)])
 def test_expert_load_equals_fullest_rank_of_random_loads(ranks: int, experts: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    loads = 1 + EXPERT_SPREAD * torch.randn(20_000, experts, generator=generator)
+    loads = 1 + EXPERT_LOAD_DEVIATION * torch.randn(20_000, experts, generator=generator)
     of_ranks = loads.view(len(loads), ranks, -1).mean(-1)
     # In every draw, all ranks together have all tokens.
     fullest = float((of_ranks.amax(-1) / of_ranks.mean(-1)).mean())
@@ -427,11 +431,11 @@ def test_offloaded_state_counts_on_host_and_in_parts_on_gpu() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384)
     half = replace(inputs, optimizer=OptimizerConfig(moment_dtype="bf16", offload=0.5))
     state = predict(inputs).optimizer
-    assert account(inputs, H200).host == 0
-    assert account(half, H200).host == pytest.approx(0.5 * state * memory.HOST_ROUNDING)
-    step = account(half, H200).phase("optimizer").trainer
+    assert estimate_memory(inputs, H200).host == 0
+    assert estimate_memory(half, H200).host == pytest.approx(0.5 * state * memory.HOST_ROUNDING)
+    step = estimate_memory(half, H200).phase("optimizer").trainer
     part = 6 * max(PART_ELEMENTS, 201_088 * 2880 / 2)
-    assert step - predict(half).resting == pytest.approx(part)
+    assert step - predict(half).persistent == pytest.approx(part)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +479,7 @@ def test_both_models_fit_on_the_expected_gpus(model: GptOssModelConfig, gpus: in
     assert layouts
     for layout, needed in layouts:
         assert layout.world_size == gpus
-        assert needed == worst_account(replace(training, parallel=layout), H200)
+        assert needed == worst_estimate(replace(training, parallel=layout), H200)
         assert fits(replace(training, parallel=layout), H200)
 
 
@@ -519,7 +523,7 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
     found = smaller_settings(training, H200)
-    totals = [worst_account(training, H200).peak.total, *(a.peak.total for _, a in found)]
+    totals = [worst_estimate(training, H200).peak.total, *(a.peak.total for _, a in found)]
     assert len(found) == 5 and totals == sorted(totals, reverse=True) and len(set(totals)) == 6
     bf16 = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16")
     again = parallel.model_copy(update={"recompute": ("moe",)})
@@ -613,7 +617,7 @@ def test_out_of_memory_prints_plan_and_next_setting() -> None:
             "CUDA out of memory. Tried to allocate 5 GiB\nlong advice about fragmentation"
         )
     small = Hardware(60)
-    assert is_too_much(training, small)
+    assert exceeds_memory(training, small)
     plan = memory_plan(training, small)
     assert re.match(
         r"does not fit: the update needs \S+ GB of a GPU's 60 GB, \S+ GB too much\n", plan
@@ -631,13 +635,13 @@ def test_host_memory_must_hold_offloaded_and_saved_state(
     optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     hardware = Hardware(H200, host_gigabytes=host)
-    assert is_too_much(inputs, hardware) == too_much
+    assert exceeds_memory(inputs, hardware) == too_much
 
     plan = memory_plan(inputs, hardware).splitlines()
     assert plan[0].startswith("does not fit: " if too_much else "fits: ")
     assert ("offloaded state and checkpoints need 425.8 GB" in plan[0]) == too_much
-    resting, saving = [line for line in plan if "host memory" in line]
-    assert resting.startswith(
+    persistent, saving = [line for line in plan if "host memory" in line]
+    assert persistent.startswith(
         "host memory: 133.0 GB, pinned, for the optimizer state of a node's 2"
     )
     # 14 bytes for each of the 20.9 billion parameters, on any writing rank.
@@ -660,8 +664,8 @@ def test_a_save_needs_host_memory_where_nothing_is_offloaded_too() -> None:
     (line,) = [line for line in plan if "host memory" in line]
     assert f"saved: {first / 1e9:.1f} GB on the fullest node" in line
     assert line.endswith("that its ranks write, of its 300 GB")
-    assert is_too_much(inputs, Hardware(1000, host_gigabytes=200))
-    assert not is_too_much(inputs, Hardware(1000, host_gigabytes=200, gpus_per_node=1))
+    assert exceeds_memory(inputs, Hardware(1000, host_gigabytes=200))
+    assert not exceeds_memory(inputs, Hardware(1000, host_gigabytes=200, gpus_per_node=1))
 
     # The write of the critic's checkpoint overlaps with the gathering of the policy's state.
     critic = replace(inputs, auxiliary_models=[OptimizerConfig(), None])
@@ -686,14 +690,14 @@ def test_the_ranks_that_write_a_checkpoint_need_host_memory() -> None:
 def test_the_table_shows_every_phase_and_which_needs_most() -> None:
     engine = EngineMemory(awake_fraction=0.5, asleep_bytes=7 * 10**9, sync_bytes=3 * 10**9)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384, engine=engine)
-    shown = account(inputs, H200)
+    shown = estimate_memory(inputs, H200)
     lines = memory_plan(inputs, Hardware(H200, "H200")).splitlines()
     assert lines[0].startswith(f"does not fit: the {shown.peak.name} needs ")
     assert lines[1] == "memory per H200, in bf16, 16384 tokens per micro-batch:"
     for line, phase in zip(lines[3:], shown.phases, strict=False):
         name, *figures = line.removesuffix("  <- most").split()
         assert name == phase.name
-        sizes = (phase.trainer, phase.engine, phase.around, phase.total)
+        sizes = (phase.trainer, phase.engine, phase.overhead, phase.total)
         assert figures == [f"{size / 1e9:.1f}" for size in sizes]
         assert line.endswith("<- most") == (phase == shown.peak)
 

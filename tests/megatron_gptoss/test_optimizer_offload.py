@@ -138,7 +138,7 @@ def test_activation_cache_is_released_before_state_is_loaded(
     offload: float, cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = ScriptedGpu()
-    monkeypatch.setattr(trainer_module, "give_back_cache", gpu.give_back_cache)
+    monkeypatch.setattr(trainer_module, "release_cached_memory", gpu.release_cached_memory)
     policy = PolicyTrainer(initial_model(torch.float32), OptimizerConfig(offload=offload))
     policy.memory = PhaseMemory(gpu)
     cross_entropy = mean_cross_entropy(31)

@@ -106,8 +106,8 @@ def train(
             if save_under and step == STEPS // 2:
                 save_checkpoint(save_under, trainer, step, {})
             steps.append(trainer.train_step(batches, mean_cross_entropy(tokens), 3e-3))
-            assert 0.5 < sum(steps[-1].seconds_of.values()) / steps[-1].seconds < 1.01
-            assert min(steps[-1].seconds_of.values()) > 0
+            assert 0.5 < sum(steps[-1].seconds_by_part.values()) / steps[-1].seconds < 1.01
+            assert min(steps[-1].seconds_by_part.values()) > 0
 
         trained = {
             "losses": [step.sums["loss"] for step in steps],

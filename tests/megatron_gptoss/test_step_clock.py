@@ -19,7 +19,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.attention import SinkAttention
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.step_clock import OF_ONE_FORWARD_PASS, TimedMoELayer
+from megatron_gptoss.step_clock import FORWARD_PASS_ATTRIBUTES, TimedMoELayer
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
@@ -92,9 +92,11 @@ def test_delay_is_attributed_to_its_part_of_the_layer(
         lambda self, x, *rest, **named: original(self, Nap.apply(x, backward), *rest, **named),
     )
     slow = step(trainer)
-    assert slow.seconds_of[part] > naps * NAP
-    assert slow.seconds_of[part] > 0.5 * sum(slow.seconds_of.values()), slow.seconds_of
-    assert sum(slow.seconds_of.values()) == pytest.approx(slow.seconds, abs=0.01)
+    assert slow.seconds_by_part[part] > naps * NAP
+    assert slow.seconds_by_part[part] > 0.5 * sum(slow.seconds_by_part.values()), (
+        slow.seconds_by_part
+    )
+    assert sum(slow.seconds_by_part.values()) == pytest.approx(slow.seconds, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +118,9 @@ def test_parts_after_the_backward_pass_are_timed_separately(
         return original(self, *arguments, **named)
 
     monkeypatch.setattr(owner, method, slow)
-    seconds_of = step(trainer).seconds_of
-    assert max(seconds_of, key=seconds_of.__getitem__) == part
-    assert seconds_of[part] > nap
+    seconds_by_part = step(trainer).seconds_by_part
+    assert max(seconds_by_part, key=seconds_by_part.__getitem__) == part
+    assert seconds_by_part[part] > nap
 
 
 def test_interrupted_step_leaves_no_times(
@@ -129,8 +131,8 @@ def test_interrupted_step_leaves_no_times(
         step(trainer)
     trainer.score([build_batch(documents([20]))])  # is not measured
     after = step(trainer)
-    assert sum(after.seconds_of.values()) == pytest.approx(after.seconds, abs=0.01)
-    assert all(seconds > 0 for seconds in after.seconds_of.values())
+    assert sum(after.seconds_by_part.values()) == pytest.approx(after.seconds, abs=0.01)
+    assert all(seconds > 0 for seconds in after.seconds_by_part.values())
 
 
 def tensors_of_dispatchers(trainer: PolicyTrainer) -> list[str]:
@@ -154,4 +156,4 @@ def test_layers_keep_no_token_tensors_after_a_step(
     # Megatron's original layer keeps them, which shows that the test detects them.
     monkeypatch.setattr(TimedMoELayer, "postprocess", MoELayer.postprocess)
     trainer.score([build_batch(documents([33]))])
-    assert set(tensors_of_dispatchers(trainer)) == set(OF_ONE_FORWARD_PASS)
+    assert set(tensors_of_dispatchers(trainer)) == set(FORWARD_PASS_ATTRIBUTES)

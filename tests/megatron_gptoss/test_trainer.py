@@ -12,7 +12,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
-from megatron_gptoss.optimizer import one_dtype_at_a_time
+from megatron_gptoss.optimizer import apply_per_dtype
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.flops import attended_pairs, forward_flops
 from megatron_gptoss.step_results import LossOutput
@@ -112,7 +112,7 @@ def test_non_finite_gradient_is_skipped_or_stops_the_run() -> None:
 
     step = poisoned_step()
     assert not step.parameters_updated
-    assert "from embedding.word_embeddings.weight (rank 0, chunk 0)" in step.not_finite
+    assert "from embedding.word_embeddings.weight (rank 0, chunk 0)" in step.non_finite_gradients
     with pytest.raises(FloatingPointError, match="parameters are not finite"):
         poisoned_step(on_non_finite="stop")
 
@@ -156,10 +156,10 @@ def test_norm_and_scaling_of_gradients_never_mix_dtypes() -> None:
             target.copy_(source * factor)
 
     overflow = torch.zeros(1, dtype=torch.int)
-    total, _ = one_dtype_at_a_time(norm, overflow, [gradients], False)
+    total, _ = apply_per_dtype(norm, overflow, [gradients], False)
     assert total.shape == (1,)
     assert total.item() == pytest.approx(exact, rel=1e-6)
-    one_dtype_at_a_time(scale, overflow, [gradients, gradients], 0.5)
+    apply_per_dtype(scale, overflow, [gradients, gradients], 0.5)
     assert torch.cat([g.double() for g in gradients]).norm().item() == pytest.approx(
         exact / 2, rel=1e-6
     )

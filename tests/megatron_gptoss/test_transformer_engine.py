@@ -19,7 +19,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.gpu_memory import give_back_cache, phase_memory
+from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.optimizer_offload import OffloadedState
@@ -368,7 +368,7 @@ def test_offload_avoids_second_weight_copy_and_releases_cache(
     model = build_model(WIDE, ParallelConfig(), torch.bfloat16)
     load_hf_weights(model, WIDE, reference(torch.float32).state_dict().__getitem__)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    give_back_cache()
+    release_cached_memory()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     config = OptimizerConfig(clip_grad=1e9, gradient_dtype="bf16", offload=offload)
@@ -396,12 +396,12 @@ def test_offload_avoids_second_weight_copy_and_releases_cache(
 
 
 def test_released_cache_is_free_for_other_processes() -> None:
-    give_back_cache()
+    release_cached_memory()
     free, _ = torch.cuda.mem_get_info()
     block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     del block
     with_cache, _ = torch.cuda.mem_get_info()
-    give_back_cache()
+    release_cached_memory()
     afterwards, _ = torch.cuda.mem_get_info()
     assert with_cache <= free - (1 << 30)
     assert afterwards >= free - (64 << 20)
@@ -422,13 +422,13 @@ def test_step_timing_adds_up_and_costs_little_time(
             step = trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-9)
         if number >= 4:
             seconds[timed].append(step.seconds)
-            assert sum(step.seconds_of.values()) == pytest.approx(
+            assert sum(step.seconds_by_part.values()) == pytest.approx(
                 step.seconds if timed else 0, rel=0.05
             )
         if timed:
-            assert min(step.seconds_of.values()) > 0
+            assert min(step.seconds_by_part.values()) > 0
     ratio = np.median(seconds[True]) / np.median(seconds[False])
-    print("timed steps take", ratio, "times as long;", step.seconds_of, seconds)
+    print("timed steps take", ratio, "times as long;", step.seconds_by_part, seconds)
     assert ratio < 1.05
 
 

@@ -236,7 +236,7 @@ EVERYTHING = [
     "model.num_layers=4",
     "algorithm.advantage=gae",
     "algorithm.critic={warmup_steps: 0}",
-    "algorithm.kl={place: loss, coefficient: 0.01}",
+    "algorithm.kl={apply_to: loss, coefficient: 0.01}",
     "algorithm.routing_replay=R2",
     "algorithm.mini_batches=2",
 ]
@@ -481,9 +481,9 @@ def test_unreachable_tool_server_ends_training_with_one_line(tmp_path: Path) -> 
     message = str(outage.value)
     assert "\n" not in message
     assert len(message) < 500
-    culprit = r"environment in \d+ \(UnreliableEnvironment.* in \d+\)"
+    failure_source = r"environment in \d+ \(UnreliableEnvironment.* in \d+\)"
     assert re.search(
-        rf"ended \d+ of \d+ episodes .*: {culprit}, such as: .*Connection refused", message
+        rf"ended \d+ of \d+ episodes .*: {failure_source}, such as: .*Connection refused", message
     )
     assert isinstance(outage.value, UserError)
 

@@ -22,7 +22,7 @@ from launch.cli import app
 from ray import cloudpickle
 from rl_loop import session
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.trainer.rank_answers import RankPlace
+from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.ray_ranks import RayRanks
 
 arguments, heavy, worker = sys.argv[1].split(), sys.argv[2].split(), Path(sys.argv[3])
@@ -38,7 +38,7 @@ def engines_are_waited_for(pool):
 session.ray_session = lambda store_bytes: nullcontext()
 session.check_running_store = lambda need: None
 RayRanks.__init__ = lambda self, settings: None
-RayRanks.ready = lambda self: [RankPlace(0, True)]
+RayRanks.ready = lambda self: [RankPosition(0, True)]
 RolloutPool._create_worker = lambda self, index: None
 RolloutPool.ready = engines_are_waited_for
 app(arguments)

@@ -83,7 +83,7 @@ def test_sft_run_validates_reports_rejected_lines_and_exports(tmp_path: Path) ->
     assert summary["steps"] == 6
     assert summary["validation_loss"] == pytest.approx(measured[6])
     assert summary["refused"] == 2
-    refused = read_json_lines(run / "refused.jsonl")
+    refused = read_json_lines(run / "rejected.jsonl")
     assert [record["line"] for record in refused] == [41, 42]
     assert {record["reason"] for record in refused} == {"not JSON: Expecting value at character 1"}
     assert any("chats.jsonl, line 41: not JSON" in note for note in quiet.notes)
@@ -191,13 +191,13 @@ def test_resume_exports_after_an_interrupt_in_the_last_step(
 
     # A killed driver has deleted nothing, and the resumed run may need the disk space.
     unfinished.mkdir()
-    check = session.check_what_a_run_needs
+    check = session.check_run_requirements
 
     def check_disk_space(*arguments: object) -> None:
         assert not unfinished.exists()
         check(*arguments)
 
-    monkeypatch.setattr(session, "check_what_a_run_needs", check_disk_space)
+    monkeypatch.setattr(session, "check_run_requirements", check_disk_space)
     expected = weights(whole)
     resumed = weights(run_sft(settings, Quiet(), resume=True))
     assert resumed.keys() == expected.keys()

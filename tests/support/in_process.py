@@ -32,7 +32,7 @@ from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import Start, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_answers import RankPlace
+from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from rl_loop.weight_sync.source import WeightSource
 
@@ -43,17 +43,17 @@ class LocalRank:
     def __init__(self, settings: TrainerConfig) -> None:
         self._worker = TrainerWorker(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
 
-    def ready(self) -> list[RankPlace]:
+    def ready(self) -> list[RankPosition]:
         return [self._worker.place()]
 
     def store(self, value: Any) -> Any:
         return value
 
     def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], asked: Sequence[int]
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
     ) -> list[Any]:
         result = getattr(self._worker, method)(*arguments[0])
-        return [result for _ in asked]
+        return [result for _ in result_ranks]
 
     def call_and_store(self, method: str) -> Callable[[], Any]:
         result = getattr(self._worker, method)()
@@ -77,7 +77,7 @@ class LocalRollouts:
     """
 
     # Trainer and engine share a process, and maybe a GPU.
-    scores_beside_rollouts = False
+    scores_during_rollouts = False
 
     def __init__(self, config: RlConfig, engine: RolloutEngine | None = None) -> None:
         self._loop = asyncio.new_event_loop()

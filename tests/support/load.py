@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rl_loop.cluster.placement import end_with_parent
+from rl_loop.cluster.placement import exit_with_parent
 from tests.support.leftover_processes import RUN
 
 LOAD = "GPTOSS_TEST_LOAD"
@@ -20,7 +20,8 @@ def start_busy_loops(count: int) -> list[subprocess.Popen[bytes]]:
     environment = {name: value for name, value in os.environ.items() if name != RUN}
     command = [sys.executable, "-S", "-c", "while True: pass"]
     return [
-        subprocess.Popen(command, env=environment, preexec_fn=end_with_parent) for _ in range(count)
+        subprocess.Popen(command, env=environment, preexec_fn=exit_with_parent)
+        for _ in range(count)
     ]
 
 

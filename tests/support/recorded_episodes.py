@@ -16,7 +16,7 @@ from rl_loop.data.trajectory import (
     WeightVersionSpan,
 )
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import EpisodesOfSplit
+from rl_loop.tracking.episode_table import SplitEpisodes
 
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
 WORDS = ["system", "user", "assistant", "python", " to=python", "analysis", "commentary", "final"]
@@ -120,13 +120,13 @@ def samples_of(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
     )
 
 
-def train_split(groups: Sequence[TrajectoryGroup]) -> EpisodesOfSplit:
+def train_split(groups: Sequence[TrajectoryGroup]) -> SplitEpisodes:
     """Return the record of trained groups. The trainer's log-probs differ by 0.25 nats."""
     samples = samples_of(groups)
     assert samples.rollout_log_probs is not None
     trainer = np.where(samples.loss_mask, samples.rollout_log_probs - 0.25, 0).astype(np.float32)
     entropy = samples.loss_mask.astype(np.float32)
-    return EpisodesOfSplit("train", groups, samples, TrainedTokens(trainer, entropy))
+    return SplitEpisodes("train", groups, samples, TrainedTokens(trainer, entropy))
 
 
 def record_steps(directory: Path, steps: Sequence[int], tasks: int = 2, samples: int = 2) -> None:

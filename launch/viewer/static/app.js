@@ -120,7 +120,7 @@ function showTheme() {
   const system = systemIsDark.matches ? "dark" : "light";
   document.documentElement.dataset.theme = chosenTheme === "system" ? system : chosenTheme;
   document.getElementById("theme").textContent = `Theme: ${chosenTheme}`;
-  view?.recolour?.();
+  view?.recolor?.();
 }
 
 document.getElementById("theme").addEventListener("click", () => {

@@ -50,12 +50,12 @@ function measured(curve) {
   };
 }
 
-export function themeColour(name) {
+export function themeColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Colours of runs, by their place in the list. */
-export const runColour = (place) => `--run-${place % 6}`;
+/** Colors of runs, by their place in the list. */
+export const runColor = (place) => `--run-${place % 6}`;
 
 export class Chart {
   /**
@@ -76,7 +76,7 @@ export class Chart {
 
   /**
    * Show curves.
-   * @param {Array<{label, colour, dash, steps, values}>} curves colour: a CSS variable
+   * @param {Array<{label, color, dash, steps, values}>} curves color: a CSS variable
    * @param {number} reach of smoothing
    */
   show(curves, reach) {
@@ -86,7 +86,7 @@ export class Chart {
     if (this.node.hidden || this.canvas.clientWidth === 0) return;
 
     const { data, drawn } = this.tables();
-    const layout = JSON.stringify([drawn.map(({ curve, faint }) => [curve.label, curve.colour, faint])]);
+    const layout = JSON.stringify([drawn.map(({ curve, faint }) => [curve.label, curve.color, faint])]);
     if (this.plot && layout === this.layout) this.plot.setData(data);
     else this.build(data, drawn);
     this.layout = layout;
@@ -114,7 +114,7 @@ export class Chart {
     this.plot?.destroy();
     const series = drawn.map(({ curve, faint }) => ({
       label: curve.label,
-      stroke: themeColour(curve.colour),
+      stroke: themeColor(curve.color),
       width: faint ? 1 : 2,
       alpha: faint ? 0.3 : 1,
       dash: DASHES[curve.dash % DASHES.length],
@@ -122,9 +122,9 @@ export class Chart {
       points: { show: (data[0].length < 30 || isSparse(curve.steps)) && !faint, size: 5 },
     }));
     const axis = {
-      stroke: themeColour("--soft"),
-      grid: { stroke: themeColour("--line"), width: 1 },
-      ticks: { stroke: themeColour("--line"), width: 1 },
+      stroke: themeColor("--soft"),
+      grid: { stroke: themeColor("--line"), width: 1 },
+      ticks: { stroke: themeColor("--line"), width: 1 },
       font: "12px system-ui, sans-serif",
     };
     const valueAxis = { ...axis, size: 58, values: (_, ticks) => ticks.map(tickName) };
@@ -157,7 +157,7 @@ export class Chart {
     const entries = this.curves.map((curve) => {
       const value = index === null || index === undefined ? newest(curve) : this.valueAt(curve, index);
       const line = element("span.line");
-      line.style.setProperty("--curve", `var(${curve.colour})`);
+      line.style.setProperty("--curve", `var(${curve.color})`);
       if (curve.dash > 0) line.classList.add("dashed");
       return element("span", {}, line, `${curve.label} `, element("b", {}, number(value)));
     });
@@ -179,7 +179,7 @@ export class Chart {
     else if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
   }
 
-  recolour() {
+  recolor() {
     this.layout = null;
     this.show(this.curves, this.reach);
   }

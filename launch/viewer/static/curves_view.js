@@ -1,10 +1,10 @@
 // Runs side by side: how each is, in words, and the curves of those that are chosen.
 
-import { Chart, Zoom, runColour } from "./chart.js";
-import { element, fill, labelled } from "./dom.js";
+import { Chart, Zoom, runColor } from "./chart.js";
+import { element, fill, labeled } from "./dom.js";
 import { ago, number } from "./format.js";
 
-const MOST_COMPARED = 6;
+const MAX_COMPARED = 6;
 
 /** The charts that every run begins with: [title, metrics, on a log scale]. */
 const CHARTS = [
@@ -82,11 +82,11 @@ export class CurvesView {
       element(
         "div.controls",
         {},
-        labelled("Smoothing", smoothing),
-        labelled("From step", this.from),
-        labelled("to step", this.to),
+        labeled("Smoothing", smoothing),
+        labeled("From step", this.from),
+        labeled("to step", this.to),
         element("button", { type: "button", onclick: () => this.zoom.reset() }, "Whole run"),
-        labelled("Metric", this.search),
+        labeled("Metric", this.search),
       ),
       this.grid,
     );
@@ -105,7 +105,7 @@ export class CurvesView {
   toggle(run) {
     const chosen = new Set(this.chosen().map((each) => each.name));
     if (!chosen.delete(run.name)) chosen.add(run.name);
-    if (chosen.size > MOST_COMPARED) return;
+    if (chosen.size > MAX_COMPARED) return;
     this.app.go("curves", { runs: [...chosen].join(",") }, { replace: true });
     this.update();
   }
@@ -141,7 +141,7 @@ export class CurvesView {
       onchange: () => this.toggle(run),
     });
     const swatch = element("span.swatch");
-    if (isChosen) swatch.style.setProperty("--curve", `var(${this.colourOf(run, chosen)})`);
+    if (isChosen) swatch.style.setProperty("--curve", `var(${this.colorOf(run, chosen)})`);
 
     const of = run.steps ? ` of ${number(run.steps)}` : "";
     const progress = run.step === null ? "" : `step ${number(run.step)}${of}, ${ago(run.time)}`;
@@ -161,9 +161,9 @@ export class CurvesView {
     );
   }
 
-  /** A run keeps its colour whichever others are chosen; alone, its metrics have the colours. */
-  colourOf(run, chosen) {
-    return runColour(chosen.length === 1 ? 0 : this.app.runs.findIndex((each) => each.name === run.name));
+  /** A run keeps its color whichever others are chosen; alone, its metrics have the colors. */
+  colorOf(run, chosen) {
+    return runColor(chosen.length === 1 ? 0 : this.app.runs.findIndex((each) => each.name === run.name));
   }
 
   finding(finding) {
@@ -234,13 +234,13 @@ export class CurvesView {
     return layout;
   }
 
-  /** Runs have colours and their metrics dashes; the metrics of a single run have colours. */
+  /** Runs have colors and their metrics dashes; the metrics of a single run have colors. */
   curves(runs, metrics) {
     return runs.flatMap((run) => {
       const { steps, metrics: values } = this.app.curves.of(run.name);
       return metrics.map((name, i) => ({
         label: runs.length === 1 ? short(name, metrics) : `${run.name} ${metrics.length > 1 ? short(name, metrics) : ""}`,
-        colour: runs.length === 1 ? runColour(i) : this.colourOf(run, runs),
+        color: runs.length === 1 ? runColor(i) : this.colorOf(run, runs),
         dash: runs.length === 1 ? Math.floor(i / 6) : i,
         steps,
         values: values[name] ?? new Array(steps.length).fill(null),
@@ -248,8 +248,8 @@ export class CurvesView {
     });
   }
 
-  recolour() {
-    for (const chart of this.charts.values()) chart.recolour();
+  recolor() {
+    for (const chart of this.charts.values()) chart.recolor();
   }
 
   key(key) {

@@ -29,7 +29,7 @@ export function fill(node, ...children) {
 }
 
 /** A label around an input, so that its name is what screen readers say. */
-export function labelled(text, input) {
+export function labeled(text, input) {
   return element("label.field", {}, element("span", {}, text), input);
 }
 

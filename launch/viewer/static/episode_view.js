@@ -1,9 +1,9 @@
-// One episode: as a conversation, or token by token in the colours of a choice.
+// One episode: as a conversation, or token by token in the colors of a choice.
 
 import { findEpisodes, readEpisode } from "./api.js";
-import { COLOURINGS, available, facts, strengths } from "./colouring.js";
+import { COLORINGS, available, facts, strengths } from "./coloring.js";
 import { messageNode, outcome } from "./conversation.js";
-import { element, fill, labelled, select } from "./dom.js";
+import { element, fill, labeled, select } from "./dom.js";
 import { number, visible } from "./format.js";
 
 export class EpisodeView {
@@ -39,7 +39,7 @@ export class EpisodeView {
   }
 
   backAddress() {
-    const { id, view, colour, offset = "0", ...rest } = this.app.parameters;
+    const { id, view, color, offset = "0", ...rest } = this.app.parameters;
     const page = Math.floor(Number(offset) / 50) * 50;
     return this.app.address("episodes", { ...rest, offset: page || "" });
   }
@@ -57,30 +57,30 @@ export class EpisodeView {
   draw() {
     const { view = "conversation" } = this.app.parameters;
     const choices = available(this.episode);
-    const colour = choices.includes(this.app.parameters.colour) ? this.app.parameters.colour : choices[0];
+    const color = choices.includes(this.app.parameters.color) ? this.app.parameters.color : choices[0];
     const button = (name, title) =>
       element("button", { type: "button", "aria-pressed": String(view === name), onclick: () => this.set({ view: name }) }, title);
 
-    const colours = select(
-      choices.map((name) => [name, COLOURINGS[name][0]]),
-      colour,
-      (name) => this.set({ colour: name }),
+    const colors = select(
+      choices.map((name) => [name, COLORINGS[name][0]]),
+      color,
+      (name) => this.set({ color: name }),
     );
     fill(
       this.tools,
       element("div.switch", { role: "group", "aria-label": "View" }, button("conversation", "Conversation"), button("tokens", "Tokens")),
-      view === "tokens" ? labelled("Color", colours) : null,
-      view === "tokens" ? element("span.soft", {}, COLOURINGS[colour]?.[1] ?? "") : null,
+      view === "tokens" ? labeled("Color", colors) : null,
+      view === "tokens" ? element("span.soft", {}, COLORINGS[color]?.[1] ?? "") : null,
       element("a.button", { href: this.groupAddress() }, "Same task side by side"),
       element("button", { type: "button", onclick: () => this.move(-1) }, "Previous"),
       element("button", { type: "button", onclick: () => this.move(1) }, "Next"),
     );
-    if (view === "tokens") this.drawTokens(colour);
+    if (view === "tokens") this.drawTokens(color);
     else fill(this.content, this.episode.messages.map(messageNode));
   }
 
-  drawTokens(colour) {
-    const strength = strengths(colour, this.episode);
+  drawTokens(color) {
+    const strength = strengths(color, this.episode);
     this.spans = [];
     const messages = this.episode.messages.map((message) => {
       const spans = [];
@@ -142,7 +142,7 @@ export class EpisodeView {
 
   /** Go to the next or previous episode of the table, with its filters and order. */
   async move(by) {
-    const { id, view, colour, run, offset = "0", ...filters } = this.app.parameters;
+    const { id, view, color, run, offset = "0", ...filters } = this.app.parameters;
     const next = Number(offset) + by;
     if (next < 0) return;
     const page = await findEpisodes(this.app.run().name, { ...filters, offset: next, limit: 1 });
@@ -150,12 +150,12 @@ export class EpisodeView {
   }
 
   key(key) {
-    const { view = "conversation", colour } = this.app.parameters;
+    const { view = "conversation", color } = this.app.parameters;
     if (!this.episode) return false;
     if (key === "t") this.set({ view: view === "tokens" ? "conversation" : "tokens" });
     else if (key === "c") {
       const choices = available(this.episode);
-      this.set({ view: "tokens", colour: choices[(Math.max(0, choices.indexOf(colour)) + 1) % choices.length] });
+      this.set({ view: "tokens", color: choices[(Math.max(0, choices.indexOf(color)) + 1) % choices.length] });
     } else if (key === "g") location.hash = this.groupAddress();
     else if (key === "j") this.move(1);
     else if (key === "k") this.move(-1);

@@ -1,7 +1,7 @@
 // The table of all recorded episodes: filtered, sorted and paged by the server.
 
 import { findEpisodes } from "./api.js";
-import { debounced, element, fill, labelled, select } from "./dom.js";
+import { debounced, element, fill, labeled, select } from "./dom.js";
 import { number } from "./format.js";
 import { runChoice } from "./run_choice.js";
 
@@ -75,7 +75,7 @@ export class EpisodesView {
         "form.controls",
         { role: "search", onsubmit: (event) => event.preventDefault() },
         runChoice(this.app, "episodes"),
-        INPUTS.map(([name, title]) => labelled(title, this.inputs[name])),
+        INPUTS.map(([name, title]) => labeled(title, this.inputs[name])),
         this.choices,
       ),
       this.summary,
@@ -158,9 +158,9 @@ export class EpisodesView {
     if (!this.choices.contains(document.activeElement)) {
       fill(
         this.choices,
-        labelled("Split", select(all.concat(page.splits.map((s) => [s, s.replace("_", "-")])), split, (v) => this.filter("split", v))),
-        labelled("End", select(all.concat(ends.map((e) => [e, e])), finish, (v) => this.filter("finish", v))),
-        labelled("Tools", select([...all, ["errors", "with failed calls"], ["calls", "with calls"], ["none", "without calls"]], tools, (v) => this.filter("tools", v))),
+        labeled("Split", select(all.concat(page.splits.map((s) => [s, s.replace("_", "-")])), split, (v) => this.filter("split", v))),
+        labeled("End", select(all.concat(ends.map((e) => [e, e])), finish, (v) => this.filter("finish", v))),
+        labeled("Tools", select([...all, ["errors", "with failed calls"], ["calls", "with calls"], ["none", "without calls"]], tools, (v) => this.filter("tools", v))),
       );
     }
     const isSearching = page.searched < page.recorded;

@@ -58,7 +58,7 @@ class DenseModelConfig(ModelConfig):
             "use_sliding_window": (False,),
         },
         checked=frozenset({"architectures", "layer_types", "sliding_window"}),
-        carried=frozenset({"max_window_layers", "pretraining_tp"}),
+        copied=frozenset({"max_window_layers", "pretraining_tp"}),
     )  # fmt: skip
 
     model_type: Literal["llama", "qwen2"]

@@ -58,7 +58,7 @@ class GptOssModelConfig(ModelConfig):
             "swiglu_limit", "rms_norm_eps", "max_position_embeddings", "initializer_range",
         }),
         nullable=frozenset({"num_key_value_heads", "head_dim"}),
-        same={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
         fixed={
             "architectures": (["GptOssForCausalLM"],),
             "attention_bias": (True,),
@@ -67,7 +67,7 @@ class GptOssModelConfig(ModelConfig):
             "tie_word_embeddings": (False,),
         },
         checked=frozenset({"initial_context_length", "layer_types", "quantization_config"}),
-        carried=frozenset({"output_router_logits", "router_aux_loss_coef"}),
+        copied=frozenset({"output_router_logits", "router_aux_loss_coef"}),
     )  # fmt: skip
 
     model_type: Literal["gpt_oss"] = "gpt_oss"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rl_loop.certify import faults
 from rl_loop.certify.certificate import Cause, CheckResult, Status
-from rl_loop.certify.checks.verdict import judge_sights
+from rl_loop.certify.checks.verdict import judge_visibilities
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.variants import EXACT
@@ -32,14 +32,14 @@ class ForwardCheck:
         mine = self.faults_of(exam)
         own = [fault for fault in exam.found if fault in mine]
         if own:
-            sights = exam.sights(mine, texts, EXACT)
+            visibilities = exam.visibilities(mine, texts, EXACT)
             names = " and ".join(fault.name for fault in own)
             causes = tuple(Cause(fault.name, fault.source) for fault in own)
-            return CheckResult(self.name, self.title, Status.FAILED, names, causes, sights)
+            return CheckResult(self.name, self.title, Status.FAILED, names, causes, visibilities)
 
-        sights = exam.sights(mine, texts, exam.explanation)
-        beside = " beside what was found elsewhere" if exam.found else ""
-        return judge_sights(self.name, self.title, sights, beside)
+        visibilities = exam.visibilities(mine, texts, exam.explanation)
+        suffix = " beside what was found elsewhere" if exam.found else ""
+        return judge_visibilities(self.name, self.title, visibilities, suffix)
 
 
 FORWARD = (

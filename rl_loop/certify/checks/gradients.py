@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
+from rl_loop.certify.certificate import Cause, CheckResult, FaultVisibility, Status
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.variants import EXACT, combined
@@ -35,7 +35,7 @@ def check_gradients(exam: Examination) -> CheckResult:
     errors = _relative(answered, expected)
     known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
     with_fault = {}
-    sights = []
+    visibilities = []
     for fault in known:
         with_fault[fault] = exam.gradients(texts, combined(exam.explanation, fault.variant))
         moved = _relative(with_fault[fault], expected)
@@ -43,8 +43,10 @@ def check_gradients(exam: Examination) -> CheckResult:
         limit = max(_gradient_limit(exam, own_error[name]) for name in names)
         visible = float(np.median([moved[name] for name in names]))
         deviation = float(np.median([errors[name] for name in names]))
-        sights.append(
-            Sight(fault.name, fault.source, visible, deviation, limit, visible >= 1.5 * limit)
+        visibilities.append(
+            FaultVisibility(
+                fault.name, fault.source, visible, deviation, limit, visible >= 1.5 * limit
+            )
         )
 
     table = _gradient_table(exam, errors, own_error)
@@ -53,7 +55,12 @@ def check_gradients(exam: Examination) -> CheckResult:
     if not wrong:
         summary = f"{len(errors)} tensors, relative error {errors[worst]:.1e} at most ({worst})"
         return CheckResult(
-            "gradients", title, Status.PASSED, summary, sights=tuple(sights), table=table
+            "gradients",
+            title,
+            Status.PASSED,
+            summary,
+            visibilities=tuple(visibilities),
+            table=table,
         )
 
     distances = {fault: _mean_error(answered, with_fault[fault]) for fault in known}
@@ -62,7 +69,9 @@ def check_gradients(exam: Examination) -> CheckResult:
     causes: tuple[Cause, ...] = ()
     if distances[closest] < 0.3 * _mean_error(answered, expected):
         causes = (Cause(closest.name, closest.source),)
-    return CheckResult("gradients", title, Status.FAILED, summary, causes, tuple(sights), table)
+    return CheckResult(
+        "gradients", title, Status.FAILED, summary, causes, tuple(visibilities), table
+    )
 
 
 def _missing_gradients(missing: Sequence[str]) -> tuple[Cause, ...]:

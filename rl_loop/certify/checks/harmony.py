@@ -11,14 +11,16 @@ from rl_loop.certify.harmony_tokens import (
     HarmonyMessage,
     describe_difference,
 )
-from rl_loop.certify.subject import NotOffered
+from rl_loop.certify.subject import UnsupportedOperation
 
 
 def check_harmony(exam: Examination) -> CheckResult:
     """Compare the token ids of a conversation with a tool call with openai-harmony's."""
     title = TITLES["harmony"]
     if exam.vocabulary is None:
-        raise NotOffered(f"{exam.first_directory} has a vocabulary that is not known here")
+        raise UnsupportedOperation(
+            f"{exam.first_directory} has a vocabulary that is not known here"
+        )
 
     # Any of these operations is enough for a verdict.
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
@@ -36,7 +38,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     for name, answer, messages in attempts:
         try:
             ids = answer()
-        except NotOffered:
+        except UnsupportedOperation:
             continue
 
         done.append(name)
@@ -45,7 +47,7 @@ def check_harmony(exam: Examination) -> CheckResult:
             wrong.append(difference)
 
     if not done:
-        raise NotOffered(f"{exam.subject.name} offers neither rendering nor tokenizing")
+        raise UnsupportedOperation(f"{exam.subject.name} offers neither rendering nor tokenizing")
     if not wrong:
         summary = f"{', '.join(done)}: the ids are those of openai-harmony"
         return CheckResult("harmony", title, Status.PASSED, summary)

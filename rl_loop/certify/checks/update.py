@@ -9,9 +9,9 @@ from rl_loop.certify import faults
 from rl_loop.certify.certificate import Cause, CheckResult, Status
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
-from rl_loop.certify.examination import Examination, Which, gap, joined
+from rl_loop.certify.examination import Examination, ReferenceName, gap, joined
 from rl_loop.certify.faults import Fault
-from rl_loop.certify.subject import NotOffered, checked_scores
+from rl_loop.certify.subject import UnsupportedOperation, checked_scores
 from rl_loop.certify.variants import EXACT, Variant
 
 
@@ -19,7 +19,7 @@ def check_update(exam: Examination) -> CheckResult:
     """Update the subject to the second weights, check that all arrived, and update it back."""
     title = TITLES["update"]
     if exam.second is None:
-        raise NotOffered("there is no second set of weights")
+        raise UnsupportedOperation("there is no second set of weights")
     texts = [*exam.texts.short, exam.texts.window[0]]
     before = exam.log_probs(texts)
 
@@ -30,7 +30,7 @@ def check_update(exam: Examination) -> CheckResult:
     exam.subject.update(exam.first_directory)
     again = checked_scores(exam.subject, exam.subject.score(ids), ids)
 
-    def evaluate(variant: Variant, which: Which = "updated") -> Tensor:
+    def evaluate(variant: Variant, which: ReferenceName = "updated") -> Tensor:
         return exam.expected(texts, variant, which)
 
     candidates = faults.update_faults(exam.weights.config)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from rl_loop.certify.certificate import Cause, CheckResult, Sight, Status
+from rl_loop.certify.certificate import Cause, CheckResult, FaultVisibility, Status
 from rl_loop.certify.diagnosis import Explanation, explain
 from rl_loop.certify.examination import TOP, Examination, gap
 from rl_loop.certify.faults import Fault
@@ -32,30 +32,32 @@ def causes_of(explanation: Explanation) -> tuple[Cause, ...]:
     return tuple(Cause(fault.name, fault.source) for fault in explanation.faults)
 
 
-def judge_sights(name: str, title: str, sights: tuple[Sight, ...], beside: str = "") -> CheckResult:
+def judge_visibilities(
+    name: str, title: str, visibilities: tuple[FaultVisibility, ...], suffix: str = ""
+) -> CheckResult:
     """Return the result of a check for which no fault was identified.
 
-    ``sights`` has the visibility of its faults. ``beside`` is appended to the summary.
+    ``visibilities`` has the visibility of its faults. ``suffix`` is appended to the summary.
     """
-    visible = [sight for sight in sights if sight.is_visible]
+    visible = [visibility for visibility in visibilities if visibility.is_visible]
     if not visible:
         reason = "in this precision, with these weights, none of the faults would show"
-        return CheckResult(name, title, Status.NOT_VISIBLE, reason, sights=sights)
+        return CheckResult(name, title, Status.NOT_VISIBLE, reason, visibilities=visibilities)
 
-    worst = max(visible, key=lambda sight: sight.deviation / sight.limit)
+    worst = max(visible, key=lambda visibility: visibility.deviation / visibility.limit)
     if worst.deviation > worst.limit:
         summary = (
             f"where '{worst.fault}' would show, tokens differ by {worst.deviation:.1e} nats, and "
-            f"precision explains {worst.limit:.1e}; no known fault gives these numbers{beside}"
+            f"precision explains {worst.limit:.1e}; no known fault gives these numbers{suffix}"
         )
-        return CheckResult(name, title, Status.FAILED, summary, sights=sights)
+        return CheckResult(name, title, Status.FAILED, summary, visibilities=visibilities)
 
-    least = min(visible, key=lambda sight: sight.visible / sight.limit)
+    least = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
     summary = (
-        f"{len(visible)} of {len(sights)} faults would show, by {least.visible:.1e} nats or more "
-        f"where {least.limit:.1e} is the limit; found is {worst.deviation:.1e} at most{beside}"
+        f"{len(visible)} of {len(visibilities)} faults would show, by {least.visible:.1e} nats or more "
+        f"where {least.limit:.1e} is the limit; found is {worst.deviation:.1e} at most{suffix}"
     )
-    return CheckResult(name, title, Status.PASSED, summary, sights=sights)
+    return CheckResult(name, title, Status.PASSED, summary, visibilities=visibilities)
 
 
 def explain_answers(
@@ -89,13 +91,13 @@ def explain_answers(
     def with_fault(fault: Fault) -> Tensor:
         return evaluate(combined(start, fault.variant))
 
-    sights = exam.look(shown, with_fault, answered, expected, noise, top)
-    result = judge_sights(name, title, sights)
+    visibilities = exam.measure_visibility(shown, with_fault, answered, expected, noise, top)
+    result = judge_visibilities(name, title, visibilities)
     is_close = gap(answered, expected) <= exam.mean_limit(noise)
     if result.status is not Status.FAILED and is_close:
         return result
 
     explanation = explain(answered, evaluate, candidates, exam.mean_limit(noise) / 2, start)
     return CheckResult(
-        name, title, Status.FAILED, describe(explanation), causes_of(explanation), sights
+        name, title, Status.FAILED, describe(explanation), causes_of(explanation), visibilities
     )

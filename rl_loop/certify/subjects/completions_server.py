@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject, SubjectFailed
+from rl_loop.certify.subject import Generated, Scored, Subject, SubjectFailed, UnsupportedOperation
 
 SHOWN_CHARACTERS = 300
 """Maximum length of an answer that an error quotes."""
@@ -78,7 +78,7 @@ class CompletionsServer(Subject):
         )
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
-            raise NotOffered(f"{self.name} does not return token ids")
+            raise UnsupportedOperation(f"{self.name} does not return token ids")
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return Generated(ids, [float(value) for value in log_probs])
 
@@ -87,7 +87,7 @@ class CompletionsServer(Subject):
         choice = self._complete(text, max_tokens=1, return_token_ids=True)
         ids = choice.get("prompt_token_ids")
         if not isinstance(ids, list):
-            raise NotOffered(f"{self.name} does not return the token ids of a prompt")
+            raise UnsupportedOperation(f"{self.name} does not return the token ids of a prompt")
         return ids
 
     def close(self) -> None:

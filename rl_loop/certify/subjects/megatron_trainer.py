@@ -20,7 +20,7 @@ from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import DTYPES, Precision, vocabulary_of
-from rl_loop.certify.subject import NotOffered, Scored, Subject
+from rl_loop.certify.subject import Scored, Subject, UnsupportedOperation
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
 
@@ -123,7 +123,7 @@ class MegatronTrainer(Subject):
         """
         vocabulary = vocabulary_of(self._directory, self.config.vocab_size)
         if vocabulary is None:
-            raise NotOffered("the vocabulary is not known")
+            raise UnsupportedOperation("the vocabulary is not known")
 
         harmony = Harmony(vocabulary, PromptConfig())
         ids: list[int] = []

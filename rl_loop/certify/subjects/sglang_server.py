@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject, SubjectFailed
+from rl_loop.certify.subject import Generated, Scored, Subject, SubjectFailed, UnsupportedOperation
 from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 
-TOGETHER = 8
+CONCURRENT_REQUESTS = 8
 """Number of concurrent requests: enough for the server to batch them."""
 UPDATE_SECONDS = 600.0
 
@@ -29,7 +29,7 @@ class SglangServer(Subject):
         self._config = config
         self._runner = asyncio.Runner()
         self._client = SglangClient(self._url)
-        self._slots = asyncio.Semaphore(TOGETHER)
+        self._slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
         self.is_deterministic = deterministic
         try:
             info = self._run(self._client.call("/server_info"))
@@ -111,7 +111,7 @@ class SglangServer(Subject):
             entries = self._run(self._entries(body, "input_token_logprobs"))
         except SubjectFailed as error:
             # For example with --skip-tokenizer-init.
-            raise NotOffered(f"{self.name} takes no text: {error}") from error
+            raise UnsupportedOperation(f"{self.name} takes no text: {error}") from error
         return [entry[1] for entry in entries]
 
     def update(self, directory: Path) -> None:

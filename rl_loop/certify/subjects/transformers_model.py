@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
 from rl_loop.certify.model import DTYPES, Precision
-from rl_loop.certify.subject import Generated, NotOffered, Scored, Subject
+from rl_loop.certify.subject import Generated, Scored, Subject, UnsupportedOperation
 
 
 class TransformersModel(Subject):
@@ -114,7 +114,7 @@ class TransformersModel(Subject):
     def tokenize(self, text: str) -> list[int]:
         """Tokenize with the directory's tokenizer."""
         if not read_extras(self._directory).has_tokenizer:
-            raise NotOffered(f"{self._directory} has no tokenizer")
+            raise UnsupportedOperation(f"{self._directory} has no tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(self._directory)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids

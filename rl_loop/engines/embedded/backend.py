@@ -23,7 +23,7 @@ class EmbeddedBackend(RolloutBackend):
     settings: EmbeddedConfig
 
     # An engine scores a text separately, between two steps of its batch.
-    scores_beside_rollouts = True
+    scores_during_rollouts = True
 
     def engine_factory(self) -> EngineFactory:
         return partial(

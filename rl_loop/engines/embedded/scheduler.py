@@ -18,7 +18,7 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_rout
 
 MAX_PREFILL_TOKENS = 8192
 """Maximum prompt tokens of one step. One sequence is always admitted, even if it is longer."""
-WORTH_WAITING = 16
+MIN_SHARED_PREFILL = 16
 """Tokens of prefill that a sequence must save to wait one step for another one's prefix."""
 HEAD_CHUNK = 256
 """Positions whose logits are computed at a time when a text is scored."""
@@ -274,7 +274,7 @@ class Scheduler:
         """
         for admitted in self._running[decoding:]:
             shared = common_prefix(admitted.tokens, prompt, longer_than=cached)
-            if shared - cached >= WORTH_WAITING:
+            if shared - cached >= MIN_SHARED_PREFILL:
                 return True
         return False
 

@@ -55,8 +55,8 @@ class SglangBackend(RolloutBackend):
     def pause(self) -> None:
         self.fleet.pause()
 
-    def heal(self) -> None:
-        self.fleet.heal()
+    def recover_engines(self) -> None:
+        self.fleet.recover_engines()
 
     def updating_weights(self, version: int) -> AbstractContextManager[None]:
         return self.fleet.updating_weights(version)

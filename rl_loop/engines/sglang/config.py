@@ -50,7 +50,7 @@ The duration of their sync depends on the number of requests: 11 for the 20B ins
 """
 PREFILL_GRAPH_TOKENS = 512
 """Default for the largest prefill that colocated servers of GPT-OSS capture, in tokens."""
-SMALLEST_PREFILL_GRAPH = 8
+MIN_PREFILL_GRAPH_TOKENS = 8
 """Smallest captured prefill, in tokens. Prefills of less than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
 """GPU memory of a sleeping server: context, libraries, kernels, input buffers of CUDA graphs.
@@ -248,7 +248,7 @@ class SglangConfig(EngineConfig):
         return self.quantization is not None
 
     @property
-    def samples_quickly(self) -> bool:
+    def uses_fused_sampling(self) -> bool:
         """True if servers sample in one pass over the logits.
 
         This kernel draws the tokens of a batch from one generator. Deterministic servers have a
@@ -257,7 +257,7 @@ class SglangConfig(EngineConfig):
         return not self.deterministic and not self._is_on_cpus
 
     @property
-    def attends_quickly(self) -> bool:
+    def uses_fused_window_attention(self) -> bool:
         """True if servers decode windowed layers with the plugin's kernel.
 
         It replaces fa3. It sums in another order than a prefill does.
@@ -351,7 +351,7 @@ class SglangConfig(EngineConfig):
         if self.has_plugin and not self._can_import(python, PLUGIN_MODULE):
             raise EngineUnavailable(
                 f"rollout.engine.python: {python} ignores PYTHONPATH, by which servers find the "
-                f"plugin for {', '.join(self._mends)}. Let the wrapper keep PYTHONPATH"
+                f"plugin for {', '.join(self._patches)}. Let the wrapper keep PYTHONPATH"
             )
 
     @property
@@ -391,7 +391,7 @@ class SglangConfig(EngineConfig):
             variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         variables |= self.env
 
-        variables["GPTOSS_SGLANG_MENDS"] = ",".join(self._mends)
+        variables["GPTOSS_SGLANG_PATCHES"] = ",".join(self._patches)
         paths = [str(PLUGIN)]
         if users_path := self.env.get("PYTHONPATH"):
             paths.append(users_path)
@@ -399,31 +399,31 @@ class SglangConfig(EngineConfig):
         return variables
 
     @property
-    def _mends(self) -> list[str]:
+    def _patches(self) -> list[str]:
         """Names of the plugin's patches for these servers (``plugin/gptoss_sglang.py``)."""
-        mends = ["hidden_key", "bound_store"]
+        patches = ["hidden_key", "bound_store"]
         if self.attention_backend == "triton":
-            mends.append("triton_window")
+            patches.append("triton_window")
         if self.colocated:
-            mends.append("sleeping_cache")
+            patches.append("sleeping_cache")
 
         if self.packs_experts:
-            mends += ["mxfp4_experts", "sound_assembler"]
+            patches += ["mxfp4_experts", "ptxas_override"]
             if not self.deterministic:
                 # Its gates may differ from those of a prefill in the last bit.
-                mends.append("quick_routing")
-            mends += ["quick_products", "quick_few_tokens"]
+                patches.append("fused_routing")
+            patches += ["moe_occupancy", "small_batch_moe"]
 
         if not self.colocated:
             # Colocated servers have no running request when a sync begins.
-            mends.append("quick_pause")
-        if self.samples_quickly:
-            mends.append("quick_sampling")
-        if self.attends_quickly:
-            mends.append("quick_window")
+            patches.append("fast_abort")
+        if self.uses_fused_sampling:
+            patches.append("fused_sampling")
+        if self.uses_fused_window_attention:
+            patches.append("fused_window_attention")
         if self.keeps_logits_in_fp32:
-            mends.append("fp32_logits")
-        return mends
+            patches.append("fp32_logits")
+        return patches
 
     def describe_model(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """Return the config.json for servers: architecture, dtype and quantization."""
@@ -544,7 +544,7 @@ def prefill_graph_options(tokens: int) -> list[str]:
     if tokens == 0:
         return ["--disable-prefill-cuda-graph"]
     sizes = [tokens]
-    while sizes[0] > SMALLEST_PREFILL_GRAPH:
+    while sizes[0] > MIN_PREFILL_GRAPH_TOKENS:
         sizes.insert(0, sizes[0] // 2)
     return [
         *("--cuda-graph-backend-prefill", "full"),

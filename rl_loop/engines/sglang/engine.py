@@ -17,14 +17,14 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.engines.sglang.client import ServerFailed, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from rl_loop.engines.sglang.turn import AnswerReader, Turn, check_routes_came, end_turn
+from rl_loop.engines.sglang.turn import ResponseReader, Turn, check_routes_present, end_turn
 from rl_loop.infrastructure import EngineFault
 
 MAX_FAULTS = 20
 """Number of faults after which a request fails: the servers are unlikely to cause more."""
 MAX_PAUSE = 1.0
 """Longest pause in seconds after a fault of a request. The pause doubles with each fault."""
-REMEMBERED_EPISODES = 100_000
+MAX_TRACKED_EPISODES = 100_000
 """Number of episodes whose server is remembered. The oldest are dropped."""
 REFRESH_SECONDS = 1.0
 """Seconds after which the states of the servers are requested again."""
@@ -57,7 +57,7 @@ class SglangEngine:
             api_key: key of the servers, if any.
         """
         self.min_version = 0
-        self._reader = AnswerReader(model)
+        self._reader = ResponseReader(model)
         self._wait_seconds = wait_seconds
         self._abort_seconds = abort_seconds
         self._api_key = api_key
@@ -112,7 +112,7 @@ class SglangEngine:
             self._load[server.url] += 1
             try:
                 await self._stream(turn, server)
-                check_routes_came(turn, server.url)
+                check_routes_present(turn, server.url)
                 return
             except ServerFailed as failure:
                 # The tokens so far are kept. Request the states again: the server may be dead.
@@ -173,7 +173,7 @@ class SglangEngine:
 
         self._homes[episode] = home
         self._homes.move_to_end(episode)
-        if len(self._homes) > REMEMBERED_EPISODES:
+        if len(self._homes) > MAX_TRACKED_EPISODES:
             self._homes.popitem(last=False)
         return ready[home]
 

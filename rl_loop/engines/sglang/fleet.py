@@ -42,7 +42,7 @@ from rl_loop.weight_sync.source import SyncFailed, WeightSource
 
 logger = logging.getLogger(__name__)
 
-NEWS_SECONDS = 30.0
+LOG_INTERVAL_SECONDS = 30.0
 """Seconds between two log lines about servers that are not ready."""
 
 MAX_SYNCS = 3
@@ -59,7 +59,7 @@ COMPARED_EVERY = 7
 7 divides neither 24 nor 36 layers, so that all layers are compared in turn.
 """
 
-DISK_PATIENCE = 15
+DISK_TIMEOUT_FACTOR = 15
 """Factor between the time limit for reading all weights from a disk and that for one bucket."""
 
 KEY_BYTES = 32
@@ -69,7 +69,7 @@ ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class HeldWeights:
+class CurrentWeights:
     """Weights for servers that restart."""
 
     source: WeightSource
@@ -94,7 +94,7 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
 class SglangFleet:
     """The ``servers`` of an SglangConfig.
 
-    Methods block and must not overlap. Only ``heal`` may overlap others: rollouts that overlap
+    Methods block and must not overlap. Only ``recover_engines`` may overlap others: rollouts that overlap
     training call it in their thread.
     """
 
@@ -108,7 +108,7 @@ class SglangFleet:
         self.actors = self._create_actors(context)
 
         # Weights for restarted servers. None while there are none to send.
-        self._held: HeldWeights | None = None
+        self._current: CurrentWeights | None = None
         self._canary: Canary | None = None
 
         # Incarnations of servers that have released their memory, and of servers whose checksums
@@ -116,7 +116,7 @@ class SglangFleet:
         self._paused: set[int] = set()
         self._compared: set[int] = set()
 
-        # Locked while the trainer updates the weights that ``heal`` would send.
+        # Locked while the trainer updates the weights that ``recover_engines`` would send.
         self._updating = Lock()
 
     def _create_actors(self, context: BackendContext) -> list[Any]:
@@ -169,7 +169,7 @@ class SglangFleet:
     def _healthy(self, wait_for: Sequence[ServerState] = ()) -> dict[Any, ServerStatus]:
         """Wait for servers and return the healthy ones, at least one, by actor.
 
-        Logs the number of ready servers every ``NEWS_SECONDS``.
+        Logs the number of ready servers every ``LOG_INTERVAL_SECONDS``.
 
         Args:
             wait_for: states of servers to wait for.
@@ -192,7 +192,7 @@ class SglangFleet:
                 return healthy
 
             now = time.monotonic()
-            if now - told >= NEWS_SECONDS:
+            if now - told >= LOG_INTERVAL_SECONDS:
                 logger.info(
                     "waiting for SGLang servers: %d of %d are ready after %.0f s; their output "
                     "is in %s",
@@ -233,7 +233,7 @@ class SglangFleet:
                 holds others.
         """
         # The canary's log-probs belong to the previous weights.
-        self._held = HeldWeights(source, version)
+        self._current = CurrentWeights(source, version)
         self._canary = None
         for attempt in range(MAX_SYNCS):
             # Servers restart only with the memory that the trainer has released.
@@ -241,7 +241,7 @@ class SglangFleet:
                 source.release_memory()
                 self._ask_all("allow_starts")
             try:
-                self._bring_to_held_weights(self._healthy())
+                self._sync_to_current(self._healthy())
                 return
             except SyncFailed as failure:
                 if attempt + 1 == MAX_SYNCS:
@@ -250,7 +250,7 @@ class SglangFleet:
                     "retrying the weight sync with restarted servers: %s", describe(failure)
                 )
 
-    def heal(self) -> None:
+    def recover_engines(self) -> None:
         """Bring restarted servers to the current weights.
 
         They serve only if their canary scores match those of the other servers. Does nothing while
@@ -260,7 +260,7 @@ class SglangFleet:
             SyncFailed: if the sync fails and no other server is healthy.
         """
         # Do not wait for the update: the trainer's next sync includes the restarted servers.
-        if self._held is None or not self._updating.acquire(blocking=False):
+        if self._current is None or not self._updating.acquire(blocking=False):
             return
         try:
             healthy = self._healthy()
@@ -273,7 +273,7 @@ class SglangFleet:
                 return
 
             try:
-                self._bring_to_held_weights(stale)
+                self._sync_to_current(stale)
             except SyncFailed as failure:
                 # Other servers still serve, so the run continues without the restarted ones.
                 if len(stale) == len(healthy):
@@ -284,20 +284,20 @@ class SglangFleet:
 
     @contextmanager
     def updating_weights(self, version: int) -> Iterator[None]:
-        """Block ``heal`` while the trainer updates its weights.
+        """Block ``recover_engines`` while the trainer updates its weights.
 
-        Afterwards ``heal`` sends weights ``version``.
+        Afterwards ``recover_engines`` sends weights ``version``.
         """
         with self._updating:
             yield
-            if self._held is not None:
-                self._held = HeldWeights(self._held.source, version)
+            if self._current is not None:
+                self._current = CurrentWeights(self._current.source, version)
                 self._canary = None
 
-    def _bring_to_held_weights(self, servers: dict[Any, ServerStatus]) -> None:
+    def _sync_to_current(self, servers: dict[Any, ServerStatus]) -> None:
         """Sync ``servers``. Afterwards they serve, or are killed if the sync failed."""
-        assert self._held is not None
-        version = self._held.version
+        assert self._current is not None
+        version = self._current.version
         taking_part = self._begin_syncs(servers)
         reached: int | None = None  # None: the weights of the servers are unknown
         try:
@@ -346,7 +346,7 @@ class SglangFleet:
         compare: bool,
         transport: TransportName | None = None,
     ) -> None:
-        assert self._held is not None
+        assert self._current is not None
         # One plan per sending rank: a rank sends to the servers with which it shares memory, or rank
         # 0 sends to all.
         urls: dict[int, list[str]] = {}
@@ -355,11 +355,11 @@ class SglangFleet:
 
         seconds = self._settings.sync_seconds
         if self._settings.weight_sync == "disk":
-            seconds *= DISK_PATIENCE
+            seconds *= DISK_TIMEOUT_FACTOR
         plans = {
             rank: SyncPlan(
                 urls=tuple(its_urls),
-                version=self._held.version,
+                version=self._current.version,
                 transport=transport or self._settings.weight_sync,
                 tensor_parallel=self._settings.tensor_parallel,
                 bucket_bytes=self._settings.resolved_bucket_bytes,
@@ -373,7 +373,7 @@ class SglangFleet:
             )
             for rank, its_urls in urls.items()
         }
-        self._held.source.send_weights(SglangSender(self._model, plans))
+        self._current.source.send_weights(SglangSender(self._model, plans))
 
     def _stores(self, urls: Sequence[str]) -> Path | None:
         """Return the directory of rendezvous files. None if trainer and servers need a port."""
@@ -401,7 +401,7 @@ class SglangFleet:
         Raises:
             WeightMismatch: if a server holds other weights. The message names the first tensor.
         """
-        if self._held is not None:
+        if self._current is not None:
             self._send(self._synced(), compare=True, transport="none")
 
     # -- scores -----------------------------------------------------------------------------------
@@ -430,9 +430,9 @@ class SglangFleet:
 
         for attempt in range(MAX_SCORINGS):
             synced = self._synced()
-            if not synced and self._held is not None:
+            if not synced and self._current is not None:
                 # All servers have ended since the sync. Restarted servers have no weights yet.
-                self.sync(self._held.source, self._held.version)
+                self.sync(self._current.source, self._current.version)
                 synced = self._synced()
 
             answers = self._at_all(tuple(status.url for status in synced.values()), score)
@@ -473,8 +473,8 @@ class SglangFleet:
             return
         # A server that restarts from here on must get the next version, and must not start before
         # the trainer has left the GPU.
-        self._held = None
-        self._ask_all("hold_starts")
+        self._current = None
+        self._ask_all("block_starts")
 
         known = zip(self.actors, asyncio.run(statuses(self.actors)), strict=True)
         servers = self._begin_syncs({actor: status for actor, status in known if status.healthy})

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from rl_loop.cluster.placement import end_with_parent, free_address
+from rl_loop.cluster.placement import exit_with_parent, free_address
 from rl_loop.cluster.ray_session import local_directory
 from rl_loop.engines.backend import EngineUnavailable
 from rl_loop.engines.sglang.client import SglangClient
@@ -80,7 +80,7 @@ class Fault:
     """Reason of the end of a process."""
 
     message: str
-    is_lasting: bool = False
+    is_permanent: bool = False
     """True if a restart would end in the same way. The message then gives a remedy."""
 
 
@@ -120,7 +120,9 @@ class SglangServer:
         self._health_seconds = health_seconds
 
         self._directory = local_directory()
-        self._environment = inherited_environment() | {"GPTOSS_STORES": str(self._directory)} | env
+        self._environment = (
+            inherited_environment() | {"GPTOSS_STORE_DIR": str(self._directory)} | env
+        )
         self._store: Path | None = None
         """File for the rendezvous of the server's processes."""
 
@@ -174,7 +176,7 @@ class SglangServer:
         else:
             self._change(state=ServerState.SYNCED, version=version)
 
-    async def hold_starts(self) -> None:
+    async def block_starts(self) -> None:
         """Start no process until ``allow_starts``, and kill one that is starting.
 
         The trainer needs its memory.
@@ -214,7 +216,7 @@ class SglangServer:
             fault = await self._run_once()
             self._kill()
             if not self._may_start.is_set() and not self._status.healthy:
-                # hold_starts ended it, or it ended during the hold. This is not a failed start.
+                # block_starts ended it, or it ended during the hold. This is not a failed start.
                 self._change(state=ServerState.DEAD, version=None, fault=fault.message)
                 continue
 
@@ -225,11 +227,11 @@ class SglangServer:
             failures += 1
             # A server that has started once may have failed for a passing reason, such as memory
             # that was not free yet.
-            is_hopeless = fault.is_lasting and not was_healthy
+            is_hopeless = fault.is_permanent and not was_healthy
             given_up = is_hopeless or failures >= MAX_FAILURES
 
             message = fault.message
-            if not fault.is_lasting:
+            if not fault.is_permanent:
                 # A reason that end_sync has set is more precise.
                 message = f"{self._status.fault or message}{self._log_tail()}"
             self._change(state=ServerState.DEAD, version=None, fault=message, given_up=given_up)
@@ -272,7 +274,7 @@ class SglangServer:
             self._change(state=ServerState.STALE)
             return self._explain(await self._watch_health(client, self._process))
         except EngineUnavailable as error:
-            return Fault(str(error), is_lasting=True)
+            return Fault(str(error), is_permanent=True)
         except OSError as error:
             return Fault(str(error))
         finally:
@@ -299,7 +301,7 @@ class SglangServer:
         advice = self._memory_fault(self._printed())
         if advice is None:
             return Fault(fault)
-        return Fault(f"{advice} (log: {self._log})", is_lasting=True)
+        return Fault(f"{advice} (log: {self._log})", is_permanent=True)
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -386,6 +388,6 @@ def _open_private(path: str, flags: int) -> int:
 
 def _prepare_process() -> None:
     """Prepare a server's process, between fork and exec."""
-    end_with_parent()
+    exit_with_parent()
     # SGLang's processes unpickle data from Unix sockets that they create in /tmp.
     os.umask(0o077)

@@ -94,7 +94,7 @@ class Chunk:
     """``meta_info`` of the chunk, unmodified."""
 
 
-class AnswerReader:
+class ResponseReader:
     """Reader of streamed responses of one model."""
 
     def __init__(self, model: ModelConfig) -> None:
@@ -125,7 +125,7 @@ class AnswerReader:
         Raises:
             ServerFailed: if the chunk is malformed or its values are impossible.
         """
-        with _nonsense_is_a_fault(url):
+        with _malformed_chunks_as_faults(url):
             meta = content["meta_info"]
             version = _checked_version(meta, turn, url, min_version)
             # Checked in every chunk, because ``end_turn`` uses it as a key.
@@ -275,7 +275,7 @@ def _check_counts(ids: list[int], entries: list[Any], received: int, total: int,
 
 
 @contextmanager
-def _nonsense_is_a_fault(url: str) -> Iterator[None]:
+def _malformed_chunks_as_faults(url: str) -> Iterator[None]:
     """Raise ServerFailed if the code in the context meets a malformed chunk."""
     try:
         yield
@@ -283,7 +283,7 @@ def _nonsense_is_a_fault(url: str) -> Iterator[None]:
         raise ServerFailed(f"{url}: a chunk cannot be read: {describe(error)}") from error
 
 
-def check_routes_came(turn: Turn, url: str) -> None:
+def check_routes_present(turn: Turn, url: str) -> None:
     """Check that tokens came with expert indices if the request needs them.
 
     Raises:

@@ -37,7 +37,7 @@ async def send_weights(
         SyncFailed: if a server fails. The message names it.
         WeightMismatch: if the weights do not fit the model, or a server holds other weights
             afterwards. The message names the tensor.
-        GatheringBroken: if ``named`` raises it.
+        GatheringFailed: if ``named`` raises it.
     """
     servers = SglangServers(model, plan)
     try:
@@ -75,7 +75,7 @@ class SglangSender:
             SyncFailed: if a server fails. The message names it.
             WeightMismatch: if the weights do not fit the model, or a server holds other weights
                 afterwards. The message names the tensor.
-            GatheringBroken: if ``named`` raises it.
+            GatheringFailed: if ``named`` raises it.
         """
         asyncio.run(send_weights(named, self.model, self.plans[rank]))
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_loop.chat.cut_text import cut_text
+from rl_loop.chat.truncate_text import truncate_text
 from rl_loop.environments.replayed import ServerLost
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.environments.tool_servers.content import text_of
@@ -15,7 +15,7 @@ from rl_loop.infrastructure import InfrastructureFailure, describe
 if TYPE_CHECKING:
     from mcp import Client
 
-MOST_PAGES = 100
+MAX_PAGES = 100
 """Limit of pages in a server's list of tools, in case the list never ends."""
 CLOSE_SECONDS = 10.0
 """Time for a server to exit. The ``mcp`` package kills its process after 2 s."""
@@ -32,7 +32,7 @@ class ServerTool:
 
 
 @dataclass(frozen=True)
-class ToolAnswer:
+class ToolResult:
     """Result of a tool."""
 
     text: str
@@ -96,7 +96,7 @@ class ServerConnection:
             await self.close()
             raise self._failure(f"was not ready within {seconds:g} s")
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolAnswer:
+    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         """Call a tool.
 
         Args:
@@ -125,7 +125,7 @@ class ServerConnection:
                 return self._answer_of(tool, asking)
             if self._holding.done():
                 raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
-            return ToolAnswer(f"{tool} did not answer within {seconds:g} s", is_error=True)
+            return ToolResult(f"{tool} did not answer within {seconds:g} s", is_error=True)
         finally:
             await _end(asking)
 
@@ -178,7 +178,7 @@ class ServerConnection:
 
     # ---- results and failures
 
-    def _answer_of(self, tool: str, asking: "asyncio.Future[Any]") -> ToolAnswer:
+    def _answer_of(self, tool: str, asking: "asyncio.Future[Any]") -> ToolResult:
         """Return the result of a finished call. Raises InfrastructureFailure."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
@@ -189,11 +189,11 @@ class ServerConnection:
         if error is None:
             result = asking.result()
             said = text_of([block.model_dump() for block in result.content])
-            text = cut_text(said, self.config.max_output_bytes)
-            return ToolAnswer(text, is_error=bool(result.is_error))
+            text = truncate_text(said, self.config.max_output_bytes)
+            return ToolResult(text, is_error=bool(result.is_error))
         # The server works and rejects the arguments, which the policy wrote.
         if isinstance(error, MCPError) and error.code in (INVALID_PARAMS, REQUEST_TIMEOUT):
-            return ToolAnswer(f"{tool}: {error.message}", is_error=True)
+            return ToolResult(f"{tool}: {error.message}", is_error=True)
         # With an error response the connection still exists. All other errors mean that it is lost.
         if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
             self._client = None
@@ -211,12 +211,12 @@ class ServerConnection:
         return "it ended" if error is None else describe(_innermost(error))
 
     def _failure(self, what: str) -> InfrastructureFailure:
-        culprit = f"tool server {self.name}"
-        return InfrastructureFailure("tool", f"{culprit} {what}", culprit)
+        failure_source = f"tool server {self.name}"
+        return InfrastructureFailure("tool", f"{failure_source} {what}", failure_source)
 
     def _lost(self, what: str) -> ServerLost:
-        culprit = f"tool server {self.name}"
-        return ServerLost("tool", f"{culprit} {what}", culprit)
+        failure_source = f"tool server {self.name}"
+        return ServerLost("tool", f"{failure_source} {what}", failure_source)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:
@@ -230,7 +230,7 @@ async def _listed(client: "Client") -> list[ServerTool]:
     """Return the tools of a server. Raises ValueError if the list has too many pages."""
     tools: list[ServerTool] = []
     cursor: str | None = None
-    for _ in range(MOST_PAGES):
+    for _ in range(MAX_PAGES):
         page = await client.list_tools(cursor=cursor)
         tools += [
             ServerTool(tool.name, tool.description or "", tool.input_schema) for tool in page.tools
@@ -238,7 +238,7 @@ async def _listed(client: "Client") -> list[ServerTool]:
         cursor = page.next_cursor
         if not cursor:
             return tools
-    raise ValueError(f"its list of tools has more than {MOST_PAGES} pages")
+    raise ValueError(f"its list of tools has more than {MAX_PAGES} pages")
 
 
 def _innermost(error: BaseException) -> BaseException:

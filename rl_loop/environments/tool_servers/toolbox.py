@@ -15,7 +15,7 @@ from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import (
     ServerConnection,
     ServerTool,
-    ToolAnswer,
+    ToolResult,
 )
 
 Servers = Mapping[str, ToolServerConfig]
@@ -98,7 +98,7 @@ class ToolBox:
         """Return True if a tool's server belongs to this episode only."""
         return not self._tools[name].connection.config.shared
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Call a tool, offered or not, by its name in the prompt.
 
         Raises:

@@ -71,7 +71,7 @@ def write_file(path: str, text: str) -> None:
         file.write(text)
 
 
-def die_with_parent() -> None:
+def exit_with_parent() -> None:
     """Let the kernel kill this process when its parent exits."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -26,10 +26,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-LOOK_SECONDS = 0.1
+CHECK_SECONDS = 0.1
 # Every tenth check is exact. The kernel's fast counters may be off by a megabyte per processor and
 # process.
-LOOKS_PER_EXACT_LOOK = 10
+CHECKS_PER_EXACT_CHECK = 10
 # Processes are read in sequence, and pages may move between them in the meantime. Therefore check
 # again before killing.
 CONFIRM_SECONDS = 0.02
@@ -43,14 +43,14 @@ LINK_BYTES = 32
 # with the number of processors.
 DESCRIPTOR_BYTES = (1 << 16) + 256 * (os.cpu_count() or 1)
 # Filters and other options of one socket (net.core.optmem_max).
-LARGEST_OPTION_MEMORY = 1 << 17
+MAX_OPTION_MEMORY = 1 << 17
 # File locks of all processes of the call. They are kernel memory that not even a cgroup counts.
 LOCKS = 1000
 READ_BYTES = 1 << 16
 
 # One level of niceness reduces the weight by a factor of 1.25 (sched_prio_to_weight in the kernel).
 WEIGHT_OF_A_NICE_LEVEL = 1.25
-LARGEST_NICE = 19
+MAX_NICE = 19
 
 # Number of the system call, and its type for comparing address spaces.
 KCMP = {"x86_64": 312, "aarch64": 272}
@@ -93,7 +93,7 @@ class ProcessWatch:
         """
         self._limit = memory_bytes
         # A message may start while its buffer has space, and so fill the buffer twice.
-        self._socket_bytes = 2 * socket_buffer_bytes + LARGEST_OPTION_MEMORY
+        self._socket_bytes = 2 * socket_buffer_bytes + MAX_OPTION_MEMORY
         self._memory_events = memory_events
         self._has_cpu_weight = has_cpu_weight
 
@@ -107,7 +107,7 @@ class ProcessWatch:
         self._kills_before = self._count_kills()
         self._tmp: int | None = None
 
-        self._looks = 0
+        self._checks = 0
         self._busy_before = 0
         self._counted_bytes = 0
         """Kernel memory for mappings and descriptors at the last exact check."""
@@ -116,13 +116,13 @@ class ProcessWatch:
         """Open the call's /tmp. Call it after the program has mounted it."""
         self._tmp = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Check the limits, and increase the niceness of a call with many busy tasks.
 
         Returns:
             The reason for killing the call, "memory" or "locks"; None if there is none.
         """
-        self._looks += 1
+        self._checks += 1
         if not self._has_cpu_weight:
             self._share_processors()
 
@@ -131,7 +131,7 @@ class ProcessWatch:
         if self._memory_events is not None:
             return self.killed_by_own_limit()
 
-        exact = self._looks % LOOKS_PER_EXACT_LOOK == 0
+        exact = self._checks % CHECKS_PER_EXACT_CHECK == 0
         if exact:
             self._counted_bytes = self._mappings_bytes() + self._descriptors_bytes()
         if self._memory_bytes(exact) <= self._limit:
@@ -288,7 +288,7 @@ class ProcessWatch:
         self._busy_before = busy
         if steadily_busy < 2:
             return
-        level = min(LARGEST_NICE, math.ceil(math.log(steadily_busy, WEIGHT_OF_A_NICE_LEVEL)))
+        level = min(MAX_NICE, math.ceil(math.log(steadily_busy, WEIGHT_OF_A_NICE_LEVEL)))
         for task_id, nice in niceness.items():
             if nice < level:
                 try:

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from rl_loop.sandbox.inside.confinement import (
     SeccompProgram,
-    die_with_parent,
     drop_capabilities,
+    exit_with_parent,
     mount_own_files,
     set_resource_limits,
     write_file,
@@ -55,7 +55,7 @@ def run_program(
         setup_write: descriptor for SET_UP, or for an error of the set-up.
     """
     try:
-        die_with_parent()
+        exit_with_parent()
         # Otherwise kill(0, ...) would reach the server's process group in spite of the namespaces.
         os.setsid()
         setup_write = keep_descriptors(output_write, setup_write)

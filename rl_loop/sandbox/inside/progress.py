@@ -9,7 +9,7 @@ from rl_loop.sandbox.inside.messages import Call
 
 
 @dataclass(frozen=True)
-class Reached:
+class CallProgress:
     """Progress of a call's programs."""
 
     begun: int
@@ -27,7 +27,7 @@ class Progress:
     time. It cannot get more than ``timeout_seconds`` for each program of the call.
     """
 
-    _FORMAT = "=IId"  # the fields of ``Reached``
+    _FORMAT = "=IId"  # the fields of ``CallProgress``
     _REACHED_END_OFFSET = 4
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Progress:
         """Record that the program reached its end, or an exception that keeps the interpreter."""
         struct.pack_into("=I", self._page, self._REACHED_END_OFFSET, 1)
 
-    def read(self) -> Reached:
+    def read(self) -> CallProgress:
         begun, reached_end, begun_at = struct.unpack_from(self._FORMAT, self._page)
-        return Reached(begun, reached_end == 1, begun_at)
+        return CallProgress(begun, reached_end == 1, begun_at)
 
 
 class Deadline:

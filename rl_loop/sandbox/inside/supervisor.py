@@ -11,7 +11,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from rl_loop.sandbox.inside.confinement import SeccompProgram, die_with_parent, enter_namespaces
+from rl_loop.sandbox.inside.confinement import SeccompProgram, enter_namespaces, exit_with_parent
 from rl_loop.sandbox.inside.messages import (
     FAILED,
     STARTED,
@@ -21,7 +21,7 @@ from rl_loop.sandbox.inside.messages import (
     receive,
     send,
 )
-from rl_loop.sandbox.inside.process_watch import LOOK_SECONDS, ProcessWatch
+from rl_loop.sandbox.inside.process_watch import CHECK_SECONDS, ProcessWatch
 from rl_loop.sandbox.inside.program import SET_UP, run_program
 from rl_loop.sandbox.inside.progress import Deadline, Progress
 
@@ -38,7 +38,7 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
     Processes of a killed call may still be exiting afterwards.
     """
     call = Call.from_json(receive())
-    die_with_parent()
+    exit_with_parent()
     try:
         result, output = run_call(call, settings, seccomp)
     except CallFailed as failure:
@@ -206,7 +206,7 @@ def watch(
     """
     process = os.pidfd_open(program)
     os.set_blocking(output_read, False)
-    next_look = deadline.begun_at + LOOK_SECONDS
+    next_check = deadline.begun_at + CHECK_SECONDS
     room = output_bytes + 1
     output = bytearray()
     watched = [output_read, process]
@@ -214,14 +214,14 @@ def watch(
         now = time.monotonic()
         if now >= deadline.update():
             return output, "time"
-        if now >= next_look:
-            reason = process_watch.look()
+        if now >= next_check:
+            reason = process_watch.check()
             if reason is not None:
                 return output, reason
             # Checking many large processes takes long. Limit it to a third of one processor.
-            next_look = time.monotonic() + max(LOOK_SECONDS, 2 * (time.monotonic() - now))
+            next_check = time.monotonic() + max(CHECK_SECONDS, 2 * (time.monotonic() - now))
 
-        wait = max(0.0, min(deadline.update(), next_look) - time.monotonic())
+        wait = max(0.0, min(deadline.update(), next_check) - time.monotonic())
         ready, _, _ = select.select(watched, [], [], wait)
         if process in ready:
             # Process 1 has exited, so all of its namespace has. The pipe has the rest of the

@@ -138,7 +138,7 @@ VIEWS = {
     "curves": ("#/curves?runs=growing,ended", ".chart canvas"),
     "episodes": ("#/episodes?run=growing", ".episodes tbody tr"),
     "conversation": ("#/episode?run=growing&id={id}", ".message.final"),
-    "tokens": ("#/episode?run=growing&id={id}&view=tokens&colour=gap", ".token.less"),
+    "tokens": ("#/episode?run=growing&id={id}&view=tokens&color=gap", ".token.less"),
     "group": ("#/group?run=growing&step=3&split=train&group=1", ".siblings article"),
     "config": ("#/config?run=ended", "dd"),
 }
@@ -339,7 +339,7 @@ def test_viewer_is_usable_by_keyboard(chromium: Any, viewer: Served) -> None:
         page.keyboard.press("t")
         page.wait_for_selector(".tokens")
         page.keyboard.press("c")
-        assert "colour=" in page.url
+        assert "color=" in page.url
         page.keyboard.press("ArrowRight")
         assert page.locator(".token.chosen").count() == 1
         page.keyboard.press("g")
@@ -365,23 +365,23 @@ def test_problems_of_a_run_are_visible_on_first_page(
             in wrong.inner_text()
         )
         assert "All 6 checks pass" in right.inner_text()
-        colour = "(node) => getComputedStyle(node).borderTopColor"
-        assert wrong.evaluate(colour) != right.evaluate(colour)
+        color = "(node) => getComputedStyle(node).borderTopColor"
+        assert wrong.evaluate(color) != right.evaluate(color)
         assert fits(page)
         assert barriers(page) == []
 
 
 def test_answer_has_the_color_of_its_reward(chromium: Any, viewer: Served) -> None:
-    colours = []
+    colors = []
     for reward in ("reward_from=1", "reward_to=-1"):
         (row,) = viewer.get(f"/api/runs/growing/episodes?limit=1&{reward}").json["rows"]
         with opened(chromium, viewer, f"#/episode?run=growing&id={row['id']}") as page:
             answer = page.locator(".message.final.sampled")
-            colours.append(answer.evaluate("(node) => getComputedStyle(node).backgroundColor"))
-            red, green, _ = map(int, re.findall(r"\d+", colours[-1])[:3])
+            colors.append(answer.evaluate("(node) => getComputedStyle(node).backgroundColor"))
+            red, green, _ = map(int, re.findall(r"\d+", colors[-1])[:3])
             assert (green > red) == (row["reward"] > 0)
             assert barriers(page) == []
-    assert colours[0] != colours[1]
+    assert colors[0] != colors[1]
 
 
 def test_viewer_shows_damaged_files_and_unnamed_tasks(

@@ -17,7 +17,7 @@ from launch.viewer.server import STATIC_FILES, open_server
 from megatron_gptoss.user_error import UserError
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import EpisodesOfSplit
+from rl_loop.tracking.episode_table import SplitEpisodes
 from tests.support.launch.viewer.served import ExampleRun, Served, served
 from tests.support.recorded_episodes import VOCABULARY, failed, groups_of_step, train_split
 
@@ -204,7 +204,7 @@ def test_rows_without_a_value_are_sorted_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("colour=red", "unknown filter 'colour'"),
+        ("color=red", "unknown filter 'color'"),
         ("limit=many", "limit: 'many' is not a number"),
         ("reward_from=nan", "reward_from: 'nan' is not a number"),
         ("limit=501", "limit from 1 to 500"),
@@ -264,7 +264,7 @@ def test_numbers_that_json_cannot_write_become_null(tmp_path: Path) -> None:
     group = TrajectoryGroup("task", [], [failed("task")])
     group.invalid[0].rollout_log_probs[9] = float("-inf")
     with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
-        recorder.record(0, [EpisodesOfSplit("train", [group])])
+        recorder.record(0, [SplitEpisodes("train", [group])])
     with served(tmp_path) as viewer:
         body = viewer.get("/api/runs/run/episodes/0").body.decode()
 

@@ -17,7 +17,7 @@ import pytest
 
 from rl_loop.agents import episode as episode_module
 from rl_loop.agents import process as process_module
-from rl_loop.agents.episode import ProgramRunner
+from rl_loop.agents.episode import AgentRunner
 from rl_loop.agents.process import AgentProcesses
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.chat.codec import ChatCodec
@@ -54,26 +54,26 @@ def calls(harmony: Harmony, name: str, **arguments: object) -> list[int]:
 @asynccontextmanager
 async def running(
     codec: ChatCodec, engine: Any, limits: EpisodeLimits = LIMITS
-) -> AsyncIterator[ProgramRunner]:
+) -> AsyncIterator[AgentRunner]:
     settings = GatewaySettings(SessionSettings(limits, SAMPLING))
     gateway = Gateway(engine, codec, ModelShape(codec.vocabulary.size), settings)
     await gateway.start()
     processes = AgentProcesses()
     try:
-        yield ProgramRunner(gateway, processes, limits)
+        yield AgentRunner(gateway, processes, limits)
     finally:
         await gateway.close()
         await processes.close()
 
 
-async def play(runner: ProgramRunner, name: str, *, seed: int = 0, **task: Any) -> Trajectory:
+async def play(runner: AgentRunner, name: str, *, seed: int = 0, **task: Any) -> Trajectory:
     parts = ["politeness"] if name == "plain" else []
     options = BlackBoxOptions(agent=f"{PROGRAMS}:{name}", parts=parts, memory_gb=2)
     return await play_task(runner, options, {"prompt": "Hi", "answer": "Hello", **task}, seed=seed)
 
 
 async def play_task(
-    runner: ProgramRunner, options: BlackBoxOptions, record: dict[str, Any], *, seed: int = 0
+    runner: AgentRunner, options: BlackBoxOptions, record: dict[str, Any], *, seed: int = 0
 ) -> Trajectory:
     made = BlackBoxEnvironment.from_record(record, "task", options)
     environment = make_offline_environment(made)
@@ -372,7 +372,7 @@ def test_many_episodes_share_a_process_across_a_weight_sync(tiny: Harmony) -> No
             assert episode.reward == 1.0
             assert len({span.version for span in episode.weight_versions}) == 2
             # The prompt and the first of two tokens. The second token was not an input yet.
-            assert episode.prefilled_again == episode.weight_versions[0].start + 1
+            assert episode.recomputed_tokens == episode.weight_versions[0].start + 1
             episode.validate()
         assert engine.most_running > 1
         assert not hosts[0].is_running()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_loop.agents.episode import ProgramRunner
+from rl_loop.agents.episode import AgentRunner
 from rl_loop.agents.process import AgentProcesses
 from rl_loop.chat.tools import Tool
 from rl_loop.config.episode import EpisodeLimits
@@ -59,7 +59,7 @@ class Adding(Environment):
     async def answer(self, text: str) -> StepResult:
         if self.follow_ups:
             return StepResult(user=self.follow_ups.pop(0))
-        return self.finished(float(text == ANSWER))
+        return self.end_with_score(float(text == ANSWER))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Players:
         gateway = Gateway(self.engine(case), self.harmony, shape, settings)
         await gateway.start()
         try:
-            runner = ProgramRunner(gateway, self.processes, limits)
+            runner = AgentRunner(gateway, self.processes, limits)
             return await runner.run_episode(
                 "task", environment, sampling, seed=3, routed_experts=True
             )

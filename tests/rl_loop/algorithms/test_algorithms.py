@@ -420,9 +420,9 @@ def test_mismatch_estimators_equal_their_definitions() -> None:
         "mismatch/chi_square": sum((math.exp(x) - 1) ** 2 for x in d),
         "mismatch/log_perplexity_train": 3.5,
         "mismatch/log_perplexity_rollout": 3.3,
-        "mismatch/log_ppl_gap": 0.1 + 0.15,
+        "mismatch/log_perplexity_gap": 0.1 + 0.15,
         "sequences": 2,
     }
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(want, **EXACT)
     assert maxima["mismatch/logprob_gap_max"].item() == pytest.approx(0.3)
-    assert maxima["mismatch/log_ppl_gap_max"].item() == pytest.approx(0.15)
+    assert maxima["mismatch/log_perplexity_gap_max"].item() == pytest.approx(0.15)

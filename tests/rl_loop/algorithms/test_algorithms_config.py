@@ -52,7 +52,7 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         (["correction.weight=icepop", "correction.bounds=[2,3]"], "must contain 1"),
         (["policy_loss=gspo", "policy_loss.dual_clip=3"], "dual_clip: unknown key for this"),
         (
-            ["advantage={type: gdpo, reward_weights: {correct: 1.0}}", "kl={place: reward}"],
+            ["advantage={type: gdpo, reward_weights: {correct: 1.0}}", "kl={apply_to: reward}"],
             "would cancel kl.coefficient",
         ),
         (

@@ -94,7 +94,7 @@ def test_correction_weights_equal_those_of_the_rule(
 
 
 def sample(
-    staleness: list[int] | None = None, is_grafted: list[bool] | None = None
+    staleness: list[int] | None = None, is_spliced: list[bool] | None = None
 ) -> dict[str, Any]:
     return {
         "token_ids": [1, 2, 3, 4],
@@ -102,7 +102,7 @@ def sample(
         "advantages": [1.0] * 4,
         "rollout_log_probs": [0.0, -1.0, -1.0, -1.0],
         "staleness": staleness,
-        "is_grafted": is_grafted,
+        "is_spliced": is_spliced,
     }
 
 
@@ -149,7 +149,7 @@ def test_tokens_beyond_the_staleness_limit_are_dropped() -> None:
 def test_spliced_tokens_train_without_correction_or_mismatch() -> None:
     weights, sums = run(
         AlgorithmConfig(),
-        sample(is_grafted=[False, False, True, False]),
+        sample(is_spliced=[False, False, True, False]),
         [-1.0, -3.0, -1.0 + math.log(1.5)],
     )
     assert weights.tolist() == pytest.approx([1.0, 1.0, 1.5])

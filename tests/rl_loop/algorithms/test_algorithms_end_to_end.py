@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "dapo": ["algorithm.overlong_buffer=100", "algorithm.mini_batches=2"],
     "rloo": [
         "algorithm.kl.coefficient=0.01",
-        "algorithm.kl.place=reward",
+        "algorithm.kl.apply_to=reward",
         "algorithm.kl.estimator=k1",
     ],
     "gspo": ["algorithm.mini_batches=2", "algorithm.routing_replay=R2"],

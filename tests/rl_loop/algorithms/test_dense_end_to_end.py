@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.config.errors import CannotStart, ConfigError
+from rl_loop.config.errors import ConfigError, StartError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.training import DemonstrationConfig
@@ -66,7 +66,7 @@ def test_dense_sft_trains_on_whole_turns_that_parse(
 ) -> None:
     settings = sft_config(tmp_path)
     tasks = build_tasks(settings)
-    samples = tasks.demonstrations(0, 4, DemonstrationConfig(expert=1.0))
+    samples = tasks.demonstrations(0, 4, DemonstrationConfig(expert_share=1.0))
     for i in range(len(samples)):
         span = slice(samples.offsets[i], samples.offsets[i + 1])
         learned = samples.token_ids[span][samples.loss_mask[span]]
@@ -158,7 +158,7 @@ def test_gpt_oss_settings_are_rejected_for_a_dense_model(
 
 
 def refused(config: RunConfig, message: str) -> None:
-    with pytest.raises(CannotStart, match=message):
+    with pytest.raises(StartError, match=message):
         check_chat_format(config)
 
 

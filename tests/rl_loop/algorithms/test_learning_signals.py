@@ -384,13 +384,13 @@ def test_equal_rewards_give_zero_gradient_for_all_losses(
 
 
 def correction_of(
-    rule: dict[str, Any], log_rho: list[list[float]], grafted: list[int]
+    rule: dict[str, Any], log_rho: list[list[float]], spliced: list[int]
 ) -> list[list[float]]:
-    """Return the weights of sequences of sampled tokens followed by ``grafted`` spliced tokens."""
-    rows = [torch.tensor(row + [0.0] * n) for row, n in zip(log_rho, grafted, strict=True)]
+    """Return the weights of sequences of sampled tokens followed by ``spliced`` spliced tokens."""
+    rows = [torch.tensor(row + [0.0] * n) for row, n in zip(log_rho, spliced, strict=True)]
     masks = [
         torch.tensor([True] * len(row) + [False] * n)
-        for row, n in zip(log_rho, grafted, strict=True)
+        for row, n in zip(log_rho, spliced, strict=True)
     ]
     index = torch.cat([torch.full((len(row),), i) for i, row in enumerate(rows)])
     values = torch.cat(rows)
@@ -421,9 +421,9 @@ SEQUENCE_RULES = {name: rule for name, rule in REJECTIONS.items() if name != "ic
 def test_sequence_is_dropped_independently_of_spliced_tokens(
     name: str, log_rho: list[list[float]], data: st.DataObject
 ) -> None:
-    grafted = [data.draw(st.integers(0, 5)) for _ in log_rho]
-    together = correction_of(SEQUENCE_RULES[name], log_rho, grafted)
-    for row, extra, weights in zip(log_rho, grafted, together, strict=True):
+    spliced = [data.draw(st.integers(0, 5)) for _ in log_rho]
+    together = correction_of(SEQUENCE_RULES[name], log_rho, spliced)
+    for row, extra, weights in zip(log_rho, spliced, together, strict=True):
         (alone,) = correction_of(SEQUENCE_RULES[name], [row], [0])
         assert weights[: len(row)] == pytest.approx(alone, rel=1e-5)
         dropped = not any(alone)
@@ -437,7 +437,7 @@ def test_spliced_tokens_do_not_dilute_the_mean_of_a_sequence() -> None:
         "advantages": [1.0] * 4,
         "rollout_log_probs": [0.0, -1.0, 0.0, 0.0],
     }
-    one["is_grafted"] = [False, False, True, True]
+    one["is_spliced"] = [False, False, True, True]
     config = AlgorithmConfig.model_validate({"correction": {"geometric_bounds": (0.8, 1.25)}})
     log_probs = torch.tensor(
         [-1.3, -0.1, -0.1], requires_grad=True
@@ -452,15 +452,15 @@ def test_spliced_tokens_do_not_dilute_the_mean_of_a_sequence() -> None:
 def test_spliced_tokens_train_with_any_engine_log_probs() -> None:
     config, samples, _ = exclusion("masked", "ppo")
     samples[0]["loss_mask"] = [0, 1, 1, 1, 1, 1]
-    samples[0]["is_grafted"] = [False, False, True, True, False, False]
+    samples[0]["is_spliced"] = [False, False, True, True, False, False]
     batch = packed(samples)
     log_probs, entropy = batch.rollout_log_probs + 0.02, torch.ones_like(batch.rollout_log_probs)
-    grafted = batch.is_grafted
+    spliced = batch.is_spliced
     want = gradients(config, samples, batch, log_probs, entropy)
-    assert want[1][grafted].all()
+    assert want[1][spliced].all()
     for garbage in GARBAGE:
         other = replace(
-            batch, rollout_log_probs=torch.where(grafted, garbage, batch.rollout_log_probs)
+            batch, rollout_log_probs=torch.where(spliced, garbage, batch.rollout_log_probs)
         )
         for value, expected in zip(
             gradients(config, samples, other, log_probs, entropy), want, strict=True
@@ -613,7 +613,7 @@ def test_group_with_all_episodes_excluded_has_no_signal() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_stale_tokens_do_not_enter_a_kl_penalty_in_the_reward(estimator: str) -> None:
     config = algorithm(
-        "dr_grpo", kl=KlConfig(place="reward", estimator=estimator, coefficient=1.0), old_log_probs="rollout",
+        "dr_grpo", kl=KlConfig(apply_to="reward", estimator=estimator, coefficient=1.0), old_log_probs="rollout",
         correction={"weight": "none"},
     )  # fmt: skip
     groups = [group([0.0, 1.0])]

@@ -85,8 +85,8 @@ def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
 
     seen = json.loads(seen_by_server.read_text())
     assert seen["arguments"][seen["arguments"].index("--attention-backend") + 1] == attention
-    mends = seen["environment"]["GPTOSS_SGLANG_MENDS"].split(",")
-    assert ("triton_window" in mends) == (attention == "triton")
+    patches = seen["environment"]["GPTOSS_SGLANG_PATCHES"].split(",")
+    assert ("triton_window" in patches) == (attention == "triton")
     path = seen["environment"]["PYTHONPATH"].removeprefix(f"{paths}:").split(":")
     assert path == [str(PLUGIN), "/of/sglang"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ray.exceptions import RayActorError
 
-from rl_loop.cluster.actor_deaths import RecentDeaths, died_by_itself
+from rl_loop.cluster.actor_deaths import RecentDeaths, process_died
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import time
 import ray
-from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, died_by_itself
+from rl_loop.cluster.actor_deaths import ACTOR_DEATHS, process_died
 from rl_loop.cluster.ray_session import start_local_ray
 
 @ray.remote
@@ -28,7 +28,7 @@ start_local_ray(num_cpus=1, object_store_bytes=100 << 20)
 try:
     ray.get(Sleeper.remote().sleep.remote())
 except ACTOR_DEATHS as death:
-    print(type(death).__name__, died_by_itself(death))
+    print(type(death).__name__, process_died(death))
 """
 
 
@@ -51,9 +51,9 @@ def test_kill_by_rays_memory_monitor_counts_as_a_death() -> None:
 
 
 def test_exception_in_a_constructor_is_not_a_death() -> None:
-    assert died_by_itself(RayActorError())
-    assert not died_by_itself(RayActorError(actor_init_failed=True))
-    assert not died_by_itself(ValueError("a mistake"))
+    assert process_died(RayActorError())
+    assert not process_died(RayActorError(actor_init_failed=True))
+    assert not process_died(ValueError("a mistake"))
 
 
 def test_recent_deaths_exclude_earlier_ones() -> None:

@@ -202,7 +202,7 @@ def test_death_of_a_ray_process_is_reported_unless_it_is_closed(
     monkeypatch.setattr(os, "_exit", statuses.append)
     parts = {name: subprocess.Popen(["sleep", "600"]) for name in ("node", "control store")}
     pids = [part.pid for part in parts.values()]
-    with ray_session.naming_their_death(ray_session.RayProcesses(*pids)):
+    with ray_session.end_with_message_on_exit(ray_session.RayProcesses(*pids)):
         if killed is not None:
             parts[killed].kill()
             # Without its control store, the node is ended.
@@ -222,9 +222,9 @@ def test_death_of_a_node_is_reported_after_the_drivers_death(tmp_path: Path) -> 
     """The driver ends at once, before its threads can act, as if Ray's C++ code had ended it."""
     program = """
         import ctypes, signal, subprocess
-        from rl_loop.cluster.ray_session import RayProcesses, naming_their_death
+        from rl_loop.cluster.ray_session import RayProcesses, end_with_message_on_exit
         node = subprocess.Popen(["sleep", "30"], stderr=subprocess.DEVNULL)
-        with naming_their_death(RayProcesses(node.pid, os.getppid())):
+        with end_with_message_on_exit(RayProcesses(node.pid, os.getppid())):
             sys.setswitchinterval(3600)
             sleep_with_the_interpreter_locked = ctypes.PyDLL(None).usleep
             node.kill()

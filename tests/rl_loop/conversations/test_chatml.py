@@ -17,12 +17,12 @@ from rl_loop.conversations.chatml import ChatMlRenderer
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.conversations.refusals import RefusalReport
+from rl_loop.conversations.rejections import RejectionReport
 from rl_loop.conversations.rendering import RenderedSample, RenderOptions
 from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES
 
 LONG = 100_000
-OPTIONS = RenderOptions("harmony", LONG, "refuse")
+OPTIONS = RenderOptions("harmony", LONG, "reject")
 CODECS = {name: ChatMl(v, ChatMlConfig(system=None)) for name, v in VOCABULARIES.items()}
 
 USER = {"role": "user", "content": "Hi?"}
@@ -85,8 +85,8 @@ BY_HAND = {
 
 
 def rendered(record: Any, codec: ChatMl) -> RenderedSample:
-    (sample,), refused = ChatMlRenderer(codec, OPTIONS).render_record(record, "auto")
-    assert refused == []
+    (sample,), rejected = ChatMlRenderer(codec, OPTIONS).render_record(record, "auto")
+    assert rejected == []
     return sample
 
 
@@ -183,7 +183,7 @@ def test_long_conversation_is_rejected_or_truncated() -> None:
     codec = CODECS["qwen"]
     whole = rendered(record, codec)
     limit = len(whole.token_ids) - 1
-    refusing = ChatMlRenderer(codec, RenderOptions("append", limit, "refuse"))
+    refusing = ChatMlRenderer(codec, RenderOptions("append", limit, "reject"))
     with pytest.raises(ConversationError, match=r"more than data\.max_tokens"):
         refusing.render_record(record, "messages")
     (cut,), _ = ChatMlRenderer(codec, RenderOptions("append", limit, "truncate")).render_record(
@@ -201,6 +201,6 @@ def test_other_processes_render_equal_samples(tmp_path: Path) -> None:
     codec = ChatMl(tiny_vocabulary(600, "Hi? Yes."), ChatMlConfig())
     config = DataConfig.model_validate({"path": str(path), "workers": 1})
     with ConversationData(config, codec, LONG) as data:
-        samples = data.stream(RefusalReport(lambda records: None, print)).take(1)
+        samples = data.stream(RejectionReport(lambda records: None, print)).take(1)
     assert samples is not None
     assert list(samples.token_ids) == rendered({"messages": [USER, ANSWER]}, codec).token_ids

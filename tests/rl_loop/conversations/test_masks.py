@@ -13,7 +13,7 @@ import pytest
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import make_conversation
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.conversations.formats import read_conversation, recognise
+from rl_loop.conversations.formats import detect_format, read_conversation
 from rl_loop.conversations.rendering import ConversationRenderer, RenderedSample, RenderOptions
 from rl_loop.conversations.rows import Row
 from rl_loop.harmony.codec import Harmony, Tool
@@ -34,11 +34,11 @@ LONG = 100_000
 
 
 def rendered(case: Case, harmony: Harmony, max_tokens: int = LONG) -> list[RenderedSample]:
-    options = RenderOptions(case.history, max_tokens, "refuse")  # type: ignore[arg-type]
-    samples, refused = ConversationRenderer(harmony, options).render(
+    options = RenderOptions(case.history, max_tokens, "reject")  # type: ignore[arg-type]
+    samples, rejected = ConversationRenderer(harmony, options).render(
         read_conversation(case.record, case.form)
     )
-    assert refused == []
+    assert rejected == []
     return samples
 
 
@@ -87,7 +87,7 @@ def test_small_vocabulary_gives_the_same_mask(case: Case, tiny: Harmony) -> None
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_format_of_conversations_is_detected(case: Case) -> None:
-    assert recognise(case.record) == case.form
+    assert detect_format(case.record) == case.form
     harmony = Harmony(GptOssVocabulary(), case.prompt)
     assert rendered(replace(case, form="auto"), harmony) == rendered(case, harmony)
 
@@ -152,7 +152,7 @@ def test_recorded_episode_trains_like_its_demonstration(
         conversation = make_conversation(as_record(episode), tools=list(episode.tools))
 
         whole, by_turn = (
-            ConversationRenderer(harmony, RenderOptions(history, LONG, "refuse")).render(
+            ConversationRenderer(harmony, RenderOptions(history, LONG, "reject")).render(
                 conversation
             )[0]
             for history in ("append", "harmony")
@@ -176,7 +176,7 @@ def test_recorded_episode_trains_like_its_demonstration(
 def test_malformed_conversation_is_rejected_with_the_reason(
     form: Format, content: bytes, reason: str, full: Harmony
 ) -> None:
-    renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "refuse"))
+    renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "reject"))
     with pytest.raises(ConversationError, match=re.escape(reason)):
         renderer.render(read_conversation(Row(1, content).record({}), form))
 
@@ -193,26 +193,26 @@ def test_too_long_sample_is_rejected_or_truncated(full: Harmony) -> None:
     assert len(first.token_ids) <= limit
 
     harmony = Harmony(GptOssVocabulary(), SHORT_PROMPT)
-    kept, refused = ConversationRenderer(harmony, RenderOptions("harmony", limit, "refuse")).render(
-        conversation
-    )
+    kept, rejected = ConversationRenderer(
+        harmony, RenderOptions("harmony", limit, "reject")
+    ).render(conversation)
     assert kept == [first]
-    assert refused == [
+    assert rejected == [
         f"turn 1 of the user: it has {limit + 1} tokens, more than data.max_tokens ({limit})"
     ]
 
-    kept, refused = ConversationRenderer(
+    kept, rejected = ConversationRenderer(
         harmony, RenderOptions("harmony", limit, "truncate")
     ).render(conversation)
-    assert refused == []
+    assert rejected == []
     assert kept[1].token_ids == second.token_ids[:-1]
     assert kept[1].loss_mask == second.loss_mask[:-1]
 
     few = second.loss_mask.index(True)
-    kept, refused = ConversationRenderer(harmony, RenderOptions("harmony", few, "truncate")).render(
-        conversation
-    )
-    assert f"its first {few} tokens (data.max_tokens) have no token in the loss" in refused[-1]
+    kept, rejected = ConversationRenderer(
+        harmony, RenderOptions("harmony", few, "truncate")
+    ).render(conversation)
+    assert f"its first {few} tokens (data.max_tokens) have no token in the loss" in rejected[-1]
 
 
 def test_cached_prompt_prefixes_are_not_mixed_up(full: Harmony) -> None:
@@ -222,7 +222,7 @@ def test_cached_prompt_prefixes_are_not_mixed_up(full: Harmony) -> None:
         record = cases[0].record | {"reasoning_effort": effort}
         cases.append(replace(cases[0], record=record))
 
-    renderer = ConversationRenderer(full, RenderOptions("append", LONG, "refuse"))
+    renderer = ConversationRenderer(full, RenderOptions("append", LONG, "reject"))
     prefixes = set()
     for _ in range(2):
         for case in cases:

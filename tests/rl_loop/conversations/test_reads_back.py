@@ -21,7 +21,7 @@ from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from tests.support.rl_loop.prompts import SHORT_PROMPT
 
-OPTIONS = RenderOptions("append", 100_000, "refuse")
+OPTIONS = RenderOptions("append", 100_000, "reject")
 CODECS: dict[str, Any] = {
     "harmony": Harmony(GptOssVocabulary(), SHORT_PROMPT),
     "chatml": ChatMl(tiny_vocabulary(1300, vocabulary_text()), ChatMlConfig()),

@@ -17,7 +17,7 @@ from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.harmony.codec import Harmony
 
 CHATML = ChatMl(tiny_vocabulary(1300, vocabulary_text()), ChatMlConfig())
-OPTIONS = RenderOptions("append", 4000, "refuse")
+OPTIONS = RenderOptions("append", 4000, "reject")
 
 
 @pytest.fixture(params=["harmony", "chatml"])

@@ -21,7 +21,7 @@ from rl_loop.conversations.blocks import BlockJob, RenderPool
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData, ConversationStream
 from rl_loop.conversations.errors import DataError
-from rl_loop.conversations.refusals import RefusalReport, kind_of
+from rl_loop.conversations.rejections import RejectionReport, kind_of
 from rl_loop.harmony.codec import Harmony
 from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
 
@@ -51,7 +51,7 @@ def questions(count: int, name: str = "q") -> list[dict[str, Any]]:
     return made
 
 
-class Report(RefusalReport):
+class Report(RejectionReport):
     """Report that keeps its records and messages."""
 
     def __init__(self, earlier: Sequence[dict[str, Any]] = ()) -> None:
@@ -370,9 +370,9 @@ def test_rejected_line_is_reported_once_with_line_and_reason(
     assert len(report.shown) == 2
     assert any("chats.jsonl, line 11: not JSON" in shown for shown in report.shown)
     assert stream.streams[0].conversations == 39
-    assert stream.streams[0].refused == 2
+    assert stream.streams[0].rejected == 2
     summary = report.summary()
-    assert summary is not None and summary.startswith("2 refused: 1 x ")
+    assert summary is not None and summary.startswith("2 rejected: 1 x ")
 
     # A resumed run reads the same lines again.
     resumed = Report(report.written)
@@ -387,12 +387,12 @@ def test_file_with_too_many_rejected_lines_ends_the_run(tmp_path: Path, harmony:
     for i in range(3):
         records[5 * i] = chat(user("a"))
     path = write(tmp_path / "chats.jsonl", records)
-    explained = r"3 of 20 conversations are refused, more than data.max_refused_share \(0.1\) allows: 3 x it has"
+    explained = r"3 of 20 conversations are rejected, more than data.max_rejected_share \(0.1\) allows: 3 x it has"
     with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
         data.check()
     with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
         data.stream(Report())
-    with data_of(harmony, path=str(path), max_refused_share=0.2) as data:
+    with data_of(harmony, path=str(path), max_rejected_share=0.2) as data:
         data.check()
         data.stream(Report())
 
@@ -400,7 +400,7 @@ def test_file_with_too_many_rejected_lines_ends_the_run(tmp_path: Path, harmony:
 def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", [chat(user("a"))] * 3)
     with (
-        data_of(harmony, path=str(path), max_refused_share=1) as data,
+        data_of(harmony, path=str(path), max_rejected_share=1) as data,
         pytest.raises(DataError, match="no conversation can be used: 3 x it has no message"),
     ):
         data.stream(Report())

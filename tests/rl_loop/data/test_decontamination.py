@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_loop.data.decontamination import SHARED_WORDS, find_giveaways
+from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
 
 WORDS = "".join(chr(ord("a") + i) for i in range(26))
 QUESTION = (
@@ -37,7 +37,7 @@ def test_near_copies_are_found_in_any_number(
         *(f"{QUESTION} after {i} hours?" for i in range(copies)),
     ]
     random.Random(copies).shuffle(training)
-    found = find_giveaways(training, held_out)
+    found = find_contaminated(training, held_out)
     assert [text for text, gives_away in zip(training, found, strict=True) if gives_away] == [
         text for text in training if text.startswith("A train")
     ]
@@ -47,10 +47,12 @@ def test_near_copies_are_found_in_any_number(
 def test_words_of_a_shared_form_are_not_copies(held_out_prompts: int) -> None:
     held_out = [f"{FORM} {text}" for text in unrelated(held_out_prompts, seed=1)]
     training = [f"{FORM} {text}" for text in unrelated(300)]
-    assert not any(find_giveaways(training, held_out))
+    assert not any(find_contaminated(training, held_out))
     training[7] = held_out[2]
     training[9] = f"{FORM} Well, {held_out[1].removeprefix(FORM)} indeed"
-    assert [i for i, gives_away in enumerate(find_giveaways(training, held_out)) if gives_away] == [
+    assert [
+        i for i, gives_away in enumerate(find_contaminated(training, held_out)) if gives_away
+    ] == [
         7,
         9,
     ]
@@ -58,14 +60,16 @@ def test_words_of_a_shared_form_are_not_copies(held_out_prompts: int) -> None:
 
 def test_form_with_one_held_out_prompt_is_not_a_copy() -> None:
     training = [f"{FORM} {i}+1" for i in range(40)]
-    assert not any(find_giveaways([*training, "What is y?"], ["Once upon a time", f"{FORM} 77*7"]))
+    assert not any(
+        find_contaminated([*training, "What is y?"], ["Once upon a time", f"{FORM} 77*7"])
+    )
 
 
 def test_short_prompts_are_compared_as_a_whole() -> None:
     training = ["what IS x ?", "What is x?y", "x", ""]
-    assert find_giveaways(training, ["What is x?"]) == [True, True, False, False]
-    assert find_giveaways(training, [""]) == [False, False, False, True]
-    assert find_giveaways([], ["What is x?"]) == []
+    assert find_contaminated(training, ["What is x?"]) == [True, True, False, False]
+    assert find_contaminated(training, [""]) == [False, False, False, True]
+    assert find_contaminated([], ["What is x?"]) == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -88,7 +92,7 @@ def test_shared_words_of_few_prompts_match_the_naive_rule(
         }
 
     forbidden = set().union(*map(runs, truth))
-    assert find_giveaways(training, truth) == [bool(runs(text) & forbidden) for text in training]
+    assert find_contaminated(training, truth) == [bool(runs(text) & forbidden) for text in training]
 
 
 def test_decontamination_time_grows_with_words_not_copies() -> None:
@@ -99,7 +103,7 @@ def test_decontamination_time_grows_with_words_not_copies() -> None:
         times = []
         for _ in range(3):
             began = time.process_time()
-            find_giveaways(training, held_out)
+            find_contaminated(training, held_out)
             times.append(time.process_time() - began)
         return min(times)
 
@@ -131,9 +135,9 @@ SHORT = "What is the sum of the first 10 primes?"
     ],
 )
 def test_short_held_out_question_is_found_in_longer_prompts(prompt: str) -> None:
-    assert find_giveaways([prompt], [SHORT]) == [True]
+    assert find_contaminated([prompt], [SHORT]) == [True]
     # The training prompt can also be the bare question.
-    assert find_giveaways([SHORT], [prompt]) == [True]
+    assert find_contaminated([SHORT], [prompt]) == [True]
 
 
 @pytest.mark.parametrize(
@@ -145,13 +149,13 @@ def test_short_held_out_question_is_found_in_longer_prompts(prompt: str) -> None
     ],
 )
 def test_other_short_questions_are_not_copies(prompt: str) -> None:
-    assert find_giveaways([prompt], [SHORT]) == [False]
-    assert find_giveaways([SHORT], [prompt]) == [False]
+    assert find_contaminated([prompt], [SHORT]) == [False]
+    assert find_contaminated([SHORT], [prompt]) == [False]
 
 
 def test_short_terms_inside_longer_terms_are_not_copies() -> None:
     training = ["2 * 3 + 4", "13 + 4", "3 + 4 * 5", "0.3 + 4", "3 + 4.5", "Compute: 3 + 4."]
-    assert find_giveaways(training, ["3 + 4"]) == [False] * 5 + [True]
+    assert find_contaminated(training, ["3 + 4"]) == [False] * 5 + [True]
 
 
 CHINESE = "一个长方形的长是宽的两倍，周长是三十六厘米，求这个长方形的面积是多少平方厘米"
@@ -180,7 +184,7 @@ CHINESE = "一个长方形的长是宽的两倍，周长是三十六厘米，求
     ],
 )
 def test_copies_are_found_without_blanks(held_out: str, prompt: str, is_copy: bool) -> None:
-    assert find_giveaways([prompt], [held_out]) == [is_copy]
+    assert find_contaminated([prompt], [held_out]) == [is_copy]
 
 
 def test_shared_beginnings_without_blanks_are_not_copies() -> None:
@@ -190,7 +194,7 @@ def test_shared_beginnings_without_blanks_are_not_copies() -> None:
         "求函数的最小值",
         "一个长方形的长是宽的两倍",
     ]
-    assert find_giveaways(training[:2], [f"{CHINESE}。"]) == [False, False]
+    assert find_contaminated(training[:2], [f"{CHINESE}。"]) == [False, False]
 
 
 def test_time_of_short_prompts_grows_with_the_words() -> None:
@@ -198,11 +202,11 @@ def test_time_of_short_prompts_grows_with_the_words() -> None:
     held_out = [f"What is the value of {i} plus {i + 1}?" for i in range(5_000)]
     training = [f"Solve it. What is the value of {i} plus {i + 1}? Say." for i in range(10_000)]
     began = time.process_time()
-    assert sum(find_giveaways(training, held_out)) == 5_000
+    assert sum(find_contaminated(training, held_out)) == 5_000
     assert time.process_time() - began < 10
 
 
 def test_short_question_that_is_a_form_is_not_a_copy() -> None:
     held_out = ["What is the answer?", *unrelated(5, seed=1)]
     training = [f"{text}. What is the answer?" for text in unrelated(300)]
-    assert not any(find_giveaways(training, held_out))
+    assert not any(find_contaminated(training, held_out))

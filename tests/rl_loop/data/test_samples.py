@@ -44,7 +44,7 @@ def test_episodes_are_concatenated_with_their_task_names() -> None:
     for name in ("token_ids", "loss_mask", "rollout_log_probs"):
         expected = np.concatenate([getattr(short, name), getattr(long, name)])
         assert np.array_equal(getattr(samples, name), expected), name
-    assert samples.staleness is None and samples.is_grafted is None
+    assert samples.staleness is None and samples.is_spliced is None
     assert samples.advantages is None and samples.routed_experts is None
     assert max_staleness(samples) == 0
 
@@ -63,11 +63,11 @@ def test_excluded_episode_stays_without_loss_tokens() -> None:
 
 def test_sampled_tokens_have_staleness_and_spliced_ones_none() -> None:
     spans = [WeightVersionSpan(2, 4, 3), WeightVersionSpan(4, 7, 2), WeightVersionSpan(7, 9, 5)]
-    old = episode("a", 9, weight_versions=spans, grafted=[(3, 5)])
+    old = episode("a", 9, weight_versions=spans, spliced=[(3, 5)])
     samples = to_samples(groups(episode("b", 4), old), STALE, version=5)
-    assert samples.staleness is not None and samples.is_grafted is not None
+    assert samples.staleness is not None and samples.is_spliced is not None
     assert samples.staleness.tolist() == [0] * 4 + [0, 0, 2, 0, 0, 3, 3, 0, 0]
-    assert np.flatnonzero(samples.is_grafted).tolist() == [7, 8]
+    assert np.flatnonzero(samples.is_spliced).tolist() == [7, 8]
     assert max_staleness(samples) == 3
 
 
@@ -81,8 +81,8 @@ def test_stale_tokens_are_rejected_on_policy_unless_spliced() -> None:
     with pytest.raises(OffPolicyError, match="task a: tokens sampled 2 weight versions ago"):
         to_samples(groups(episode("b", 4), episode("a", 5, version=3)), ON_POLICY, version=5)
 
-    grafted = episode("a", 5, version=3, grafted=[(2, 5)])
-    samples = to_samples(groups(grafted), ON_POLICY, version=5)
+    spliced = episode("a", 5, version=3, spliced=[(2, 5)])
+    samples = to_samples(groups(spliced), ON_POLICY, version=5)
     assert samples.staleness is None, "an age of nothing is no age"
 
 

@@ -9,7 +9,11 @@ import pytest
 
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.data import trained_tokens
-from rl_loop.data.trained_tokens import ForeignAnswer, TrainedTokens, check_sampled_by_policy
+from rl_loop.data.trained_tokens import (
+    ResponseMismatchError,
+    TrainedTokens,
+    check_sampled_by_policy,
+)
 
 
 def batch() -> tuple[TrainingSamples, TrainedTokens]:
@@ -36,7 +40,9 @@ def test_episode_with_mismatching_log_probs_is_named() -> None:
     samples, trained = batch()
     check_sampled_by_policy(samples, trained, limit=0.1, step=4)
     trained.log_probs[28:40] += 0.5
-    with pytest.raises(ForeignAnswer, match=r"step 5: .* task task/1: .* 0\.501 nats .* 12 tokens"):
+    with pytest.raises(
+        ResponseMismatchError, match=r"step 5: .* task task/1: .* 0\.501 nats .* 12 tokens"
+    ):
         check_sampled_by_policy(samples, trained, limit=0.1, step=4)
     check_sampled_by_policy(samples, trained, limit=1.0, step=4)
 
@@ -48,8 +54,8 @@ def test_prompts_few_tokens_and_stale_ones_are_not_reported() -> None:
     old = np.zeros(60, np.int32)
     old[28:40] = 1
     check_sampled_by_policy(replace(samples, staleness=old), trained, limit=0.1, step=0)
-    grafted = old.astype(np.bool_)
-    check_sampled_by_policy(replace(samples, is_grafted=grafted), trained, limit=0.1, step=0)
+    spliced = old.astype(np.bool_)
+    check_sampled_by_policy(replace(samples, is_spliced=spliced), trained, limit=0.1, step=0)
     few = samples.loss_mask.copy()
     few[28:33] = False
     check_sampled_by_policy(replace(samples, loss_mask=few), trained, limit=0.1, step=0)
@@ -81,6 +87,6 @@ def test_mismatching_episode_is_named_for_any_blocks(
         mean = np.abs(log_probs[own]).mean(dtype=np.float64)
         trained = TrainedTokens(log_probs, np.zeros_like(log_probs))
         with pytest.raises(
-            ForeignAnswer, match=f"task task/{i}: .* {mean:.3g} nats .* {length} tok"
+            ResponseMismatchError, match=f"task task/{i}: .* {mean:.3g} nats .* {length} tok"
         ):
             check_sampled_by_policy(samples, trained, limit=0.5, step=0)

@@ -60,7 +60,7 @@ def test_parquet_file_that_exceeds_the_memory_limit_is_rejected(
 ) -> None:
     """One batch exceeds the memory limit of the process that measures the decoded size."""
     path = tmp_path / "bomb.parquet"
-    monkeypatch.setattr(untrusted_data, "MOST_MEMORY", 1 << 30)
+    monkeypatch.setattr(untrusted_data, "MAX_MEMORY_BYTES", 1 << 30)
     text = pa.array(["x" * 8_000_000])
     column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(256, np.int32)), text)
     pq.write_table(pa.table({"messages": column}), path, compression="zstd", store_schema=False)

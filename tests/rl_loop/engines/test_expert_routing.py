@@ -209,6 +209,6 @@ def test_sums_are_bitwise_equal_to_triton_kernels(routing: ModuleType) -> None:
     outputs = torch.randn(37, 4, 2880, device="cuda").bfloat16()
     expected, _ = reduce(outputs, dim=1)
     sums = torch.empty_like(expected)
-    quick = routing.quick_reduce(lambda *unused, **options: SimpleNamespace())
+    quick = routing.fused_reduce(lambda *unused, **options: SimpleNamespace())
     quick(outputs, dim=1, y=sums)
     assert torch.equal(sums, expected)

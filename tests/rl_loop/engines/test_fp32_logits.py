@@ -34,7 +34,7 @@ from types import SimpleNamespace
 import torch
 import gptoss_sglang
 
-os.environ["GPTOSS_SGLANG_MENDS"] = "fp32_logits"
+os.environ["GPTOSS_SGLANG_PATCHES"] = "fp32_logits"
 gptoss_sglang.register()
 from sglang.srt.layers.logits_processor import LogitsProcessor
 
@@ -82,7 +82,7 @@ def test_fp32_logits_serve_plain_output_layers_only(tmp_path: Path) -> None:
 
 def test_fp32_logits_are_the_default_on_gpus() -> None:
     def has_patch(**settings: object) -> bool:
-        patches = SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
+        patches = SglangConfig(**settings).environment["GPTOSS_SGLANG_PATCHES"].split(",")
         return "fp32_logits" in patches
 
     assert has_patch()

@@ -21,7 +21,7 @@ from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.sync_memory import sent_tensor_bytes
 from rl_loop.engines.backend import BackendContext, EngineUnavailable
 from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet
+from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet
 from rl_loop.engines.sglang.gpu_memory import (
     CONTEXT_BYTES,
     USEFUL_CACHE_TOKENS,
@@ -178,7 +178,7 @@ def test_sync_sends_the_number_of_buckets_in_the_plan(
     fleet = SglangFleet(settings, BackendContext(MODEL_20B, "bfloat16", 0, tmp_path))
 
     senders: list[SglangSender] = []
-    fleet._held = HeldWeights(SimpleNamespace(send_weights=senders.append), 3)
+    fleet._current = CurrentWeights(SimpleNamespace(send_weights=senders.append), 3)
     fleet._send({"server": SimpleNamespace(url="http://server")}, compare=False)
     assert senders[0].plans[0].bucket_bytes == expected
 

@@ -145,7 +145,7 @@ def test_layouts_match_triton_kernels_except_word_bits_and_bias(
     theirs = values.HopperMXValueLayout(packed.mT.shape, mx_axis=1).swizzle_data(packed.mT)
     ours = random_bytes(experts, *layout.value_storage_shape(rows, row_bytes), seed=1)
     layout.swizzle_values(packed, ours)
-    assert torch.equal(layout.in_our_words(theirs.mT), ours)
+    assert torch.equal(layout.to_plugin_bit_order(theirs.mT), ours)
 
     blocks = max(1, row_bytes // 16)
     some = packed[:, :, :blocks].contiguous()
@@ -578,7 +578,7 @@ def test_largest_supported_scale_is_served_and_the_next_is_not(
     name = "model.layers.1.mlp.experts.gate_up_proj_scales"
     weights[name][0, 0, 0] = largest
     list(synced.load_experts(weights.items()))
-    if largest == expert_storage.LARGEST_SCALE:
+    if largest == expert_storage.MAX_SCALE:
         synced.end_sync()
     else:
         with pytest.raises(expert_storage.WrongWeights, match=f"^{name} has"):
@@ -651,10 +651,10 @@ def test_mxfp4_servers_require_mxfp4_training(tmp_path: Path) -> None:
         load_config(path, RlConfig, options)
     engine = load_config(path, RlConfig, [*options, "quantization=mxfp4"]).rollout.engine
     assert isinstance(engine, SglangConfig)
-    assert engine.environment["GPTOSS_SGLANG_MENDS"] == (
+    assert engine.environment["GPTOSS_SGLANG_PATCHES"] == (
         "hidden_key,bound_store"
-        ",mxfp4_experts,sound_assembler,quick_routing,quick_products,quick_few_tokens,quick_pause"
-        ",quick_sampling,quick_window,fp32_logits"
+        ",mxfp4_experts,ptxas_override,fused_routing,moe_occupancy,small_batch_moe,fast_abort"
+        ",fused_sampling,fused_window_attention,fp32_logits"
     )
 
     description = engine.describe_model(MODEL, "bfloat16")

@@ -99,7 +99,7 @@ async def pause():
 asyncio.run(pause())
 """
 
-MENDS = "GPTOSS_SGLANG_MENDS"
+PATCHES = "GPTOSS_SGLANG_PATCHES"
 ALWAYS = "hidden_key,bound_store"
 """Patches of every server."""
 TRITON: dict[str, object] = {"attention_backend": "triton"}
@@ -120,9 +120,9 @@ def run(
     environment = SglangConfig(
         fp32_logits=False, env={"PYTHONPATH": str(tmp_path)}, **settings
     ).environment
-    mends = environment[MENDS].removeprefix(f"{ALWAYS},").split(",")
-    kernels = ("quick_sampling", "quick_window")
-    environment[MENDS] = ",".join(mend for mend in mends if mend not in kernels)
+    patches = environment[PATCHES].removeprefix(f"{ALWAYS},").split(",")
+    kernels = ("fused_sampling", "fused_window_attention")
+    environment[PATCHES] = ",".join(patch for patch in patches if patch not in kernels)
     return subprocess.run(
         [sys.executable, "-S", "-c", code],
         env=os.environ | environment,
@@ -167,20 +167,23 @@ def test_other_sglang_version_serves_without_the_pause_patch(tmp_path: Path) -> 
     """Without the patch a pause only takes longer, so the server starts."""
     done = run(tmp_path, "0.5.18", {}, PAUSE)
     assert done.stdout.split()[3] == "False", done.stderr
-    assert "quick_pause is not applied, because it is for SGLang 0.5.17" in done.stderr
+    assert "fast_abort is not applied, because it is for SGLang 0.5.17" in done.stderr
 
 
 def test_servers_get_the_patches_of_their_settings() -> None:
-    def mends(**settings: object) -> str:
-        return SglangConfig(**settings).environment[MENDS]
+    def patches(**settings: object) -> str:
+        return SglangConfig(**settings).environment[PATCHES]
 
     assert (
-        mends(attention_backend="fa3")
-        == f"{ALWAYS},quick_pause,quick_sampling,quick_window,fp32_logits"
+        patches(attention_backend="fa3")
+        == f"{ALWAYS},fast_abort,fused_sampling,fused_window_attention,fp32_logits"
     )
-    assert mends(**TRITON) == f"{ALWAYS},triton_window,quick_pause,quick_sampling,fp32_logits"
-    assert mends(**COLOCATED) == f"{ALWAYS},sleeping_cache,quick_sampling,quick_window,fp32_logits"
-    assert mends(**COLOCATED, deterministic=True) == f"{ALWAYS},sleeping_cache"
+    assert patches(**TRITON) == f"{ALWAYS},triton_window,fast_abort,fused_sampling,fp32_logits"
+    assert (
+        patches(**COLOCATED)
+        == f"{ALWAYS},sleeping_cache,fused_sampling,fused_window_attention,fp32_logits"
+    )
+    assert patches(**COLOCATED, deterministic=True) == f"{ALWAYS},sleeping_cache"
     assert SglangConfig(**TRITON).environment["PYTHONPATH"] == str(PLUGIN)
 
 
@@ -202,7 +205,7 @@ def test_interpreter_that_hides_the_plugin_is_rejected(tmp_path: Path) -> None:
     wrap(str(packages))
     with pytest.raises(
         EngineUnavailable,
-        match=r"the plugin for .*triton_window, quick_pause, quick_sampling, fp32_logits\. ",
+        match=r"the plugin for .*triton_window, fast_abort, fused_sampling, fp32_logits\. ",
     ):
         SglangConfig(**settings).check_machine()
     SglangConfig(**settings, env={"SGLANG_PLUGINS": "none"}).check_machine()
@@ -262,7 +265,7 @@ print(listening(port))
 from torch.distributed.rendezvous import rendezvous
 store, rank, world_size = next(rendezvous("tcp://file.invalid:7", rank=0, world_size=1))
 store.set("key", "value")
-print(type(store).__name__, os.listdir(os.environ["GPTOSS_STORES"]), listening(7))
+print(type(store).__name__, os.listdir(os.environ["GPTOSS_STORE_DIR"]), listening(7))
 print(hasattr(dist.distributed_c10d._new_process_group_helper, "without_authentication"))
 """
 SERVER_ARGS = """
@@ -289,7 +292,7 @@ def test_plugin_hides_the_key_and_closes_process_groups(version: str, tmp_path: 
     paths = os.pathsep.join([str(PLUGIN), str(tmp_path)])
     done = subprocess.run(
         [sys.executable, "-c", KEY_AND_STORE, str(free_port())],
-        env=os.environ | {"PYTHONPATH": paths, MENDS: ALWAYS, "GPTOSS_STORES": str(stores)},
+        env=os.environ | {"PYTHONPATH": paths, PATCHES: ALWAYS, "GPTOSS_STORE_DIR": str(stores)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

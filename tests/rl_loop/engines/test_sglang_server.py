@@ -153,7 +153,7 @@ def test_no_server_starts_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
     async def main() -> None:
         server = make_server(tmp_path, "serve")
         await reach(server, ServerState.STALE)
-        await server.hold_starts()
+        await server.block_starts()
         server._kill()
         await reach(server, ServerState.DEAD)
         await asyncio.sleep(2)  # longer than the pause after the first failure
@@ -185,7 +185,7 @@ def test_server_start_ended_for_the_trainer_is_not_a_failure(
             while server._process is None:
                 await asyncio.sleep(0.01)
             process = server._process
-            await server.hold_starts()
+            await server.block_starts()
             assert process.poll() is not None
             assert not (await reach(server, ServerState.DEAD)).given_up
         await server.stop()

@@ -30,7 +30,7 @@ from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang import fleet as fleet_module
 from rl_loop.engines.sglang.engine import SglangEngine
-from rl_loop.engines.sglang.fleet import HeldWeights, SglangFleet, statuses
+from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet, statuses
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.server_hash import gpu_hash
 from rl_loop.engines.sglang.server_layout import SglangLayout, sampled_parameters
@@ -420,19 +420,19 @@ def test_killed_server_serves_again_after_it_gets_the_weights(
     fleet.sync(trainer, 1)
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
-    fleet.heal()
-    assert trainer.sends == 1, "nothing was to be healed"
+    fleet.recover_engines()
+    assert trainer.sends == 1, "nothing was to be recovered"
     kill_first_server(fleet)
     wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
-    fleet.heal()
+    fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
     # If the recovered server gets other weights than the rest, its canary detects them.
-    fleet._held = HeldWeights(Trainer(2), 1)
+    fleet._current = CurrentWeights(Trainer(2), 1)
     kill_first_server(fleet)
     wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
-    fleet.heal()
+    fleet.recover_engines()
     assert states(fleet)[0][0] is not ServerState.SYNCED
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
 
@@ -502,12 +502,12 @@ def test_server_restarted_during_an_update_gets_the_new_weights(
     with fleet.updating_weights(2):
         kill_first_server(fleet)
         wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
-        healer = Thread(target=fleet.heal)  # like the thread of rollouts
+        healer = Thread(target=fleet.recover_engines)  # like the thread of rollouts
         healer.start()
         healer.join()
         assert trainer.sends == 1
         trainer.named = Trainer(2).named
-    fleet.heal()
+    fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 2), (ServerState.SYNCED, 1)]
     assert fleet.score(TEXT, 1.0)[0] == scores_under(trainer.named)
 
@@ -522,7 +522,7 @@ def test_death_during_a_sync_leaves_no_partial_weights_served(
     assert trainer.sends == 2
     wait_until(lambda: all(state is not ServerState.DEAD for state, _ in states(fleet)))
     fleet.ready()
-    fleet.heal()
+    fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(trainer.named)] * 2
     with pytest.raises(Exception, match="the trainer died"):
@@ -531,7 +531,7 @@ def test_death_during_a_sync_leaves_no_partial_weights_served(
     again = Trainer(2)
     fleet.ready()
     fleet.sync(again, 2)
-    fleet.heal()
+    fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
     assert fleet.score(TEXT, 1.0) == [scores_under(again.named)] * 2
     assert all(again.compared), "new processes are compared with what they were sent"
@@ -572,7 +572,7 @@ def test_canary_detects_wrong_server_weights(
             check_canary(
                 trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "float32"), version=5
             )
-        pool.backend.fleet._held = HeldWeights(Trainer(7), 5)
+        pool.backend.fleet._current = CurrentWeights(Trainer(7), 5)
         with pytest.raises(
             WeightMismatch,
             match=r"received weights 5, but its content differs in model.embed_tokens.weight$",

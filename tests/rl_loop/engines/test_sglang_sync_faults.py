@@ -130,7 +130,7 @@ class Run:
         """Recover restarted servers, as the loop does during rollouts."""
 
         def all_serve() -> bool:
-            self.fleet.heal()
+            self.fleet.recover_engines()
             known = asyncio.run(statuses(self.fleet.actors))
             return all((s.state, s.version) == (ServerState.SYNCED, self.version) for s in known)
 

@@ -32,7 +32,7 @@ PROGRAM = """
 import os
 import torch
 import gptoss_sglang
-os.environ["GPTOSS_SGLANG_MENDS"] = "quick_window"
+os.environ["GPTOSS_SGLANG_PATCHES"] = "fused_window_attention"
 gptoss_sglang.register()
 import gptoss_window_attention as attention
 from sglang.srt.layers.attention import flashattention_backend as backend
@@ -175,18 +175,18 @@ def test_window_kernel_serves_plain_windowed_decoding_only(
 
 
 def test_window_kernel_is_the_default_where_supported() -> None:
-    def mends(**settings: object) -> list[str]:
-        return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
+    def patches(**settings: object) -> list[str]:
+        return SglangConfig(**settings).environment["GPTOSS_SGLANG_PATCHES"].split(",")
 
-    assert "quick_window" in mends()
-    assert "quick_window" in mends(quantization="mxfp4")
+    assert "fused_window_attention" in patches()
+    assert "fused_window_attention" in patches(quantization="mxfp4")
     for settings in (
         {"attention_backend": "triton"},
         {"deterministic": True},
         {"arguments": ["--device", "cpu"]},
         {"arguments": ["--device=cpu"]},
     ):
-        assert "quick_window" not in mends(**settings), settings
+        assert "fused_window_attention" not in patches(**settings), settings
 
 
 # -- on a GPU -----------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_window_kernel_is_as_accurate_as_flash_attention(
 ) -> None:
     call = call_of_a_step(requests, key_heads, longest)
     expected = attend_in_float64(call)
-    ours = attention.windows_at_once(refuse)(**call)
+    ours = attention.with_fused_windows(refuse)(**call)
     # FlashAttention multiplies masked values of a tile by 0, so they must not be NaN.
     theirs = flash_attention(
         **call | {name: call[name].nan_to_num(0.0) for name in ("k_cache", "v_cache")}
@@ -298,7 +298,7 @@ def test_window_kernel_is_as_accurate_as_flash_attention(
 @pytest.mark.gpu
 def test_captured_step_reads_new_lengths_tables_and_queries(attention: ModuleType) -> None:
     call = call_of_a_step(requests=16, key_heads=8, longest=400)
-    attend = attention.windows_at_once(refuse)
+    attend = attention.with_fused_windows(refuse)
     attend(**call)  # compile the kernel before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -70,8 +70,8 @@ def test_episode_has_the_same_reward_parts_for_every_ending(
 ) -> None:
     task = task_of(name, options, 0)
     environment = make_environment(task, arithmetic.interpret, REWARD)
-    unfinished, illegal = environment.unfinished(), environment.illegal("header")
-    finished = demonstrate(task, tiny, DemonstrationConfig(expert=1), "0").result
+    unfinished, illegal = environment.end_truncated(), environment.end_with_format_error("header")
+    finished = demonstrate(task, tiny, DemonstrationConfig(expert_share=1), "0").result
     assert finished is not None
     assert set(illegal.reward_parts) == set(unfinished.reward_parts) == set(finished.reward_parts)
     assert illegal.reward_parts["format_error"] == 1.0
@@ -86,7 +86,7 @@ def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
     scores = []
     for index in range(15):
         task = task_of(name, options, index)
-        shown = demonstrate(task, tiny, DemonstrationConfig(expert=1), str(index))
+        shown = demonstrate(task, tiny, DemonstrationConfig(expert_share=1), str(index))
         assert shown.result is not None
         assert shown.result.reward_parts["score"] == pytest.approx(1.0)
         assert shown.result.reward_parts["correct"] == 1.0
@@ -94,8 +94,8 @@ def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
         assert empty.reward == pytest.approx(-2.0)
         assert make_environment(
             task, arithmetic.interpret, REWARD
-        ).unfinished().reward == pytest.approx(-2.0)
-        faulty = demonstrate(task, tiny, DemonstrationConfig(expert=0), str(index)).result
+        ).end_truncated().reward == pytest.approx(-2.0)
+        faulty = demonstrate(task, tiny, DemonstrationConfig(expert_share=0), str(index)).result
         assert faulty is not None
         scores.append(faulty.reward_parts["score"])
     assert sum(scores) / len(scores) < 0.95
@@ -169,7 +169,7 @@ def test_1000_random_policies_end_without_an_exception(name: str, options: dict[
             )
             if result.done:
                 return result
-        return environment.unfinished()
+        return environment.end_truncated()
 
     async def main() -> None:
         for agent in range(1000):

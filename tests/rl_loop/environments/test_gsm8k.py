@@ -81,15 +81,15 @@ def test_expression_of_a_doubling_solution_stays_short() -> None:
     assert expression is None or len(expression) <= 200
 
 
-def demonstration(task: Task, seed: int, faulty: bool) -> Episode:
+def demonstration(task: Task, seed: int, inject_errors: bool) -> Episode:
     environment = Gsm8kEnvironment(task, Gsm8kEnvironment.simulate_python, RewardConfig())
-    return asyncio.run(play(environment, Gsm8kEnvironment.solve(task, Random(seed), faulty)))
+    return asyncio.run(play(environment, Gsm8kEnvironment.solve(task, Random(seed), inject_errors)))
 
 
 def test_demonstration_runs_the_calculation_of_the_solution() -> None:
     row = {"question": "How many clips?", "answer": CLIPS}
     task = Gsm8kEnvironment.from_record(row, "gsm8k-0", Gsm8kOptions(tools=True))
-    episodes = [demonstration(task, seed, faulty=False) for seed in range(20)]
+    episodes = [demonstration(task, seed, inject_errors=False) for seed in range(20)]
     assert all(episode.turns[-1].result.reward == 1 for episode in episodes)
 
     # Some scripts begin with a mistake. The last call is always the whole calculation.
@@ -103,10 +103,12 @@ def test_demonstration_runs_the_calculation_of_the_solution() -> None:
 def test_demonstration_without_a_calculation_answers_directly(tools: bool) -> None:
     row = {"question": "How many?", "answer": "Equating both, p = 1000.\n#### 1,000"}
     task = Gsm8kEnvironment.from_record(row, "gsm8k-0", Gsm8kOptions(tools=tools))
-    episode = demonstration(task, 0, faulty=False)
+    episode = demonstration(task, 0, inject_errors=False)
     assert len(episode.turns) == 1
     assert episode.turns[0].result.reward == 1
-    guesses = {demonstration(task, seed, faulty=True).turns[-1].result.reward for seed in range(9)}
+    guesses = {
+        demonstration(task, seed, inject_errors=True).turns[-1].result.reward for seed in range(9)
+    }
     assert -1 in guesses
 
 

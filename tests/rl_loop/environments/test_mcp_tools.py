@@ -213,7 +213,7 @@ def test_only_invalid_argument_errors_are_the_policys_errors(
 
     failed = play(harmony, task, call(harmony, "refuse", code=INTERNAL_ERROR), final(harmony, "7"))
     assert failed.invalid is not None
-    assert (failed.invalid.component, failed.invalid.culprit) == ("tool", "tool server bank")
+    assert (failed.invalid.component, failed.invalid.failure_source) == ("tool", "tool server bank")
     assert "failed in a call of refuse: MCPError: no such account" in failed.invalid.reason
     assert math.isnan(failed.reward)
     # The call was repeated after each pause before the episode failed.
@@ -450,7 +450,7 @@ def test_judge_reads_the_state_of_the_servers(harmony: Harmony) -> None:
     assert trajectory.reward_parts["said"] == 0.0
     assert "balance" not in trajectory.turns[0].text
     assert "open_with" not in trajectory.turns[0].text
-    unfinished = environment_of(task).unfinished()
+    unfinished = environment_of(task).end_truncated()
     assert unfinished.reward_parts["said"] == 0.0
     cheating = play(harmony, task, call(harmony, "open_with", amount=7))
     assert cheating.format_error == "unknown_tool"

@@ -166,7 +166,7 @@ def test_step_game_has_the_reward_of_its_steps(harmony: Harmony, served: Served)
 
 
 def test_last_reward_counts_and_giving_up_ends_the_game(harmony: Harmony, served: Served) -> None:
-    task = make_task(served.url, score="last", perfect=2.0)
+    task = make_task(served.url, score="last", perfect_score=2.0)
     assert play(harmony, task, guess(harmony, 3), guess(harmony, 7)).reward_parts["score"] == 0.5
     given_up = play(harmony, task, guess(harmony, 3), said(harmony, "I give up"))
     assert given_up.reward_parts["score"] == -0.125
@@ -232,7 +232,7 @@ def test_unreachable_tool_is_called_again_or_is_infrastructure(
     else:
         assert trajectory.invalid is not None
         assert trajectory.invalid.component == "environment"
-        assert trajectory.invalid.culprit == f"OpenEnv at {served_tools.url}"
+        assert trajectory.invalid.failure_source == f"OpenEnv at {served_tools.url}"
         assert f"does not reach its tools: {FAR}" in trajectory.invalid.reason
         assert math.isnan(trajectory.reward)
 

@@ -10,7 +10,7 @@ import pytest
 from rl_loop.environments import (
     Environment,
     RewardConfig,
-    Script,
+    ScriptedPolicy,
     Task,
     environment_class,
     make_offline_environment,
@@ -21,7 +21,7 @@ from rl_loop.infrastructure import InfrastructureFailure
 
 class OldScript(Environment):
     @classmethod
-    def solve(cls, task: Task, rng: Random, careless: bool) -> Script:
+    def solve(cls, task: Task, rng: Random, careless: bool) -> ScriptedPolicy:
         yield [final("1")]
 
 
@@ -45,7 +45,7 @@ class OtherNames(Environment):
     [
         (
             "OldScript",
-            r"OldScript: solve\(task: .*must take \(task, rng, faulty\): missing a .* 'careless'",
+            r"OldScript: solve\(task: .*must take \(task, rng, inject_errors\): missing a .* 'careless'",
         ),
         (
             "CallWithoutArguments",

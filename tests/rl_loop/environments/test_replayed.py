@@ -59,7 +59,7 @@ class Counting(ReplayedEnvironment[ReplayedOptions]):
         return self.worlds[-1]
 
     async def answer(self, text: str) -> StepResult:
-        return self.finished(0.0)
+        return self.end_with_score(0.0)
 
 
 def test_restored_world_is_a_new_one_with_the_actions_replayed() -> None:

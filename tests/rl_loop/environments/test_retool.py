@@ -199,7 +199,7 @@ def test_turn_without_answer_or_python_call_is_a_format_error(
 
 
 def test_truncated_episode_counts_as_wrong() -> None:
-    result = without_sandbox().unfinished()
+    result = without_sandbox().end_truncated()
     assert (result.done, result.reward, result.reward_parts["correct"]) == (True, -3.0, 0.0)
 
 

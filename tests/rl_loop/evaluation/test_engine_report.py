@@ -69,13 +69,13 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     assert pairs["--cuda-graph-max-bs-decode"] == pairs["--max-running-requests"] == "256"
     assert settings.environment == MOE | {
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
-        "GPTOSS_SGLANG_MENDS": "hidden_key,bound_store,sleeping_cache,quick_sampling,quick_window,fp32_logits",
+        "GPTOSS_SGLANG_PATCHES": "hidden_key,bound_store,sleeping_cache,fused_sampling,fused_window_attention,fp32_logits",
         "PYTHONPATH": str(PLUGIN),
     }
     apart = SglangConfig(weight_sync="nccl").environment
     assert apart["NCCL_CUMEM_ENABLE"] == "1", "as the trainer's NCCL has it"
-    expected = "hidden_key,bound_store,quick_pause,quick_sampling,quick_window,fp32_logits"
-    assert apart["GPTOSS_SGLANG_MENDS"] == expected
+    expected = "hidden_key,bound_store,fast_abort,fused_sampling,fused_window_attention,fp32_logits"
+    assert apart["GPTOSS_SGLANG_PATCHES"] == expected
     with pytest.raises(ValueError, match="Set weight_sync=cuda_ipc"):
         SglangConfig(colocated=True, weight_sync="nccl")
 

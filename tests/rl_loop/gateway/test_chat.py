@@ -15,7 +15,7 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.history import History
 from rl_loop.rollout import turn_sampler
-from rl_loop.rollout.episode import Failed, IllegalTurn
+from rl_loop.rollout.episode import Failed, MalformedTurn
 from tests.support.rl_loop.engines.models import held
 from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
 from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
@@ -338,7 +338,7 @@ def test_an_illegal_turn_ends_the_session_as_a_format_error(
                 assert (refusal.value.type, refusal.value.code) == ("model_error", None)
             assert len(served.engine.begun) == 1
 
-            assert served.session.end == IllegalTurn(kind)
+            assert served.session.end == MalformedTurn(kind)
             assert served.session.end.reason is FinishReason.FORMAT_ERROR
             [trajectory] = served.trajectories()
             assert trajectory.finish_reason is FinishReason.FORMAT_ERROR

@@ -20,7 +20,7 @@ from rl_loop.chatml.conversation import Call, ChatMessage
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import IM_END, TOOL_CALL, tiny_vocabulary
 from rl_loop.environments import arithmetic
-from rl_loop.rollout.episode import IllegalTurn
+from rl_loop.rollout.episode import MalformedTurn
 from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
 from tests.support.rl_loop.gateway.policy import ADD, Lesson, learned_model
 from tests.support.rl_loop.gateway.serving import SETTINGS, Served, check_capture, serving
@@ -298,7 +298,7 @@ def test_an_illegal_turn_ends_the_session_as_a_format_error(
             with pytest.raises(openai.InternalServerError) as refusal:
                 await say(served.client(), [user("Break")])
             assert refusal.value.type == "model_error"
-            assert served.session.end == IllegalTurn("tool_call")
+            assert served.session.end == MalformedTurn("tool_call")
             ids_of(served)
 
     asyncio.run(run())

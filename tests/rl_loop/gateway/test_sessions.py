@@ -85,7 +85,7 @@ def test_of_answers_that_read_the_same_the_id_says_which_one_goes_on(tiny: Harmo
 def test_older_turns_are_forgotten_and_their_conversations_rendered_from_text(
     tiny: Harmony,
 ) -> None:
-    settings = replace(SERVED, remembered_turns=2)
+    settings = replace(SERVED, max_stored_turns=2)
 
     async def play(session: Session) -> None:
         first = await ask(session, "one", request("Hi"))
@@ -110,7 +110,7 @@ def test_forest_forgets_turns_beyond_its_memory(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key that is only served must not fill the memory with few, long conversations."""
-    monkeypatch.setattr("rl_loop.gateway.forest.REMEMBERED_BYTES", 10_000)
+    monkeypatch.setattr("rl_loop.gateway.forest.MAX_TURN_BYTES", 10_000)
 
     async def play(session: Session) -> None:
         for number in range(20):

@@ -52,7 +52,7 @@ class Trainer:
 class Rollouts:
     """Ends every group at once. Those for which ``is_broken`` returns True fail."""
 
-    scores_beside_rollouts = False
+    scores_during_rollouts = False
 
     def __init__(self, is_broken: Any) -> None:
         self._is_broken = is_broken

@@ -38,7 +38,7 @@ def run_of(earlier: RunConfig, saved: bool = True) -> RunDirectory:
         (["training.steps=7"], "training.steps: "),
         (["rollout.max_tool_calls=1"], "rollout.max_tool_calls: "),
         (["training.checkpoint_every=3"], "training.checkpoint_every: "),
-        (["algorithm.kl={place: loss, coefficient: 0.1}"], "algorithm.kl: null -> {"),
+        (["algorithm.kl={apply_to: loss, coefficient: 0.1}"], "algorithm.kl: null -> {"),
         (["parallel.world_size=2"], "parallel.world_size: 1 -> 2"),
         (["initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
     ],
@@ -65,7 +65,7 @@ def test_what_can_change_is_listed(overrides: list[str], shown: str, tmp_path: P
         (["adapter={rank: 4}"], [], "adapter: {"),
         (["adapter={rank: 4}"], ["adapter={rank: 8}"], "adapter.rank: 4 -> 8"),
         (["adapter={rank: 4}"], ["adapter={rank: 4, targets: [q]}"], "adapter.targets: "),
-        (["algorithm.kl={place: loss, coefficient: 0.1}"], ["algorithm.kl={place: loss, coefficient: 0.1}",
+        (["algorithm.kl={apply_to: loss, coefficient: 0.1}"], ["algorithm.kl={apply_to: loss, coefficient: 0.1}",
          "initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
     ],
 )  # fmt: skip

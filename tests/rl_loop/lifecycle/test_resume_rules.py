@@ -134,7 +134,7 @@ def sft_config(data: Path, *overrides: str) -> Any:
     base = [
         "initial_weights=null",
         f"output_dir={data}",
-        f"data={{path: {data}/chats.jsonl, workers: 0, max_refused_share: 1}}",
+        f"data={{path: {data}/chats.jsonl, workers: 0, max_rejected_share: 1}}",
         "training.max_tokens_per_micro_batch=48",
         "model.max_length=400",
         "sequences_per_step=2",
@@ -181,7 +181,7 @@ def test_every_key_has_a_rule() -> None:
     """A refused section covers its keys; any other key is declared by itself."""
     for key in KEYS:
         above = [key[:i] for i, character in enumerate(key) if character == "."]
-        refused = any(RULES[k].effect is Effect.REFUSED for k in above if k in RULES)
+        refused = any(RULES[k].effect is Effect.REJECTED for k in above if k in RULES)
         assert key in RULES or refused, f"declare the effect of {key} in resume_rules.RULES"
 
 
@@ -191,7 +191,7 @@ def test_every_rule_has_a_key() -> None:
 
 
 def test_an_undeclared_key_is_refused() -> None:
-    assert rule_of("rollout.unheard_of").effect is Effect.REFUSED
+    assert rule_of("rollout.unheard_of").effect is Effect.REJECTED
 
 
 PATHS_THAT_ARE_NO_INPUT = {"output_dir", "sandbox.interpreter", "rollout.engine.python"}
@@ -236,7 +236,7 @@ def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: Effect) -> 
 
 REFUSED = sorted(
     key
-    for key in with_effect(RL_KEYS, RlConfig, Effect.REFUSED)
+    for key in with_effect(RL_KEYS, RlConfig, Effect.REJECTED)
     if not key.startswith(("model.", "adapter", "quantization", "chatml", "prompt", "vocabulary"))
     and not key.endswith("moment_dtype")
 )
@@ -428,11 +428,11 @@ def test_another_number_of_tasks_is_refused(data: Path, tmp_path: Path) -> None:
 
 
 def learn(config: SftConfig, count: int, saved: Any) -> tuple[list[str], Any, bool]:
-    from rl_loop.conversations.refusals import RefusalReport
+    from rl_loop.conversations.rejections import RejectionReport
 
     _, conversations = open_conversations(config)
     with conversations:
-        stream = conversations.stream(RefusalReport(lambda _: None, lambda _: None, []), saved)
+        stream = conversations.stream(RejectionReport(lambda _: None, lambda _: None, []), saved)
         names: list[str] = []
         while len(names) < count and not stream.exhausted:
             samples = stream.take(1)

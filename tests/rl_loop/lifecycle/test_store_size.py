@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron_gptoss import host_memory
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.shipped import shipped_files
 from rl_loop.lifecycle import store_size
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import (
-    SMALLEST_STORE,
+    MIN_STORE_BYTES,
     StoreNeed,
     check_local_store,
     store_bytes,
@@ -82,7 +82,7 @@ def test_every_configuration_of_the_project_fits_an_ordinary_node(
     check_local_store(need)
     assert need.step <= store_bytes(need) <= NODE_BYTES
     if path.stem.startswith("tiny"):
-        assert store_bytes(need) == SMALLEST_STORE
+        assert store_bytes(need) == MIN_STORE_BYTES
 
 
 def test_a_step_is_counted_as_its_columns_weigh() -> None:
@@ -174,7 +174,7 @@ def test_a_step_that_does_not_fit_is_refused_in_one_line(
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: shared)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: memory)
     check_local_store(need_of(1 << 30))
-    with pytest.raises(CannotStart) as refused:
+    with pytest.raises(StartError) as refused:
         check_local_store(need_of(2 << 30))
     assert message in str(refused.value)
     assert str(refused.value).startswith("a step needs 2.1 GB of Ray's object store for 1 episodes")
@@ -188,7 +188,7 @@ def test_a_container_with_64_mb_of_shared_memory_still_runs_what_is_small(
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 64 << 20)
     need = store_need(rl_config())
     check_local_store(need)
-    assert store_bytes(need) == SMALLEST_STORE
+    assert store_bytes(need) == MIN_STORE_BYTES
 
 
 FILL = f"""
@@ -201,7 +201,7 @@ from ray._private.internal_api import memory_summary
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.cluster.ray_session import start_local_ray
-from rl_loop.config.errors import CannotStart
+from rl_loop.config.errors import StartError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
@@ -263,7 +263,7 @@ def test_a_running_ray_that_a_step_does_not_fit_is_refused_and_would_have_spille
 start_local_ray(num_cpus=1, object_store_bytes=need.step // 2)
 try:
     check_running_store(need)
-except CannotStart as refused:
+except StartError as refused:
     print(refused)
 held = hold_step()
 print(is_spilled())
@@ -286,7 +286,7 @@ def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
     import ray
     from pathlib import Path
     from rl_loop.cluster.ray_session import start_local_ray
-    from rl_loop.config.errors import CannotStart
+    from rl_loop.config.errors import StartError
     from rl_loop.config.load import load_config
     from rl_loop.config.run import RlConfig
     from rl_loop.run import run_rl
@@ -296,7 +296,7 @@ def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
     start_local_ray(num_cpus=2, object_store_bytes=100 << 20)
     try:
         run_rl(config, None)
-    except CannotStart as refused:
+    except StartError as refused:
         print(refused)
     print(config.directory.exists())
     ray.shutdown()

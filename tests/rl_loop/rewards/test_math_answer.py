@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from rl_loop.rewards.comparison_pool import LONGEST, ComparisonPool
-from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalised
+from rl_loop.rewards.comparison_pool import MAX_CHARACTERS, ComparisonPool
+from rl_loop.rewards.math_answer import PLAIN_NUMBER, is_correct, last_boxed, normalized
 from rl_loop.rewards.number import parse_number
 from tests.support.rl_loop.rewards.answer_classes import classes
 from tests.support.rl_loop.rewards.labelled_answers import pairs
@@ -112,7 +112,7 @@ def test_decimals_are_rounded_to_the_digits_of_the_truth(comparisons) -> None:
 
 
 def test_an_answer_of_absurd_length_is_wrong(comparisons) -> None:
-    assert not comparisons.equivalent("1+" * LONGEST + "1", "1")
+    assert not comparisons.equivalent("1+" * MAX_CHARACTERS + "1", "1")
 
 
 def test_every_labelled_pair_is_judged_as_labelled() -> None:
@@ -310,6 +310,6 @@ def test_no_text_takes_long(name: str) -> None:
     for _ in range(3):
         began = time.process_time()
         assert not is_correct(ENDLESS[name], "5")
-        normalised(last_boxed(ENDLESS[name]))
+        normalized(last_boxed(ENDLESS[name]))
         seconds.append(time.process_time() - began)
     assert min(seconds) < 0.5

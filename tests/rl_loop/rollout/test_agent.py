@@ -227,7 +227,7 @@ def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
         tiny,
         engine,
         ["1"] * 5,
-        limits.model_copy(update={"truncated_episodes": "mask" if mask else "penalise"}),
+        limits.model_copy(update={"truncated_episodes": "mask" if mask else "penalize"}),
     )
     assert trajectory.finish_reason is reason
     assert (trajectory.truncated, trajectory.excluded, trajectory.reward) == (True, mask, -1.0)
@@ -332,7 +332,7 @@ def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_number
     ]
     assert trajectory.reward == 1.0
     assert (trajectory.reusable_tokens, trajectory.cached_tokens) == (0, 0)  # between turns only
-    assert trajectory.prefilled_again == 0, "this engine keeps what it has processed"
+    assert trajectory.recomputed_tokens == 0, "this engine keeps what it has processed"
     check_against_engine(trajectory, engine, harmony)
 
 
@@ -344,7 +344,7 @@ def test_what_new_weights_let_an_engine_compute_again_is_counted(harmony: Harmon
     trajectory = episode(harmony, Forgetful([answer(harmony)], [3, 0, 4]))
     prompt = len(prompt_ids(harmony))
     # Interrupted behind 3 and behind 7 tokens, of which the last was no input yet.
-    assert trajectory.prefilled_again == (prompt + 2) + (prompt + 6)
+    assert trajectory.recomputed_tokens == (prompt + 2) + (prompt + 6)
 
 
 def test_seeds_differ_by_episode_and_turn_and_suit_torch(tiny: Harmony) -> None:

@@ -305,8 +305,8 @@ def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[int, Recorded]) -> No
     for step in steps:
         assert 0 <= step["rollout/staleness_mean"] <= step["rollout/staleness_max"]
         assert 1 <= step["rollout/versions_per_episode"] <= 3
-    assert steps[0]["rollout/prefilled_again"] == 0
-    assert max(step["rollout/prefilled_again"] for step in steps) > 0
+    assert steps[0]["rollout/recomputed_tokens"] == 0
+    assert max(step["rollout/recomputed_tokens"] for step in steps) > 0
     assert "stale/kl_k3" not in steps[0]
     assert all(0 < step["stale/effective_sample_size"] <= 1 for step in steps[1:])
 

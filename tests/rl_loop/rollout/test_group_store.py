@@ -36,7 +36,7 @@ EPISODE = Trajectory(
     tool_errors=1,
     format_error="channel",
     excluded=True,
-    grafted=[(1, 2)],
+    spliced=[(1, 2)],
     reusable_tokens=9,
     cached_tokens=8,
     answer="42",
@@ -152,7 +152,7 @@ def test_groups_that_may_have_ended_a_run_are_dropped(tmp_path: Path) -> None:
 
     store.save(4, GROUPS)
     assert set(store.load(4)) == {7, 9}
-    store.give_back(4)
+    store.release(4)
     assert set(store.load(4)) == {7, 9}, "the attempt ended on request"
 
 

@@ -35,8 +35,8 @@ from rl_loop.environments.retool import ReToolEnvironment
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.infrastructure import (
     COMPONENTS,
+    CircuitBreaker,
     EngineFault,
-    InfrastructureBreaker,
     InfrastructureFailure,
     InfrastructureOutage,
 )
@@ -167,7 +167,7 @@ def behind_a_stop(request: GenerateRequest, result: GenerateResult) -> GenerateR
     )
 
 
-MISBEHAVIOURS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
+MISBEHAVIORS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
     "NaN": lie(output_log_probs=first(math.nan)),
     "minus infinity": lie(output_log_probs=first(-math.inf)),
     "infinity": lie(output_log_probs=first(math.inf)),
@@ -215,10 +215,10 @@ class FaultyEngine(ScriptedEngine):
     """Misbehaves from request number ``moment`` on, ``times`` times."""
 
     def __init__(
-        self, turns: list[list[int]], misbehaviour: str, moment: int, times: int = 1000
+        self, turns: list[list[int]], misbehavior: str, moment: int, times: int = 1000
     ) -> None:
         super().__init__(turns)
-        self.misbehaviour, self.moment, self.times = misbehaviour, moment, times
+        self.misbehavior, self.moment, self.times = misbehavior, moment, times
         self.calls = 0
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -232,16 +232,16 @@ class FaultyEngine(ScriptedEngine):
         self._turns = turns
         self.requests.pop(), self.results.pop()
         self._processed = []
-        told: GenerateResult = MISBEHAVIOURS[self.misbehaviour](request, result)
+        told: GenerateResult = MISBEHAVIORS[self.misbehavior](request, result)
         return told
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
-@pytest.mark.parametrize("misbehaviour", MISBEHAVIOURS)
+@pytest.mark.parametrize("misbehavior", MISBEHAVIORS)
 def test_a_misbehaving_engine_makes_the_episode_invalid_and_is_named(
-    tiny: Harmony, misbehaviour: str, moment: int
+    tiny: Harmony, misbehavior: str, moment: int
 ) -> None:
-    engine = FaultyEngine([call(tiny, "1"), call(tiny, "2"), answer(tiny)], misbehaviour, moment)
+    engine = FaultyEngine([call(tiny, "1"), call(tiny, "2"), answer(tiny)], misbehavior, moment)
     episode = play(tiny, engine)
     check_invalid(episode, "engine")
     assert f"request t/1/{moment - 1}/0" in episode.invalid.reason  # type: ignore[union-attr]
@@ -249,12 +249,12 @@ def test_a_misbehaving_engine_makes_the_episode_invalid_and_is_named(
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
-@pytest.mark.parametrize("misbehaviour", sorted(MISBEHAVIOURS.keys() - {"ValueError"}))
+@pytest.mark.parametrize("misbehavior", sorted(MISBEHAVIORS.keys() - {"ValueError"}))
 def test_an_engine_that_misbehaves_twice_loses_nothing(
-    tiny: Harmony, misbehaviour: str, moment: int
+    tiny: Harmony, misbehavior: str, moment: int
 ) -> None:
     turns = [call(tiny, "1"), call(tiny, "2"), answer(tiny)]
-    episode = play(tiny, FaultyEngine(turns, misbehaviour, moment, times=2))
+    episode = play(tiny, FaultyEngine(turns, misbehavior, moment, times=2))
     undisturbed = play(tiny, ScriptedEngine(turns))
     assert episode.invalid is None
     assert episode.reward == 1.0
@@ -338,7 +338,12 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "what it knows to be infrastructure": throw(InfrastructureFailure("sandbox", "no bubblewrap")),
     "nothing": lambda: None,
 }
-METHODS = {"step": "environment", "call": "tool", "answer": "checker", "unfinished": "environment"}
+METHODS = {
+    "step": "environment",
+    "call": "tool",
+    "answer": "checker",
+    "end_truncated": "environment",
+}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -347,7 +352,7 @@ def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
     tiny: Harmony, method: str, failure: str
 ) -> None:
     turns = [call(tiny, "1"), answer(tiny)]
-    limits = LIMITS.model_copy(update={"max_turns": 1 if method == "unfinished" else 6})
+    limits = LIMITS.model_copy(update={"max_turns": 1 if method == "end_truncated" else 6})
     episode = play(
         tiny, ScriptedEngine(turns), FaultyEnvironment(method, FAILURES[failure]), limits
     )
@@ -357,7 +362,7 @@ def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
     check_invalid(episode, component)
 
 
-@pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "illegal"])
+@pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "end_with_format_error"])
 def test_prompts_and_illegal_ends_that_fail_make_the_episode_invalid_too(
     tiny: Harmony, method: str
 ) -> None:
@@ -716,7 +721,10 @@ def test_share_of_invalid_episodes_has_a_curve_per_cause() -> None:
         ("tool", "tool server http://a:1/mcp"),
         ("engine", ""),
     ]
-    lost = [replace(failed(), invalid=InvalidReason(c, "reason", culprit)) for c, culprit in causes]
+    lost = [
+        replace(failed(), invalid=InvalidReason(c, "reason", failure_source))
+        for c, failure_source in causes
+    ]
     metrics = StepMetrics(0)
     add_rollout_metrics(metrics, [TrajectoryGroup("t", [valid(1.0)] * 5, invalid=lost)])
     shares = {
@@ -736,7 +744,7 @@ def test_share_of_invalid_episodes_has_a_curve_per_cause() -> None:
 
 
 def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -> None:
-    breaker = InfrastructureBreaker(max_share=0.2, max_streak=64)
+    breaker = CircuitBreaker(max_share=0.2, max_streak=64)
     for number in range(10):
         breaker.observe(
             TrajectoryGroup(
@@ -752,12 +760,12 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
     assert "\n" not in str(outage.value)
 
     # As many as are allowed are.
-    exact = InfrastructureBreaker(max_share=0.25, max_streak=None)
+    exact = CircuitBreaker(max_share=0.25, max_streak=None)
     exact.observe(TrajectoryGroup("t", [valid(0.0)] * 3, invalid=[failed()]))
     exact.check_share()
 
-    # Reasons that are all different have one culprit in common.
-    servers = InfrastructureBreaker(max_share=0.0, max_streak=None)
+    # Reasons that are all different have one failing component in common.
+    servers = CircuitBreaker(max_share=0.0, max_streak=None)
     lost = [
         replace(failed(), invalid=InvalidReason("tool", f"request {n} is lost", f"server {n // 5}"))
         for n in range(6)
@@ -768,7 +776,7 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
     ):
         servers.check_share()
 
-    streak = InfrastructureBreaker(max_share=0.9, max_streak=20)
+    streak = CircuitBreaker(max_share=0.9, max_streak=20)
     # One valid episode ends a streak, which begins anew behind it.
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))

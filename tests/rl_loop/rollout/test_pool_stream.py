@@ -37,7 +37,7 @@ class TimelessBackend(RolloutBackend):
     def __init__(self, context: BackendContext, engine_factory: Any) -> None:
         super().__init__(EngineConfig(), context)
         self._engine_factory = engine_factory
-        self.heals = 0
+        self.recoveries = 0
 
     def engine_factory(self) -> Any:
         return self._engine_factory
@@ -50,8 +50,8 @@ class TimelessBackend(RolloutBackend):
         assert self.workers is not None
         return self.workers.engine_scores(token_ids, temperature)
 
-    def heal(self) -> None:
-        self.heals += 1
+    def recover_engines(self) -> None:
+        self.recoveries += 1
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
         return {}
@@ -229,17 +229,17 @@ def test_groups_of_two_callers_do_not_mix_and_a_closed_stream_is_given_no_worker
 
 
 def test_healing_waits_from_an_update_to_the_sync_that_follows(running: Any) -> None:
-    healed = running(seconds=60.0)
-    healed.sync(0)
-    healed.admit_all()
-    wait_until(lambda: healed.backend.heals > 0)
-    with healed.pool.updating_weights(1):
-        before = healed.backend.heals
+    recovered = running(seconds=60.0)
+    recovered.sync(0)
+    recovered.admit_all()
+    wait_until(lambda: recovered.backend.recoveries > 0)
+    with recovered.pool.updating_weights(1):
+        before = recovered.backend.recoveries
         time.sleep(1.5)
     time.sleep(1.5)
-    assert healed.backend.heals == before
-    healed.sync(1)
-    wait_until(lambda: healed.backend.heals > before)
+    assert recovered.backend.recoveries == before
+    recovered.sync(1)
+    wait_until(lambda: recovered.backend.recoveries > before)
 
 
 def test_a_pool_that_cannot_go_on_says_so_to_everyone_who_waits(

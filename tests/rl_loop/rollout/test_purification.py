@@ -93,7 +93,7 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     assert trajectory.tool_calls == 1
     assert trajectory.reward == 1
     assert programs[0] == "print(17*23"
-    ((start, end),) = trajectory.grafted
+    ((start, end),) = trajectory.spliced
     assert end == len(prompt) + len(merged)
     assert tiny.decode(tokens[start:end]).endswith("print(17*23)<|call|>")
     assert tiny.decode(tokens[:start]).endswith("Use python.<|end|>")
@@ -112,15 +112,15 @@ def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> No
         answer(tiny),
     ]
     trajectory, _, _ = episode(tiny, turns, PurificationConfig())
-    ((start, end),) = trajectory.grafted
+    ((start, end),) = trajectory.spliced
     assert isinstance(trajectory.routed_experts, np.ndarray)
-    # the last grafted token is first an input of the next turn, where it stands in its place
+    # the last spliced token is first an input of the next turn, where it stands in its place
     assert (trajectory.routed_experts[start : end - 1] == -1).all()
     assert (np.delete(trajectory.routed_experts, range(start, end - 1), axis=0) >= 0).all()
     config = AlgorithmConfig(mini_batches=2, max_staleness=9)
     samples = to_samples([TrajectoryGroup("t", [trajectory])], config, version=3)
-    assert samples.is_grafted is not None and samples.staleness is not None
-    assert np.flatnonzero(samples.is_grafted).tolist() == list(range(start, end))
+    assert samples.is_spliced is not None and samples.staleness is not None
+    assert np.flatnonzero(samples.is_spliced).tolist() == list(range(start, end))
     assert not samples.staleness[start:end].any(), "where they stand they were not sampled"
     assert samples.staleness.any(), "others are stale"
     assert samples.loss_mask[start:end].all()
@@ -134,7 +134,7 @@ def test_an_unlike_call_replaces_the_whole_turn(
     trajectory, engine, _ = episode(tiny, [bad, good, answer(tiny)], PurificationConfig())
     prompt = len(engine.requests[0].input_ids)
     assert trajectory.token_ids[prompt : prompt + len(good)].tolist() == good
-    assert trajectory.grafted == [(prompt, prompt + len(good))]
+    assert trajectory.spliced == [(prompt, prompt + len(good))]
 
 
 @pytest.mark.parametrize(("of_turn", "of_episode"), [(2, 30), (9, 2)])
@@ -151,7 +151,7 @@ def test_after_the_last_retry_the_error_stays_as_it_was_sampled(
     assert np.array_equal(kept.token_ids, plain.token_ids)
     assert np.array_equal(kept.rollout_log_probs, plain.rollout_log_probs)
     assert kept.tool_errors == 1
-    assert not kept.grafted
+    assert not kept.spliced
 
 
 def test_giving_up_on_the_tool_leaves_the_error(tiny: Harmony) -> None:

@@ -17,11 +17,11 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.base import Environment, StepResult, ToolError, final
 from rl_loop.environments.retool import ReToolEnvironment
-from rl_loop.harmony.bounded_encoding import LONGEST_PIECE, encode_bounded, parts_of
+from rl_loop.harmony.bounded_encoding import MAX_PIECE_CHARACTERS, encode_bounded, parts_of
 from rl_loop.harmony.codec import Harmony, ParsedMessage, ToolOutput
 from rl_loop.harmony.vocabulary import harmony_encoding
 from rl_loop.rollout.agent import run_episode
-from rl_loop.rollout.observation import cut_observation, cut_text, fair_share
+from rl_loop.rollout.observation import fair_share, truncate_observation, truncate_text
 from rl_loop.rollout.purification import purifying
 from rl_loop.tasks.prompt_limit import Prompt, PromptLimit, UnusablePrompt
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
@@ -50,7 +50,7 @@ class Talkative(Environment):
 
     async def answer(self, text: str) -> StepResult:
         if self.said:
-            return self.finished(1.0)
+            return self.end_with_score(1.0)
         self.said = True
         return StepResult(user=self.task.ground_truth)
 
@@ -202,11 +202,11 @@ def _words(text: str) -> list[str]:
     return list(regex.findall(O200K_PATTERN, text))
 
 
-@pytest.mark.parametrize("length", [LONGEST_PIECE + 1, 5000])
+@pytest.mark.parametrize("length", [MAX_PIECE_CHARACTERS + 1, 5000])
 def test_ordinary_text_has_the_ids_that_it_has_as_a_whole(length: int) -> None:
     code = 'def f(x):\n    """Twice x, isn\'t it?"""\n    return 2 * x  # 1234567\n\n\n' * 200
     assert encode_bounded(code[:length], reference) == reference(code[:length])
-    dashes = ("-" * LONGEST_PIECE + "\n") * 8
+    dashes = ("-" * MAX_PIECE_CHARACTERS + "\n") * 8
     assert encode_bounded(dashes, reference) == reference(dashes)
 
 
@@ -226,7 +226,7 @@ def test_the_share_is_the_largest_that_fits(sizes: list[int], total: int) -> Non
 @settings(deadline=None)
 @given(st.text(max_size=60), st.integers(2, 80))
 def test_what_is_cut_keeps_its_begin_and_end_and_is_text(text: str, limit: int) -> None:
-    cut = cut_text(text, limit)
+    cut = truncate_text(text, limit)
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if len(whole.encode()) <= limit:
         assert cut == whole
@@ -244,7 +244,7 @@ def test_the_longest_of_several_answers_are_cut_and_the_others_are_whole() -> No
     outputs = [
         ToolOutput("python", "analysis", text) for text in ("x" * 10_000, "short", "y" * 5000)
     ]
-    cut, user = cut_observation(outputs, "hello", 4000)
+    cut, user = truncate_observation(outputs, "hello", 4000)
     assert (cut[1].text, user) == ("short", "hello")
     assert all(1900 < len(output.text) < 2100 for output in (cut[0], cut[2]))
 
@@ -296,5 +296,5 @@ def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: An
 def test_a_prompt_that_surely_fits_does(tiny: Harmony, text: str, max_tokens: int) -> None:
     limit = PromptLimit(tiny, max_tokens)
     prompt = Prompt([{"role": "user", "content": text}])
-    if limit.surely_fits(prompt):
+    if limit.fits_without_tokenizing(prompt):
         assert len(limit.render("t", prompt)) < max_tokens

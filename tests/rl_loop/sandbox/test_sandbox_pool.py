@@ -118,7 +118,7 @@ def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twi
     os.kill(server, signal.SIGKILL)
     thread.join()
     assert "exited" in str(failures[0])
-    assert failures[0].culprit == "server died"
+    assert failures[0].failure_source == "server died"
     assert one_worker.run(HONEST).output == "499500\n"
     assert one_worker.processes_left() == 0
 
@@ -284,7 +284,7 @@ def test_machine_out_of_memory_is_a_failure(make_sandbox: Callable, full_cgroup:
     (full_cgroup / "cgroup.procs").write_text(str(running_program(sandbox)))
     with pytest.raises(SandboxFailure, match="out of memory") as failure:
         call.result(30)
-    assert failure.value.culprit == "machine out of memory"
+    assert failure.value.failure_source == "machine out of memory"
     assert sandbox.run(HONEST).output == "499500\n"
 
 

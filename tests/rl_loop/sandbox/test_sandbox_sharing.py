@@ -33,26 +33,26 @@ def seconds_of(sandbox: SandboxUnderTest) -> float:
 
 
 def test_a_neighbour_of_thirty_spinners_still_gets_its_share(make_sandbox: Callable) -> None:
-    neighbour = make_sandbox(timeout_seconds=30, cpu_seconds=30)
+    neighbor = make_sandbox(timeout_seconds=30, cpu_seconds=30)
     # 13 times, however often it is tried, where every process has the same weight. A test beside this
     # one may make a single try look so, too.
     slowdowns = []
     while len(slowdowns) < 3 and min(slowdowns, default=math.inf) >= 4:
-        slowdowns.append(slowdown_beside_spinners(neighbour))
+        slowdowns.append(slowdown_beside_spinners(neighbor))
     assert slowdowns[-1] < 4, slowdowns
 
 
-def slowdown_beside_spinners(neighbour: SandboxUnderTest) -> float:
+def slowdown_beside_spinners(neighbor: SandboxUnderTest) -> float:
     """How many times as long an honest call takes while another one's processes spin."""
     spinning = SandboxUnderTest(
-        neighbour.sandbox.config.model_copy(update={"timeout_seconds": 25.0}),
-        neighbour.sandbox.limits,
+        neighbor.sandbox.config.model_copy(update={"timeout_seconds": 25.0}),
+        neighbor.sandbox.limits,
     )
     try:
-        alone = statistics.median(seconds_of(neighbour) for _ in range(3))
+        alone = statistics.median(seconds_of(neighbor) for _ in range(3))
         call = spinning.start(SPINNERS)
         time.sleep(1)  # two looks at which they are seen to be busy
-        beside = statistics.median(seconds_of(neighbour) for _ in range(3))
+        beside = statistics.median(seconds_of(neighbor) for _ in range(3))
         assert not call.done()
     finally:
         spinning.close()

@@ -32,7 +32,7 @@ from rl_loop.environments import (
     ENVIRONMENTS,
     Environment,
     RewardConfig,
-    Script,
+    ScriptedPolicy,
     StepResult,
     Task,
     make_environment,
@@ -58,7 +58,7 @@ from tests.support.rl_loop.prompts import SHORT_PROMPT
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
 
-MIXED = DemonstrationConfig(expert=0.5)
+MIXED = DemonstrationConfig(expert_share=0.5)
 
 
 def sampled_turns(demo: Demonstration) -> list[list[int]]:
@@ -284,12 +284,12 @@ class TalkingEnvironment(Environment):
     """Two questions, each thought about and answered."""
 
     @classmethod
-    def solve(cls, task: Task, rng: Random, faulty: bool) -> Script:
+    def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
         yield [think("one is odd"), final("odd")]
         yield [think("two is even"), final("even")]
 
     async def answer(self, text: str) -> StepResult:
-        return StepResult(user="And two?") if text == "odd" else self.finished(1.0)
+        return StepResult(user="And two?") if text == "odd" else self.end_with_score(1.0)
 
 
 def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_says(
@@ -369,7 +369,7 @@ def test_the_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> N
     right = 0.0
     for index in range(300):
         result = demonstrate(
-            task_of("gsm8k", index), tiny, DemonstrationConfig(expert=0.3), str(index)
+            task_of("gsm8k", index), tiny, DemonstrationConfig(expert_share=0.3), str(index)
         ).result
         assert result is not None
         right += result.reward_parts["correct"]

@@ -84,8 +84,8 @@ NOT_A_TASK = {
         "a task needs messages; the row has task_id, ground_truth",
     ),
     "an unknown key": (
-        with_(colour=1),
-        "colour: unknown key of a task. Known keys: task_id, messages",
+        with_(color=1),
+        "color: unknown key of a task. Known keys: task_id, messages",
     ),
     "an empty id": (with_(task_id=""), "'task_id' is empty"),
     "an id that is a number": (with_(task_id=7), "'task_id' must be text, not a number"),
@@ -151,8 +151,8 @@ NOT_A_TASK = {
     "endless brackets": ("[" * 100_000, "recursion"),
     "bytes": (b"\xff\xfe", "not UTF-8: byte 0 is 0xff"),
     "neither a task nor a problem": (
-        '{"colour": 1}',
-        "ReToolEnvironment misses 'question'; the row has colour",
+        '{"color": 1}',
+        "ReToolEnvironment misses 'question'; the row has color",
     ),
     "no answer": (
         '{"question": "1+1?"}',

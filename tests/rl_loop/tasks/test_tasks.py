@@ -285,7 +285,7 @@ def test_aime_rows_and_numeric_answers_are_told_apart(tmp_path: Path) -> None:
         ("tasks.sources.retool.environment=chess", "there is no environment 'chess'"),
         ("tasks.sources.retool.environment=os:path", "there is no environment 'os:path'"),
         ("tasks.sources.retool.environment=nowhere:X", "cannot be imported"),
-        ("tasks.sources.retool.options.colour=1", "colour"),
+        ("tasks.sources.retool.options.color=1", "color"),
         ("tasks.sources.retool.weight=0", "every source has weight 0"),
         ("tasks.sources.retool.held_out_path=x.jsonl", "Set train_path, or weight=0"),
         ("tasks.sources.retool.pass_rate.episodes=x", "pass_rate filters the tasks of train_path"),

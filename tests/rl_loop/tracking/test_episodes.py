@@ -23,7 +23,7 @@ from rl_loop.tracking import episode_files
 from rl_loop.tracking.episode_files import keep_steps_up_to, list_files, read_row_groups
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.episode_table import SCHEMA, EpisodesOfSplit, episode_table
+from rl_loop.tracking.episode_table import SCHEMA, SplitEpisodes, episode_table
 from rl_loop.tracking.run_directory import RunDirectoryError, RunWriteError, read_json_lines
 from tests.support.in_process import LocalRollouts, local_loop
 from tests.support.recorded_episodes import (
@@ -98,7 +98,7 @@ def test_an_excluded_episode_has_no_advantage() -> None:
 
 
 def test_held_out_episodes_have_no_estimates_and_train_ones_keep_theirs() -> None:
-    held_out = EpisodesOfSplit("held_out", groups_of_step(0, tasks=1))
+    held_out = SplitEpisodes("held_out", groups_of_step(0, tasks=1))
     rows = episode_table(0, [train_split(groups_of_step(0, tasks=1)), held_out]).to_pylist()
     assert [row["split"] for row in rows] == ["train", "train", "held_out", "held_out"]
     assert [row["trainer_log_probs"] is None for row in rows] == [False, False, True, True]
@@ -136,14 +136,14 @@ def test_text_that_is_no_unicode_is_recorded(tmp_path: Path) -> None:
         turns=[Turn("prompt", 0, 1, "half \udc80")],
     )
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
-        recorder.record(0, [EpisodesOfSplit("train", [TrajectoryGroup("task", [trajectory])])])
+        recorder.record(0, [SplitEpisodes("train", [TrajectoryGroup("task", [trajectory])])])
     episode = reader_of(tmp_path).read(0)
     assert episode is not None and episode["turns"][0]["text"] == "half ?"
 
 
 def test_a_step_without_episodes_is_recorded(tmp_path: Path) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
-        recorder.record(0, [EpisodesOfSplit("train", [TrajectoryGroup("task", [])])])
+        recorder.record(0, [SplitEpisodes("train", [TrajectoryGroup("task", [])])])
         recorder.record(1, [train_split(groups_of_step(1))])
     assert steps_in(tmp_path) == [1] * 4
 
@@ -174,7 +174,7 @@ def test_many_small_files_become_one_and_no_episode_is_lost(tmp_path: Path) -> N
 def test_files_beyond_a_size_are_not_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_files, "LARGEST_MERGE", 1000)
+    monkeypatch.setattr(episode_files, "MAX_MERGED_BYTES", 1000)
     record_steps(tmp_path, range(33))
     assert len(list_files(tmp_path)) == 33
 
@@ -482,7 +482,7 @@ def test_a_search_knows_no_case_and_no_patterns(
     for episode, said in zip(group.trajectories, SAID, strict=True):
         episode.turns = [replace(episode.turns[0], text=said), replace(episode.turns[1], text="-")]
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
-        recorder.record(0, [EpisodesOfSplit("train", [group])])
+        recorder.record(0, [SplitEpisodes("train", [group])])
     assert sorted(reader_of(tmp_path).search(text, seconds=10).ids.tolist()) == where
 
 
@@ -515,6 +515,6 @@ def test_nan_in_an_invalid_episode_does_no_harm(tmp_path: Path) -> None:
     group = TrajectoryGroup("task", [], [failed("task")])
     group.invalid[0].rollout_log_probs[3] = np.nan
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
-        recorder.record(0, [EpisodesOfSplit("train", [group])])
+        recorder.record(0, [SplitEpisodes("train", [group])])
     episode = reader_of(tmp_path).read(0)
     assert episode is not None and math.isnan(episode["rollout_log_probs"][3])

@@ -202,7 +202,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
         return episode
 
     held_out = outcome(lambda loop: loop.held_out[:1])
-    assert (held_out.tool_errors, held_out.grafted) == (1, [])
+    assert (held_out.tool_errors, held_out.spliced) == (1, [])
     assert held_out.tool_calls == 2
 
     def one_training_episode(loop: RlLoop) -> list[GroupRequest]:
@@ -211,7 +211,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
 
     training = outcome(one_training_episode)
     assert training.tool_errors == 0
-    assert len(training.grafted) == 1
+    assert len(training.spliced) == 1
 
 
 def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> None:

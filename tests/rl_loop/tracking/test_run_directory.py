@@ -101,7 +101,7 @@ def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
     assert not run.has_begun
 
     run.tensorboard.mkdir()
-    append_lines(run.refused, ["{}"])
+    append_lines(run.rejected, ["{}"])
     start_run(tmp_path, "lr: 2\n")
     assert run.config.read_text() == "lr: 2\n"
     assert run.existing() == [run.config], "what the first start wrote is of another configuration"

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from converters.errors import GatheringRefused
+from converters.errors import GatheringAborted
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak
 from megatron_gptoss.planning import memory
-from megatron_gptoss.planning.memory import account
+from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
 from rl_loop.config.parts import TrainerConfig
@@ -57,7 +57,7 @@ def rank(settings: TrainerConfig) -> Iterator[LocalRank]:
 def gpu(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
     """Return the GPU whose memory the rank measures, and whose cache it gives back."""
     gpu = ScriptedGpu()
-    monkeypatch.setattr(worker_module, "give_back_cache", gpu.give_back_cache)
+    monkeypatch.setattr(worker_module, "release_cached_memory", gpu.release_cached_memory)
     rank._worker.memory = PhaseMemory(gpu)
     return gpu
 
@@ -89,7 +89,7 @@ class Sender:
 def test_figures_are_in_gb_and_predicted_where_the_account_has_the_phase(
     settings: TrainerConfig,
 ) -> None:
-    predicted = account(settings.memory_inputs, 100.0)
+    predicted = estimate_memory(settings.memory_inputs, 100.0)
     peak = PhasePeak(allocated=2_000_000_000, reserved=2_500_000_000, gpu=9_000_000_000)
     values = memory_metrics({"update": peak, "resting": peak}, predicted)
     update = predicted.phase("update")
@@ -111,11 +111,11 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
     gpu = ScriptedGpu()
     given_back: list[str] = []
 
-    def give_back_cache() -> None:
+    def release_cached_memory() -> None:
         given_back.append("cache")
-        gpu.give_back_cache()
+        gpu.release_cached_memory()
 
-    monkeypatch.setattr(worker_module, "give_back_cache", give_back_cache)
+    monkeypatch.setattr(worker_module, "release_cached_memory", release_cached_memory)
     worker = rank._worker
     worker.memory = worker.trainer.memory = PhaseMemory(gpu)
     gpu.allocate(1000)
@@ -149,7 +149,7 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
             "update/gpu_gb": 800 + 1400,
         }
     )
-    expected = account(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
+    expected = estimate_memory(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
     assert values["memory/optimizer/predicted_gpu_gb"] * 1e9 == pytest.approx(expected)
 
     # What was told is not told again. From now on the optimizer has state.
@@ -176,7 +176,7 @@ def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
     gpu.allocate(-2000)
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise GatheringRefused("rank 1 has no memory for weights of others")
+        raise GatheringAborted("rank 1 has no memory for weights of others")
 
     monkeypatch.setattr(worker._gathering, "begin", refuse)
     with pytest.raises(SyncFailed, match="rank 1 has no memory"):
@@ -197,7 +197,7 @@ def test_servers_take_what_an_update_has_given_back_and_it_is_counted_once(
     worker.memory.enter("resting")
     gpu.allocate(6000)
     gpu.allocate(-5000)
-    worker._make_room_for_engines()
+    worker._free_memory_for_engines()
     gpu.others = 5500
     measured = worker.memory.take()
     assert measured is not None and measured.peaks["resting"].gpu == 6500
@@ -310,7 +310,8 @@ def test_the_account_of_whole_loops_is_what_was_measured(
     """
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     predicted = {
-        phase.name: phase.total / 1e9 for phase in account(config.memory_inputs, gigabytes).phases
+        phase.name: phase.total / 1e9
+        for phase in estimate_memory(config.memory_inputs, gigabytes).phases
     }
     predicted["sync"] = max(predicted["sync"], predicted["first_sync"])
     for phase, used in measured.items():
@@ -347,7 +348,7 @@ def test_the_account_of_the_first_scoring_is_what_was_measured(
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     inputs = config.memory_inputs
     tokens = micro_batch_tokens(step_tokens, inputs.parallel.world_size)
-    scoring = account(replace(inputs, tokens=tokens), 150.1).phase("first_scoring")
+    scoring = estimate_memory(replace(inputs, tokens=tokens), 150.1).phase("first_scoring")
     assert scoring.trainer / 1e9 == pytest.approx(tensors, rel=0.03)
     assert scoring.total / 1e9 == pytest.approx(gpu, rel=0.05)
 
@@ -368,7 +369,7 @@ def test_tensors_of_a_sync_are_what_was_measured(
 ) -> None:
     """Of the rank that sends, the most of a run's steps, 26 November 2026."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
-    predicted = account(config.memory_inputs, 150.1).phase("sync")
+    predicted = estimate_memory(config.memory_inputs, 150.1).phase("sync")
     assert predicted.trainer / 1e9 == pytest.approx(measured, rel=0.03)
 
 
@@ -379,17 +380,17 @@ def test_tensors_of_a_sync_are_what_was_measured(
 def test_tensors_of_scoring_with_adapters_are_what_was_measured(name: str, measured: float) -> None:
     """In the first step, the only one of these runs that scored: no optimizer has state by then."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig)
-    predicted = account(config.memory_inputs, 150.1)
+    predicted = estimate_memory(config.memory_inputs, 150.1)
     tensors = predicted.phase("scoring").trainer - predicted.memory.optimizer
     assert tensors / 1e9 == pytest.approx(measured, rel=0.03)
 
 
 def scoring_gaps(change: dict[str, Any]) -> float:
-    """Return the gaps of torch's allocator in scoring that the account has of the 20B's adapters on one
+    """Return the gaps of torch's allocator in scoring that the estimate has of the 20B's adapters on one
     GPU, with a change."""
     config = load_config(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml", RlConfig)
     inputs = replace(config.memory_inputs, **change)
-    gaps = account(inputs, 150.1).phase("scoring").around - memory.CONTEXT_BYTES
+    gaps = estimate_memory(inputs, 150.1).phase("scoring").overhead - memory.CONTEXT_BYTES
     if inputs.parallel.world_size > 1:
         gaps -= memory.COMMUNICATION_BYTES
     return gaps
@@ -399,7 +400,7 @@ def test_gaps_of_scoring_are_attentions_blocks_where_all_layers_have_equal_tenso
     # Queries of 4,096 channels three times, keys and values of 512 twice; bf16.
     blocks = 2 * 16_384 * (3 * 4096 + 2 * 2 * 512)
     assert scoring_gaps({}) == pytest.approx(blocks)
-    assert scoring_gaps({"adapter": None}) == pytest.approx(memory.GAP_BYTES)
+    assert scoring_gaps({"adapter": None}) == pytest.approx(memory.FRAGMENTATION_BYTES)
 
 
 def test_gaps_of_scoring_grow_with_the_layers_that_have_more_rows_than_all_before() -> None:

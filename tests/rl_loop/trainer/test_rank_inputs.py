@@ -23,7 +23,6 @@ from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import rank_inputs as rank_inputs_module
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.rank_inputs import (
     SCORED_COLUMNS,
     RankInputs,
@@ -31,6 +30,7 @@ from rl_loop.trainer.rank_inputs import (
     StepPlan,
     plan_step,
 )
+from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.trainer.settings import settings_of
@@ -157,7 +157,7 @@ def test_pass_without_loss_sends_no_column_of_the_loss() -> None:
 class RecordingRanks:
     """Ranks that keep what they get and answer with their labels."""
 
-    def __init__(self, places: list[RankPlace]) -> None:
+    def __init__(self, places: list[RankPosition]) -> None:
         self.places = places
         self.stored: list[Any] = []
         self.calls: list[tuple[str, list[Any], list[int]]] = []
@@ -166,19 +166,19 @@ class RecordingRanks:
     def inputs(self) -> list[RankInputs]:
         return [value for value in self.stored if isinstance(value, RankInputs)]
 
-    def ready(self) -> list[RankPlace]:
+    def ready(self) -> list[RankPosition]:
         return self.places
 
     def store(self, value: Any) -> Any:
         self.stored.append(value)
         return value
 
-    def call(self, method: str, arguments: Any, asked: Any) -> list[Any]:
-        self.calls.append((method, list(arguments), list(asked)))
+    def call(self, method: str, arguments: Any, result_ranks: Any) -> list[Any]:
+        self.calls.append((method, list(arguments), list(result_ranks)))
         if method == "rl_step":
-            return [RlUpdates(skipped=rank) for rank in asked]
+            return [RlUpdates(skipped=rank) for rank in result_ranks]
         answers = []
-        for rank in asked:
+        for rank in result_ranks:
             inputs = arguments[rank][0]
             answers.append(inputs.samples.token_ids.astype(np.float32))
         return answers
@@ -188,7 +188,7 @@ class RecordingRanks:
 
 def test_ranks_share_inputs_and_only_owners_return_results() -> None:
     # Two data-parallel ranks of two neighbours each, in Megatron's order.
-    places = [RankPlace(data=rank // 2, answers=rank % 2 == 1) for rank in range(4)]
+    places = [RankPosition(data=rank // 2, returns_results=rank % 2 == 1) for rank in range(4)]
     ranks = RecordingRanks(places)
     trainer = TrainerGroup(settings_of(2), ranks)
     trainer.ready()
@@ -210,7 +210,9 @@ def test_ranks_share_inputs_and_only_owners_return_results() -> None:
 
 
 def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
-    ranks = RecordingRanks([RankPlace(data=0, answers=True), RankPlace(data=1, answers=True)])
+    ranks = RecordingRanks(
+        [RankPosition(data=0, returns_results=True), RankPosition(data=1, returns_results=True)]
+    )
     export = WeightExport(
         Path("export"), ModelExtras(files={"tokenizer.json": b"27 MB"}), packed=True
     )
@@ -225,7 +227,7 @@ def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
 
 
 def test_only_updates_are_cut_into_mini_batches() -> None:
-    ranks = RecordingRanks([RankPlace(data=0, answers=True)])
+    ranks = RecordingRanks([RankPosition(data=0, returns_results=True)])
     trainer = TrainerGroup(settings_of(1, mini_batches=2), ranks)
     trainer.ready()
 
@@ -238,7 +240,9 @@ def test_only_updates_are_cut_into_mini_batches() -> None:
 
 
 def test_a_group_that_was_not_waited_for_says_so() -> None:
-    trainer = TrainerGroup(settings_of(1), RecordingRanks([RankPlace(data=0, answers=True)]))
+    trainer = TrainerGroup(
+        settings_of(1), RecordingRanks([RankPosition(data=0, returns_results=True)])
+    )
     with pytest.raises(RuntimeError, match=r"score: TrainerGroup.ready has not been called"):
         trainer.score(samples_of([6]))
 
@@ -250,7 +254,7 @@ def test_a_group_that_was_not_waited_for_says_so() -> None:
 def test_ids_and_mask_are_sent_once_for_all_passes_of_a_step(
     mini_batches: int, copies: int
 ) -> None:
-    ranks = RecordingRanks([RankPlace(data=rank, answers=True) for rank in range(2)])
+    ranks = RecordingRanks([RankPosition(data=rank, returns_results=True) for rank in range(2)])
     trainer = TrainerGroup(settings_of(2, mini_batches), ranks)
     trainer.ready()
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.data.trained_tokens import ForeignAnswer, check_sampled_by_policy
+from rl_loop.data.trained_tokens import ResponseMismatchError, check_sampled_by_policy
 from tests.support.in_process import local_trainer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -83,5 +83,5 @@ def test_unrecorded_episodes_are_compared_with_the_policy(tmp_path: Path) -> Non
         updates = trainer.rl_step(samples, 0)
     finally:
         trainer.close()
-    with pytest.raises(ForeignAnswer):
+    with pytest.raises(ResponseMismatchError):
         check_sampled_by_policy(samples, updates.tokens, 0.1, 0)

@@ -20,8 +20,8 @@ from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_answers import RankPlace
 from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
+from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank
@@ -94,7 +94,7 @@ def expected_of(model: ModelConfig, samples: TrainingSamples) -> tuple[np.ndarra
     return log_probs, entropy
 
 
-Answer = tuple[RankPlace, RlUpdates]
+Answer = tuple[RankPosition, RlUpdates]
 
 
 def updates_on_rank(
@@ -127,14 +127,14 @@ class AnsweredRanks:
         self.places = [place for place, _ in answers]
         self.updates = [updates for _, updates in answers]
 
-    def ready(self) -> list[RankPlace]:
+    def ready(self) -> list[RankPosition]:
         return self.places
 
     def store(self, value: Any) -> Any:
         return value
 
-    def call(self, method: str, arguments: Any, asked: Any) -> list[RlUpdates]:
-        return [self.updates[rank] for rank in asked]
+    def call(self, method: str, arguments: Any, result_ranks: Any) -> list[RlUpdates]:
+        return [self.updates[rank] for rank in result_ranks]
 
     def close(self) -> None: ...
 

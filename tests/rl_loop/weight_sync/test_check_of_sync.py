@@ -48,7 +48,7 @@ class Rollouts:
     by ``gap``."""
 
     def __init__(self, *, beside: bool, gap: float = 0.0, groups: str = "end") -> None:
-        self.scores_beside_rollouts = beside
+        self.scores_during_rollouts = beside
         self.gap = gap
         self.groups = groups
         self.events: list[str] = []

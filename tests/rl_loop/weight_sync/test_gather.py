@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from converters.errors import GatheringRefused
+from converters.errors import GatheringAborted
 from converters.gathering import WeightGathering
 from converters.live import load_hf_weights
 from converters.names import hf_shapes
@@ -68,7 +68,7 @@ def send_with_faults(rank: int, port: int) -> list[str]:
         del gathering.local.read
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise GatheringRefused("rank 1 has no memory for weights of others")
+        raise GatheringAborted("rank 1 has no memory for weights of others")
 
     gathering.begin = refuse  # type: ignore[method-assign]
     said.append(attempt(Sender([0])))

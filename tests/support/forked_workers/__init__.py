@@ -21,7 +21,7 @@ from typing import Any
 import ray
 import torch
 
-from rl_loop.cluster.placement import end_with_parent
+from rl_loop.cluster.placement import exit_with_parent
 from rl_loop.cluster.ray_session import local_environment, start_local_ray
 from tests.support.forked_workers.ask_for_fork import ADDRESS
 
@@ -89,6 +89,6 @@ def _start_server() -> subprocess.Popen[bytes]:
             [sys.executable, str(HERE / "server.py"), str(listener.fileno())],
             pass_fds=[listener.fileno()],
             env=_environment_of_server(),
-            preexec_fn=end_with_parent,
+            preexec_fn=exit_with_parent,
             start_new_session=True,
         )

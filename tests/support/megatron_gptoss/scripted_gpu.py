@@ -20,7 +20,7 @@ class ScriptedGpu:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def give_back_cache(self) -> None:
+    def release_cached_memory(self) -> None:
         self.reserved = self.allocated
 
     def read(self) -> MemoryReading:

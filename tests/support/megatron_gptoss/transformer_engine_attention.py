@@ -7,7 +7,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packed_sequence import PackedSequence
-from megatron_gptoss.transformer_config import PolicyTransformerConfig, mark
+from megatron_gptoss.transformer_config import PolicyTransformerConfig, set_distribution
 
 
 class TransformerEngineAttention(TEDotProductAttention):
@@ -26,7 +26,9 @@ class TransformerEngineAttention(TEDotProductAttention):
         super().__init__(config, **settings)
         self.rotary = RotaryEmbedding(config.architecture)
         self.softmax_offset.data = self.softmax_offset.data.to(config.params_dtype)
-        mark(self.softmax_offset, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+        set_distribution(
+            self.softmax_offset, tensor_model_parallel=True, partition_dim=0, partition_stride=1
+        )
 
     def forward(
         self,

@@ -148,7 +148,7 @@ class PackedServer(LocalServer):
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, "message": "Success."})
 
-    def _held(self, rank: int) -> dict[str, str]:
+    def _current(self, rank: int) -> dict[str, str]:
         others = {name: t for name, t in self.weights.items() if ".experts." not in name}
         held = server_parameters(others, rank, self.ranks)
         hashes = {name: _bytes_hash(tensor) for name, tensor in held.items()}

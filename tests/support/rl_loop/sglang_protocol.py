@@ -494,7 +494,7 @@ class LocalServer:
         return web.json_response(body)
 
     def _checksums(self, rank: int) -> dict[str, Any]:
-        held = self._held(rank)
+        held = self._current(rank)
         whole = hashlib.sha256(
             "".join(name + held[name] for name in sorted(held)).encode()
         ).hexdigest()
@@ -512,7 +512,7 @@ class LocalServer:
             "parallelism_info": sizes | {"tp_rank": rank, "rank": rank},
         }
 
-    def _held(self, rank: int) -> dict[str, str]:
+    def _current(self, rank: int) -> dict[str, str]:
         """Return the checksums of a rank's parameters."""
         held = server_parameters(self.weights, rank, self.ranks, getattr(torch, self.dtype))
         return {name: _bytes_hash(tensor) for name, tensor in held.items()}
@@ -623,7 +623,7 @@ def _join(body: dict[str, Any]) -> Any:
     rank, world, name = body["rank_offset"], body["world_size"], body["group_name"]
     store: dist.Store
     if body["master_address"] == "file.invalid":  # same convention as the real servers' plugin
-        file = Path(os.environ["GPTOSS_STORES"]) / f"store-{body['master_port']}"
+        file = Path(os.environ["GPTOSS_STORE_DIR"]) / f"store-{body['master_port']}"
         store = dist.FileStore(str(file), world)
         store.set_timeout(timeout)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Script,
+    ScriptedPolicy,
     Split,
     StepResult,
     Task,
@@ -34,17 +34,17 @@ class UnreliableEnvironment(Environment):
         return Task(f"{split}-{index}", messages, "1", metadata={"failing": options.failing})
 
     @classmethod
-    def solve(cls, task: Task, rng: random.Random, faulty: bool) -> Script:
+    def solve(cls, task: Task, rng: random.Random, inject_errors: bool) -> ScriptedPolicy:
         yield [final("1")]
 
     async def answer(self, text: str) -> StepResult:
-        return self.finished(0.0)
+        return self.end_with_score(0.0)
 
-    def illegal(self, kind: str) -> StepResult:
+    def end_with_format_error(self, kind: str) -> StepResult:
         """Fail sometimes. Most turns of an untrained policy have format errors."""
         if random.random() < self.task.metadata["failing"]:
             raise ConnectionRefusedError(111, "Connection refused: http://tools:8080")
-        return super().illegal(kind)
+        return super().end_with_format_error(kind)
 
-    def unfinished(self) -> StepResult:
-        return self.finished(random.random())
+    def end_truncated(self) -> StepResult:
+        return self.end_with_score(random.random())

@@ -183,7 +183,7 @@ def _compare_values(packed: Tensor, theirs: Any) -> Tensor:
     ours = packed.new_full((experts, *layout.value_storage_shape(rows, row_bytes)), 1)
     layout.swizzle_values(packed, ours)
     memory = theirs.storage.data.mT
-    expected = layout.in_our_words(memory) if memory.shape == ours.shape else memory
+    expected = layout.to_plugin_bit_order(memory) if memory.shape == ours.shape else memory
     _compare_bytes(name, ours, expected, theirs)
 
     back, stale = layout.unswizzle_values(ours, rows, row_bytes)

@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_TABLE = 8192
+MAX_TABLE_SIZE = 8192
 """Maximum size, tokens times experts, of the table in a program's registers."""
-FEWEST_ROWS = 8
+MIN_ROWS = 8
 """Minimum rows of that table: with 32 experts, a warp has 4 threads for each of 8 tokens."""
 VALUES_OF_A_THREAD = 32
 """Maximum table entries per thread.
@@ -42,7 +42,7 @@ VALUES_OF_A_THREAD = 32
 """
 BYTES_OF_A_LOAD = 16
 """Longest load of a thread, in bytes."""
-SMALLEST_BLOCK_LOG2 = 4
+MIN_BLOCK_LOG2 = 4
 BLOCK_SIZES = 4
 """Number of block sizes: 16, 32, 64 and 128 tokens. triton_kernels chooses one for each GEMM."""
 SUMMED_VALUES = 1024
@@ -87,12 +87,12 @@ def fits(logits: Tensor) -> bool:
     """Return True if a program can hold these logits [tokens, experts]."""
     tokens, experts = logits.shape
     rows, columns = _table(tokens, experts)
-    return tokens > 0 and rows * columns <= LARGEST_TABLE and logits.stride(1) == 1
+    return tokens > 0 and rows * columns <= MAX_TABLE_SIZE and logits.stride(1) == 1
 
 
 def _table(tokens: int, experts: int) -> tuple[int, int]:
     """Return rows and columns of a program's table."""
-    rows = max(FEWEST_ROWS, triton.next_power_of_2(max(tokens, 1)))
+    rows = max(MIN_ROWS, triton.next_power_of_2(max(tokens, 1)))
     columns = triton.next_power_of_2(experts)
     return rows, columns
 
@@ -115,7 +115,7 @@ def most_blocks(entries: int, experts: int) -> int:
     """Return the maximum number of blocks of 16 that the entries of all experts can occupy."""
     if entries <= experts:
         return entries
-    return experts - 1 - ((experts - entries - 1) // (1 << SMALLEST_BLOCK_LOG2))
+    return experts - 1 - ((experts - entries - 1) // (1 << MIN_BLOCK_LOG2))
 
 
 def route(logits: Tensor, top_k: int) -> Routes:
@@ -169,8 +169,8 @@ def route(logits: Tensor, top_k: int) -> Routes:
         # Both are computed from the padded number of rows, because a server sees every number of
         # tokens and compiling a program takes at least 1 s.
         BLOCKS=triton.next_power_of_2(most_blocks(rows * top_k, experts)),
-        BLOCKS_OF_EXPERT=triton.cdiv(rows, 1 << SMALLEST_BLOCK_LOG2),  # an expert has a token once
-        SMALLEST_BLOCK_LOG2=SMALLEST_BLOCK_LOG2,
+        BLOCKS_OF_EXPERT=triton.cdiv(rows, 1 << MIN_BLOCK_LOG2),  # an expert has a token once
+        MIN_BLOCK_LOG2=MIN_BLOCK_LOG2,
         BLOCK_SIZES=BLOCK_SIZES,
         num_warps=warps,
     )
@@ -202,7 +202,7 @@ def _route_kernel(
     ADDED_IN_TURN: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_OF_EXPERT: tl.constexpr,
-    SMALLEST_BLOCK_LOG2: tl.constexpr,
+    MIN_BLOCK_LOG2: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
 ):
     own = tl.program_id(0)
@@ -233,7 +233,7 @@ def _route_kernel(
     tl.store(starts_out + own, start)
     tl.store(sizes_out + own, own_size, mask=own < EXPERTS)
     for number_of_size in tl.static_range(BLOCK_SIZES):
-        log2 = SMALLEST_BLOCK_LOG2 + number_of_size
+        log2 = MIN_BLOCK_LOG2 + number_of_size
         first = tl.sum(tl.where(is_before, _blocks(size, log2), 0), 0)
         own_blocks = _blocks(own_size, log2)
         tl.store(block_starts_out + number_of_size * (EXPERTS + 1) + own, first)
@@ -435,11 +435,11 @@ def install() -> None:
     # import_module returns the module. The package also has a function of this name.
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
 
-    topk.routing = quick_routing(topk)
-    matmul_ogs.reduce = quick_reduce(matmul_ogs.reduce)
+    topk.routing = fused_routing(topk)
+    matmul_ogs.reduce = fused_reduce(matmul_ogs.reduce)
 
 
-def quick_routing(topk: Any) -> Callable[..., Any]:
+def fused_routing(topk: Any) -> Callable[..., Any]:
     """Return a replacement of ``routing`` in SGLang's module ``topk``. It may call the original."""
     original = topk.routing
 
@@ -468,7 +468,7 @@ def as_routing_data(topk: Any, routes: Routes, top_k: int) -> tuple[Any, Any, An
     return data, gather, scatter
 
 
-def quick_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+def fused_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of triton_kernels' ``reduce``. It calls the original for other sums."""
 
     @wraps(original)

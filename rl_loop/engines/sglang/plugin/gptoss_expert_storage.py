@@ -13,7 +13,7 @@ from torch import Tensor
 
 BLOCK = 32
 """Number of values that share a scale."""
-LARGEST_SCALE = 128
+MAX_SCALE = 128
 """Largest accepted scale byte. A byte e means the scale 2^(e - 127).
 
 ``gptoss_expert_values`` would turn larger bytes into infinities. This byte allows values up to 12,
@@ -136,7 +136,7 @@ class Experts:
 
         Returns:
             For scales: the largest byte, a uint8 scalar on the device of the storage. The caller
-            checks that it is at most ``LARGEST_SCALE``. For other tensors: None.
+            checks that it is at most ``MAX_SCALE``. For other tensors: None.
 
         Raises:
             WrongWeights: if shape or dtype differ from the model's.

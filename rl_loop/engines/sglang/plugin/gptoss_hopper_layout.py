@@ -47,7 +47,7 @@ VALUE_ALIGNMENT = 64
 SCALE_WARPS = 4
 """Number of warps of a program for which scales are laid out.
 
-Programs with more warps can read them with ``scales_of_program`` (``gptoss_expert_products``).
+Programs with more warps can read them with ``scales_of_program`` (``gptoss_moe_occupancy``).
 """
 SCALE_ROWS = 256
 """Rows of scales are padded to multiples of this number, the maximum rows of a program."""
@@ -190,7 +190,7 @@ def _as_int32(word: Tensor) -> Tensor:
     return (word - ((word >> 31) << 32)).to(torch.int32)
 
 
-def in_our_words(storage: Tensor) -> Tensor:
+def to_plugin_bit_order(storage: Tensor) -> Tensor:
     """Convert values in triton_kernels' layout to the bit order of this module.
 
     Args:

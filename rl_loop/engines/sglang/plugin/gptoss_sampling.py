@@ -199,10 +199,10 @@ def install() -> None:
     """Let SGLang's sampler sample with these kernels."""
     from sglang.srt.layers import sampler
 
-    sampler.Sampler.forward = quick_forward(sampler)
+    sampler.Sampler.forward = fused_forward(sampler)
 
 
-def quick_forward(sampler: Any) -> Callable[..., Tensor]:
+def fused_forward(sampler: Any) -> Callable[..., Tensor]:
     """Return a replacement of ``Sampler.forward`` in SGLang's module ``sampler``.
 
     It calls the original for batches that the kernels do not support.
@@ -226,7 +226,7 @@ def quick_forward(sampler: Any) -> Callable[..., Tensor]:
         )
         if (
             wants_more
-            or not samples_plainly(self, sampling_info)
+            or not has_only_temperatures(self, sampling_info)
             or not fits(logits_output.next_token_logits)
         ):
             return original(
@@ -252,7 +252,7 @@ def quick_forward(sampler: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def samples_plainly(sampler: Any, sampling_info: Any) -> bool:
+def has_only_temperatures(sampler: Any, sampling_info: Any) -> bool:
     """Return True if a batch is sampled only with temperatures.
 
     Args:

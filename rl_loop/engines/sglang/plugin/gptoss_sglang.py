@@ -1,11 +1,11 @@
 """SGLang 0.5.17 plugin with patches for servers of GPT-OSS.
 
-``GPTOSS_SGLANG_MENDS`` names the patches to apply, separated by commas:
+``GPTOSS_SGLANG_PATCHES`` names the patches to apply, separated by commas:
 
 * ``hidden_key``: remove the server's key from its log, where SGLang prints all arguments.
 * ``bound_store``: let the rendezvous store of processes listen on one address. torch would open it
   on every address of the machine, and the store has no authentication. The store of a weight sync
-  within a machine is a file in GPTOSS_STORES, which only this user can read. Groups of gloo check
+  within a machine is a file in GPTOSS_STORE_DIR, which only this user can read. Groups of gloo check
   that all ranks know the run's token (``rl_loop.cluster.group_authentication``).
 * ``triton_window``: let ``triton`` attention decode with all 128 keys of a window. SGLang gives
   attention backends the window without the query, 127. Prefill and the other backends add the
@@ -18,19 +18,19 @@
 * ``mxfp4_experts``: let servers with MXFP4 experts load them in a weight sync, report their
   checksums and record the experts of tokens (``gptoss_mxfp4_experts``). SGLang would drop them
   silently.
-* ``sound_assembler``: compile Triton's kernels with a ptxas that does not reuse registers which the
-  tensor cores have not read yet (``gptoss_assembler``).
-* ``quick_routing``: route the tokens of a decoding step in one kernel instead of nine
+* ``ptxas_override``: compile Triton's kernels with a ptxas that does not reuse registers which the
+  tensor cores have not read yet (``gptoss_ptxas``).
+* ``fused_routing``: route the tokens of a decoding step in one kernel instead of nine
   (``gptoss_expert_routing``).
-* ``quick_products``: run 2 to 4 programs of the expert GEMMs at a time on each multiprocessor of
-  the GPU instead of one (``gptoss_expert_products``).
-* ``quick_few_tokens``: compute the expert GEMMs of a decoding step or a short prefill with a custom
-  kernel (``gptoss_expert_matmul``).
-* ``quick_pause``: end a pause with mode "abort" as soon as the last request has ended. SGLang
+* ``moe_occupancy``: run 2 to 4 programs of the expert GEMMs at a time on each multiprocessor of
+  the GPU instead of one (``gptoss_moe_occupancy``).
+* ``small_batch_moe``: compute the expert GEMMs of a decoding step or a short prefill with a custom
+  kernel (``gptoss_small_batch_moe``).
+* ``fast_abort``: end a pause with mode "abort" as soon as the last request has ended. SGLang
   checks once, and then again every second while a request is running.
-* ``quick_sampling``: sample tokens and compute their log-probs in one pass over the logits
+* ``fused_sampling``: sample tokens and compute their log-probs in one pass over the logits
   (``gptoss_sampling``).
-* ``quick_window``: compute the attention of a decoding step in layers with a sliding window with a
+* ``fused_window_attention``: compute the attention of a decoding step in layers with a sliding window with a
   custom kernel (``gptoss_window_attention``).
 * ``fp32_logits``: keep logits in fp32 instead of rounding them to bf16 (``gptoss_logits``).
 """
@@ -49,7 +49,7 @@ from typing import Any
 
 VERSION = "0.5.17"
 FILE_HOST = "file.invalid"
-"""Host that means GPTOSS_STORES. Its ports are files (``store_path`` of the sync's transports)."""
+"""Host that means GPTOSS_STORE_DIR. Its ports are files (``store_path`` of the sync's transports)."""
 GROUP_AUTHENTICATION = Path(__file__).parents[3] / "cluster" / "group_authentication.py"
 PAUSE_INTERVAL = 0.02
 """Seconds between two checks that aborted requests have ended: about one decoding step."""
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Mend:
+class Patch:
     """A patch of SGLang's code."""
 
     apply: Callable[[], None]
@@ -72,13 +72,13 @@ class Mend:
 
 
 def register() -> None:
-    """Apply the patches of GPTOSS_SGLANG_MENDS. SGLang calls this in every process of a server."""
+    """Apply the patches of GPTOSS_SGLANG_PATCHES. SGLang calls this in every process of a server."""
     from sglang.version import __version__
 
-    names = os.environ["GPTOSS_SGLANG_MENDS"].split(",")
+    names = os.environ["GPTOSS_SGLANG_PATCHES"].split(",")
     has_version = __version__ == VERSION
     for name in names:
-        advice = MENDS[name].advice
+        advice = PATCHES[name].advice
         if advice is not None and not has_version:
             # SystemExit, because SGLang only logs an Exception of a plugin and would serve
             # unpatched.
@@ -89,8 +89,8 @@ def register() -> None:
             )
 
     for name in names:
-        if has_version or MENDS[name].is_of_torch:
-            MENDS[name].apply()
+        if has_version or PATCHES[name].is_of_torch:
+            PATCHES[name].apply()
         else:
             logger.warning("%s is not applied, because it is for SGLang %s", name, VERSION)
 
@@ -130,7 +130,7 @@ def bind_store() -> None:
         **options: Any,
     ) -> Any:  # fmt: skip
         if host_name == FILE_HOST:
-            path = os.path.join(os.environ["GPTOSS_STORES"], f"store-{port}")
+            path = os.path.join(os.environ["GPTOSS_STORE_DIR"], f"store-{port}")
             store = FileStore(path, world_size or -1)
             if "timeout" in options:
                 store.set_timeout(options["timeout"])
@@ -194,11 +194,11 @@ def sync_mxfp4_experts() -> None:
     gptoss_mxfp4_experts.install()
 
 
-def assemble_without_hazards() -> None:
+def override_ptxas() -> None:
     """Let Triton compile with a ptxas without the fault, on servers with MXFP4 experts."""
-    import gptoss_assembler
+    import gptoss_ptxas
 
-    gptoss_assembler.install()
+    gptoss_ptxas.install()
 
 
 def route_in_one_kernel() -> None:
@@ -208,21 +208,21 @@ def route_in_one_kernel() -> None:
     gptoss_expert_routing.install()
 
 
-def multiply_in_smaller_programs() -> None:
+def increase_moe_occupancy() -> None:
     """Let servers with MXFP4 experts use the GPU's multiprocessors fully while they decode."""
-    import gptoss_expert_products
+    import gptoss_moe_occupancy
 
-    gptoss_expert_products.install()
+    gptoss_moe_occupancy.install()
 
 
-def multiply_few_tokens_at_once() -> None:
+def use_small_batch_moe() -> None:
     """Let servers with MXFP4 experts multiply few tokens with a custom kernel."""
-    import gptoss_expert_matmul
+    import gptoss_small_batch_moe
 
-    gptoss_expert_matmul.install()
+    gptoss_small_batch_moe.install()
 
 
-def pause_without_waiting() -> None:
+def abort_without_waiting() -> None:
     """Check every ``PAUSE_INTERVAL`` that aborted requests have ended."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -247,14 +247,14 @@ def pause_without_waiting() -> None:
     TokenizerManager.pause_generation = pause_at_once
 
 
-def sample_in_one_reading() -> None:
+def sample_in_one_pass() -> None:
     """Let servers sample with custom kernels."""
     import gptoss_sampling
 
     gptoss_sampling.install()
 
 
-def attend_to_windows_at_once() -> None:
+def fuse_window_attention() -> None:
     """Let servers with FlashAttention 3 decode windowed layers with a custom kernel."""
     import gptoss_window_attention
 
@@ -268,18 +268,18 @@ def keep_logits_in_fp32() -> None:
     gptoss_logits.install()
 
 
-MENDS = {
-    "hidden_key": Mend(hide_key),
-    "bound_store": Mend(bind_store, is_of_torch=True),
-    "triton_window": Mend(decode_with_whole_window, "use attention_backend fa3"),
-    "sleeping_cache": Mend(free_cache_while_sleeping, "run servers on separate GPUs"),
-    "mxfp4_experts": Mend(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
-    "sound_assembler": Mend(assemble_without_hazards),
-    "quick_routing": Mend(route_in_one_kernel),
-    "quick_products": Mend(multiply_in_smaller_programs),
-    "quick_few_tokens": Mend(multiply_few_tokens_at_once),
-    "quick_pause": Mend(pause_without_waiting),
-    "quick_sampling": Mend(sample_in_one_reading),
-    "quick_window": Mend(attend_to_windows_at_once),
-    "fp32_logits": Mend(keep_logits_in_fp32),
+PATCHES = {
+    "hidden_key": Patch(hide_key),
+    "bound_store": Patch(bind_store, is_of_torch=True),
+    "triton_window": Patch(decode_with_whole_window, "use attention_backend fa3"),
+    "sleeping_cache": Patch(free_cache_while_sleeping, "run servers on separate GPUs"),
+    "mxfp4_experts": Patch(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
+    "ptxas_override": Patch(override_ptxas),
+    "fused_routing": Patch(route_in_one_kernel),
+    "moe_occupancy": Patch(increase_moe_occupancy),
+    "small_batch_moe": Patch(use_small_batch_moe),
+    "fast_abort": Patch(abort_without_waiting),
+    "fused_sampling": Patch(sample_in_one_pass),
+    "fused_window_attention": Patch(fuse_window_attention),
+    "fp32_logits": Patch(keep_logits_in_fp32),
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gptoss_expert_storage import LARGEST_SCALE, SOURCES, Experts, WrongWeights
+from gptoss_expert_storage import MAX_SCALE, SOURCES, Experts, WrongWeights
 from torch import Tensor
 
 
@@ -48,7 +48,7 @@ class SyncedModel:
         """Check that all tensors have come since ``begin_sync``, with scales that kernels support.
 
         Raises:
-            WrongWeights: if a tensor is missing or has a scale above ``LARGEST_SCALE``.
+            WrongWeights: if a tensor is missing or has a scale above ``MAX_SCALE``.
         """
         received = set(self._received)
         largest_scales = dict(self._largest_scales)
@@ -105,7 +105,7 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
     """Check the largest bytes of scale tensors.
 
     Raises:
-        WrongWeights: if one is above ``LARGEST_SCALE``. The message names the tensor.
+        WrongWeights: if one is above ``MAX_SCALE``. The message names the tensor.
     """
     if not largest_scales:
         return
@@ -113,11 +113,11 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
     # Wait for the GPU once, not once per tensor while further tensors could be written.
     largest_bytes = torch.stack(list(largest_scales.values())).tolist()
     for name, byte in zip(largest_scales, largest_bytes, strict=True):
-        if byte > LARGEST_SCALE:
+        if byte > MAX_SCALE:
             raise WrongWeights(
                 f"{name} has the scale byte {byte}, which means values of up to "
                 f"{6 * 2.0 ** (byte - 127):.3g}, but servers support scale bytes up to "
-                f"{LARGEST_SCALE}"
+                f"{MAX_SCALE}"
             )
 
 

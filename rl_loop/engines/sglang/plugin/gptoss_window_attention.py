@@ -37,17 +37,17 @@ STAGES = 5
 The slots of a chunk are read first, and two chunks fit in shared memory. With heads of size 64,
 compiled for a Hopper GPU, 6 programs of 37 KB fit on a multiprocessor.
 """
-LARGEST_WINDOW = 256
+MAX_WINDOW = 256
 """Largest supported window, in tokens.
 
 For longer ones FlashAttention is efficient: it fills its tiles with keys and uses several programs
 per head.
 """
-SMALLEST_HEAD = 16
+MIN_HEAD_SIZE = 16
 """Smallest head size that a matrix instruction multiplies."""
-LARGEST_HEAD = 128
+MAX_HEAD_SIZE = 128
 """Largest head size: with more, two chunks do not fit into shared memory with other programs."""
-FEWEST_ROWS = 16
+MIN_ROWS = 16
 """Minimum query heads of a program: rows of a matrix instruction. GPT-OSS fills half of them."""
 LOWEST = tl.constexpr(-1.0e30)
 """Initial value of the largest score. Not -inf, because -inf - -inf is NaN."""
@@ -107,7 +107,7 @@ def attend_to_window(
         CHUNK=chunk,
         CHUNKS=triton.cdiv(window, chunk),
         GROUP=group,
-        ROWS=max(FEWEST_ROWS, triton.next_power_of_2(group)),
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
         HEAD_SIZE=head_size,
         STAGES=STAGES,
         num_warps=WARPS,
@@ -213,12 +213,12 @@ def install() -> None:
     """Let SGLang's FlashAttention backend decode windows with this kernel."""
     from sglang.srt.layers.attention import flashattention_backend
 
-    flashattention_backend.flash_attn_with_kvcache = windows_at_once(
+    flashattention_backend.flash_attn_with_kvcache = with_fused_windows(
         flashattention_backend.flash_attn_with_kvcache
     )
 
 
-def windows_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_fused_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of ``flash_attn_with_kvcache`` for SGLang's backend.
 
     It calls ``original`` for all calls that the kernel does not support. Before the call, SGLang's
@@ -291,7 +291,7 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
         or options["scheduler_metadata"] is not None
     )
     before, behind = options["window_size"]
-    if asks_for_more or behind != 0 or not 0 <= before < LARGEST_WINDOW:
+    if asks_for_more or behind != 0 or not 0 <= before < MAX_WINDOW:
         return False
 
     # One token per request. Speculative decoding verifies several and needs more than this kernel.
@@ -305,7 +305,7 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
     return (
         options["k_cache"].shape == options["v_cache"].shape == expected_pool
         and heads % key_heads == 0
-        and SMALLEST_HEAD <= head_size <= LARGEST_HEAD
+        and MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE
         and head_size == triton.next_power_of_2(head_size)
         and has_plain_layout(options)
     )

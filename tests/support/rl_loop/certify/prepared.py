@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_loop.certify.certificate import CheckResult, Status
-from rl_loop.certify.examination import Examination, Memory
+from rl_loop.certify.examination import Examination, ResultCache
 from rl_loop.certify.model import Precision, Weights, vocabulary
 from rl_loop.certify.run import run_checks, special_ids
 from rl_loop.certify.subject import Subject
@@ -21,7 +21,7 @@ class Prepared:
     precision: Precision
     first: Weights
     second: Weights
-    memory: Memory = field(default_factory=Memory)
+    memory: ResultCache = field(default_factory=ResultCache)
 
     def examine(self, subject: Subject, *only: str) -> dict[str, CheckResult]:
         """Run the checks. All tests share the reference's results."""

@@ -145,12 +145,12 @@ def main() -> None:
     further runs; numbers of tokens.
     """
     names, further, *numbers = sys.argv[1:]
-    mends = [] if names == "-" else names.split(",")
-    for mend in mends:
-        importlib.import_module(mend).install()
+    patches = [] if names == "-" else names.split(",")
+    for patch in patches:
+        importlib.import_module(patch).install()
     for tokens in map(int, numbers):
         for scales in ((116, 120), (1, 129)):
-            layer = Layer(tokens, scales=scales, is_ours=OURS in mends)
+            layer = Layer(tokens, scales=scales, is_ours=OURS in patches)
             values = layer.run()
             assert values.any() and not values.isnan().any()
             digest = hashlib.sha256(values.view(torch.int16).cpu().numpy().tobytes())

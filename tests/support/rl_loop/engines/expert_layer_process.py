@@ -17,24 +17,24 @@ ROOT = Path(__file__).parents[4]
 NUMBERS_OF_TOKENS = (1, 8, 64, 100, 256, 4096)
 
 
-def hashes_of_products(*mends: str) -> list[str]:
+def hashes_of_products(*patches: str) -> list[str]:
     """Return a hash per number of tokens and choice of scales, with modules of the plugin
     installed.
     """
-    return [line.split()[-2] for line in _run(mends, 0, NUMBERS_OF_TOKENS)]
+    return [line.split()[-2] for line in _run(patches, 0, NUMBERS_OF_TOKENS)]
 
 
-def runs_that_differ(*mends: str, runs: int, tokens: Sequence[int]) -> list[int]:
+def runs_that_differ(*patches: str, runs: int, tokens: Sequence[int]) -> list[int]:
     """Return how many of ``runs`` further runs differ from the first, per tokens and scales."""
-    return [int(line.split()[-1]) for line in _run(mends, runs, tokens)]
+    return [int(line.split()[-1]) for line in _run(patches, runs, tokens)]
 
 
-def _run(mends: Sequence[str], runs: int, tokens: Sequence[int]) -> list[str]:
+def _run(patches: Sequence[str], runs: int, tokens: Sequence[int]) -> list[str]:
     """Run ``expert_layer`` in a new process, because compiled kernels are cached in a process."""
     path = os.pathsep.join([str(PLUGIN), *filter(None, sys.path)])
     program = [sys.executable, "-m", "tests.support.rl_loop.engines.expert_layer"]
     done = subprocess.run(
-        [*program, ",".join(mends) or "-", str(runs), *map(str, tokens)],
+        [*program, ",".join(patches) or "-", str(runs), *map(str, tokens)],
         env=os.environ | {"PYTHONPATH": path},
         cwd=ROOT,
         capture_output=True,

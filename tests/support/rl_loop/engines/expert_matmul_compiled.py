@@ -8,8 +8,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import gptoss_expert_matmul as matmul
 import gptoss_hopper_layout as layout
+import gptoss_small_batch_moe as matmul
 import torch
 
 from tests.support.rl_loop.engines.compiled_for_hopper import Compiling

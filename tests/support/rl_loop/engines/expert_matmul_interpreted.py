@@ -12,8 +12,8 @@ The interpreter has no inline assembly, so Triton operations replace it.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import gptoss_expert_matmul as matmul
 import gptoss_hopper_layout as layout
+import gptoss_small_batch_moe as matmul
 import torch
 import triton
 import triton.language as tl
@@ -96,16 +96,16 @@ class Matrices:
         return x.double() @ self.dense[expert].T + self.bias[expert].double()
 
 
-def check(tokens: int, favoured: list[float]) -> None:
+def check(tokens: int, favored: list[float]) -> None:
     """Compare both GEMMs of a layer with their definition.
 
     Args:
         tokens: number of tokens.
-        favoured: added to the logits of each expert, to give experts different numbers of tokens.
+        favored: added to the logits of each expert, to give experts different numbers of tokens.
     """
     width, hidden = 160, 288
     generator = torch.Generator().manual_seed(tokens)
-    logits = torch.randn(tokens, EXPERTS, generator=generator) + torch.tensor(favoured)
+    logits = torch.randn(tokens, EXPERTS, generator=generator) + torch.tensor(favored)
     routes = route(logits, TOP_K)
     data = SimpleNamespace(
         expt_data=Ragged(routes),

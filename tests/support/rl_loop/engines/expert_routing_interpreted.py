@@ -41,7 +41,7 @@ def compare_routes(logits: Tensor, top_k: int) -> None:
     assert ((routes.gates.float() - gates).abs() <= allowed * gates).all()
 
     for number in range(routing.BLOCK_SIZES):
-        size = 1 << (routing.SMALLEST_BLOCK_LOG2 + number)
+        size = 1 << (routing.MIN_BLOCK_LOG2 + number)
         blocks = -(-sizes // size)
         assert torch.equal(routes.block_starts[number].long(), with_total(blocks))
         planned = [

@@ -7,8 +7,8 @@
 # Triton reads parameter annotations as its own
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-import gptoss_expert_products as products
 import gptoss_hopper_layout as layout
+import gptoss_moe_occupancy as products
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from gptoss_expert_layers import take_over
-from gptoss_expert_storage import LARGEST_SCALE, WrongWeights
-from gptoss_hopper_layout import SCALE_BIAS, SCALE_ROWS, SCALE_WARPS, in_our_words
+from gptoss_expert_storage import MAX_SCALE, WrongWeights
+from gptoss_hopper_layout import SCALE_BIAS, SCALE_ROWS, SCALE_WARPS, to_plugin_bit_order
 from gptoss_mxfp4_experts import install
 from gptoss_synced_model import is_starting, synced
 from sglang.srt.layers.quantization import mxfp4
@@ -102,12 +102,10 @@ def random_weights() -> dict[str, torch.Tensor]:
 
     weights = {
         "gate_up_proj_blocks": codes(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32, 16),
-        "gate_up_proj_scales": codes(
-            EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32, largest=LARGEST_SCALE
-        ),
+        "gate_up_proj_scales": codes(EXPERTS, 2 * INTERMEDIATE, HIDDEN // 32, largest=MAX_SCALE),
         "gate_up_proj_bias": floats(EXPERTS, 2 * INTERMEDIATE),
         "down_proj_blocks": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32, 16),
-        "down_proj_scales": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32, largest=LARGEST_SCALE),
+        "down_proj_scales": codes(EXPERTS, HIDDEN, INTERMEDIATE // 32, largest=MAX_SCALE),
         "down_proj_bias": floats(EXPERTS, HIDDEN),
     }
     return {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
@@ -128,7 +126,7 @@ def as_ours(name: str, storage: torch.Tensor) -> torch.Tensor:
         return storage.clone()
     if name.endswith("_scale"):
         return storage + SCALE_BIAS
-    return in_our_words(storage)
+    return to_plugin_bit_order(storage)
 
 
 def check_ours(
@@ -142,7 +140,7 @@ def check_ours(
     lacking = dict(list(weights.items())[1:])
     expect_refusal(f"the first is {PREFIX}gate_up_proj_blocks", model.load_weights, lacking.items())
     name = f"{PREFIX}down_proj_scales"
-    too_large = weights | {name: torch.full_like(weights[name], LARGEST_SCALE + 1)}
+    too_large = weights | {name: torch.full_like(weights[name], MAX_SCALE + 1)}
     expect_refusal(f"{name} has the scale byte 129", model.load_weights, too_large.items())
     # Load from a checkpoint, then from a sync after the memory was released by sleep.
     for _ in range(2):

@@ -61,7 +61,7 @@ def main() -> None:
         assert PROGRAMS * (used.shared + 1024) <= SHARED_MEMORY, used
 
     # The largest and the smallest supported size.
-    attend(2, 300, 2, group=16, head_size=128, window=attention.LARGEST_WINDOW)
+    attend(2, 300, 2, group=16, head_size=128, window=attention.MAX_WINDOW)
     attend(2, 300, 1, group=1, head_size=16, window=1)
     for used in kernel.resources[4:]:
         assert used.spilled == 0 and used.shared <= SHARED_MEMORY, used

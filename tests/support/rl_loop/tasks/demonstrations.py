@@ -29,5 +29,7 @@ CHECKERS = ["punctuation:no_comma", "startend:quotation", "keywords:existence"]
 def scripted_episode(task: Task, seed: int) -> Episode:
     """Return an episode of the environment's script: correct for even seeds, else faulty."""
     environment = make_environment(task, arithmetic.interpret, RewardConfig())
-    script = environment_class(task.environment).solve(task, Random(seed), faulty=bool(seed % 2))
+    script = environment_class(task.environment).solve(
+        task, Random(seed), inject_errors=bool(seed % 2)
+    )
     return asyncio.run(play(environment, script))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from converters.adapter_checkpoint import export_adapter
-from megatron_gptoss.checkpoint.checksums import damage_in
+from megatron_gptoss.checkpoint.checksums import compare_checksums
 from megatron_gptoss.checkpoint.directory import earlier_checkpoints, step_directory, step_of
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from rl_loop.tracking.run_directory import RunDirectory
@@ -15,7 +15,7 @@ from rl_loop.tracking.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 
-class AdapterKeeper:
+class AdapterArchiver:
     """Writes the adapters of published checkpoints on rank 0, in a thread, one at a time.
 
     An error of the thread is kept until ``finish``, which raises it on every rank. If rank 0 ended
@@ -101,7 +101,7 @@ class AdapterKeeper:
             for checkpoint in (newest, *earlier_checkpoints(newest)):
                 if self._directory(checkpoint).exists():
                     continue
-                damage = None if checkpoint == newest else damage_in(checkpoint, 0, 1)
+                damage = None if checkpoint == newest else compare_checksums(checkpoint, 0, 1)
                 if damage is None:
                     self.read(checkpoint)
                 else:

@@ -9,7 +9,7 @@ PROGRAM = """
 import re, sys
 from pathlib import Path
 import numpy as np
-from rl_loop.heap import keep_freed_memory
+from rl_loop.process_memory import keep_freed_memory
 
 def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
@@ -38,7 +38,7 @@ def test_freed_columns_stay_in_the_process_only_if_configured(
 
 GARBAGE = """
 import gc, weakref
-from rl_loop.heap import exempt_from_collection
+from rl_loop.process_memory import exempt_from_collection
 
 class Node:
     pass

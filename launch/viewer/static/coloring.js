@@ -1,4 +1,4 @@
-// How tokens are coloured: each colouring gives a token a number between -1 and 1, or nothing.
+// How tokens are colored: each coloring gives a token a number between -1 and 1, or nothing.
 
 const exists = (column) => column !== null && column !== undefined;
 
@@ -28,7 +28,7 @@ export function gaps(episode) {
 }
 
 /** {name: [title, explanation, function of the episode that gives a number per token]} */
-export const COLOURINGS = {
+export const COLORINGS = {
   mask: ["Mask", "sampled by the policy", (episode) => episode.loss_mask.map((on) => (on ? 0.6 : null))],
   advantage: [
     "Advantage",
@@ -53,17 +53,17 @@ export const COLOURINGS = {
   ],
 };
 
-/** The colourings that an episode has numbers for. */
+/** The colorings that an episode has numbers for. */
 export function available(episode) {
-  return Object.keys(COLOURINGS).filter((name) => {
-    const values = COLOURINGS[name][2](episode);
+  return Object.keys(COLORINGS).filter((name) => {
+    const values = COLORINGS[name][2](episode);
     return Array.isArray(values) && values.some((value) => value !== null);
   });
 }
 
-/** Strength of the colour of each token, between -1 and 1; null for none. */
+/** Strength of the color of each token, between -1 and 1; null for none. */
 export function strengths(name, episode) {
-  const values = COLOURINGS[name][2](episode);
+  const values = COLORINGS[name][2](episode);
   if (name === "mask") return values;
   if (name === "version") {
     const known = values.filter((value) => value !== null);
@@ -92,6 +92,6 @@ export function facts(episode, i) {
     ["entropy", episode.loss_mask[i] ? at(episode.entropy) : null],
     ["value", episode.loss_mask[i] ? at(episode.values) : null],
     ["weight version", versions(episode)[i]],
-    ["grafted", episode.grafted.some(({ start, end }) => start <= i && i < end) ? "yes" : null],
+    ["spliced", episode.spliced.some(({ start, end }) => start <= i && i < end) ? "yes" : null],
   ].filter(([, value]) => value !== null && value !== undefined);
 }

@@ -23,7 +23,7 @@ from megatron_gptoss.checkpoint.loader import find_damage
 from rl_loop.config.load import load_config
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
-from rl_loop.trainer import adapter_keeper
+from rl_loop.trainer import adapter_archiver
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
 from rl_loop.trainer.worker import TrainerWorker
@@ -104,7 +104,7 @@ def test_training_goes_on_while_a_checkpoint_is_read_and_deletes_none(
         assert may_read.wait(60)
         export_adapter(checkpoint, *arguments, **options)
 
-    monkeypatch.setattr(adapter_keeper, "export_adapter", read_later)
+    monkeypatch.setattr(adapter_archiver, "export_adapter", read_later)
     checkpoints = tmp_path / "run/checkpoints"
     with keeping(tmp_path / "run", "training.keep_checkpoints=1") as (group, rank):
         save_next(group, 1, block=False)
@@ -134,7 +134,7 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
             disk.setattr(SafetensorsWriter, "add", fail)
             save_next(group, 1, block=False)
             train_until(lambda: latest_checkpoint(run / "checkpoints") is not None, group)
-            rank._worker._checkpoints._adapter_keeper.wait()
+            rank._worker._checkpoints._adapter_archiver.wait()
             message = rf"{run}/adapters/step_000001: .*step_000001 could not be written .*No space"
             with pytest.raises(CheckpointError, match=message):
                 save_next(group, 2, block=False)
@@ -211,7 +211,7 @@ def save_on_rank(rank: int, port: int, settings: TrainerConfig) -> list[str]:
         def fail(*arguments: Any, **options: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        adapter_keeper.export_adapter = fail
+        adapter_archiver.export_adapter = fail
         with pytest.raises(CheckpointError) as error:
             worker.save(2, {"step": 2}, True)
         return [str(error.value)]

@@ -30,11 +30,11 @@ def make_opt_flags(out_dtype, lhs_dtype, rhs_dtype, precision_config, batch_size
 """
 PROGRAM = """
 from types import SimpleNamespace as S
-import gptoss_expert_products
-gptoss_expert_products.install()
+import gptoss_moe_occupancy
+gptoss_moe_occupancy.install()
 from triton_kernels import matmul_ogs
 from triton_kernels.matmul_ogs_details import _matmul_ogs
-assert _matmul_ogs.unswizzle_mxfp4_scale_hopper is gptoss_expert_products.scales_of_program
+assert _matmul_ogs.unswizzle_mxfp4_scale_hopper is gptoss_moe_occupancy.scales_of_program
 
 
 class HopperMXScaleLayout:
@@ -95,14 +95,14 @@ def test_expert_gemms_find_their_scales_for_any_number_of_warps() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_mxfp4_servers_use_the_tuned_gemm_shapes(deterministic: bool) -> None:
     settings = SglangConfig(quantization="mxfp4", deterministic=deterministic)
-    mends = settings.environment["GPTOSS_SGLANG_MENDS"].split(",")
-    assert "quick_products" in mends
-    assert ("quick_routing" in mends) == (not deterministic)
-    assert "quick_products" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
+    patches = settings.environment["GPTOSS_SGLANG_PATCHES"].split(",")
+    assert "moe_occupancy" in patches
+    assert ("fused_routing" in patches) == (not deterministic)
+    assert "moe_occupancy" not in SglangConfig().environment["GPTOSS_SGLANG_PATCHES"]
 
 
 @pytest.mark.gpu
 def test_tuned_gemms_are_bitwise_equal_to_triton_kernels() -> None:
     """The products equal those with triton_kernels' shapes, at the width of GPT-OSS."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
-    assert hashes_of_products("gptoss_expert_products") == hashes_of_products()
+    assert hashes_of_products("gptoss_moe_occupancy") == hashes_of_products()

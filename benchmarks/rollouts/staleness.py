@@ -1,8 +1,8 @@
 """Effect of rollouts that run ahead of training on real runs: a tiny policy with slow tools.
 
     gptoss sft configs/sft/tiny_retool.yaml
-    python -m benchmarks.rollouts ahead runs/tiny_retool_sft
-    python -m benchmarks.rollouts ahead runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
+    python -m benchmarks.rollouts staleness runs/tiny_retool_sft
+    python -m benchmarks.rollouts staleness runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
 
 Needs no GPU. Every run is a separate ``gptoss rl`` with real processes for trainer and rollouts,
 from the same weights. Tool calls sleep for the published times, multiplied by ``--gaps``
@@ -84,7 +84,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Measurements of one run. Seconds are per step."""
 
     staleness: int
@@ -98,7 +98,7 @@ class Measured:
     accuracy_after: float
 
 
-def measure(workload: Workload, staleness: int, seed: int) -> Measured:
+def measure(workload: Workload, staleness: int, seed: int) -> Measurement:
     """Train with one value of k and one seed."""
     environment = {
         **os.environ,
@@ -117,16 +117,16 @@ def measure(workload: Workload, staleness: int, seed: int) -> Measured:
         lines = (run / "metrics.jsonl").read_text().splitlines()
         summary = json.loads((run / "summary.json").read_text())
     steps = [step for step in map(json.loads, lines) if "reward" in step]
-    return summarise(steps, summary, staleness, seed)
+    return summarize(steps, summary, staleness, seed)
 
 
-def summarise(
+def summarize(
     steps: Sequence[dict[str, Any]], summary: dict[str, Any], staleness: int, seed: int
-) -> Measured:
+) -> Measurement:
     """Average over the steps of a run, without the first one, which includes the evaluation."""
     timed = steps[1:]
     wall_clock = timed[-1]["time"] - steps[0]["time"]
-    return Measured(
+    return Measurement(
         staleness=staleness,
         seed=seed,
         seconds=wall_clock / len(timed),
@@ -139,7 +139,7 @@ def summarise(
     )
 
 
-def in_turns(staleness: Sequence[int], seeds: Sequence[int]) -> list[tuple[int, int]]:
+def run_order(staleness: Sequence[int], seeds: Sequence[int]) -> list[tuple[int, int]]:
     """Return (k, seed) of all runs. Every other seed has the opposite order of k."""
     runs = []
     for place, seed in enumerate(seeds):
@@ -151,10 +151,10 @@ def in_turns(staleness: Sequence[int], seeds: Sequence[int]) -> list[tuple[int, 
 HEADER = ("k", "s/step", "x", "training", "waiting", "stale", "before", "after")
 
 
-def table(measured: Sequence[Measured]) -> str:
+def table(measured: Sequence[Measurement]) -> str:
     """Return a Markdown table with a row for every k."""
     lines = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
-    by_k: dict[int, dict[int, Measured]] = {}
+    by_k: dict[int, dict[int, Measurement]] = {}
     for run in sorted(measured, key=lambda run: run.staleness):
         by_k.setdefault(run.staleness, {})[run.seed] = run
 
@@ -208,7 +208,7 @@ def main() -> None:
         overrides=tuple(options.overrides),
     )
     measured = []
-    for staleness, seed in in_turns(options.staleness, options.seeds):
+    for staleness, seed in run_order(options.staleness, options.seeds):
         measured.append(measure(workload, staleness, seed))
         print(measured[-1], file=sys.stderr, flush=True)
 

@@ -242,9 +242,9 @@ def test_a_faultless_model_passes_everything_that_it_offers(prepared: Prepared) 
     assert not failed(results)
     assert skipped == {"packing"}
     assert all(
-        sight.is_visible
+        visibility.is_visible
         for result in results.values()
-        for sight in result.sights
+        for visibility in result.visibilities
         if result.name != "update"
     )
 

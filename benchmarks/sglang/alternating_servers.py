@@ -23,7 +23,7 @@ from benchmarks.sglang.servers import (
     make_engine,
     make_server,
     server_settings,
-    whole_gpu_memory,
+    total_gpu_memory,
 )
 from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
@@ -37,7 +37,7 @@ from rl_loop.weight_sync.servers import SyncPlan
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One of the servers."""
 
     name: str
@@ -52,23 +52,23 @@ class Way:
 
 
 @asynccontextmanager
-async def servers_until_the_end() -> AsyncIterator[list[Way]]:
+async def servers_until_the_end() -> AsyncIterator[list[Variant]]:
     """Yield a list for the servers of the block, and stop all of them at the end."""
-    ways: list[Way] = []
+    variants: list[Variant] = []
     try:
-        yield ways
+        yield variants
     finally:
-        for way in ways:
+        for way in variants:
             await way.engine.close()
             await way.server.stop()
 
 
-def chosen_ways(known: dict[str, Variation], names: list[str] | None) -> dict[str, Variation]:
+def chosen_variants(known: dict[str, Variation], names: list[str] | None) -> dict[str, Variation]:
     """Return the servers with these names, or the first two.
 
     Args:
         known: all servers with their names.
-        names: names of ``--ways``; None for the default.
+        names: names of ``--variants``; None for the default.
 
     Raises:
         SystemExit: if a name is unknown.
@@ -76,7 +76,7 @@ def chosen_ways(known: dict[str, Variation], names: list[str] | None) -> dict[st
     names = names or list(known)[:2]
     for name in names:
         if name not in known:
-            raise SystemExit(f"--ways {name}: there are {', '.join(known)}")
+            raise SystemExit(f"--variants {name}: there are {', '.join(known)}")
     return {name: known[name] for name in names}
 
 
@@ -89,7 +89,7 @@ def prepare(
     scratch: Path,
     *,
     packed: bool,
-) -> Way:
+) -> Variant:
     """Prepare one of the servers. It starts when its status is requested.
 
     Args:
@@ -116,7 +116,7 @@ def prepare(
 
         # The memory that is checked before the start. nvidia-smi reports slightly more memory than
         # a process can use, so add 1%.
-        needed = 100 * needs.all / whole_gpu_memory(options)
+        needed = 100 * needs.all / total_gpu_memory(options)
         options.memory_fraction = (math.ceil(needed) + 1) / 100
 
     attention = options.attention[0]
@@ -128,7 +128,7 @@ def prepare(
     quantization = options.quantization if packed else None
     settings = server_settings(options, attention, arguments, quantization)
     server = make_server(options, settings, config, directory, log, variation)
-    return Way(name, server, make_engine(server, config), packed, gpu, log)
+    return Variant(name, server, make_engine(server, config), packed, gpu, log)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -152,18 +152,18 @@ def random_weights(config: GptOssModelConfig, device: str) -> Iterator[tuple[str
 
 
 async def send_random_weights(
-    ways: list[Way], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
+    variants: list[Variant], options: argparse.Namespace, config: GptOssModelConfig, scratch: Path
 ) -> float:
     """Send the same weights to all servers and return the seconds.
 
     Args:
-        ways: servers.
+        variants: servers.
         options: command line.
         config: configuration of the model.
         scratch: directory for weights on disk.
     """
     began = time.perf_counter()
-    for way in ways:
+    for way in variants:
         # On the server's GPU, because CUDA IPC passes pointers to its memory.
         device = "cpu" if options.device == "cpu" else f"cuda:{way.gpu}"
         status = await way.server.status()
@@ -205,7 +205,7 @@ def quantized_weights(
 
 
 async def generate(
-    way: Way, name: str, prompts: list[list[int]], tokens: int, with_routes: bool = False
+    way: Variant, name: str, prompts: list[list[int]], tokens: int, with_routes: bool = False
 ) -> list[GenerateResult]:
     """Continue all prompts concurrently.
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rl_loop.gateway.request import TurnRequest
-from rl_loop.harmony import openings
+from rl_loop.harmony import prompt_prefix_cache
 from rl_loop.harmony.codec import Harmony, PromptConfig, Tool
-from rl_loop.harmony.openings import Openings
+from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 
 BRIEF: dict[str, Any] = {"role": "developer", "content": "Be brief."}
@@ -37,7 +37,7 @@ def harmony() -> Harmony:
     return Harmony(GptOssVocabulary(), PromptConfig())
 
 
-def rendered(opening: Openings, request: TurnRequest) -> list[int]:
+def rendered(opening: PromptPrefixCache, request: TurnRequest) -> list[int]:
     """Return what ``opening`` makes of a request, as a session asks for it."""
     first = len(request.messages) - 1
     key = request.conversation_keys(request.digests)[first]
@@ -53,7 +53,7 @@ def expected(harmony: Harmony, request: TurnRequest) -> list[int]:
 
 
 def test_every_opening_is_rendered_as_if_it_were_the_only_one(harmony: Harmony) -> None:
-    opening = Openings(harmony)
+    opening = PromptPrefixCache(harmony)
     order = REQUESTS * 5
     random.Random(0).shuffle(order)
     for request in order:
@@ -65,7 +65,7 @@ def test_every_opening_is_rendered_as_if_it_were_the_only_one(harmony: Harmony) 
 def test_an_opening_is_rendered_once_while_it_is_in_use(
     harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openings, "REMEMBERED_OPENINGS", 2)
+    monkeypatch.setattr(prompt_prefix_cache, "CACHED_PREFIXES", 2)
     calls: list[int] = []
     render_prompt = harmony.render_prompt
 
@@ -74,7 +74,7 @@ def test_an_opening_is_rendered_once_while_it_is_in_use(
         return render_prompt(messages, *arguments, **options)
 
     monkeypatch.setattr(harmony, "render_prompt", counted)
-    opening = Openings(harmony)
+    opening = PromptPrefixCache(harmony)
     for number in (0, 1, 0, 2, 0, 1):
         current = REQUESTS[number]
         rendered(opening, current)
@@ -83,8 +83,8 @@ def test_an_opening_is_rendered_once_while_it_is_in_use(
 
 
 def test_a_long_opening_is_not_kept(harmony: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openings, "REMEMBERED_TOKENS", 3)
-    opening = Openings(harmony)
+    monkeypatch.setattr(prompt_prefix_cache, "MAX_PREFIX_TOKENS", 3)
+    opening = PromptPrefixCache(harmony)
     rendered(opening, REQUESTS[1])
     assert not opening._tokens
 

@@ -1,4 +1,4 @@
-"""Variants of benchmarks/experts/products.py, and the evaluation of their times."""
+"""Variants of benchmarks/experts/gemms.py, and the evaluation of their times."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ SASS = """
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gemms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLUGIN))
-    return importlib.import_module("benchmarks.experts.products")
+    return importlib.import_module("benchmarks.experts.gemms")
 
 
 @dataclass
@@ -57,11 +57,11 @@ class OptFlags:
     ("requests", "rows"), [(1, {16}), (64, {16}), (100, {16, 32}), (256, {32, 64})]
 )
 def test_variants_have_full_or_half_rows_and_fit_an_sm(
-    products: ModuleType, requests: int, rows: set[int]
+    gemms: ModuleType, requests: int, rows: set[int]
 ) -> None:
-    variants = products.grid(requests)
+    variants = gemms.grid(requests)
     assert {variant.rows for variant in variants} == rows
-    assert products.served_rows(requests) == max(rows)
+    assert gemms.served_rows(requests) == max(rows)
 
     assert len(set(variants)) == len(variants) <= 40
     for variant in variants:
@@ -72,30 +72,30 @@ def test_variants_have_full_or_half_rows_and_fit_an_sm(
         assert 32 * variant.warps * registers <= 65536
 
 
-def test_shared_memory_equals_allocation_of_triton(products: ModuleType) -> None:
+def test_shared_memory_equals_allocation_of_triton(gemms: ModuleType) -> None:
     """Kernels of Triton 3.6 have rows of tokens for each stage, and codes for one stage less."""
-    variant = products.Variant(64, 256, 128, warps=8, stages=4)
+    variant = gemms.Variant(64, 256, 128, warps=8, stages=4)
     assert variant.shared_memory() == 117_760
-    assert products.Variant(16, 256, 64, warps=4, stages=4).shared_memory() == 34_304
+    assert gemms.Variant(16, 256, 64, warps=4, stages=4).shared_memory() == 34_304
 
 
 def test_only_variants_replace_the_choice_of_triton_kernels(
-    products: ModuleType,
+    gemms: ModuleType,
 ) -> None:
-    flags = products.ChosenFlags(lambda rows, *, columns: OptFlags(block_m=rows, block_n=columns))
+    flags = gemms.ChosenFlags(lambda rows, *, columns: OptFlags(block_m=rows, block_n=columns))
     assert flags(16, columns=256) == OptFlags(block_m=16)
-    assert flags.last == products.Variant(16, 256, 128, warps=8, stages=3, registers=128)
+    assert flags.last == gemms.Variant(16, 256, 128, warps=8, stages=3, registers=128)
 
-    flags.variant = products.Variant(32, 128, 64, warps=4, stages=5)
+    flags.variant = gemms.Variant(32, 128, 64, warps=4, stages=5)
     expected = OptFlags(32, 128, 64, num_warps=4, num_stages=5, target_kernel_kwargs={})
     assert flags(16, columns=256) == expected
     assert flags.last == flags.variant
 
 
 def test_programs_per_sm_depend_on_registers_and_shared_memory(
-    products: ModuleType,
+    gemms: ModuleType,
 ) -> None:
-    compiled = products.Compiled(175, 0, 83_968, 413, is_serial=False, hazards=0)
+    compiled = gemms.Compiled(175, 0, 83_968, 413, is_serial=False, hazards=0)
     assert compiled.programs(warps=8) == 1
     assert replace(compiled, registers=128).programs(warps=8) == 2
     assert replace(compiled, registers=128, shared=117_760).programs(warps=8) == 1
@@ -103,46 +103,46 @@ def test_programs_per_sm_depend_on_registers_and_shared_memory(
     assert replace(compiled, registers=168, shared=0).programs(warps=4) == 3
     assert replace(compiled, registers=169, shared=0).programs(warps=4) == 2
 
-    variant = products.Variant(64, 256, 128, warps=8, stages=3)
+    variant = gemms.Variant(64, 256, 128, warps=8, stages=3)
     assert compiled.instructions_per_value(variant) == pytest.approx(413 / 128)
 
 
 def test_main_loop_is_found_in_kernel_instructions(
-    products: ModuleType,
+    gemms: ModuleType,
 ) -> None:
     text = SASS.format(registers=175, stack=40, first="0x1")
-    compiled = products.parse(text, shared=83_968)
-    assert compiled == products.Compiled(175, 40, 83_968, 6, is_serial=False, hazards=0)
+    compiled = gemms.parse(text, shared=83_968)
+    assert compiled == gemms.Compiled(175, 40, 83_968, 6, is_serial=False, hazards=0)
 
-    serial = products.parse(SASS.format(registers=128, stack=0, first="0x0"), shared=0)
+    serial = gemms.parse(SASS.format(registers=128, stack=0, first="0x0"), shared=0)
     assert serial.is_serial
 
 
-def test_registers_written_too_early_are_counted(products: ModuleType) -> None:
+def test_registers_written_too_early_are_counted(gemms: ModuleType) -> None:
     text = SASS.format(registers=175, stack=0, first="0x1").replace("gsb0, 0x0", "gsb0, 0x1")
-    assert products.parse(text, shared=0).hazards == 0
+    assert gemms.parse(text, shared=0).hazards == 0
     # The instructions from R92 on read the group that is in flight after the last wait.
     hazardous = text.replace("WARPGROUP.ARRIVE", "LDS R92, [R98]")
-    assert products.parse(hazardous, shared=0).hazards > 0
+    assert gemms.parse(hazardous, shared=0).hazards > 0
 
 
-def test_bytes_to_read_cover_only_experts_with_tokens(products: ModuleType) -> None:
+def test_bytes_to_read_cover_only_experts_with_tokens(gemms: ModuleType) -> None:
     sizes = [[33, 0, 64, 65], [1, 0, 0, 0]]
-    assert products.reads_of_matrices(sizes, 32) == (2 + 2 + 3 + 1) / 4
-    assert products.reads_of_matrices(sizes, 64) == (1 + 1 + 2 + 1) / 4
+    assert gemms.reads_of_matrices(sizes, 32) == (2 + 2 + 3 + 1) / 4
+    assert gemms.reads_of_matrices(sizes, 64) == (1 + 1 + 2 + 1) / 4
     # 2 of 4 experts on average. 32 values and their scale have 17 bytes.
-    assert products.bytes_to_read("down", sizes) == 2 * 2880 * 2880 / 32 * 17
+    assert gemms.bytes_to_read("down", sizes) == 2 * 2880 * 2880 / 32 * 17
 
 
-class FakeProduct:
+class FakeGemm:
     """Mock GEMM whose outputs depend on the columns of a variant."""
 
     name = "gate_up"
     layers = (None, None)
 
-    def __init__(self, products: ModuleType, outputs: dict[int, Tensor]) -> None:
-        served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
-        self.flags = products.ChosenFlags(None)
+    def __init__(self, gemms: ModuleType, outputs: dict[int, Tensor]) -> None:
+        served = gemms.Variant(64, 256, 128, warps=8, stages=3, registers=128)
+        self.flags = gemms.ChosenFlags(None)
         self.flags.last = served
         self.outputs = outputs
         self.timed: list[Any] = []
@@ -163,7 +163,7 @@ class FakeProduct:
 
 
 def test_variant_is_compared_with_servers_and_timed_per_layer(
-    products: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gemms: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def time_interleaved(
         variants: dict[str, Callable[[], None]], rounds: int, calls: int
@@ -173,18 +173,18 @@ def test_variant_is_compared_with_servers_and_timed_per_layer(
             call()
         return {name: 0.4 / (1 + number) for number, name in enumerate(variants)}
 
-    monkeypatch.setattr(products, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(gemms, "time_interleaved", time_interleaved)
     correct = torch.tensor([3.0, 4.0])
     near, wrong = correct + torch.tensor([0.0, 0.01]), torch.tensor([3.0, math.nan])
-    product = FakeProduct(products, {256: correct, 128: near, 64: wrong})
-    served = product.flags.last
+    gemm = FakeGemm(gemms, {256: correct, 128: near, 64: wrong})
+    served = gemm.flags.last
     variants = [served, *(replace(served, columns=columns) for columns in (128, 64, 32))]
-    compiled = products.Compiled(128, 0, 0, 431, is_serial=True, hazards=0)
+    compiled = gemms.Compiled(128, 0, 0, 431, is_serial=True, hazards=0)
     kept = {(256, "gate_up", None): (served, compiled)}
 
-    rows = products.measure(product, 256, variants, kept, bandwidth=4e12, rounds=3)
+    rows = gemms.measure(gemm, 256, variants, kept, bandwidth=4e12, rounds=3)
     assert [row.variant.columns for row in rows] == [256, 128, 64, 32]
-    assert product.timed == [None, *variants[1:3]]
+    assert gemm.timed == [None, *variants[1:3]]
     # 0.4 ms for two layers, then 50% and 33% of it.
     assert [row.microseconds for row in rows] == pytest.approx([200, 100, 200 / 3, None])
     assert [row.is_served for row in rows] == [True, False, False, False]
@@ -195,14 +195,14 @@ def test_variant_is_compared_with_servers_and_timed_per_layer(
     assert rows[0].reads == 1.0
 
 
-def rows_of_two_products(products: ModuleType) -> list[Any]:
+def rows_of_two_gemms(gemms: ModuleType) -> list[Any]:
     """Return rows of both GEMMs: served, with 4 warps, and a fast one that is wrong."""
-    served = products.Variant(64, 256, 128, warps=8, stages=3, registers=128)
-    narrow = products.Variant(64, 128, 128, warps=4, stages=3)
-    compiled = products.Compiled(128, 0, 83_968, 431, is_serial=True, hazards=96)
-    row = products.Row(
+    served = gemms.Variant(64, 256, 128, warps=8, stages=3, registers=128)
+    narrow = gemms.Variant(64, 128, 128, warps=4, stages=3)
+    compiled = gemms.Compiled(128, 0, 83_968, 431, is_serial=True, hazards=96)
+    row = gemms.Row(
         requests=256,
-        product="gate_up",
+        gemm="gate_up",
         variant=served,
         is_served=True,
         compiled=compiled,
@@ -221,16 +221,16 @@ def rows_of_two_products(products: ModuleType) -> list[Any]:
         replace(other, variant=replace(narrow, rows=16), microseconds=None, error=math.nan),
     ]
     down = [
-        replace(row, product="down", microseconds=80.0),
-        replace(other, product="down", variant=narrow, microseconds=90.0),
+        replace(row, gemm="down", microseconds=80.0),
+        replace(other, gemm="down", variant=narrow, microseconds=90.0),
     ]
     return [*gate_up, *down]
 
 
 def test_table_sorts_by_time_and_lists_failed_variants(
-    products: ModuleType,
+    gemms: ModuleType,
 ) -> None:
-    lines = products.table(rows_of_two_products(products)).splitlines()
+    lines = gemms.table(rows_of_two_gemms(gemms)).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     shapes = [tuple(cell.strip() for cell in line.split("|")[2:4]) for line in lines[2:]]
     assert shapes == [
@@ -247,10 +247,10 @@ def test_table_sorts_by_time_and_lists_failed_variants(
     assert "did not run" in lines[6]
 
 
-def test_fastest_correct_variant_is_chosen(products: ModuleType) -> None:
-    rows = rows_of_two_products(products)
-    assert products.fastest(rows) == [rows[2], rows[5]]
-    assert products.summary(rows) == (
+def test_fastest_correct_variant_is_chosen(gemms: ModuleType) -> None:
+    rows = rows_of_two_gemms(gemms)
+    assert gemms.fastest(rows) == [rows[2], rows[5]]
+    assert gemms.summary(rows) == (
         "256 requests, microseconds of a layer: served 240.0; "
         "fastest 208.0 (gate_up 64x128x128, 4 warps, 3 stages, "
         "down 64x256x128, 8 warps, 3 stages, 128 registers)"

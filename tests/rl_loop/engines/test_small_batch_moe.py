@@ -13,7 +13,7 @@ from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 LAYER = "sglang/srt/layers/moe/fused_moe_triton/triton_kernels_moe.py"
 PROGRAM = """
 from types import SimpleNamespace as S
-import gptoss_expert_matmul as ours
+import gptoss_small_batch_moe as ours
 import torch
 
 said = []
@@ -93,16 +93,16 @@ def test_moe_kernel_has_four_variants_for_hopper() -> None:
 
 
 def test_mxfp4_servers_use_the_moe_kernel() -> None:
-    mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
-    assert "quick_few_tokens" in mends
-    assert "quick_few_tokens" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
+    patches = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_PATCHES"].split(",")
+    assert "small_batch_moe" in patches
+    assert "small_batch_moe" not in SglangConfig().environment["GPTOSS_SGLANG_PATCHES"]
 
 
 @pytest.mark.gpu
 def test_moe_kernel_is_bitwise_equal_to_triton_kernels() -> None:
     """The products of both matrices equal those of triton_kernels, at the width of GPT-OSS."""
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
-    ours = hashes_of_products("gptoss_expert_values", "gptoss_expert_matmul")
+    ours = hashes_of_products("gptoss_expert_values", "gptoss_small_batch_moe")
     assert ours == hashes_of_products()
 
 
@@ -113,7 +113,7 @@ def test_moe_kernel_is_deterministic() -> None:
     See docs/quantization.md.
     """
     pytest.importorskip("triton_kernels", reason="sglang-kernel is not installed")
-    mends = ("gptoss_assembler", "gptoss_expert_values", "gptoss_expert_products")
-    for few_tokens in ((), ("gptoss_expert_matmul",)):
-        differing = runs_that_differ(*mends, *few_tokens, runs=400, tokens=(8, 64, 256))
+    patches = ("gptoss_ptxas", "gptoss_expert_values", "gptoss_moe_occupancy")
+    for few_tokens in ((), ("gptoss_small_batch_moe",)):
+        differing = runs_that_differ(*patches, *few_tokens, runs=400, tokens=(8, 64, 256))
         assert not any(differing), differing

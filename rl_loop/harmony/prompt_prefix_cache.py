@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool
 
-REMEMBERED_OPENINGS = 64
-REMEMBERED_TOKENS = 65_536
+CACHED_PREFIXES = 64
+MAX_PREFIX_TOKENS = 65_536
 """Maximum number of tokens per entry. Longer ones are rendered for each conversation."""
 
 
@@ -29,7 +29,7 @@ class Renderer(Protocol):
     ) -> list[int]: ...
 
 
-class Openings:
+class PromptPrefixCache:
     """Least-recently-used cache for one vocabulary."""
 
     def __init__(self, harmony: Renderer) -> None:
@@ -44,7 +44,7 @@ class Openings:
         return {"harmony": self._harmony}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Openings.__init__(self, state["harmony"])
+        PromptPrefixCache.__init__(self, state["harmony"])
 
     def render(
         self,
@@ -71,12 +71,12 @@ class Openings:
             tokens = self._tokens.pop(key, None)
         if tokens is None:
             tokens = self._rendered(messages, tools, effort)
-        if len(tokens) > REMEMBERED_TOKENS:
+        if len(tokens) > MAX_PREFIX_TOKENS:
             return tokens
 
         with self._lock:
             self._tokens[key] = tokens
-            if len(self._tokens) > REMEMBERED_OPENINGS:
+            if len(self._tokens) > CACHED_PREFIXES:
                 del self._tokens[next(iter(self._tokens))]
         return tokens
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-MOST_HANGING = 64
+MAX_HUNG_CALLS = 64
 """Maximum calls of one function that hang at the same time. Each keeps a thread until it
 returns."""
 
@@ -26,21 +26,23 @@ _lock = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
-async def off_loop[**P, T](function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+async def run_in_thread[**P, T](
+    function: Callable[P, T], *arguments: P.args, **options: P.kwargs
+) -> T:
     """Call ``function`` on a thread, so that other episodes continue in the meantime.
 
-    The function must return, because 2 threads serve all callers. Use ``call_users_code`` for
+    The function must return, because 2 threads serve all callers. Use ``call_user_code`` for
     users' functions, which get a separate thread.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_THREADS, lambda: function(*arguments, **options))
 
 
-class TooManyHanging(RuntimeError):
+class TooManyHungCalls(RuntimeError):
     """Too many calls of a user's function hang, so it is not called. The message names it."""
 
 
-async def call_users_code[T](function: Callable[[], T], name: str) -> T:
+async def call_user_code[T](function: Callable[[], T], name: str) -> T:
     """Call a user's function on a separate thread.
 
     A function that hangs keeps only its thread: later calls get other threads, and the process can
@@ -51,11 +53,11 @@ async def call_users_code[T](function: Callable[[], T], name: str) -> T:
         name: name of the function in messages.
 
     Raises:
-        TooManyHanging: MOST_HANGING earlier calls of the function hang.
+        TooManyHungCalls: MAX_HUNG_CALLS earlier calls of the function hang.
     """
-    if _hanging[name] >= MOST_HANGING:
-        raise TooManyHanging(
-            f"{name}: {MOST_HANGING} calls have not returned. Add a time limit to this function"
+    if _hanging[name] >= MAX_HUNG_CALLS:
+        raise TooManyHungCalls(
+            f"{name}: {MAX_HUNG_CALLS} calls have not returned. Add a time limit to this function"
         )
 
     loop = asyncio.get_running_loop()

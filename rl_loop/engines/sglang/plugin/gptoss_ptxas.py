@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-SOUND = (13, 3)
+MIN_PTXAS_VERSION = (13, 3)
 """First version of CUDA whose ptxas waits until the registers have been read."""
 PACKAGE = "nvidia-cuda-nvcc"
 TOOLKIT = "/usr/local/cuda"
@@ -46,7 +46,7 @@ def install() -> None:
     # The same major version as torch, because the driver need not run the output of another one.
     for path in installed_assemblers():
         version = version_of(path)
-        if version >= SOUND and version[0] == cuda_family():
+        if version >= MIN_PTXAS_VERSION and version[0] == cuda_family():
             os.environ[VARIABLE] = path
             logger.info("Triton assembles kernels with %s", path)
             return
@@ -54,18 +54,18 @@ def install() -> None:
         "Triton's own ptxas can miscompile the GEMMs of MXFP4 experts. Install %s >= %d.%d in "
         "this environment",
         PACKAGE,
-        *SOUND,
+        *MIN_PTXAS_VERSION,
     )
 
 
 def warn_of_others(path: str) -> None:
     """Warn if the ptxas that the user has chosen has the fault."""
-    if version_of(path) < SOUND:
+    if version_of(path) < MIN_PTXAS_VERSION:
         logger.warning(
             "%s=%s is older than CUDA %d.%d, and can miscompile the GEMMs of MXFP4 experts",
             VARIABLE,
             path,
-            *SOUND,
+            *MIN_PTXAS_VERSION,
         )
 
 

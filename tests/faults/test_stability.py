@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from rl_loop.cluster.ray_session import start_local_ray
-from tests.faults.soak import NAMED, STEPS, own_memory, ray_objects, report, slopes, thread_names
+from tests.faults.stability import (
+    NAMED,
+    STEPS,
+    own_memory,
+    ray_objects,
+    report,
+    slopes,
+    thread_names,
+)
 
 
 def test_ray_objects_are_counted_without_dashboard() -> None:

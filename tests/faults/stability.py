@@ -1,7 +1,7 @@
 """Long-running stability test: trends of memory, open files, threads and disk.
 
-    python -m tests.faults.soak --minutes 120       # the tiny loop, rollouts one step ahead
-    python -m tests.faults.soak --minutes 10 --staleness 0
+    python -m tests.faults.stability --minutes 120       # the tiny loop, rollouts one step ahead
+    python -m tests.faults.stability --minutes 10 --staleness 0
 
 Samples all processes of the run every --every seconds. The first quarter is a warm-up. The
 remaining samples are averaged in BLOCKS blocks of equal length, and a straight line is fitted to
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append every sample to this file, a line each")
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory(prefix="soak_") as directory:
+    with tempfile.TemporaryDirectory(prefix="stability_") as directory:
         run = ObservedRun(
             Options(steps=10**6, deterministic=False),
             Path(directory) / "run",

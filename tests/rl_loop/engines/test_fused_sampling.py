@@ -58,7 +58,7 @@ from types import SimpleNamespace
 import torch
 import gptoss_sglang
 
-os.environ["GPTOSS_SGLANG_MENDS"] = "quick_sampling"
+os.environ["GPTOSS_SGLANG_PATCHES"] = "fused_sampling"
 gptoss_sglang.register()
 from sglang.srt.layers import sampler as module
 
@@ -172,18 +172,18 @@ def test_sampling_kernels_serve_plain_batches_only(tmp_path: Path) -> None:
 
 
 def test_sampling_kernels_are_the_default_where_supported() -> None:
-    def mends(**settings: object) -> list[str]:
-        return SglangConfig(**settings).environment["GPTOSS_SGLANG_MENDS"].split(",")
+    def patches(**settings: object) -> list[str]:
+        return SglangConfig(**settings).environment["GPTOSS_SGLANG_PATCHES"].split(",")
 
-    assert "quick_sampling" in mends()
-    assert "quick_sampling" in mends(attention_backend="triton")
-    assert "quick_sampling" in mends(colocated=True, weight_sync="cuda_ipc")
+    assert "fused_sampling" in patches()
+    assert "fused_sampling" in patches(attention_backend="triton")
+    assert "fused_sampling" in patches(colocated=True, weight_sync="cuda_ipc")
     for settings in (
         {"deterministic": True},
         {"arguments": ["--device", "cpu"]},
         {"attention_backend": "intel_amx"},
     ):
-        assert "quick_sampling" not in mends(**settings), settings
+        assert "fused_sampling" not in patches(**settings), settings
 
 
 @pytest.fixture

@@ -1,20 +1,20 @@
-"""Report of refused conversations, with line and reason, and counts by kind of reason."""
+"""Report of rejected conversations, with line and reason, and counts by kind of reason."""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rl_loop.conversations.blocks import Refusal
+from rl_loop.conversations.blocks import Rejection
 from rl_loop.conversations.errors import DataError
 from rl_loop.conversations.rows import Rows
 
 SHOWN_AT_ONCE = 5
-"""Refused conversations to show to the user. The file has all of them."""
+"""Rejected conversations to show to the user. The file has all of them."""
 SHOWN_KINDS = 5
 """Number of kinds of reasons in a summary."""
 ENOUGH_TO_JUDGE = 100
-"""Minimum number of conversations for judging the refused share before all are read."""
+"""Minimum number of conversations for judging the rejected share before all are read."""
 
 VARIABLE_PARTS = (
     (re.compile(r"'[^']*'|\"[^\"]*\""), "'...'"),
@@ -25,8 +25,8 @@ VARIABLE_PARTS = (
 """Patterns of text that varies among reasons of one kind, with placeholders."""
 
 
-class RefusalReport:
-    """Collects refusals. Each is counted once, even if its block is read again."""
+class RejectionReport:
+    """Collects rejections. Each is counted once, even if its block is read again."""
 
     def __init__(
         self,
@@ -45,31 +45,31 @@ class RefusalReport:
         self._show = show
         self._known: set[tuple[str, int, str]] = set()
         self.kinds: Counter[str] = Counter()
-        """Number of refusals by kind of reason."""
+        """Number of rejections by kind of reason."""
         for record in earlier:
             self._count(record)
 
-    def add(self, name: str, rows: Rows, refusals: Sequence[Refusal]) -> None:
-        """Report the refusals of a source."""
+    def add(self, name: str, rows: Rows, rejections: Sequence[Rejection]) -> None:
+        """Report the rejections of a source."""
         records = []
-        for refusal in refusals:
+        for rejection in rejections:
             record = {
                 "source": name,
                 "file": rows.place,
-                rows.unit: refusal.row,
-                "reason": refusal.reason,
+                rows.unit: rejection.row,
+                "reason": rejection.reason,
             }
             if self._count(record):
                 records.append(record)
-                self._show_first(describe_refusal(rows, refusal))
+                self._show_first(describe_rejection(rows, rejection))
         if records:
             self._write(records)
 
     def summary(self) -> str | None:
-        """Return the number of refusals and the reasons. None if there are none."""
+        """Return the number of rejections and the reasons. None if there are none."""
         if not self.kinds:
             return None
-        return f"{self.kinds.total()} refused: {describe_kinds(self.kinds)}"
+        return f"{self.kinds.total()} rejected: {describe_kinds(self.kinds)}"
 
     def _count(self, record: dict[str, Any]) -> bool:
         """Count a record. Returns True if it is new."""
@@ -84,25 +84,25 @@ class RefusalReport:
     def _show_first(self, description: str) -> None:
         shown = len(self._known)
         if shown <= SHOWN_AT_ONCE:
-            self._show(f"refused: {description}")
+            self._show(f"rejected: {description}")
         if shown == SHOWN_AT_ONCE:
-            self._show("refused: further ones are in refused.jsonl of the run's directory")
+            self._show("rejected: further ones are in rejected.jsonl of the run's directory")
 
 
-def check_refused_share(
-    place: str, *, seen: int, refused: int, kinds: "Counter[str]", limit: float
+def check_rejected_share(
+    place: str, *, seen: int, rejected: int, kinds: "Counter[str]", limit: float
 ) -> None:
-    """Raise DataError if more than ``limit`` of the conversations of a file are refused."""
-    if refused > limit * seen:
+    """Raise DataError if more than ``limit`` of the conversations of a file are rejected."""
+    if rejected > limit * seen:
         raise DataError(
-            f"{place}: {refused} of {seen} conversations are refused, more than "
-            f"data.max_refused_share ({limit}) allows: {describe_kinds(kinds)}"
+            f"{place}: {rejected} of {seen} conversations are rejected, more than "
+            f"data.max_rejected_share ({limit}) allows: {describe_kinds(kinds)}"
         )
 
 
-def describe_refusal(rows: Rows, refusal: Refusal) -> str:
+def describe_rejection(rows: Rows, rejection: Rejection) -> str:
     """Return the file, the line and the reason."""
-    return f"{rows.place}, {rows.unit} {refusal.row}: {refusal.reason}"
+    return f"{rows.place}, {rows.unit} {rejection.row}: {rejection.reason}"
 
 
 def describe_kinds(kinds: "Counter[str]") -> str:

@@ -24,7 +24,7 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # Set and delete the variable, so that monkeypatch also undoes the module's change.
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv(VARIABLE)
-    module = importlib.import_module("gptoss_assembler")
+    module = importlib.import_module("gptoss_ptxas")
     monkeypatch.setattr(module, "PACKAGE", "no-such-package")
     monkeypatch.setattr(module, "TOOLKIT", "/nowhere/cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -119,6 +119,6 @@ def test_ptxas_chosen_by_the_user_is_kept(
 
 
 def test_ptxas_is_chosen_before_mxfp4_kernels_are_compiled() -> None:
-    mends = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_MENDS"].split(",")
-    assert mends.index("sound_assembler") < mends.index("quick_products")
-    assert "sound_assembler" not in SglangConfig().environment["GPTOSS_SGLANG_MENDS"]
+    patches = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_PATCHES"].split(",")
+    assert patches.index("ptxas_override") < patches.index("moe_occupancy")
+    assert "ptxas_override" not in SglangConfig().environment["GPTOSS_SGLANG_PATCHES"]

@@ -106,7 +106,7 @@ def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator
         buffers += getattr(chained, "buffers", ())
     original_maps = [buffer.param_index_map for buffer in buffers]
     for buffer in buffers:
-        buffer.param_index_map = _places_without_gaps(buffer)
+        buffer.param_index_map = _positions_without_gaps(buffer)
 
     try:
         yield
@@ -157,7 +157,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
     adam.load_state_dict = lambda saved: base.load_state_dict(adam, saved | {"state": {}})
 
 
-def _places_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
+def _positions_without_gaps(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
     """Return the position of each parameter in a buffer without gaps between buckets.
 
     Returns:

@@ -31,12 +31,12 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from gptoss_expert_products import is_laid_out_by_us, scales_of_program
 from gptoss_expert_routing import sum_experts
 from gptoss_expert_values import scaled_values
+from gptoss_moe_occupancy import has_plugin_layout, scales_of_program
 from torch import Tensor
 
-MOST_TOKENS = 64
+MAX_TOKENS_PER_EXPERT = 64
 """Maximum mean number of tokens per expert. With more, triton_kernels uses blocks of 128 rows."""
 COLUMNS = 128
 INPUTS = 128
@@ -381,10 +381,10 @@ def install() -> None:
     """Let SGLang's layers with MXFP4 experts use this kernel if there are few tokens."""
     from sglang.srt.layers.moe.fused_moe_triton import triton_kernels_moe
 
-    triton_kernels_moe.matmul_ogs = few_tokens_at_once(triton_kernels_moe.matmul_ogs)
+    triton_kernels_moe.matmul_ogs = with_small_batch_kernel(triton_kernels_moe.matmul_ogs)
 
 
-def few_tokens_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_small_batch_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of ``matmul_ogs`` for SGLang's layers.
 
     It accepts the arguments of ``triton_kernel_fused_experts_with_bias`` of SGLang 0.5.17, and
@@ -403,11 +403,11 @@ def few_tokens_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
         y: Any = options.get("y")
         is_ours = (
             config is not None
-            and is_laid_out_by_us(config)
+            and has_plugin_layout(config)
             and y is not None
             and x.is_contiguous()
             and y.is_contiguous()
-            and 0 < len(routing_data.gate_scal) <= MOST_TOKENS * routing_data.n_expts_tot
+            and 0 < len(routing_data.gate_scal) <= MAX_TOKENS_PER_EXPERT * routing_data.n_expts_tot
         )
         is_first = gather is not None and activation is not None and gates is None
         is_second = scatter is not None and activation is None and gates is not None

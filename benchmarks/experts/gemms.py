@@ -1,8 +1,8 @@
 """Times the two GEMMs of a layer's MXFP4 experts in other tile shapes than servers use.
 
-    python -m benchmarks.experts products
-    python -m benchmarks.experts products --requests 256 --products gate_up --rounds 25
-    python -m benchmarks.experts products --compile-only
+    python -m benchmarks.experts gemms
+    python -m benchmarks.experts gemms --requests 256 --gemms gate_up --rounds 25
+    python -m benchmarks.experts gemms --compile-only
 
 Needs one Hopper GPU, except with ``--compile-only``. Runs in SGLang's Python environment, without a
 server. PYTHONPATH must have this repository, ``kernels`` and the packages of SGLang, such as
@@ -65,18 +65,18 @@ if str(PLUGIN) not in sys.path:
     sys.path.append(str(PLUGIN))
 
 import gptoss_expert_layers  # noqa: E402
-import gptoss_expert_products  # noqa: E402
 import gptoss_expert_routing  # noqa: E402
 import gptoss_expert_values  # noqa: E402
 import gptoss_hopper_layout as layout  # noqa: E402
+import gptoss_moe_occupancy  # noqa: E402
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
 """Experts, experts per token, and hidden (= intermediate) size of GPT-OSS-20B."""
-PRODUCTS = {"gate_up": 2 * WIDTH, "down": WIDTH}
+GEMMS = {"gate_up": 2 * WIDTH, "down": WIDTH}
 """Output features of each GEMM."""
 SCALE_BYTES = (118, 122)
 """Lowest scale byte of random weights, and one above the highest."""
-LARGEST_ERROR = 1e-2
+MAX_ERROR = 1e-2
 
 PROCESSORS = 132
 """Streaming multiprocessors (SM) of an H100 or H200."""
@@ -86,7 +86,7 @@ SHARED_MEMORY = 228 * 1024
 """Shared memory of an SM, in bytes."""
 RESERVED_SHARED_MEMORY = 1024
 """Shared memory that every thread block takes in addition to its own, in bytes."""
-LARGEST_SHARED_MEMORY = 227 * 1024
+MAX_SHARED_MEMORY = 227 * 1024
 """Maximum shared memory of a thread block, in bytes."""
 
 
@@ -247,9 +247,9 @@ class ChosenFlags:
 def install() -> ChosenFlags:
     """Run GEMMs as servers with the plugin do, and return the object that selects variants."""
     matmul_ogs: Any = import_module("triton_kernels.matmul_ogs")
-    gptoss_expert_products.install()
+    gptoss_moe_occupancy.install()
     gptoss_expert_values.install()
-    matmul_ogs.reduce = gptoss_expert_routing.quick_reduce(matmul_ogs.reduce)
+    matmul_ogs.reduce = gptoss_expert_routing.fused_reduce(matmul_ogs.reduce)
     flags = ChosenFlags(matmul_ogs.make_opt_flags)
     matmul_ogs.make_opt_flags = flags
     return flags
@@ -265,22 +265,22 @@ class Matrices:
     bias: Tensor
 
 
-def make_matrices(product: str, generator: torch.Generator) -> Matrices:
+def make_matrices(gemm: str, generator: torch.Generator) -> Matrices:
     """Return random matrices of a GEMM, on the generator's device. Any bytes are valid values."""
-    outputs = PRODUCTS[product]
+    outputs = GEMMS[gemm]
     draw = partial(torch.randint, dtype=torch.uint8, device=generator.device, generator=generator)
     values = draw(0, 256, (EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2)))
     scales = draw(*SCALE_BYTES, (EXPERTS, *layout.scale_storage_shape(outputs, WIDTH // 32)))
     scales += layout.SCALE_BIAS
     bias = torch.randn(EXPERTS, outputs, device=generator.device, generator=generator)
-    return describe_to_kernels(product, values, scales, bias)
+    return describe_to_kernels(gemm, values, scales, bias)
 
 
-def describe_to_kernels(product: str, values: Tensor, scales: Tensor, bias: Tensor) -> Matrices:
+def describe_to_kernels(gemm: str, values: Tensor, scales: Tensor, bias: Tensor) -> Matrices:
     """Return matrices in memory in the format of triton_kernels.
 
     Args:
-        product: one of ``PRODUCTS``.
+        gemm: one of ``GEMMS``.
         values: uint8 [experts, *value_storage_shape].
         scales: uint8 [experts, *scale_storage_shape].
         bias: fp32 [experts, outputs].
@@ -288,13 +288,13 @@ def describe_to_kernels(product: str, values: Tensor, scales: Tensor, bias: Tens
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from triton_kernels.numerics import InFlexData
 
-    shape = (EXPERTS, PRODUCTS[product], WIDTH // 2)
+    shape = (EXPERTS, GEMMS[gemm], WIDTH // 2)
     wrapped_values, wrapped_scales = gptoss_expert_layers.wrap(values, scales, shape)
     config = PrecisionConfig(weight_scale=wrapped_scales, flex_ctx=FlexCtx(rhs_data=InFlexData()))
     return Matrices(wrapped_values, config, bias)
 
 
-class Product:
+class Gemm:
     """One of the two GEMMs of several layers, for a fixed number of requests."""
 
     def __init__(
@@ -412,7 +412,7 @@ class Compiled:
 
 
 Work = tuple[int, str, Variant | None]
-"""Requests, product and variant."""
+"""Requests, gemm and variant."""
 
 
 def compile_all(work: list[Work], jobs: int) -> dict[Work, tuple[Variant, Compiled]]:
@@ -442,10 +442,10 @@ def compile_share(work: list[Work]) -> list[tuple[Work, tuple[Variant, Compiled]
     done = []
     for item in work:
         requests, name, variant = item
-        product = Product(name, requests, [empty_matrices(name)], flags, torch.Generator())
+        gemm = Gemm(name, requests, [empty_matrices(name)], flags, torch.Generator())
         kernels.clear()
         try:
-            product.run(0, variant)
+            gemm.run(0, variant)
         except (TritonError, RuntimeError) as error:
             print(f"{variant} does not compile: {error}", flush=True)
             continue
@@ -467,7 +467,7 @@ def compile_instead_of_starting() -> list[Any]:
 
     driver.set_active(HopperDriver())
     hopper = SimpleNamespace(
-        multi_processor_count=PROCESSORS, shared_memory_per_block_optin=LARGEST_SHARED_MEMORY
+        multi_processor_count=PROCESSORS, shared_memory_per_block_optin=MAX_SHARED_MEMORY
     )
     torch.cuda.get_device_properties = lambda *device: hopper  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *device: (9, 0)
@@ -487,14 +487,14 @@ def compile_instead_of_starting() -> list[Any]:
     return kernels
 
 
-def empty_matrices(product: str) -> Matrices:
+def empty_matrices(gemm: str) -> Matrices:
     """Return matrices in host memory. Only their shapes are used."""
-    outputs = PRODUCTS[product]
+    outputs = GEMMS[gemm]
     values = layout.value_storage_shape(outputs, WIDTH // 2)
     scales = layout.scale_storage_shape(outputs, WIDTH // 32)
     empty = partial(torch.empty, dtype=torch.uint8)
     bias = torch.empty(EXPERTS, outputs)
-    return describe_to_kernels(product, empty(EXPERTS, *values), empty(EXPERTS, *scales), bias)
+    return describe_to_kernels(gemm, empty(EXPERTS, *values), empty(EXPERTS, *scales), bias)
 
 
 def inspect(kernel: Any) -> Compiled:
@@ -553,7 +553,7 @@ class Row:
     """A row of the table."""
 
     requests: int
-    product: str
+    gemm: str
     variant: Variant
     is_served: bool
     compiled: Compiled | None
@@ -580,14 +580,14 @@ def reads_of_matrices(sizes: list[list[int]], rows: int) -> float:
     return sum(math.ceil(size / rows) for size in used) / len(used)
 
 
-def bytes_to_read(product: str, sizes: list[list[int]]) -> float:
+def bytes_to_read(gemm: str, sizes: list[list[int]]) -> float:
     """Return the bytes of the matrices of experts that have tokens, averaged over the layers."""
     used = sum(size > 0 for layer in sizes for size in layer) / len(sizes)
-    return used * PRODUCTS[product] * WIDTH * 17 / 32
+    return used * GEMMS[gemm] * WIDTH * 17 / 32
 
 
 def measure(
-    product: Product,
+    gemm: Gemm,
     requests: int,
     variants: list[Variant],
     compiled: dict[Work, tuple[Variant, Compiled]],
@@ -597,26 +597,26 @@ def measure(
     """Check and time variants of a GEMM. The served one comes first.
 
     Args:
-        product: GEMM to measure.
+        gemm: GEMM to measure.
         requests: number of requests.
         variants: tile shapes. The served one is added if it is missing.
         compiled: results of ``compile_all``.
         bandwidth: read bandwidth of the GPU in bytes per second.
         rounds: measured rounds.
     """
-    expected = product.output(None).float()
-    assert product.flags.last is not None
-    served = product.flags.last
-    sizes = product.sizes()
-    limit = bytes_to_read(product.name, sizes) / bandwidth * 1e6
+    expected = gemm.output(None).float()
+    assert gemm.flags.last is not None
+    served = gemm.flags.last
+    sizes = gemm.sizes()
+    limit = bytes_to_read(gemm.name, sizes) / bandwidth * 1e6
 
     rows, calls = [], {}
     for variant in (None, *(variant for variant in variants if variant != served)):
         shape = variant or served
-        made = compiled.get((requests, product.name, variant))
+        made = compiled.get((requests, gemm.name, variant))
         row = Row(
             requests=requests,
-            product=product.name,
+            gemm=gemm.name,
             variant=shape,
             is_served=variant is None,
             compiled=None if made is None else made[1],
@@ -627,24 +627,24 @@ def measure(
             reads=reads_of_matrices(sizes, shape.rows),
         )
         try:
-            output = product.output(variant).float()
+            output = gemm.output(variant).float()
         except TritonError as error:
             print(f"{shape} does not run: {error}", flush=True)
         else:
             difference = float((output - expected).norm() / expected.norm())
             row = replace(row, error=difference, is_same=torch.equal(output, expected))
-            calls[str(len(rows))] = partial(product.run_layers, variant)
+            calls[str(len(rows))] = partial(gemm.run_layers, variant)
         rows.append(row)
 
     times = time_interleaved(calls, rounds=rounds, calls=1)
     for number, milliseconds in times.items():
-        microseconds = milliseconds * 1000 / len(product.layers)
+        microseconds = milliseconds * 1000 / len(gemm.layers)
         rows[int(number)] = replace(rows[int(number)], microseconds=microseconds)
     return rows
 
 
 HEADER = (
-    "| requests | product | rows x columns x inputs | warps | stages | registers | programs | "
+    "| requests | gemm | rows x columns x inputs | warps | stages | registers | programs | "
     "instructions a value | waits for each product | registers written too early | reads | microseconds | "
     "reading limit | output |"
 )
@@ -660,7 +660,7 @@ def table(rows: list[Row]) -> str:
 
 
 def kind_of(row: Row) -> tuple[int, str]:
-    return row.requests, row.product
+    return row.requests, row.gemm
 
 
 def cells(row: Row) -> list[str]:
@@ -676,7 +676,7 @@ def cells(row: Row) -> list[str]:
 
     return [
         str(row.requests),
-        row.product,
+        row.gemm,
         shape,
         str(variant.warps),
         str(variant.stages),
@@ -710,7 +710,7 @@ def fastest(rows: list[Row]) -> list[Row]:
     """
     chosen: dict[tuple[int, str], Row] = {}
     for row in rows:
-        if row.microseconds is None or not row.error < LARGEST_ERROR:
+        if row.microseconds is None or not row.error < MAX_ERROR:
             continue
         best = chosen.get(kind_of(row))
         if best is None or microseconds_of(row) < microseconds_of(best):
@@ -744,18 +744,18 @@ def describe(row: Row) -> str:
     variant = row.variant
     limit = "" if variant.registers is None else f", {variant.registers} registers"
     shape = f"{variant.rows}x{variant.columns}x{variant.inputs}"
-    return f"{row.product} {shape}, {variant.warps} warps, {variant.stages} stages{limit}"
+    return f"{row.gemm} {shape}, {variant.warps} warps, {variant.stages} stages{limit}"
 
 
 def compiled_table(compiled: dict[Work, tuple[Variant, Compiled]]) -> str:
     """Return a Markdown table of the compiler's results."""
     names = [name.strip() for name in HEADER.strip("| ").split("|")[:10]]
     lines = ["| " + " | ".join([*names, "shared memory"]) + " |", "|" + "---|" * (len(names) + 1)]
-    for (requests, product, asked), (variant, made) in compiled.items():
+    for (requests, gemm, asked), (variant, made) in compiled.items():
         shape = f"{variant.rows}x{variant.columns}x{variant.inputs}"
         if asked is None:
             shape = f"**{shape}** (served)"
-        sizes = [str(requests), product, shape, str(variant.warps), str(variant.stages)]
+        sizes = [str(requests), gemm, shape, str(variant.warps), str(variant.stages)]
         row = [*sizes, *compiled_cells(variant, made), f"{made.shared:,}"]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
@@ -766,7 +766,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, nargs="+", default=[256, 64, 8])
-    parser.add_argument("--products", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
+    parser.add_argument("--gemms", nargs="+", choices=list(GEMMS), default=list(GEMMS))
     parser.add_argument("--layers", type=int, default=3, help="in turn")
     parser.add_argument("--rounds", type=int, default=25, help="of which the median is taken")
     parser.add_argument(
@@ -779,9 +779,9 @@ def main() -> None:
     options = parser.parse_args()
 
     work: list[Work] = [
-        (requests, product, variant)
+        (requests, gemm, variant)
         for requests in options.requests
-        for product in options.products
+        for gemm in options.gemms
         for variant in (None, *grid(requests))
     ]
     jobs = max(options.precompile, int(options.compile_only))
@@ -796,17 +796,17 @@ def main() -> None:
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     rows = []
-    for name in options.products:
+    for name in options.gemms:
         layers = [make_matrices(name, generator) for _ in range(options.layers)]
         for requests in options.requests:
-            product = Product(name, requests, layers, flags, generator)
+            gemm = Gemm(name, requests, layers, flags, generator)
             variants = grid(requests)
             if compiled:
                 variants = [each for each in variants if (requests, name, each) in compiled]
-            rows += measure(product, requests, variants, compiled, bandwidth, options.rounds)
+            rows += measure(gemm, requests, variants, compiled, bandwidth, options.rounds)
 
     rows.sort(key=lambda row: options.requests.index(row.requests))
     print(table(rows))
     print(summary(rows))
-    if not all(row.error < LARGEST_ERROR for row in rows if row.microseconds is not None):
+    if not all(row.error < MAX_ERROR for row in rows if row.microseconds is not None):
         sys.exit("a variant computes something else")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from rl_loop import off_loop
+from rl_loop import threads
 from rl_loop.environments import arithmetic
 from rl_loop.environments.base import RewardConfig
 from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
 from rl_loop.environments.tool_servers.config import ToolServerConfig
-from rl_loop.off_loop import MOST_HANGING, TooManyHanging, call_users_code
+from rl_loop.threads import MAX_HUNG_CALLS, TooManyHungCalls, call_user_code
 
 released = threading.Event()
 
@@ -40,7 +40,7 @@ def judge(task: dict[str, Any], answer: str, tools: Any) -> float:
 async def cancelled_calls(count: int, name: str) -> None:
     """Start calls of a function that hangs, and cancel them."""
     calls = [
-        asyncio.create_task(call_users_code(partial(released.wait, 60), name)) for _ in range(count)
+        asyncio.create_task(call_user_code(partial(released.wait, 60), name)) for _ in range(count)
     ]
     await asyncio.sleep(0.1)
     for call in calls:
@@ -53,9 +53,9 @@ def test_users_code_returns_values_and_raises_its_exceptions() -> None:
         raise KeyError("a")
 
     async def run() -> None:
-        assert await call_users_code(lambda: threading.current_thread().name, "f") == "f"
+        assert await call_user_code(lambda: threading.current_thread().name, "f") == "f"
         with pytest.raises(KeyError):
-            await call_users_code(fail, "f")
+            await call_user_code(fail, "f")
 
     asyncio.run(run())
 
@@ -85,16 +85,16 @@ def test_judge_is_called_while_other_judges_hang() -> None:
 
 def test_too_many_hanging_calls_name_the_function() -> None:
     async def run() -> None:
-        await cancelled_calls(MOST_HANGING, "judges:slow")
-        with pytest.raises(TooManyHanging, match="judges:slow: 64 calls have not returned"):
-            await call_users_code(lambda: 1, "judges:slow")
+        await cancelled_calls(MAX_HUNG_CALLS, "judges:slow")
+        with pytest.raises(TooManyHungCalls, match="judges:slow: 64 calls have not returned"):
+            await call_user_code(lambda: 1, "judges:slow")
         # The limit applies per function, and ends when the calls have returned.
-        assert await call_users_code(lambda: 2, "judges:other") == 2
+        assert await call_user_code(lambda: 2, "judges:other") == 2
         released.set()
         async with asyncio.timeout(30):
-            while off_loop._hanging["judges:slow"]:
+            while threads._hanging["judges:slow"]:
                 await asyncio.sleep(0.01)
-        assert await call_users_code(lambda: 3, "judges:slow") == 3
+        assert await call_user_code(lambda: 3, "judges:slow") == 3
 
     asyncio.run(run())
 
@@ -102,10 +102,10 @@ def test_too_many_hanging_calls_name_the_function() -> None:
 def test_process_ends_while_users_code_hangs() -> None:
     code = (
         "import asyncio, threading\n"
-        "from rl_loop.off_loop import call_users_code\n"
+        "from rl_loop.threads import call_user_code\n"
         "async def run():\n"
         "    try:\n"
-        "        await asyncio.wait_for(call_users_code(threading.Event().wait, 'f'), 0.1)\n"
+        "        await asyncio.wait_for(call_user_code(threading.Event().wait, 'f'), 0.1)\n"
         "    except TimeoutError:\n"
         "        print('late')\n"
         "asyncio.run(run())\n"

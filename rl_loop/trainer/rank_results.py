@@ -5,17 +5,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankPosition:
     """Position of a rank among the ranks."""
 
     data: int
     """Data-parallel rank."""
-    answers: bool
+    returns_results: bool
     """True if this rank returns the results of its data-parallel rank."""
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedState:
     """State from which a run continues."""
 
     state: dict[str, Any]

@@ -1,6 +1,6 @@
 """Watches a process and prints a message when it exits.
 
-    python death_notice.py PIDFD MESSAGE
+    python exit_monitor.py PIDFD MESSAGE
 
 Runs separately, because the observer may be killed together with the watched process: when a raylet
 dies, Ray's C++ code ends the driver within milliseconds. A thread of the driver might not print in

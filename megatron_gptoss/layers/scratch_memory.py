@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class BufferLease:
-    """Lease of shared memory, valid until the next lease."""
+    """Lease of scratch memory, valid until the next lease."""
 
-    def __init__(self, memory: "SharedMemory", number: int, tensor: Tensor) -> None:
-        """Create a lease. Called by ``SharedMemory.lease``.
+    def __init__(self, memory: "ScratchMemory", number: int, tensor: Tensor) -> None:
+        """Create a lease. Called by ``ScratchMemory.lease``.
 
         Args:
             memory: memory that the lease belongs to.
@@ -29,7 +29,7 @@ class BufferLease:
         return self.tensor if self._memory.last_lease == self._number else None
 
 
-class SharedMemory:
+class ScratchMemory:
     """Memory for one tensor at a time, as large as the largest tensor so far."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -55,10 +55,10 @@ class SharedMemory:
         return BufferLease(self, self.last_lease, self._buffer[: shape.numel()].view(shape))
 
 
-_memories: dict[tuple[str, torch.device, torch.dtype], SharedMemory] = {}
+_memories: dict[tuple[str, torch.device, torch.dtype], ScratchMemory] = {}
 
 
-def shared_memory(name: str, device: torch.device, dtype: torch.dtype) -> SharedMemory:
+def scratch_memory(name: str, device: torch.device, dtype: torch.dtype) -> ScratchMemory:
     """Return the memory for a purpose, created at its first use.
 
     Args:
@@ -68,10 +68,10 @@ def shared_memory(name: str, device: torch.device, dtype: torch.dtype) -> Shared
     """
     key = (name, device, dtype)
     if key not in _memories:
-        _memories[key] = SharedMemory(device, dtype)
+        _memories[key] = ScratchMemory(device, dtype)
     return _memories[key]
 
 
-def release_shared_memory() -> None:
-    """Release all shared memory to torch's allocator. It is allocated again when needed."""
+def release_scratch_memory() -> None:
+    """Release all scratch memory to torch's allocator. It is allocated again when needed."""
     _memories.clear()

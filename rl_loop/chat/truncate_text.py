@@ -3,7 +3,7 @@
 from rl_loop.chat.codec import without_surrogates
 
 
-def cut_text(text: str, max_bytes: int) -> str:
+def truncate_text(text: str, max_bytes: int) -> str:
     """Return ``text``, or its beginning and end if its UTF-8 has more than ``max_bytes``.
 
     Beginning and end have ``max_bytes`` together. A note between them has the size of the gap. Lone
