@@ -101,7 +101,7 @@ class CoinEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: random.Random, inject_errors: bool) -> ScriptedPolicy:
-        """Solve a task as an expert, or greedily if ``inject_errors``. ``gptoss sft`` trains on this."""
+        """Solve a task as an expert, or greedily with ``inject_errors``, for ``gptoss sft``."""
         amount = int(task.ground_truth)
         coins = sorted(COINS * amount, reverse=True) if inject_errors else fewest_coins(amount)
         count = 0

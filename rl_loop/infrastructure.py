@@ -37,7 +37,7 @@ class InfrastructureFailure(RuntimeError):
         Args:
             component: one of COMPONENTS.
             reason: description of the failure for people.
-            failure_source: name of the failing part of the component. It is equal for equal failures.
+            failure_source: name of the failing part of the component, equal for equal failures.
         """
         super().__init__(component, reason, failure_source)
         self.component = component
@@ -138,7 +138,7 @@ class CircuitBreaker:
             )
 
     def _message(self, limit: str) -> str:
-        """Return the message: failures per component, the most frequent failing component, and a reason."""
+        """Return the message: failures per component, the most frequent source, and a reason."""
         failures = [episode.invalid for episode in self._invalid if episode.invalid is not None]
         components = Counter(failure.component for failure in failures)
 

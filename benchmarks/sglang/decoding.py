@@ -5,7 +5,8 @@
 
 Needs one GPU. Two servers with the same random weights share it, and rounds alternate between them,
 so that changes of the GPU's clocks affect both. ``unmodified`` lacks this project's settings of
-SGLang's mixture-of-experts kernel and the patches ``fused_sampling`` and ``fused_window_attention``.
+SGLang's mixture-of-experts kernel and the patches ``fused_sampling`` and
+``fused_window_attention``.
 ``tuned`` has them. A round has three calls with the same prompts through the rollouts' client:
 
 1. one new token each (prefill),

@@ -129,7 +129,7 @@ class TokenMasks:
 
 
 def token_masks(batch: PackedBatch, max_staleness: int) -> TokenMasks:
-    """Return the masks of tokens from the masks and the staleness of a micro-batch."""
+    """Return the masks by role of a micro-batch's tokens."""
     sampled = batch.loss_mask
     stale = torch.zeros_like(sampled)
     if batch.staleness is not None:

@@ -86,8 +86,8 @@ def in_call_order(
     """Sort consecutive answers by the order of their calls. Arguments as in ``answered_calls``.
 
     Raises:
-        UnmatchedToolOutput: as in ``answered_calls``. Also if a call of a function is answered but an
-            earlier call of the same turn and function is not.
+        UnmatchedToolOutput: as in ``answered_calls``. Also if a call of a function is answered but
+            an earlier call of the same turn and function is not.
     """
     matched = answered_calls(calls, [message for _, message in answers], by_place=by_place)
     place_of = {id(call): place for place, call in enumerate(calls)}

@@ -156,7 +156,7 @@ class Environment:
     attributes that cannot be copied, such as a connection."""
 
     uses_external_agent: ClassVar[bool] = False
-    """True if an external agent (``external_agent``) runs the episodes instead of the agent loop."""
+    """True if ``external_agent`` runs the episodes instead of the agent loop."""
 
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         self.task = task
@@ -202,13 +202,12 @@ class Environment:
     def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
         """Return a scripted policy for ``task``.
 
-        Episodes of such scripts are demonstrations for supervised fine-tuning.
+        Its episodes are demonstrations for supervised fine-tuning.
 
         Args:
             task: task to solve.
             rng: source of variation.
-            inject_errors: False for an expert, True for a script with the form of an expert that mostly
-                fails.
+            inject_errors: True for a policy that has the form of an expert and mostly fails.
 
         Raises:
             NotImplementedError: when the script starts, if it cannot solve the task.

@@ -305,7 +305,9 @@ class IncidentEnvironment(Environment):
 
 
 def oracle(log: Sequence[Event], truth: dict[str, str], lure: str | None) -> dict[str, float]:
-    """Return the points of an episode by category. Their sum is 0 for doing nothing, at most MAX_POINTS.
+    """Return the points of an episode by category.
+
+    Their sum is 0 for doing nothing, and at most MAX_POINTS.
 
     Args:
         log: events of the episode.

@@ -131,7 +131,10 @@ class InstructionEnvironment(Environment):
 
     @classmethod
     def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
-        """Return a script that satisfies all constraints, or about half of them if ``inject_errors``."""
+        """Return a scripted policy that satisfies all constraints.
+
+        With ``inject_errors`` it satisfies about half of them.
+        """
         remembered: list[tuple[str, dict[str, Any]]] = []
         for turn in task.metadata["turns"]:
             for name, arguments in turn:

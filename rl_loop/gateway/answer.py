@@ -66,7 +66,7 @@ class ReadTurn:
     closing: tuple[int, ...] = ()
     """Token ids that close a truncated turn when the conversation continues."""
     dropped: int = 0
-    """Number of tokens at the end of a truncated turn that are left out then, see ``TruncatedTurn``."""
+    """Number of tokens to drop at the end of a truncated turn then, see ``TruncatedTurn``."""
     reasoning_tokens: int = 0
     """Number of sampled tokens in analysis messages, including headers."""
 

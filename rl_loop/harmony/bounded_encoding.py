@@ -2,7 +2,7 @@
 
 Byte-pair encoding splits text into pieces (words, runs of spaces, numbers) and merges the bytes of
 each piece. Its time is quadratic in the length of a piece. A tool can print a piece of any length:
-64 KB of U+FFFD, a run without breaks, took 14 s. Therefore pieces above MAX_PIECE_CHARACTERS characters
+64 KB of U+FFFD, a run without breaks, took 14 s. Therefore pieces above MAX_PIECE_CHARACTERS
 are cut. The ids of all other text are unchanged. A cut piece has a few other ids around each cut,
 which decode to the same text.
 """

@@ -4,8 +4,8 @@ The other inputs of a run's computation are in ``lifecycle.inputs`` (files), in 
 (positions in the data) and in ``rollout.group_store`` (episodes sampled ahead, which are dropped if
 a key with ``samples`` changes).
 
-A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REJECTED rule also covers the keys below
-it. Any other key needs a rule, so the effect of a new key must be declared.
+A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REJECTED rule also covers the keys
+below it. Any other key needs a rule, so the effect of a new key must be declared.
 """
 
 import hashlib

@@ -259,7 +259,7 @@ class EpisodeRunner:
         return self.episode.conclude([self.draft.to_trajectory()], result, ending)
 
     def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
-        """Return the invalid episode. If the failing component is unknown, it is the environment."""
+        """Return the invalid episode. The source of an unknown failure is the environment."""
         failure_source = "" if failure.component == "engine" else self.guard.name
         return invalidated(self.draft.to_trajectory(with_routes=False), failure, failure_source)
 

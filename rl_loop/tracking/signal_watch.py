@@ -51,7 +51,8 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
     if not gradients:
         return (
             "every token is masked, so the policy is not updated. With rollout.truncated_episodes mask, episodes "
-            f"that a limit ends are left out ({_endings(values)}): raise the limits, or set it to penalize"
+            f"that a limit ends are left out ({_endings(values)}): raise the limits, or set it to "
+            "penalize"
         )
     if values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1:
         return (

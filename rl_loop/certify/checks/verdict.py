@@ -54,8 +54,8 @@ def judge_visibilities(
 
     least = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
     summary = (
-        f"{len(visible)} of {len(visibilities)} faults would show, by {least.visible:.1e} nats or more "
-        f"where {least.limit:.1e} is the limit; found is {worst.deviation:.1e} at most{suffix}"
+        f"{len(visible)} of {len(visibilities)} faults would show, by {least.visible:.1e} nats or "
+        f"more where {least.limit:.1e} is the limit; found is {worst.deviation:.1e} at most{suffix}"
     )
     return CheckResult(name, title, Status.PASSED, summary, visibilities=visibilities)
 

@@ -94,8 +94,8 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
 class SglangFleet:
     """The ``servers`` of an SglangConfig.
 
-    Methods block and must not overlap. Only ``recover_engines`` may overlap others: rollouts that overlap
-    training call it in their thread.
+    Methods block and must not overlap. Only ``recover_engines`` may overlap others: rollouts that
+    overlap training call it in their thread.
     """
 
     def __init__(self, settings: SglangConfig, context: BackendContext) -> None:

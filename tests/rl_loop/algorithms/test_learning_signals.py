@@ -613,8 +613,8 @@ def test_group_with_all_episodes_excluded_has_no_signal() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_stale_tokens_do_not_enter_a_kl_penalty_in_the_reward(estimator: str) -> None:
     config = algorithm(
-        "dr_grpo", kl=KlConfig(apply_to="reward", estimator=estimator, coefficient=1.0), old_log_probs="rollout",
-        correction={"weight": "none"},
+        "dr_grpo", kl=KlConfig(apply_to="reward", estimator=estimator, coefficient=1.0),
+        old_log_probs="rollout", correction={"weight": "none"},
     )  # fmt: skip
     groups = [group([0.0, 1.0])]
     samples = to_samples(groups, config, version=0)

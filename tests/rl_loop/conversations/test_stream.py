@@ -387,7 +387,10 @@ def test_file_with_too_many_rejected_lines_ends_the_run(tmp_path: Path, harmony:
     for i in range(3):
         records[5 * i] = chat(user("a"))
     path = write(tmp_path / "chats.jsonl", records)
-    explained = r"3 of 20 conversations are rejected, more than data.max_rejected_share \(0.1\) allows: 3 x it has"
+    explained = (
+        r"3 of 20 conversations are rejected, "
+        r"more than data.max_rejected_share \(0.1\) allows: 3 x it has"
+    )
     with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
         data.check()
     with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):

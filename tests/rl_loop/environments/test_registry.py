@@ -45,7 +45,8 @@ class OtherNames(Environment):
     [
         (
             "OldScript",
-            r"OldScript: solve\(task: .*must take \(task, rng, inject_errors\): missing a .* 'careless'",
+            r"OldScript: solve\(task: .*must take \(task, rng, inject_errors\): "
+            "missing a .* 'careless'",
         ),
         (
             "CallWithoutArguments",

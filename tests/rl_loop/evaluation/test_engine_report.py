@@ -69,7 +69,10 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
     assert pairs["--cuda-graph-max-bs-decode"] == pairs["--max-running-requests"] == "256"
     assert settings.environment == MOE | {
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
-        "GPTOSS_SGLANG_PATCHES": "hidden_key,bound_store,sleeping_cache,fused_sampling,fused_window_attention,fp32_logits",
+        "GPTOSS_SGLANG_PATCHES": (
+            "hidden_key,bound_store,sleeping_cache,fused_sampling,fused_window_attention,"
+            "fp32_logits"
+        ),
         "PYTHONPATH": str(PLUGIN),
     }
     apart = SglangConfig(weight_sync="nccl").environment

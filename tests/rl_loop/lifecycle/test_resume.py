@@ -65,8 +65,9 @@ def test_what_can_change_is_listed(overrides: list[str], shown: str, tmp_path: P
         (["adapter={rank: 4}"], [], "adapter: {"),
         (["adapter={rank: 4}"], ["adapter={rank: 8}"], "adapter.rank: 4 -> 8"),
         (["adapter={rank: 4}"], ["adapter={rank: 4, targets: [q]}"], "adapter.targets: "),
-        (["algorithm.kl={apply_to: loss, coefficient: 0.1}"], ["algorithm.kl={apply_to: loss, coefficient: 0.1}",
-         "initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
+        (["algorithm.kl={apply_to: loss, coefficient: 0.1}"],
+         ["algorithm.kl={apply_to: loss, coefficient: 0.1}", "initial_weights=/elsewhere"],
+         "initial_weights: null -> /elsewhere"),
     ],
 )  # fmt: skip
 def test_what_cannot_change_is_refused_with_both_values(

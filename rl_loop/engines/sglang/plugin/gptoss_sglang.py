@@ -5,8 +5,8 @@
 * ``hidden_key``: remove the server's key from its log, where SGLang prints all arguments.
 * ``bound_store``: let the rendezvous store of processes listen on one address. torch would open it
   on every address of the machine, and the store has no authentication. The store of a weight sync
-  within a machine is a file in GPTOSS_STORE_DIR, which only this user can read. Groups of gloo check
-  that all ranks know the run's token (``rl_loop.cluster.group_authentication``).
+  within a machine is a file in GPTOSS_STORE_DIR, which only this user can read. Groups of gloo
+  check that all ranks know the run's token (``rl_loop.cluster.group_authentication``).
 * ``triton_window``: let ``triton`` attention decode with all 128 keys of a window. SGLang gives
   attention backends the window without the query, 127. Prefill and the other backends add the
   query. The buffer of keys from which ``triton`` decodes includes the query in the 127 (sglang pull
@@ -30,8 +30,8 @@
   checks once, and then again every second while a request is running.
 * ``fused_sampling``: sample tokens and compute their log-probs in one pass over the logits
   (``gptoss_sampling``).
-* ``fused_window_attention``: compute the attention of a decoding step in layers with a sliding window with a
-  custom kernel (``gptoss_window_attention``).
+* ``fused_window_attention``: compute the attention of a decoding step in layers with a
+  sliding window with a custom kernel (``gptoss_window_attention``).
 * ``fp32_logits``: keep logits in fp32 instead of rounding them to bf16 (``gptoss_logits``).
 """
 
@@ -49,7 +49,10 @@ from typing import Any
 
 VERSION = "0.5.17"
 FILE_HOST = "file.invalid"
-"""Host that means GPTOSS_STORE_DIR. Its ports are files (``store_path`` of the sync's transports)."""
+"""Host name that means the directory GPTOSS_STORE_DIR.
+
+Its ports are files (``store_path`` of the sync's transports).
+"""
 GROUP_AUTHENTICATION = Path(__file__).parents[3] / "cluster" / "group_authentication.py"
 PAUSE_INTERVAL = 0.02
 """Seconds between two checks that aborted requests have ended: about one decoding step."""
@@ -72,7 +75,10 @@ class Patch:
 
 
 def register() -> None:
-    """Apply the patches of GPTOSS_SGLANG_PATCHES. SGLang calls this in every process of a server."""
+    """Apply the patches of GPTOSS_SGLANG_PATCHES.
+
+    SGLang calls this in every process of a server.
+    """
     from sglang.version import __version__
 
     names = os.environ["GPTOSS_SGLANG_PATCHES"].split(",")
