@@ -367,9 +367,9 @@ def main() -> None:
     p50, p99 = np.quantile(added, [0.5, 0.99])
     print(
         f"{options.sessions} sessions at a time for {options.minutes:g} minutes: {load.checked} sessions "
-        f"of {options.turns} turns, {len(added)} requests, {len(load.errors)} errors; beside the "
-        f"engine's {options.engine_ms:g} ms a request took {p50:.1f} ms (median), {p99:.1f} ms (p99), "
-        f"{added.max():.1f} ms at most; {1e3 * processor / len(added):.2f} ms of the server's processor\n"
+        f"of {options.turns} turns, {len(added)} requests, {len(load.errors)} errors; time per "
+        f"request beyond the engine's {options.engine_ms:g} ms: {p50:.1f} ms (median), {p99:.1f} ms (p99), "
+        f"{added.max():.1f} ms (maximum); {1e3 * processor / len(added):.2f} ms of the server's processor\n"
     )
     fitted = {}
     if len(samples) >= 3 * BLOCKS:

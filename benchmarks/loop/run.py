@@ -174,7 +174,11 @@ def parse_arguments() -> argparse.Namespace:
         help="keep the random weights in this directory, or take those that a call with the same model and "
         "--turn-tokens left there",
     )
-    add("--out", type=Path, help="Markdown file for the table; the steps' metrics lie beside it")
+    add(
+        "--out",
+        type=Path,
+        help="Markdown file for the table; the steps' metrics are written next to it",
+    )
     add("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args()
     if options.staleness and options.staleness != sorted(set(options.staleness)):

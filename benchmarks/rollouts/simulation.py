@@ -363,7 +363,7 @@ class Engines:
 
             event = min(turn_ends, tool_ends)
             if event >= until:
-                assert until < math.inf, "nothing is under way, and somebody waits for it"
+                assert until < math.inf, "a step waits for episodes, but none is running"
                 self._pass_time(until - self.now)
                 self.now = until
                 return

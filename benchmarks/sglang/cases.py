@@ -624,7 +624,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--transport", default="cuda_ipc", choices=TRANSPORTS)
     option("--bucket-mib", type=int, nargs="+", default=[1024])
     option("--episodes", type=int, default=32)
-    option("--tokens", type=int, default=256, help="sampled per turn")
+    option("--tokens", type=int, default=256, help="sampled tokens per turn")
     option(
         "--running",
         type=int,
@@ -642,35 +642,61 @@ def parse_arguments() -> argparse.Namespace:
         "--rounds",
         type=int,
         default=5,
-        help="decode, rollouts, interruptions: of which the median counts",
+        help="decode, rollouts, interruptions: rounds, of which the median is reported",
     )
-    option("--seconds", type=float, default=20.0, help="rollouts: of a round")
-    option("--cache-gb", type=float, default=16.0, help="decode, rollouts: of every server, for KV")
+    option("--seconds", type=float, default=20.0, help="rollouts: duration of a round")
+    option(
+        "--cache-gb",
+        type=float,
+        default=16.0,
+        help="decode, rollouts: KV cache of each server, in GB",
+    )
     option("--out", type=Path, help="decode, rollouts: file for the tables")
     option("--separate-gpus", action="store_true", help="decode: each server on the next GPU")
     option(
         "--variants",
         nargs="+",
-        help="decode, rollouts: servers to compare, the first with each other one",
+        help="decode, rollouts: servers; the first is compared with each other one",
     )
-    option("--profile", action="store_true", help="decode: tell where the GPU's time goes")
-    option("--traces", type=Path, help="decode: keeps the traces of --profile, otherwise deleted")
+    option(
+        "--profile",
+        action="store_true",
+        help="decode: report the GPU time of each group of kernels",
+    )
+    option(
+        "--traces",
+        type=Path,
+        help="decode: directory that keeps the traces of --profile; by default they are deleted",
+    )
 
     option("--python", default=sys.executable, help="interpreter that has SGLang")
-    option("--pythonpath", default="", help="of the server")
-    option("--server-arguments", default="", help="further ones of sglang.launch_server")
+    option("--pythonpath", default="", help="PYTHONPATH of the server")
+    option("--server-arguments", default="", help="additional arguments of sglang.launch_server")
     option("--without", nargs="*", default=[], help="flags to leave out: disable-radix-cache")
-    option("--server-env", nargs="*", default=[], metavar="NAME=VALUE", help="its variables")
-    option("--server-gpu", type=int, default=0, help="of the visible ones; the trainer has 0")
-    option("--server-tensor-parallel", type=int, default=1, help="GPUs of the server, in a row")
+    option(
+        "--server-env",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment variables of the server",
+    )
+    option(
+        "--server-gpu", type=int, default=0, help="index of the server's GPU; the trainer has GPU 0"
+    )
+    option(
+        "--server-tensor-parallel",
+        type=int,
+        default=1,
+        help="number of consecutive GPUs of the server",
+    )
     option(
         "--expert-parallel",
         type=int,
         default=1,
-        help="ranks of the trainer, on GPUs from 0 on, which share out the experts",
+        help="number of trainer ranks, on GPUs from 0 on, over which experts are sharded",
     )
     option("--memory-fraction", type=float, default=0.4)
-    option("--log", type=Path, help="file for what the server prints")
+    option("--log", type=Path, help="log file of the server")
     option("--device", default="cuda", choices=["cuda", "cpu"])
     option("--tiny", action="store_true")
     return parser.parse_args()
