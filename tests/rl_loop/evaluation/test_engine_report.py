@@ -17,7 +17,7 @@ from rl_loop.harmony.codec import Harmony
 from tests.support.megatron_gptoss.dense_reference import QWEN2
 
 MOE = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
-"""What every server is told."""
+"""Environment variables that every server gets."""
 
 
 def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmony) -> None:

@@ -29,7 +29,7 @@ MCP_DOUBLER = Path(__file__).parents[3] / "tests/support/rl_loop/gateway/mcp_dou
 
 
 def turns(harmony: Harmony) -> list[list[int]]:
-    """What the policy says, in its order."""
+    """Return the policy's turns in order."""
 
     def call(name: str, arguments: str) -> list[int]:
         thought = ParsedMessage("analysis", None, None, "ok")
@@ -46,7 +46,7 @@ def turns(harmony: Harmony) -> list[list[int]]:
 
 
 async def run_agent(base_url: str, api_key: str, dialect: str, *, stream: bool) -> str:
-    """What a user of the SDK would write."""
+    """Run an agent as a user of the SDK would."""
 
     @function_tool
     def add(a: int, b: int) -> int:

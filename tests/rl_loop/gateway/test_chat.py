@@ -100,7 +100,7 @@ def test_a_tool_is_called_and_its_answer_goes_back_raw(
                 call = tool_call.model_dump()
             assert call["function"] == {"name": "add", "arguments": ARGUMENTS}
 
-            # Frameworks write the arguments anew.
+            # Frameworks serialize the arguments again.
             call["function"]["arguments"] = '{"a":1,"b":1}'
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": "2"})
@@ -125,7 +125,7 @@ def test_a_tool_is_called_and_its_answer_goes_back_raw(
 
 
 async def _streamed_call(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
-    """What the client's own helper puts together of a stream."""
+    """Return the message that the client's own helper assembles from a stream."""
     async with client.chat.completions.stream(
         model="any", messages=messages, tools=TOOLS
     ) as stream:
@@ -502,7 +502,7 @@ def test_an_answer_that_got_lost_is_given_again(tiny: Harmony, model: GptOssForC
         async with serving(tiny, model) as served:
             client = served.client()
             first = await client.chat.completions.create(model="any", messages=HI)
-            # What the client sends when the connection broke while it read the answer.
+            # The client sends this after its connection broke during the response.
             again = await client.chat.completions.create(
                 model="any", messages=HI, extra_headers={"x-stainless-retry-count": "1"}
             )

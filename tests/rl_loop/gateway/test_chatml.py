@@ -32,7 +32,7 @@ CODE = 'print("<|im_end|>")'
 
 
 class Script:
-    """What the policy says, and what it hears in between."""
+    """Turns of the policy, and the tool results between them."""
 
     def __init__(self, codec: ChatMl) -> None:
         self.codec = codec
@@ -165,7 +165,7 @@ def test_a_conversation_is_one_sequence_and_an_edited_one_is_rendered_as_the_tem
             assert whole == list(chain.from_iterable(parts))
             assert other[:-1] == chatml.render_prompt(edited)
 
-    # What the format keeps of earlier turns is all of them, so both are one sequence.
+    # The format keeps all earlier turns, so both are one sequence.
     asyncio.run(run("append"))
     asyncio.run(run("harmony"))
 
@@ -280,7 +280,7 @@ def test_a_turn_that_a_limit_cut_off_goes_on_from_its_tokens(
                 *script.hears("Stop"),
                 *script.says("ok"),
             ]
-            # The end of what was cut off is context: nobody has sampled it.
+            # The end of a truncated turn is context, because it was not sampled.
             assert served.trajectories()[0].sampled_tokens == 12 + len(script.says("ok"))
             # The policy sees the beginning of the call that it has sampled.
             call = script.prompt("1+1", ADD) + script.sums()[:8]

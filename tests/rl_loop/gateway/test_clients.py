@@ -72,7 +72,7 @@ def text_of(answer: Any) -> str:
 
 
 def piece_of(event: Any) -> str:
-    """What an event of a stream adds to the answer."""
+    """Return the text that an event of a stream adds to the response."""
     if isinstance(event, openai.types.chat.ChatCompletionChunk):
         return "".join(choice.delta.content or "" for choice in event.choices)
     return event.delta if event.type == "response.output_text.delta" else ""

@@ -299,6 +299,6 @@ ANYTHING = st.recursive(
 @given(st.dictionaries(KEYWORDS, ANYTHING, max_size=5))
 def test_whatever_a_schema_says_it_is_shown(schema: dict[str, Any]) -> None:
     described(schema)
-    # What is shown is shown as it is.
+    # A schema that was already translated stays the same.
     shown = harmony_schema(schema)
     assert harmony_schema(shown) == shown

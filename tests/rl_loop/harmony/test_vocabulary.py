@@ -34,7 +34,7 @@ def vocabulary() -> TinyVocabulary:
 
 @pytest.fixture(scope="module")
 def exported(vocabulary: TinyVocabulary, tmp_path_factory: pytest.TempPathFactory):
-    """What transformers loads from the exported files."""
+    """The tokenizer that transformers loads from the exported files."""
     from transformers import AutoTokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")

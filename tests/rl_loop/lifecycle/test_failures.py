@@ -70,7 +70,7 @@ def test_an_error_that_the_user_can_mend_is_told_without_its_class(
 def test_an_error_that_only_the_actor_knew_is_recognised_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a constructor Ray keeps the text only, and the driver need not have imported the class."""
+    """Ray keeps only the text of an error in a constructor. The driver may not know the class."""
     died = in_the_making(EndpointError("http://x cannot be used"))
     monkeypatch.delitem(sys.modules, "rl_loop.engines.completions")
     assert (

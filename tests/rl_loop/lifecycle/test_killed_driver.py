@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_
     resumed = Driver(["-m", "launch"], [*settings, "--resume"])
     assert resumed.wait() == 0, resumed.said
 
-    # Steps of the checkpoint stay as they are, to the last digit; the others are taken anew.
+    # Steps of the checkpoint stay equal to the last digit. The others are repeated.
     after = steps_of(run)
     assert [step["step"] for step in after] == list(range(1, STEPS + 1))
     assert after[:latest] == before[:latest]

@@ -27,7 +27,7 @@ from rl_loop.lifecycle.store_size import (
 ROOT = Path(__file__).parents[3]
 CONFIGS = [*shipped_files("rl"), *shipped_files("sft")]
 NODE_BYTES = 64 << 30
-"""Of /dev/shm, and of memory, on a small node with GPUs."""
+"""Size of /dev/shm, and of memory, on a small node with GPUs."""
 
 STEP = [
     "tasks.held_out_tasks=8",
@@ -44,7 +44,7 @@ STEP = [
     "algorithm.routing_replay=R3",
     "rollout.engine.type=sglang",
 ]
-"""Of a step of 36 and an evaluation of 8 episodes, with 24 layers of routes."""
+"""Settings of a step of 36 and an evaluation of 8 episodes, with 24 layers of routes."""
 
 
 def configuration(path: Path) -> RunConfig:

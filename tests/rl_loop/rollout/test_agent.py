@@ -30,7 +30,7 @@ REWARD = RewardConfig(correct=1.0, wrong=-1.0, format_error=-0.5)
 
 @dataclass
 class Output:
-    """What the interpreter is said to have answered."""
+    """Scripted result of the interpreter."""
 
     output: str
     exit_code: int = 0

@@ -31,7 +31,7 @@ from tests.support.waiting import wait_until
 
 STEPS = 5
 TASKS = 3
-"""Of a step."""
+"""Tasks per step."""
 
 
 def config(directory: Path, *overrides: str) -> RlConfig:
@@ -129,7 +129,7 @@ DIGESTS = [
     "4ab316fd3313d8eb",
     "2fc6bae40fe35cb5",
 ]
-"""Of the episodes that each step was trained on, by the loop that knew 0 and 1 only (of commit 8ae9bdd)."""
+"""Digest of each step's episodes, from an earlier loop that supported only 0 and 1."""
 
 
 def digest(samples: TrainingSamples) -> str:
@@ -343,7 +343,7 @@ MOMENTS = [
     "groups saved",
     "saved",
 ]
-"""Of a step, in the order in which they come."""
+"""Events of a step, in order."""
 
 
 class Killed(BaseException):
@@ -415,7 +415,7 @@ def no_burst(loop: RlLoop) -> None:
 
 
 def forget_what_was_not_saved(run: Recorded) -> None:
-    """What was trained on after the last checkpoint is trained on again."""
+    """Drop the batches after the last checkpoint, because they are trained on again."""
     latest = run.settings.directory / "checkpoints/latest"
     saved = int(latest.read_text().rpartition("_")[2]) if latest.exists() else 0
     del run.batches[saved:]
@@ -537,7 +537,7 @@ def test_an_abandoned_rollout_saves_what_is_finished(tmp_path: Path) -> None:
 
 
 def test_the_timeless_engine_gives_the_same_tokens_however_often_it_is_interrupted() -> None:
-    """What the tests above rest on."""
+    """The tests above rely on this."""
     from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 
     async def sample(interruptions: int) -> list[int]:

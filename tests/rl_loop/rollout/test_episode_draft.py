@@ -87,8 +87,8 @@ def test_a_turn_that_is_taken_back_leaves_nothing(turns: int) -> None:
     assert (one.turns, one.weight_versions) == (other.turns, other.weight_versions)
     assert one.sampled_tokens == other.sampled_tokens
 
-    # What the turn read was processed with it; its own tokens, and the last that it read, which
-    # was an input of its first, are known from the turn in its place.
+    # The tokens that the turn read got their routes with it. Its own tokens, and the last token
+    # that it read, have the routes of the turn in its place.
     assert isinstance(other.routed_experts, np.ndarray)
     start = other.turns[-1].start
     assert other.routed_experts[start - 2].max() == 7

@@ -80,7 +80,7 @@ def answer(harmony: Harmony, value: str = "391") -> list[int]:
 
 
 class Answer:
-    """What the interpreter is said to have answered."""
+    """Scripted result of the interpreter."""
 
     output, exit_code, error = "391\n", 0, None
 
@@ -397,7 +397,7 @@ def test_what_a_turn_did_before_it_failed_is_undone_before_it_is_tried_again(
     environment = FailsInTheMiddle(TASK, interpreter, RewardConfig())
     episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
     assert (episode.invalid, episode.reward, environment.failures) == (None, 1.0, 1)
-    # Of "1" before the failure nothing is left.
+    # The call of "1" before the failure left no state.
     assert environment._calls == 2
 
 
@@ -777,7 +777,7 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
         servers.check_share()
 
     streak = CircuitBreaker(max_share=0.9, max_streak=20)
-    # One valid episode ends a streak, which begins anew behind it.
+    # One valid episode ends a streak. A new streak may follow.
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))

@@ -113,7 +113,7 @@ def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
     made = RolloutPool(RoutedBackend(EngineConfig(), context), config)
     try:
         made.ready()
-        # What the test before held is freed in the background.
+        # Routes of the previous test are freed in the background.
         gc.collect()
         wait_until(lambda: stored_bytes() < 100_000)
         yield made
@@ -133,7 +133,7 @@ def collect_first(pool: RolloutPool, config: RlConfig) -> RolloutBatch:
 
 
 def stored_bytes() -> int:
-    """What is in the store of this Ray, pinned or not."""
+    """Return the bytes in the store of this Ray, pinned or not."""
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
     return get_memory_info_reply(state).store_stats.object_store_bytes_used
 

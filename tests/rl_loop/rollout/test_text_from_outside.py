@@ -56,8 +56,10 @@ class Talkative(Environment):
 
 
 async def lag_of(run: Any) -> tuple[Any, float]:
-    """What ``run`` returns, and the longest time in seconds that the event loop did nothing else meanwhile. Time in
-    which the machine did not run this process at all does not count."""
+    """Await ``run``; return its result and the longest time that the event loop was blocked.
+
+    The time is in seconds. Time in which the machine did not run this process does not count.
+    """
     worst = 0.0
     task = asyncio.ensure_future(run)
     while not task.done():
@@ -68,7 +70,7 @@ async def lag_of(run: Any) -> tuple[Any, float]:
 
 
 def least_lag(make: Any, attempts: int = 4) -> tuple[Any, float]:
-    """Of a few attempts: a busy machine makes any of them longer."""
+    """Return the least lag of a few attempts, because a busy machine prolongs some."""
     least = 1e9
     for _ in range(attempts):
         result, lag = asyncio.run(lag_of(make()))

@@ -26,7 +26,7 @@ def refuse(number: int) -> int:
 
 
 def run_filter(program: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """What the kernel would do with a system call, as a SECCOMP_RET_* value."""
+    """Return the kernel's verdict on a system call, a SECCOMP_RET_* value."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
     instructions = list(struct.iter_unpack("<HBBI", program))

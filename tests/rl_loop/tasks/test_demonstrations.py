@@ -103,7 +103,7 @@ KINDS: list[tuple[str, dict[str, object]]] = [
 
 
 def test_every_registered_environment_is_walked_here() -> None:
-    # What others have written has no script: it is demonstrated by conversations.
+    # External environments have no scripted policy. Conversations demonstrate them.
     assert {name for name, _ in KINDS} == set(ENVIRONMENTS) - {"black_box", "mcp", "openenv"}
 
 

@@ -446,7 +446,7 @@ def test_a_reader_sees_what_is_added_and_searches_its_text(tmp_path: Path) -> No
     assert (len(search.ids), search.searched, search.of) == (6, 12, 12)
     assert len(reader.search("nobody says this", seconds=10).ids) == 0
     assert len(reader.search("print(2", seconds=10).ids) == 12
-    # What looks like a pattern is looked for as it stands.
+    # A pattern is searched for as plain text.
     assert len(reader.search("2 + 2", seconds=10).ids) == 12
     assert len(reader.search(".*", seconds=10).ids) == 0
 

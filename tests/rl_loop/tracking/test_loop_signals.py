@@ -173,7 +173,7 @@ def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(
 
 
 def first_request(loop: RlLoop) -> GroupRequest:
-    """What a loop asks for to train on."""
+    """Return the first training request of a loop."""
     return loop.collector._requests.of(0, 0)
 
 

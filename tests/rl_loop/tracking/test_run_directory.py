@@ -173,7 +173,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     append_lines(run.metrics, ['{"step": 0}'])
     for checkpoints in (run.checkpoints, run.critic_checkpoints):
         (checkpoints / "step_1").mkdir(parents=True)
-    # Of exports that were killed: the next one would give the second its name back.
+    # Leftovers of killed exports. The next export would rename the second.
     for final in (run.export, run.adapter):
         for suffix in (PARTIAL, OLD):
             final.with_name(final.name + suffix).mkdir()

@@ -87,7 +87,7 @@ def test_the_adapters_of_every_step_stay_as_they_would_have_been_exported(
         assert content(run / f"adapters/step_00000{step}") == content(tmp_path / str(step))
     assert content(run / "adapters/step_000001") != content(run / "adapters/step_000002")
 
-    # Of a checkpoint that is gone, another run begins with them.
+    # Another run can start from the adapters of a deleted checkpoint.
     kept = f"initial_adapter={run}/adapters/step_000002"
     with trainer_of(tmp_path / "next", from_base, ADAPTER, kept) as (group, _):
         found = group.weights()

@@ -38,7 +38,7 @@ ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
-    """Of a tiny trainer whose engines would share its GPU."""
+    """Settings of a tiny trainer whose engines would share its GPU."""
     overrides = [f"output_dir={tmp_path}", "initial_weights=null", "rollout.max_tokens=100"]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
     inputs = replace(config.memory_inputs, engine=ENGINE)
@@ -63,7 +63,7 @@ def gpu(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
 
 
 class Sender:
-    """Takes all weights; what it allocates meanwhile is freed when it is done."""
+    """Takes all weights. It frees its allocations at the end."""
 
     ranks = (0,)
     transposed = False
@@ -152,7 +152,7 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
     expected = estimate_memory(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
     assert values["memory/optimizer/predicted_gpu_gb"] * 1e9 == pytest.approx(expected)
 
-    # What was told is not told again. From now on the optimizer has state.
+    # A phase is reported once. From now on the optimizer has state.
     again = trainer.sft_step(samples, 1).memory
     assert not any(name.startswith(("first", "sync", "rollout", "scoring")) for name in again)
     trainer.send_weights(Sender(gpu))
@@ -183,7 +183,7 @@ def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
         worker.send_weights(Sender(gpu))
     assert gpu.reserved == 0
 
-    # What servers take now is counted in the phase that they are in.
+    # Memory of servers counts in the phase in which they allocate it.
     gpu.others = 5000
     worker.memory.enter("resting")
     measured = worker.memory.take()
@@ -218,8 +218,10 @@ FOUR_LAYERS = [
     "rollout.engine.tensor_parallel=2",
     "rollout.engine.memory_fraction=0.4",
 ]
-"""Of the 120B, trainer and server on two GPUs. The run had one step, whose tokens filled three micro-batches
-of a rank not quite (``micro_batch_tokens``)."""
+"""Settings of the 120B, trainer and server on two GPUs.
+
+The run had one step. Its tokens did not fill three micro-batches of a rank (``micro_batch_tokens``).
+"""
 
 
 @pytest.mark.parametrize(
@@ -341,9 +343,9 @@ def test_the_account_of_the_first_scoring_is_what_was_measured(
     """These runs of 26 November 2026 scored in their first step only, when no optimizer had state, and not
     all with full micro-batches.
 
-    Of the 120B nvidia-smi showed at most 38.3 GB. The run's own figure is 43.4: what others held when the
-    phase began, and what torch had at its end. The server's last ranks had probably not given back all by
-    then, as SGLang answers when the first one has.
+    For the 120B, nvidia-smi showed at most 38.3 GB. The run's own figure is 43.4: the memory of other
+    processes when the phase began, and torch's at its end. The server's last ranks had probably not
+    released all memory by then, because SGLang responds when the first one has.
     """
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     inputs = config.memory_inputs
@@ -367,7 +369,7 @@ def test_the_account_of_the_first_scoring_is_what_was_measured(
 def test_tensors_of_a_sync_are_what_was_measured(
     name: str, overrides: list[str], measured: float
 ) -> None:
-    """Of the rank that sends, the most of a run's steps, 26 November 2026."""
+    """The maximum over a run's steps, on the rank that sends."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     predicted = estimate_memory(config.memory_inputs, 150.1).phase("sync")
     assert predicted.trainer / 1e9 == pytest.approx(measured, rel=0.03)

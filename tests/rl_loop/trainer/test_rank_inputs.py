@@ -63,7 +63,7 @@ def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
 def store(
     samples: TrainingSamples, plan: StepPlan, columns: Sequence[str] | None = None
 ) -> list[RankInputs]:
-    """What each rank gets, without a store."""
+    """Return each rank's inputs, without a store."""
     return RankInputStore(lambda value: value).store(samples, plan, columns)
 
 
@@ -347,7 +347,7 @@ def test_what_is_sent_is_arrays_and_no_number_by_itself(sizes: list[int]) -> Non
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(inputs, protocol=5, buffer_callback=buffers.append)
     assert sum(len(buffer.raw()) for buffer in buffers) >= samples.bytes
-    # What is left grows with the sequences and not with their tokens.
+    # The rest grows with the sequences and not with their tokens.
     assert len(in_band) < 3000 + 200 * len(sizes)
 
 

@@ -115,7 +115,7 @@ def test_a_save_that_fails_at_either_model_leaves_the_checkpoint_before_it_of_bo
 
     resumed = checkpoints_in(tmp_path, trainer).resume()
     assert resumed is not None and resumed.state == {"step": 1} and resumed.damages == []
-    # What was not finished would be in the way of the next test's results.
+    # An unfinished save would disturb the next test.
     checkpoints.finish(block=True)
 
 

@@ -60,7 +60,7 @@ def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
 
 
 def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
-    """What the trainer computes with, its own sections aside, is the same."""
+    """The trainer computes with the same settings, apart from its own sections."""
 
     def read_by_trainer(*overrides: str) -> tuple[object, ...]:
         config = config_of(SftConfig, tmp_path, *overrides)

@@ -56,7 +56,7 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
 def test_what_is_read_back_is_compared_with_what_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what belongs to no expert, and of one layer's experts."""
+    """Tensors outside the experts, and the experts of one layer, are compared."""
     read = HfDirectory.get
 
     def damaged(self: HfDirectory, name: str, expert: int | None = None) -> torch.Tensor:

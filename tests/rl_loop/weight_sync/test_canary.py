@@ -176,7 +176,7 @@ def test_rounding_error_is_the_distance_to_an_fp32_engine() -> None:
 
 
 def test_engines_and_trainer_score_at_the_same_time() -> None:
-    """Nobody samples and nobody learns meanwhile."""
+    """No sampling and no training takes place."""
     both = Barrier(2, timeout=20)
 
     class MeetingTrainer(Trainer):

@@ -37,7 +37,7 @@ COUNTS_OF_A_FILE = 10_000
 
 
 class Counts:
-    """What torch keeps of memory that other processes use."""
+    """Torch's counts of memory that other processes use."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(COUNTS_OF_A_FILE, dtype=torch.int64)
