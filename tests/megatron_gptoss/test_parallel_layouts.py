@@ -118,7 +118,9 @@ def train(
             "not finite": None,
         }
         if parallel.pipeline > 1:
-            trained["not finite"] = step_with_nan_behind_layer(3, trainer, batches).not_finite
+            trained["not finite"] = step_with_nan_behind_layer(
+                3, trainer, batches
+            ).non_finite_gradients
         return trained
     finally:
         distributed.shutdown()
