@@ -94,14 +94,7 @@ def run_sft(
                 steps=steps,
                 sequences_per_step=config.sequences_per_step,
             )
-        # After a request during the last step, a resume writes the export. The export may take
-        # minutes, in which a further request would have no effect.
-        is_stopped = done < steps and not data.exhausted
-        if is_stopped or (session.interrupt.requested and config.exports):
-            saved = f"saved after step {done} of {steps} in {session.run.path}"
-            raise Interrupted(
-                saved if is_stopped else f"{saved}. The export is missing; --resume writes it"
-            )
+        _check_not_interrupted(config, session, done)
         if config.exports:
             _export(config, session)
 
@@ -113,6 +106,25 @@ def run_sft(
         if rejected := session.rejections.summary():
             session.progress.note(f"conversations: {rejected} ({session.run.rejected})")
     return config.directory
+
+
+def _check_not_interrupted(config: SftConfig, session: SftSession, done: int) -> None:
+    """Raise Interrupted if the run was asked to stop.
+
+    Args:
+        config: configuration of the run.
+        session: session of the run.
+        done: number of completed steps.
+    """
+    steps = config.training.steps
+    is_stopped = done < steps and not session.data.exhausted
+    saved = f"saved after step {done} of {steps} in {session.run.path}"
+    if is_stopped:
+        raise Interrupted(saved)
+    # After a request during the last step, a resume writes the export. The export may take
+    # minutes, in which a further request would have no effect.
+    if session.interrupt.requested and config.exports:
+        raise Interrupted(f"{saved}. The export is missing; --resume writes it")
 
 
 def _last_losses(run: RunDirectory) -> dict[str, float]:

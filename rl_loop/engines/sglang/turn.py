@@ -141,15 +141,7 @@ class ResponseReader:
 
             entries = meta["output_token_logprobs"]
             _check_counts(ids, entries, received, total, url)
-            # Relative to the whole turn. More tokens than requested would exceed the limits of the
-            # episode.
-            room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
-            if len(ids) > room:
-                raise ServerFailed(
-                    f"{url}: the server returned {len(ids)} tokens, but {room} were left of "
-                    "max_new_tokens"
-                )
-
+            _check_limit(ids, turn, url)
             log_probs = [entry[0] for entry in entries]
             if ids:
                 fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
@@ -250,6 +242,18 @@ def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
     if finish is not None and finish["type"] not in FINISH_REASONS:
         raise ServerFailed(f"{url}: the finish reason {finish['type']!r} is unknown")
     return finish
+
+
+def _check_limit(ids: list[int], turn: Turn, url: str) -> None:
+    """Raise ServerFailed if a chunk has more tokens than are left of the turn.
+
+    More tokens than requested would exceed the limits of the episode.
+    """
+    room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
+    if len(ids) > room:
+        raise ServerFailed(
+            f"{url}: the server returned {len(ids)} tokens, but {room} were left of max_new_tokens"
+        )
 
 
 def _check_counts(ids: list[int], entries: list[Any], received: int, total: int, url: str) -> None:
