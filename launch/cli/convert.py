@@ -185,6 +185,64 @@ def convert_merge(
     print(merged_dir)
 
 
+@convert.command("upcycle")
+def convert_upcycle(
+    dense_dir: Annotated[
+        Path,
+        Argument(help="Llama or Qwen2.5 model in safetensors, with its tokenizer.json."),
+    ],
+    hf_dir: Annotated[Path, Argument(help="GPT-OSS directory to write; must not exist.")],
+    experts: Annotated[int, Option(min=1, help="Experts per layer.")] = 4,
+    active: Annotated[int, Option(min=1, help="Experts per token.")] = 2,
+    window: Annotated[
+        int,
+        Option(min=1, help="Keys that a token sees in every second layer."),
+    ] = 128,
+    sink: Annotated[
+        float,
+        Option(help="Initial sink of every head. -30 gives it no probability."),
+    ] = 0.0,
+    expert_noise: Annotated[
+        float,
+        Option(min=0, help="Noise that separates the experts, relative to the weights' spread."),
+    ] = 0.03,
+    seed: Annotated[int, Option(help="Seed of noise and router.")] = 0,
+    text: Annotated[
+        Path | None,
+        Option(help="Text file on which activations and losses are measured. Default: built in."),
+    ] = None,
+    precision: Annotated[
+        TrainingPrecision, Option("--format", help="Precision of the weights.")
+    ] = "bf16",
+) -> None:
+    """Write a dense model as a GPT-OSS model that computes the same function.
+
+    Every expert is a copy of the dense MLP (sparse upcycling). Prints what the clamps, windows and
+    sinks of GPT-OSS change, in nats per token.
+    """
+    from converters.torch_dist import DTYPES
+    from converters.upcycle import (
+        CALIBRATION_TEXT,
+        UpcycleOptions,
+        calibration_tokens,
+        upcycle,
+    )
+
+    tokens = calibration_tokens(dense_dir, read_text(text) if text else CALIBRATION_TEXT)
+    options = UpcycleOptions(
+        num_experts=experts,
+        experts_per_token=active,
+        sliding_window=window,
+        sink=sink,
+        expert_noise=expert_noise,
+        seed=seed,
+    )
+    with bytes_bars("upcycle") as [progress]:
+        report = upcycle(dense_dir, hf_dir, options, tokens, DTYPES[precision], progress)
+    print(report)
+    print(hf_dir)
+
+
 @convert.command("verify")
 def convert_verify(
     hf_dir: Annotated[Path, Argument(help="Hugging Face directory.")],
@@ -203,6 +261,16 @@ def convert_verify(
         result = verify(hf_dir, megatron_dir, progress)
     print(result)
     raise typer.Exit(0 if result.equal else 1)
+
+
+def read_text(path: Path) -> str:
+    """Read a text file. Raises ConversionError."""
+    from converters.errors import ConversionError
+
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConversionError(f"--text {path}: cannot be read ({error})") from None
 
 
 def is_megatron(directory: Path) -> bool:

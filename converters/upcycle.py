@@ -1,0 +1,506 @@
+"""Upcycling: a dense Llama or Qwen2.5 model as a GPT-OSS model that computes the same function.
+
+Sparse upcycling (arXiv 2212.05055) makes every expert a copy of the dense MLP. The weights of a
+token's experts sum to 1, so any routing gives the dense output. GPT-OSS's activation equals the
+dense one, after a change of scales:
+
+    GPT-OSS:  min(gate', 7) * sigmoid(1.702 * gate') * (clamp(up', -7, 7) + 1)
+    dense:    gate * sigmoid(gate) * up
+
+    gate' = gate / 1.702,   up' = scale * up - 1,   down' = 1.702 / scale * down
+
+Both are equal where no clamp is reached. ``scale`` is chosen per channel so that ``up`` stays
+within its clamp. The clamp of ``gate`` cannot be moved, because the sigmoid is not linear.
+
+Sinks, windows and noise between the experts change the function. ``UpcycleReport`` says how much.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy, silu
+
+from converters.errors import ConversionError
+from converters.hf_directory import HfDirectory, write_hf_directory
+from converters.mapping import NamedTensor
+from converters.model_extras import ModelExtras, read_extras
+from converters.names import hf_shapes
+from converters.pipeline import Progress
+from converters.reference.decoder import Decoder
+from converters.reference.dense import Dense, HuggingFaceDense
+from converters.reference.gpt_oss import SWISH_SLOPE, swiglu
+from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.families.gpt_oss.config import SWIGLU_LIMIT, GptOssModelConfig
+
+Tensor = torch.Tensor
+
+TARGET_PEAK = 4.0
+"""Largest ``scale * up`` on the calibration text. ``up'`` reaches its clamp at 8."""
+SMALLEST_PEAK = 0.05
+"""Lower bound of a channel's peak, so that unused channels get no huge scale."""
+
+CALIBRATION_TEXT = """\
+The lighthouse keeper counted the ships that passed before sunrise: three fishing boats, a ferry on
+its way to the island, and a grey freighter that had waited two days for the fog to lift. "Is it
+always this quiet?" asked his granddaughter. He laughed and poured the tea. "In winter you would
+not say so. The storm of 1987 broke every window on the north side."
+
+Question: A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs
+$3.50. How much money does the baker earn in a day?
+Answer: In the afternoon the baker sells 24 / 2 = 12 loaves. Altogether there are 24 + 12 = 36
+loaves, so the baker earns 36 * 3.50 = 126 dollars.
+
+def moving_average(values, width):
+    total = 0.0
+    averages = []
+    for index, value in enumerate(values):
+        total += value
+        if index >= width:
+            total -= values[index - width]
+        averages.append(total / min(index + 1, width))
+    return averages
+
+Photosynthesis turns carbon dioxide and water into sugar and oxygen. The reaction needs light,
+which chlorophyll absorbs mostly in the red and blue parts of the spectrum; leaves look green
+because that part is reflected. In 1779 Jan Ingenhousz showed that plants release oxygen only in
+sunlight.
+
+To install the package, create a virtual environment, activate it, and run `pip install example`.
+If the command fails, check your Python version first. Send questions to help@example.org or open
+an issue, with the full error message and the output of `python --version`.
+"""
+"""Text on which activations are measured if the caller has none: prose, arithmetic and code."""
+
+
+@dataclass(frozen=True)
+class UpcycleOptions:
+    """Properties of the GPT-OSS model that the dense model does not have."""
+
+    num_experts: int = 4
+    """Experts per layer."""
+    experts_per_token: int = 2
+    """Experts to which each token is routed."""
+    sliding_window: int = 128
+    """Keys that a token sees in layers 0, 2, 4, ... The dense model sees all of them."""
+    sink: float = 0.0
+    """Initial sink of every head, as a score. -30 gives the sink no probability."""
+    expert_noise: float = 0.03
+    """Standard deviation of the noise on every expert's copy of a dense matrix, relative to that of
+    the matrix.
+
+    Equal experts would get equal gradients, and stay equal.
+    """
+    router_std: float = 0.02
+    """Standard deviation of the router's random weights."""
+    seed: int = 0
+    """Seed of the noise and of the router."""
+
+
+@dataclass(frozen=True)
+class UpcycleReport:
+    """Sizes of an upcycled model, and its loss on the calibration text. ``str`` gives a text."""
+
+    config: GptOssModelConfig
+    parameters: int
+    """Number of parameters of the upcycled model."""
+    tokens: int
+    """Number of tokens of the calibration text."""
+    dense_loss: float
+    """Loss of the dense model, nats per token."""
+    clamped_loss: float
+    """Loss with the clamps of GPT-OSS, nats per token."""
+    upcycled_loss: float
+    """Loss with clamps, windows and sinks, without the noise, nats per token."""
+    clamped_share: float
+    """Share of the gate activations above the clamp."""
+    clamped_layers: tuple[int, ...]
+    """Layers with such activations."""
+
+    def __str__(self) -> str:
+        config = self.config
+        losses = {
+            "dense model": self.dense_loss,
+            "with the clamps of GPT-OSS": self.clamped_loss,
+            f"with clamps, sinks and windows of {config.sliding_window:,}": self.upcycled_loss,
+        }
+        lines = [
+            f"{self.parameters:,} parameters: {config.num_layers} layers, {config.num_experts} "
+            f"experts, {config.experts_per_token} per token",
+            "exact: embedding, rotary embedding, projections, norms, output layer, and experts "
+            "within their clamps",
+            f"loss on {self.tokens:,} tokens of calibration text, nats per token:",
+        ]
+        for name, loss in losses.items():
+            lines.append(f"  {name:44} {loss:.4f} ({loss - self.dense_loss:+.4f})")
+        if self.clamped_layers:
+            layers = ", ".join(map(str, self.clamped_layers))
+            lines.append(
+                f"{self.clamped_share:.2g} of the gate activations exceed {SWIGLU_LIMIT:g} "
+                f"(layers {layers})"
+            )
+        return "\n".join(lines)
+
+
+def upcycle(
+    source_dir: Path,
+    target_dir: Path,
+    options: UpcycleOptions,
+    tokens: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Progress | None = None,
+) -> UpcycleReport:
+    """Write a GPT-OSS directory that computes the function of a dense one.
+
+    Args:
+        source_dir: Hugging Face directory of a Llama or Qwen2.5 model.
+        target_dir: directory to write; must not exist.
+        options: properties of the new model.
+        tokens: tokens of the calibration text. Only the first ``max_length`` are used.
+        dtype: dtype of the weights to write.
+        progress: function of (written bytes, total bytes).
+
+    Returns:
+        The report of what the new model changes.
+
+    Raises:
+        ConversionError: if the source is not a dense model with plain rotary embeddings, the
+            target exists, or a file cannot be read or written.
+    """
+    source = HfDirectory(source_dir)
+    config = upcycled_config(source, options)
+    extras = read_extras(source_dir)
+    ids = torch.tensor(tokens[: config.max_length])
+    if len(ids) < 2:
+        raise ConversionError("text: needs at least two tokens to measure activations")
+
+    with torch.no_grad():
+        measured = measure(source, config, options, ids)
+        tensors = upcycled_tensors(source, config, options, measured.up_scales, dtype)
+        write_hf_directory(
+            target_dir,
+            config,
+            _with_progress(tensors, config, dtype, progress),
+            extras=_without_dense_keys(extras),
+        )
+    return measured.report
+
+
+def calibration_tokens(source_dir: Path, text: str = CALIBRATION_TEXT) -> list[int]:
+    """Tokenize a text with the tokenizer of a model directory.
+
+    Raises:
+        ConversionError: if there is no readable tokenizer.json.
+    """
+    path = source_dir / "tokenizer.json"
+    if not path.exists():
+        raise ConversionError(
+            f"{path}: no such file, but the calibration text must be tokenized. Copy the model's "
+            "tokenizer.json, which transformers writes with save_pretrained"
+        )
+    try:
+        return list(Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids)
+    except Exception as error:  # tokenizers raises no more specific type
+        raise ConversionError(f"{path}: cannot be read ({error})") from None
+
+
+# -- architecture ----------------------------------------------------------------------------------
+
+
+def upcycled_config(source: HfDirectory, options: UpcycleOptions) -> GptOssModelConfig:
+    """Return the architecture of the upcycled model.
+
+    Raises:
+        ConversionError: if the source is not dense, or its rotary embedding is not plain.
+    """
+    dense = source.config
+    where = source.path / "config.json"
+    if not isinstance(dense, DenseModelConfig):
+        raise ConversionError(
+            f"{where}: model_type {dense.model_type} is no dense model. Upcycle a Llama or Qwen2 "
+            "model"
+        )
+    if dense.rope_scaling is not None:
+        raise ConversionError(
+            f"{where}: rope_scaling {dense.rope_scaling.rope_type} cannot be expressed in GPT-OSS. "
+            "Only models with plain rotary embeddings can be upcycled"
+        )
+    if options.experts_per_token > options.num_experts:
+        raise ConversionError(
+            f"experts per token: {options.experts_per_token} exceeds the {options.num_experts} "
+            "experts"
+        )
+
+    # YaRN with these bounds scales no channel, so that frequencies keep all their bits. A ramp
+    # within the channels would round them, even with factor 1.
+    rotations_of_slowest = dense.max_length / (2 * math.pi * dense.rope_theta)
+    return GptOssModelConfig(
+        num_layers=dense.num_layers,
+        num_experts=options.num_experts,
+        experts_per_token=options.experts_per_token,
+        hidden_size=dense.hidden_size,
+        intermediate_size=dense.intermediate_size,
+        num_attention_heads=dense.num_attention_heads,
+        num_key_value_heads=dense.num_key_value_heads,
+        head_size=dense.head_size,
+        vocab_size=dense.vocab_size,
+        sliding_window=options.sliding_window,
+        rms_norm_eps=dense.rms_norm_eps,
+        rope_theta=dense.rope_theta,
+        yarn_factor=1.0,
+        yarn_original_length=dense.max_length,
+        yarn_beta_fast=rotations_of_slowest,
+        yarn_beta_slow=rotations_of_slowest / math.sqrt(dense.rope_theta),
+        max_length=dense.max_length,
+        initializer_std=dense.initializer_std,
+    )
+
+
+def _without_dense_keys(extras: ModelExtras) -> ModelExtras:
+    """Return extras without keys of config.json that only the dense families have."""
+    known = GptOssModelConfig.hf_keys.copied_from(dict(extras.config))
+    return ModelExtras(extras.files, extras.generation, known)
+
+
+# -- measurement -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Activations and losses of the dense model on the calibration text."""
+
+    up_scales: list[Tensor]
+    """Scale of every channel of ``up``, fp64 [intermediate_size] per layer; powers of two."""
+    report: UpcycleReport
+
+
+class _MeasuredDense(Dense):
+    """Dense reference that records the largest magnitude of every channel of ``up``."""
+
+    def __init__(self, config: DenseModelConfig, layout: HuggingFaceDense) -> None:
+        super().__init__(config, layout)
+        self.up_peaks: list[Tensor] = []
+        self.clamped: list[int] = []
+        """Number of gate activations above the clamp, per layer."""
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        gate, up = self.layout.gate_up(layer, None, x)
+        self.up_peaks.append(up.abs().amax(0))
+        self.clamped.append(int((gate / SWISH_SLOPE > SWIGLU_LIMIT).sum()))
+        return self.layout.down(layer, None, silu(gate) * up)
+
+
+class _ClampedDense(Dense):
+    """Dense reference with the activation of the upcycled model."""
+
+    up_scales: list[Tensor]
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        gate, up = self.layout.gate_up(layer, None, x)
+        scale = self.up_scales[layer].to(x.dtype)
+        activated = swiglu(gate / SWISH_SLOPE, up * scale - 1, SWIGLU_LIMIT)
+        return self.layout.down(layer, None, activated * (SWISH_SLOPE / scale))
+
+
+class _WindowedDense(_ClampedDense):
+    """Dense reference with the activation, windows and sinks of the upcycled model."""
+
+    sink: float
+    sliding_window: int
+
+    def visible(self, layer: int, queries: slice, keys: slice) -> Tensor:
+        visible = super().visible(layer, queries, keys)
+        if layer % 2:
+            return visible
+        query_index = torch.arange(queries.start, queries.stop)
+        key_index = torch.arange(keys.start, keys.stop)
+        return visible & (query_index[:, None] - key_index < self.sliding_window)
+
+    def weighted_values(self, layer: int, scores: Tensor, value: Tensor) -> Tensor:
+        sinks = scores.new_full((*scores.shape[:2], 1), self.sink)
+        probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        return torch.einsum("hqk,khd->qhd", probabilities, value)
+
+
+def measure(
+    source: HfDirectory, config: GptOssModelConfig, options: UpcycleOptions, tokens: Tensor
+) -> Measurement:
+    """Choose the scales of ``up``, and predict the loss of the upcycled model.
+
+    Args:
+        source: dense model.
+        config: architecture of the upcycled model.
+        options: properties of the upcycled model.
+        tokens: calibration text, int64 [tokens].
+    """
+    dense = source.config
+    assert isinstance(dense, DenseModelConfig)
+
+    def reference[T: Dense](kind: type[T]) -> T:
+        return kind(dense, HuggingFaceDense(dense, source.get))
+
+    measured = reference(_MeasuredDense)
+    dense_loss = _loss(measured, tokens)
+    up_scales = [_up_scale(peak) for peak in measured.up_peaks]
+
+    clamped = reference(_ClampedDense)
+    clamped.up_scales = up_scales
+    clamped_loss = _loss(clamped, tokens)
+
+    windowed = reference(_WindowedDense)
+    windowed.up_scales = up_scales
+    windowed.sink = options.sink
+    windowed.sliding_window = config.sliding_window
+    upcycled_loss = _loss(windowed, tokens)
+
+    activations = config.num_layers * len(tokens) * config.intermediate_size
+    report = UpcycleReport(
+        config=config,
+        parameters=sum(math.prod(shape) for shape in hf_shapes(config).values()),
+        tokens=len(tokens),
+        dense_loss=dense_loss,
+        clamped_loss=clamped_loss,
+        upcycled_loss=upcycled_loss,
+        clamped_share=sum(measured.clamped) / activations,
+        clamped_layers=tuple(layer for layer, count in enumerate(measured.clamped) if count),
+    )
+    return Measurement(up_scales, report)
+
+
+def _loss(model: Decoder, tokens: Tensor) -> float:
+    """Return the mean loss of the tokens after the first, nats per token."""
+    logits = model.logits(tokens)
+    return cross_entropy(logits[:-1].float(), tokens[1:]).item()
+
+
+def _up_scale(peak: Tensor) -> Tensor:
+    """Return the scale of each channel of ``up`` with the largest magnitudes ``peak``.
+
+    A power of two keeps all bits of the weights. bf16 rounds ``up'``, so that small values of
+    ``scale * up`` lose bits beside the 1: the scale is as large as the clamp allows.
+    """
+    wanted = TARGET_PEAK / peak.double().clamp_min(SMALLEST_PEAK)
+    return torch.exp2(wanted.log2().floor())
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def upcycled_tensors(
+    source: HfDirectory,
+    config: GptOssModelConfig,
+    options: UpcycleOptions,
+    up_scales: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> Iterator[NamedTensor]:
+    """Yield every tensor of the upcycled model by Hugging Face name, one layer in memory.
+
+    Args:
+        source: dense model.
+        config: architecture of the upcycled model.
+        options: properties of the upcycled model.
+        up_scales: scale of every channel of ``up``, [intermediate_size] per layer.
+        dtype: dtype of the tensors. They are computed in fp64.
+    """
+    dense = source.config
+    assert isinstance(dense, DenseModelConfig)
+    generator = torch.Generator()
+
+    for name, shape in hf_shapes(config).items():
+        if name == "lm_head.weight" and dense.tied_embeddings:
+            yield name, source.get("model.embed_tokens.weight").to(dtype)
+            continue
+        if not name.startswith("model.layers."):
+            yield name, source.get(name).to(dtype)
+            continue
+
+        _, _, number, part = name.split(".", 3)
+        layer = int(number)
+        # Every tensor has a seed of its own, so that its values do not depend on the order.
+        generator.manual_seed(_seed_of(options.seed, name))
+        if part.startswith("mlp.experts."):
+            tensor = _experts(source, part, layer, up_scales[layer], options, generator)
+        elif part == "mlp.router.weight":
+            tensor = torch.randn(shape, generator=generator) * options.router_std
+        elif part == "self_attn.sinks":
+            tensor = torch.full(shape, options.sink)
+        elif part.endswith(".bias") and not _has_bias(dense, part):
+            tensor = torch.zeros(shape)
+        else:
+            tensor = source.get(name)
+        yield name, tensor.to(dtype)
+
+
+def _has_bias(dense: DenseModelConfig, part: str) -> bool:
+    """Return True if the dense model has this bias of a layer."""
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return dense.has_qkv_bias and part.startswith(projections)
+
+
+def _experts(
+    source: HfDirectory,
+    part: str,
+    layer: int,
+    up_scale: Tensor,
+    options: UpcycleOptions,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return a stacked tensor of the experts, fp64 [experts, ...].
+
+    Args:
+        source: dense model.
+        part: name of the tensor without the prefix of the layer.
+        layer: 0-based layer.
+        up_scale: scale of every channel of ``up``, fp64 [intermediate_size].
+        options: number of experts and noise.
+        generator: source of the noise.
+    """
+
+    def copies(name: str) -> Tensor:
+        """Return a copy of a dense matrix per expert with its own noise, [experts, in, out]."""
+        matrix = source.get(f"model.layers.{layer}.mlp.{name}_proj.weight").double().T
+        experts = matrix.expand(options.num_experts, *matrix.shape)
+        if options.expert_noise == 0:
+            return experts
+        noise = torch.randn(experts.shape, generator=generator)
+        return experts + noise.double() * (options.expert_noise * matrix.std())
+
+    if part == "mlp.experts.gate_up_proj":
+        gate = copies("gate") / SWISH_SLOPE
+        up = copies("up") * up_scale
+        return torch.stack((gate, up), dim=-1).flatten(-2)  # gate and up channels alternate
+    if part == "mlp.experts.gate_up_proj_bias":
+        bias = torch.zeros(len(up_scale), 2)
+        bias[:, 1] = -1
+        return bias.flatten().expand(options.num_experts, -1)
+    if part == "mlp.experts.down_proj":
+        return copies("down") * (SWISH_SLOPE / up_scale)[:, None]
+    assert part == "mlp.experts.down_proj_bias", part
+    return torch.zeros(options.num_experts, source.config.hidden_size)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """Return a seed for one tensor."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest)
+
+
+def _with_progress(
+    tensors: Iterator[NamedTensor],
+    config: GptOssModelConfig,
+    dtype: torch.dtype,
+    progress: Progress | None,
+) -> Iterator[NamedTensor]:
+    """Yield the tensors, and report the bytes of those that the consumer has taken."""
+    total = sum(math.prod(shape) for shape in hf_shapes(config).values()) * dtype.itemsize
+    done = 0
+    for name, tensor in tensors:
+        size = tensor.nbytes
+        yield name, tensor
+        done += size
+        if progress is not None:
+            progress(done, total)
