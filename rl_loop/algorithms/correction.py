@@ -147,8 +147,8 @@ def mismatch_sums(
     - ``prob_ratio`` averages exp(|d|), also known as token_mult_prob_error. 1 is no mismatch.
     - ``chi_square`` averages (exp(d) - 1)^2, the variance of the importance weight.
     - ``log_perplexity`` sums give both perplexities: exp of their averages.
-    - ``log_ppl_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
-      log-perplexities. ``log_ppl_gap``, divided by ``sequences``, is the average over sequences.
+    - ``log_perplexity_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
+      log-perplexities. ``log_perplexity_gap``, divided by ``sequences``, is the average over sequences.
 
     Args:
         log_probs: [tokens], the trainer's natural logs.

@@ -306,9 +306,9 @@ class Ended:
             1,
             "another cause: gptoss",
         ),
-        (Injection("lie_version", 1, outcome="ended", message="weights 9 sampled it"), 1, ""),
+        (Injection("lie_version", 1, outcome="ended", message="engine reports weights 9"), 1, ""),
         (
-            Injection("lie_version", 1, outcome="ended", message="weights 9 sampled it"),
+            Injection("lie_version", 1, outcome="ended", message="engine reports weights 9"),
             0,
             "with status 0",
         ),

@@ -195,7 +195,7 @@ def test_sync_detects_flipped_bit_and_stale_tensor(tmp_path: Path) -> None:
 
             # Every run compares a sync of version 7. Its sample is of layer 1.
             servers.order("keep")
-            with pytest.raises(WeightMismatch, match=r"else in model\.layers\.1\.self_attn"):
+            with pytest.raises(WeightMismatch, match=r"differs in model\.layers\.1\.self_attn"):
                 await servers.sync(3, VERSION + 1)
             assert servers.left == []
 
@@ -258,7 +258,7 @@ class Ended:
         ("kill_worker+kill_trainer", "recovered", "", "nothing has noticed it"),
         ("kill_worker+kill_trainer", "ended", "gptoss: trainer rank 0 died", ""),
         ("kill_worker+kill_trainer", "ended", "gptoss: x", "another cause"),
-        ("kill_trainer+lie_version", "ended", "gptoss: weights 9 sampled it", ""),
+        ("kill_trainer+lie_version", "ended", "gptoss: engine reports weights 9", ""),
         # the killed worker may be the one with the false answer
         ("lie_version+kill_worker", "recovered", "", ""),
         ("stop+lie_version", "ended", "gptoss: it hangs", ""),

@@ -80,7 +80,7 @@ def test_preview_prints_no_control_characters(
     colors = re.compile(r"\x1b\[[0-9;]*m")  # escape sequences of the preview itself
     rest = colors.sub("", text) if terminal else text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", rest)
-    assert "owned" in rest and "refused" in rest
+    assert "owned" in rest and "rejected" in rest
 
 
 def test_trained_tokens_have_another_color_on_a_terminal(chats: Path, harmony: Harmony) -> None:
@@ -93,13 +93,13 @@ def test_trained_tokens_have_another_color_on_a_terminal(chats: Path, harmony: H
     assert shown.plain == "a b c d"
     styles = [str(span.style) for span in shown.spans]
     assert ["green" in style for style in styles] == [False, False, True, True]
-    assert len(set(styles)) == 4, "neighbours can be told from each other"
+    assert len(set(styles)) == 4, "neighbors differ"
 
 
 def test_preview_counts_read_samples_and_names_rejected_ones(chats: Path, harmony: Harmony) -> None:
     text = printed(chats, harmony, terminal=False)
-    assert "13 conversations read, 12 samples, 1 refused" in text
-    assert f"refused: {chats}, line 13: not JSON" in text
+    assert "13 conversations read, 12 samples, 1 rejected" in text
+    assert f"rejected: {chats}, line 13: not JSON" in text
     assert "72 trained" in text
     assert re.search(r"17 - +32 tokens  #{40}  12", text)
 
@@ -141,14 +141,14 @@ def test_the_command_previews_a_configuration(chats: Path, command: ForkedComman
     )
     assert result.returncode == 0, result.stderr
     assert "sample 1" in result.stdout
-    assert "13 conversations read, 12 samples, 1 refused" in result.stdout
+    assert "13 conversations read, 12 samples, 1 rejected" in result.stdout
 
     broken = chats.with_name("broken.jsonl")
     broken.write_text("{}\n")
     options[0] = f"data.path={broken}"
     result = command.run("data", "preview", "configs/sft/tiny_shop.yaml", *options)
     assert result.returncode == 1
-    assert "1 conversations read, 0 samples, 1 refused" in result.stdout
+    assert "1 conversations read, 0 samples, 1 rejected" in result.stdout
 
     result = command.run("data", "preview", "configs/sft/tiny_retool.yaml")
     assert result.returncode == 1

@@ -349,7 +349,7 @@ def test_node_is_bad_when_ray_store_does_not_fit(tmp_path: Path) -> None:
     problems = check_node(cluster_of_gpus(tmp_path, gpus_per_node=0), too_much).problems
     assert len(problems) == 1
     assert "a step needs" in problems[0]
-    assert "lower rollout.max_tokens" in problems[0]
+    assert "Lower rollout.max_tokens" in problems[0]
 
 
 def test_node_starts_ray_with_store_for_a_step(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_sft_run_validates_reports_rejected_lines_and_exports(tmp_path: Path) ->
     assert [record["line"] for record in refused] == [41, 42]
     assert {record["reason"] for record in refused} == {"not JSON: Expecting value at character 1"}
     assert any("chats.jsonl, line 41: not JSON" in note for note in quiet.notes)
-    assert any("2 refused: 2 x not JSON" in note for note in quiet.notes)
+    assert any("2 rejected: 2 x not JSON" in note for note in quiet.notes)
     assert (run / "export/tokenizer.json").exists()
 
 
@@ -245,6 +245,6 @@ def test_tiny_model_answers_held_out_conversations_with_tools(
 
 def test_run_is_rejected_when_much_of_its_data_is_malformed(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 10, bad=5)
-    with pytest.raises(DataError, match="5 of 15 conversations are refused"):
+    with pytest.raises(DataError, match="5 of 15 conversations are rejected"):
         run_sft(config(path), Quiet())
     assert not (tmp_path / "tiny_shop").exists()

@@ -144,7 +144,7 @@ def test_dense_run_reads_the_tokenizer_of_an_export(tmp_path: Path) -> None:
         (["rollout.routed_experts=true"], r"rollout\.routed_experts: a qwen2 model has no experts"),
         (
             ["algorithm.routing_replay=R2", "algorithm.old_log_probs=forward"],
-            r"routing_replay R2: a qwen2 model has no experts",
+            r"algorithm\.routing_replay \(R2\): a qwen2 model has no experts",
         ),
         (["ablation.without=[trainer_sinks]"], "a qwen2 model has no attention sinks"),
         (["ablation.router_noise=0.1"], "a qwen2 model has no router"),

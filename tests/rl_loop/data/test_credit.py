@@ -77,7 +77,9 @@ def expected(
     return advantages, returns
 
 
-@pytest.mark.parametrize("kl", [None, {"coefficient": 0.1, "estimator": "k1", "place": "reward"}])
+@pytest.mark.parametrize(
+    "kl", [None, {"coefficient": 0.1, "estimator": "k1", "apply_to": "reward"}]
+)
 @pytest.mark.parametrize("whiten_advantages", [None, "tokens"])
 def test_gae_of_any_lengths_equals_the_recursion(
     whiten_advantages: str | None, kl: dict[str, Any] | None

@@ -63,7 +63,7 @@ def test_sources_are_mixed_by_weight_and_any_position_is_found_again() -> None:
 
 def test_no_generated_training_task_has_a_held_out_prompt() -> None:
     tasks = source(
-        "tasks.sources={gsm8k: {environment: gsm8k, options: {largest: 4}}}",
+        "tasks.sources={gsm8k: {environment: gsm8k, options: {max_number: 4}}}",
         "tasks.held_out_tasks=200",
     )
     assert not set(texts(tasks.train(0, 500))) & set(texts(tasks.held_out()))
