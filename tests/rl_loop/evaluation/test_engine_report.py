@@ -20,7 +20,7 @@ MOE = {"SGLANG_MOE_CONFIG_DIR": str(MOE_CONFIGS)}
 """Environment variables that every server gets."""
 
 
-def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmony) -> None:
+def test_gap_table_groups_sampled_tokens_by_position_and_class(full: Harmony) -> None:
     text = full.vocabulary.encode_text("The answer is 42")
     tokens = [text[0]] * 130 + text
     mask = [0] * 130 + [1] * len(text)
@@ -41,7 +41,7 @@ def test_gaps_are_shown_by_position_and_class_of_sampled_tokens_only(full: Harmo
     assert "position 0 and on" not in lines
 
 
-def test_a_server_is_told_what_its_configuration_says() -> None:
+def test_server_command_and_environment_follow_the_configuration() -> None:
     settings = SglangConfig(
         python="/opt/python",
         tensor_parallel=2,
@@ -91,7 +91,7 @@ def test_a_server_is_told_what_its_configuration_says() -> None:
         {"tensor_parallel": 2, "colocated": False},
     ],
 )
-def test_fused_sums_over_ranks_are_left_to_sglang_where_they_can_be(
+def test_fused_allreduce_is_left_to_sglang_where_possible(
     settings: dict[str, object],
 ) -> None:
     colocated = {"colocated": True}
@@ -101,7 +101,7 @@ def test_fused_sums_over_ranks_are_left_to_sglang_where_they_can_be(
     assert "--enforce-disable-flashinfer-allreduce-fusion" not in build("host", 1)
 
 
-def options_of_prefill_graphs(tokens: int) -> list[str]:
+def prefill_graph_options(tokens: int) -> list[str]:
     settings = SglangConfig(colocated=True, prefill_graph_tokens=tokens, arguments=["--last"])
     build = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=0)
     words = build("host", 1)
@@ -110,20 +110,20 @@ def options_of_prefill_graphs(tokens: int) -> list[str]:
     return words[begin : words.index("--base-gpu-id")]
 
 
-def test_small_prefills_of_colocated_servers_may_be_graphs() -> None:
-    assert options_of_prefill_graphs(64) == [
+def test_prefill_graph_sizes_cover_lengths_up_to_the_limit() -> None:
+    assert prefill_graph_options(64) == [
         *("--cuda-graph-backend-prefill", "full"),
         *("--cuda-graph-bs-prefill", "8", "16", "32", "64"),
     ]
-    # SGLang runs no graph for fewer tokens than half of what it is made for.
+    # SGLang runs a graph only for at least half of the tokens that it was captured for.
     for tokens in (100, 300, 511):
-        sizes = [int(word) for word in options_of_prefill_graphs(tokens)[3:]]
+        sizes = [int(word) for word in prefill_graph_options(tokens)[3:]]
         assert sizes[-1] == tokens
         for length in range(sizes[0], tokens + 1):
             assert min(size for size in sizes if size >= length) <= 2 * length
 
 
-def test_colocated_servers_of_gpt_oss_capture_prefills_by_default() -> None:
+def test_colocated_gpt_oss_servers_capture_prefills_by_default() -> None:
     def tokens(model: ModelConfig, **settings: object) -> int:
         config = SglangConfig.model_validate({"colocated": True} | settings)
         return config.for_model(model).prefill_graph_tokens
@@ -151,7 +151,7 @@ def test_colocated_servers_of_gpt_oss_capture_prefills_by_default() -> None:
         ({"deterministic": True}, "and deterministic=false"),
     ],
 )
-def test_graphs_of_prefills_are_refused_where_there_are_none(
+def test_prefill_graphs_are_rejected_for_unsupported_servers(
     settings: dict[str, object], message: str
 ) -> None:
     colocated = {"colocated": True, "prefill_graph_tokens": 512}
@@ -160,7 +160,7 @@ def test_graphs_of_prefills_are_refused_where_there_are_none(
         SglangConfig.model_validate(colocated | settings)
 
 
-def test_a_deterministic_server_runs_no_kernel_that_depends_on_other_requests() -> None:
+def test_deterministic_server_disables_flashinfer_and_radix() -> None:
     variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
     settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
     words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)(

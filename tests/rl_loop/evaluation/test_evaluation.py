@@ -26,7 +26,7 @@ SMALL = ["tasks.held_out_tasks=6", "evaluation.samples_per_task=4", "sandbox.wor
 
 
 class Completions(BaseHTTPRequestHandler):
-    """A server whose policy answers right for even seeds. It speaks the token ids of vLLM's completions."""
+    """A mock of vLLM's completions with token ids. Its policy answers even seeds correctly."""
 
     answers: dict[tuple[int, ...], str]
     tasks: TaskSource
@@ -62,7 +62,7 @@ def endpoint() -> Iterator[tuple[str, type[Completions]]]:
     server.server_close()
 
 
-def test_an_endpoint_is_evaluated_token_in_token_out(
+def test_endpoint_is_evaluated_by_token_ids(
     endpoint: tuple[str, type[Completions]], tmp_path: Path
 ) -> None:
     url, handler = endpoint
@@ -78,7 +78,7 @@ def test_an_endpoint_is_evaluated_token_in_token_out(
     assert {record["answer"] for record in records} <= {"-1", *handler.answers.values()}
 
 
-def test_the_command_prints_scores_and_compares(
+def test_eval_command_prints_scores_and_comparison(
     endpoint: tuple[str, type[Completions]], tmp_path: Path
 ) -> None:
     url, _ = endpoint
@@ -96,7 +96,7 @@ def test_the_command_prints_scores_and_compares(
 @pytest.mark.parametrize(
     ("fault", "message"), [("error", "answered 500"), ("no token ids", "does not return token ids")]
 )
-def test_an_endpoint_that_cannot_be_used_is_named(
+def test_unusable_endpoint_is_named_with_its_fault(
     endpoint: tuple[str, type[Completions]], tmp_path: Path, fault: str, message: str
 ) -> None:
     url, handler = endpoint
@@ -107,7 +107,7 @@ def test_an_endpoint_that_cannot_be_used_is_named(
     assert message in result.output
 
 
-def test_a_file_that_is_no_evaluation_is_named(tmp_path: Path) -> None:
+def test_baseline_that_is_not_an_evaluation_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
     result = CliRunner().invoke(app, ["eval", str(CONFIG), "--baseline", str(tmp_path / "x.jsonl")])
     assert result.exit_code == 1

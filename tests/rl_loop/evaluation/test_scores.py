@@ -31,13 +31,13 @@ def record(task: str, sample: int, correct: bool, answer: str | None = None) -> 
 
 @pytest.mark.parametrize("right", range(7))
 @pytest.mark.parametrize("k", [1, 2, 4, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_episode(right: int, k: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(right: int, k: int) -> None:
     correct = [i < right for i in range(6)]
     subsets = list(itertools.combinations(correct, k))
     assert pass_at(correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_majority_votes_share_ties_and_ignore_missing_answers() -> None:
+def test_majority_vote_splits_ties_and_ignores_missing_answers() -> None:
     answers, correct = ["4", "4", "5", None], [True, True, False, False]
     assert majority_at(answers, correct, 1) == pytest.approx(0.5)
     assert majority_at(answers, correct, 4) == 1.0
@@ -47,7 +47,7 @@ def test_majority_votes_share_ties_and_ignore_missing_answers() -> None:
     assert majority_at(many, [a == "4" for a in many], 16) > 0.9
 
 
-def test_the_interval_holds_the_truth_in_about_95_of_100_evaluations() -> None:
+def test_interval_covers_the_true_score_in_95_percent_of_runs() -> None:
     rng, held = random.Random(0), 0
     for _ in range(400):  # tasks differ in difficulty; 4 episodes each
         tasks = [
@@ -59,7 +59,7 @@ def test_the_interval_holds_the_truth_in_about_95_of_100_evaluations() -> None:
     assert 0.92 <= held / 400 <= 0.98
 
 
-def test_the_interval_is_honest_where_all_tasks_are_equal() -> None:
+def test_interval_is_not_empty_when_all_tasks_score_alike() -> None:
     assert estimate([1.0] * 20).low < 0.9
     assert estimate([1.0] * 20).high == 1.0
     assert estimate([0.0]).high > 0.5
@@ -76,7 +76,7 @@ def test_scores_use_the_fewest_samples_that_a_task_has() -> None:
     assert found["avg@2"].tasks == 2
 
 
-def test_two_evaluations_are_compared_task_by_task() -> None:
+def test_comparison_pairs_evaluations_by_task() -> None:
     better = [record(str(t), 0, True) for t in range(10)]
     worse = [record(str(t), 0, t < 5) for t in range(20)]
     found = compare(better, worse)

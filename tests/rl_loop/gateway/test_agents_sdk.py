@@ -1,4 +1,4 @@
-"""An agent of OpenAI's Agents SDK, which knows nothing of us: a function tool, a handoff, an MCP server."""
+"""An unmodified agent of OpenAI's Agents SDK with a function tool, a handoff and an MCP server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MCP_DOUBLER = Path(__file__).parents[3] / "tests/support/rl_loop/gateway/mcp_dou
 
 
 def turns(harmony: Harmony) -> list[list[int]]:
-    """Return the policy's turns in order."""
+    """Return the turns of the policy in order."""
 
     def call(name: str, arguments: str) -> list[int]:
         thought = ParsedMessage("analysis", None, None, "ok")
@@ -46,7 +46,7 @@ def turns(harmony: Harmony) -> list[list[int]]:
 
 
 async def run_agent(base_url: str, api_key: str, dialect: str, *, stream: bool) -> str:
-    """Run an agent as a user of the SDK would."""
+    """Run the agent as a user of the SDK would."""
 
     @function_tool
     def add(a: int, b: int) -> int:
@@ -78,7 +78,7 @@ async def run_agent(base_url: str, api_key: str, dialect: str, *, stream: bool) 
 
 
 async def rehearse(harmony: Harmony, dialect: str) -> list[Lesson]:
-    """Play the agent's run with a script in place of the policy; return what the policy has to learn for it."""
+    """Run the agent with a scripted policy. Return the lessons that teach its turns."""
     engine = ScriptedEngine(turns(harmony))
     settings = GatewaySettings(replace(LONG_CONTEXT, routed_experts=False))
     gateway = Gateway(engine, harmony, ModelShape(harmony.vocabulary.size), settings)
@@ -105,7 +105,7 @@ def agent_model(tiny: Harmony) -> GptOssForCausalLM:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_agent_with_a_tool_a_handoff_and_an_mcp_server_is_captured(
+def test_sdk_agent_with_tool_handoff_and_mcp_server_is_captured(
     tiny: Harmony, agent_model: GptOssForCausalLM, dialect: str, stream: bool
 ) -> None:
     async def run() -> None:
@@ -114,7 +114,7 @@ def test_an_agent_with_a_tool_a_handoff_and_an_mcp_server_is_captured(
             answer = await run_agent(served.gateway.base_url, key, dialect, stream=stream)
             assert answer == "four"
 
-            # The agent that takes over has other instructions and tools: a sequence of its own.
+            # The second agent has other instructions and tools, so it begins another sequence.
             front, math = served.trajectories()
             assert front.assistant_turns == 1
             assert [turn.role for turn in math.turns] == [

@@ -1,4 +1,4 @@
-"""Another client is served in time while a gateway is attacked, and the gateway's memory stays bounded."""
+"""Delay of other clients and memory of a gateway that is attacked."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ import pytest
 
 from tests.support.rl_loop.gateway.attacks import BODIES, HELD
 
-# Minutes: a server takes seconds to refuse some of the requests.
+# These tests take minutes, because a server takes seconds to reject some of the requests.
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 LONGEST_DELAY = 0.05
-"""Seconds for which requests of one client may hold up those of others."""
+"""Longest delay in seconds that requests of one client may cause for other clients."""
 MEMORY = 512 * 1024**2
-"""Bytes that all attacks together may add."""
+"""Maximum bytes that all attacks may add in total."""
 ATTACK_SECONDS = 0.5
 HEADERS_END = 15.0
-"""Seconds after which no connection without a request is open."""
+"""Seconds after which the server has closed every connection without a request."""
 
 
 @dataclass
 class Attacked:
-    """A server in a process of its own."""
+    """A server in a separate process."""
 
     process: subprocess.Popen[str]
     port: int
 
     def state(self) -> tuple[int, int, float]:
-        """Return the peak of the memory in bytes, the number of open files, and the longest delay
-        since the last call in seconds."""
+        """Return the state of the server.
+
+        Returns:
+            The peak memory in bytes, the number of open files, and the longest delay since the
+            last call in seconds.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -74,7 +78,7 @@ def attacked() -> Iterator[Attacked]:
 
 @pytest.fixture(scope="module")
 def control() -> Iterator[Attacked]:
-    """A server on the same machine that is not attacked: its delays are those of the machine."""
+    """A server that is not attacked. Its delays show the load of the machine."""
     with server() as started:
         yield started
 
@@ -113,7 +117,9 @@ def statuses(attack: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_other_clients_are_served_in_time(attacked: Attacked, control: Attacked, name: str) -> None:
+def test_other_clients_are_served_in_time_during_an_attack(
+    attacked: Attacked, control: Attacked, name: str
+) -> None:
     control.state()
     before, _, _ = attacked.state()
     attack = begin(attacked, name, ATTACK_SECONDS)

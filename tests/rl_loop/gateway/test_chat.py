@@ -1,4 +1,4 @@
-"""Chat completions with the official client: the captured tokens equal the embedded engine's."""
+"""Chat completions with the official client. Captured tokens equal those of the embedded engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 # ---- plain, streamed, with tools
 
 
-def test_a_plain_answer_has_text_reasoning_and_usage(
+def test_plain_answer_has_text_reasoning_and_usage(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -59,7 +59,9 @@ def test_a_plain_answer_has_text_reasoning_and_usage(
     asyncio.run(run())
 
 
-def test_a_stream_has_the_same_answer(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_stream_has_the_same_answer_as_a_plain_request(
+    tiny: Harmony, model: GptOssForCausalLM
+) -> None:
     def read(client: openai.OpenAI) -> tuple[str, str, str | None, Any]:
         content, reasoning, reason, usage = "", "", None, None
         stream = client.chat.completions.create(
@@ -84,7 +86,7 @@ def test_a_stream_has_the_same_answer(tiny: Harmony, model: GptOssForCausalLM) -
     asyncio.run(run())
 
 
-def test_a_tool_is_called_and_its_answer_goes_back_raw(
+def test_tool_call_and_its_result_keep_the_sampled_tokens(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run(stream: bool) -> None:
@@ -125,7 +127,7 @@ def test_a_tool_is_called_and_its_answer_goes_back_raw(
 
 
 async def _streamed_call(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
-    """Return the message that the client's own helper assembles from a stream."""
+    """Return the call that the client's helper assembles from a stream."""
     async with client.chat.completions.stream(
         model="any", messages=messages, tools=TOOLS
     ) as stream:
@@ -137,10 +139,10 @@ async def _streamed_call(client: openai.AsyncOpenAI, messages: list[Any]) -> dic
     return {"id": call.id, "type": "function", "function": function}
 
 
-# ---- the forest
+# ---- branches
 
 
-def test_a_conversation_is_one_sequence(
+def test_conversation_of_several_turns_is_one_sequence(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -159,7 +161,9 @@ def test_a_conversation_is_one_sequence(
     asyncio.run(run())
 
 
-def test_branches_train_what_they_share_once(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_tokens_shared_by_branches_are_trained_on_once(
+    tiny: Harmony, model: GptOssForCausalLM
+) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
@@ -178,7 +182,7 @@ def test_branches_train_what_they_share_once(tiny: Harmony, model: GptOssForCaus
     asyncio.run(run())
 
 
-def test_an_edited_history_and_other_tools_begin_other_trees(
+def test_edited_history_or_other_tools_begin_new_sequences(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -197,7 +201,7 @@ def test_an_edited_history_and_other_tools_begin_other_trees(
             beginning = script.prompt("Hi") + script.says("Hello", thinks=True)
             length = len(beginning)
             assert same.token_ids[:length].tolist() == beginning
-            # Rendered from text: the answer stands there as history, which has no reasoning.
+            # The edited answer is rendered from text as history, without reasoning.
             assert other_text.token_ids[:-1].tolist() == tiny.render_prompt([*HI, edited, more])
             assert other_tools.token_ids[:-1].tolist() == tiny.render_prompt(
                 [*HI, echo(first), more], [ADD]
@@ -207,7 +211,7 @@ def test_an_edited_history_and_other_tools_begin_other_trees(
     asyncio.run(run())
 
 
-def test_harmony_history_is_what_the_format_renders_of_it(
+def test_harmony_history_equals_the_rendered_format(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -245,7 +249,7 @@ def test_harmony_history_keeps_the_reasoning_of_a_call(
     asyncio.run(run())
 
 
-def test_an_agent_may_continue_behind_a_turn_that_was_cut_off(
+def test_conversation_continues_after_a_truncated_turn(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -262,7 +266,7 @@ def test_an_agent_may_continue_behind_a_turn_that_was_cut_off(
             messages = [*count, echo(choice.message), {"role": "user", "content": "Stop"}]
             assert (await say(client, messages)).content == "ok"
             [trajectory] = served.trajectories()
-            # The end of the message that was cut off is context: nobody has sampled it.
+            # The end of the truncated message is context, because the policy did not sample it.
             assert trajectory.sampled_tokens == 12 + len(script.says("ok"))
             behind = trajectory.token_ids[len(script.prompt("Count")) + 12 :].tolist()
             assert tiny.decode(behind) == "<|end|>" + tiny.decode(
@@ -288,17 +292,17 @@ def test_text_cannot_become_a_special_token(tiny: Harmony, model: GptOssForCausa
             [trajectory] = served.trajectories()
             prompt = trajectory.token_ids[:-1].tolist()
             assert prompt == tiny.render_prompt(messages)
-            # One for each message, and the one that the turn begins behind.
+            # One span for each message, and one for the header of the turn.
             assert len(History(tiny.vocabulary).spans(prompt)) == len(messages) + 1
             check_capture(served, [trajectory])
 
     asyncio.run(run())
 
 
-# ---- what goes wrong
+# ---- errors and limits
 
 
-def test_a_conversation_that_is_too_long_is_refused_and_the_session_goes_on(
+def test_session_continues_after_a_conversation_is_too_long(
     tiny: Harmony, model: GptOssForCausalLM
 ) -> None:
     limits = LIMITS.model_copy(update={"max_tokens": 64})
@@ -313,7 +317,7 @@ def test_a_conversation_that_is_too_long_is_refused_and_the_session_goes_on(
                 assert "context has 64" in str(refusal.value)
             assert (await say(client, HI)).content == "Hello"
 
-            # An answer that the context cuts off says so.
+            # Truncation by the context is recorded as the finish reason.
             message = await say(client, [{"role": "user", "content": "Count"}])
             assert LONG.startswith(message.content)
             assert [t.finish_reason for t in served.trajectories()] == [
@@ -326,7 +330,7 @@ def test_a_conversation_that_is_too_long_is_refused_and_the_session_goes_on(
 
 
 @pytest.mark.parametrize(("text", "kind"), [("Break", "channel"), ("Think", "unanswered")])
-def test_an_illegal_turn_ends_the_session_as_a_format_error(
+def test_malformed_turn_ends_the_session_as_a_format_error(
     tiny: Harmony, model: GptOssForCausalLM, text: str, kind: str
 ) -> None:
     async def run() -> None:
@@ -347,9 +351,7 @@ def test_an_illegal_turn_ends_the_session_as_a_format_error(
     asyncio.run(run())
 
 
-def test_a_call_of_a_function_that_there_is_not_is_a_format_error(
-    tiny: Harmony, script: Script
-) -> None:
+def test_call_of_an_unknown_function_is_a_format_error(tiny: Harmony, script: Script) -> None:
     from rl_loop.gateway.answer import read_turn
 
     sampled = GenerateResult(script.calls_add(), [], FinishReason.STOP)
@@ -358,7 +360,9 @@ def test_a_call_of_a_function_that_there_is_not_is_a_format_error(
 
 
 @pytest.mark.parametrize("limit", ["max_turns", "max_sampled_tokens"])
-def test_a_limit_ends_the_session(tiny: Harmony, model: GptOssForCausalLM, limit: str) -> None:
+def test_session_ends_at_its_limit_of_turns_or_tokens(
+    tiny: Harmony, model: GptOssForCausalLM, limit: str
+) -> None:
     limits = LIMITS.model_copy(update={limit: 1})
 
     async def run() -> None:
@@ -375,7 +379,7 @@ def test_a_limit_ends_the_session(tiny: Harmony, model: GptOssForCausalLM, limit
     asyncio.run(run())
 
 
-def test_a_session_without_time_is_over(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_session_ends_at_its_time_limit(tiny: Harmony, model: GptOssForCausalLM) -> None:
     limits = LIMITS.model_copy(update={"episode_seconds": 0.3})
 
     async def run() -> None:
@@ -398,7 +402,7 @@ class BrokenEngine(RecordingEngine):
         raise RuntimeError("out of memory")
 
 
-def test_an_engine_that_fails_makes_the_session_invalid_after_retries_in_place(
+def test_session_is_invalid_after_retries_of_a_failing_engine(
     tiny: Harmony, model: GptOssForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_sampler, "FAULT_PAUSES", (0.0, 0.0))
@@ -410,7 +414,7 @@ def test_an_engine_that_fails_makes_the_session_invalid_after_retries_in_place(
             with pytest.raises(openai.InternalServerError) as failure:
                 await say(served.client(), HI)
             assert failure.value.code == "infrastructure_failure"
-            # In place, and not by the client besides.
+            # The session retries, and the client does not.
             assert len(broken.begun) == 3
 
             assert isinstance(served.session.end, Failed)
@@ -420,7 +424,7 @@ def test_an_engine_that_fails_makes_the_session_invalid_after_retries_in_place(
     asyncio.run(run())
 
 
-# ---- clients that leave, and come again
+# ---- disconnects and retries of clients
 
 
 async def _is_idle(served: Served) -> None:
@@ -437,7 +441,7 @@ def test_sampling_stops_when_the_client_leaves(tiny: Harmony, model: GptOssForCa
                 [pending] = served.session._pending.all()
                 with pytest.raises(openai.APITimeoutError):
                     await asking
-                # The engine is held: only being cancelled ends the turn.
+                # The engine is paused, so only cancellation ends the turn.
                 await eventually(pending.task.done)
                 assert pending.task.cancelled()
                 assert len(served.session._pending) == 0
@@ -449,7 +453,7 @@ def test_sampling_stops_when_the_client_leaves(tiny: Harmony, model: GptOssForCa
     asyncio.run(run())
 
 
-def test_a_request_that_timed_out_and_is_sent_again_is_answered_once(
+def test_request_repeated_after_a_timeout_is_answered_once(
     tiny: Harmony, model: GptOssForCausalLM
 ) -> None:
     async def run() -> None:
@@ -465,7 +469,7 @@ def test_a_request_that_timed_out_and_is_sent_again_is_answered_once(
     asyncio.run(run())
 
 
-def test_equal_requests_get_turns_of_their_own(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_equal_requests_get_separate_turns(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
@@ -475,10 +479,10 @@ def test_equal_requests_get_turns_of_their_own(tiny: Harmony, model: GptOssForCa
                     for _ in range(3)
                 ]
                 await eventually(lambda: _waiting(served) == 3)
-                # One that leaves takes only its own turn along.
+                # A client that disconnects cancels only its own turn.
                 asking.pop().cancel()
                 await eventually(lambda: _waiting(served) == 2)
-                # A request that is marked as a retry joins a turn in flight, but not that one.
+                # A request marked as a retry joins a turn in flight, but not the cancelled one.
                 again = asyncio.create_task(
                     client.chat.completions.create(
                         model="any", messages=HI, extra_headers={"x-stainless-retry-count": "1"}
@@ -497,19 +501,19 @@ def _waiting(served: Served) -> int:
     return sum(turn.waiting for turn in served.session._pending.all())
 
 
-def test_an_answer_that_got_lost_is_given_again(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_lost_answer_is_sent_again_on_retry(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
             first = await client.chat.completions.create(model="any", messages=HI)
-            # The client sends this after its connection broke during the response.
+            # The client sends this header after the connection broke while it read the answer.
             again = await client.chat.completions.create(
                 model="any", messages=HI, extra_headers={"x-stainless-retry-count": "1"}
             )
             assert again.id == first.id
             check_capture(served, served.trajectories())
 
-            # The server knows by itself when it could not send an answer.
+            # Without the header, the server knows that it did not deliver the answer.
             [node] = served.session.forest.nodes
             node.delivered = False
             again = await client.chat.completions.create(model="any", messages=HI)
@@ -521,7 +525,7 @@ def test_an_answer_that_got_lost_is_given_again(tiny: Harmony, model: GptOssForC
 # ---- weight syncs
 
 
-def test_a_weight_sync_in_the_middle_of_a_turn_is_not_seen(
+def test_weight_sync_within_a_turn_is_invisible_to_the_client(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -551,10 +555,10 @@ def test_a_weight_sync_in_the_middle_of_a_turn_is_not_seen(
     asyncio.run(run())
 
 
-# ---- many at a time
+# ---- concurrent sessions
 
 
-def test_sessions_at_the_same_time_do_not_mix(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_concurrent_sessions_do_not_mix(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def converse(client: openai.AsyncOpenAI, text: str) -> str:
         first = await say(client, HI)
         message = await say(client, [*HI, echo(first), {"role": "user", "content": text}])
@@ -581,7 +585,7 @@ def test_sessions_at_the_same_time_do_not_mix(tiny: Harmony, model: GptOssForCau
 
 
 def _check_shared_prompts(served: Served, trajectories: list[Any]) -> None:
-    """``check_capture`` where sessions say the same: their requests are told apart by name."""
+    """Run ``check_capture`` on sessions of equal text. Episode names separate their requests."""
     for number, trajectory in enumerate(trajectories):
         answered = [call for call in served.engine.answered if call.request.episode == f"s{number}"]
         one = Served(

@@ -1,4 +1,4 @@
-"""Gateway of a dense ChatML model with the official client: it captures the engine's tokens."""
+"""Gateway of a dense ChatML model with the official client. It captures the engine's tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CODE = 'print("<|im_end|>")'
 
 
 class Script:
-    """Turns of the policy, and the tool results between them."""
+    """Turns of the policy, and the text that it reads between them."""
 
     def __init__(self, codec: ChatMl) -> None:
         self.codec = codec
@@ -51,7 +51,7 @@ class Script:
         return self.calls("", ("python", {"code": CODE}))
 
     def illegal(self) -> list[int]:
-        """A call without an end."""
+        """Return a call without an end."""
         markup = self.codec.vocabulary.markup
         return [markup[TOOL_CALL], *self.codec.vocabulary.encode_text("x"), markup[IM_END]]
 
@@ -135,7 +135,7 @@ def ids_of(served: Served) -> list[list[int]]:
     return [trajectory.token_ids.tolist() for trajectory in trajectories]
 
 
-def test_a_conversation_is_one_sequence_and_an_edited_one_is_rendered_as_the_template_does(
+def test_conversation_is_one_sequence_unless_edited(
     chatml: ChatMl, model: PreTrainedModel, script: Script
 ) -> None:
     async def run(history: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_conversation_is_one_sequence_and_an_edited_one_is_rendered_as_the_tem
             completion = await client.chat.completions.create(model="any", messages=[user("Hi")])
             [choice] = completion.choices
             assert (choice.message.content, choice.finish_reason) == ("Hello", "stop")
-            # ChatML has no thoughts that a client could be shown.
+            # ChatML has no reasoning to show to a client.
             assert choice.message.model_extra == {}
             assert completion.usage is not None
             assert completion.usage.completion_tokens_details is not None
@@ -165,13 +165,13 @@ def test_a_conversation_is_one_sequence_and_an_edited_one_is_rendered_as_the_tem
             assert whole == list(chain.from_iterable(parts))
             assert other[:-1] == chatml.render_prompt(edited)
 
-    # The format keeps all earlier turns, so both are one sequence.
+    # The format keeps earlier turns completely, so both kinds of history give one sequence.
     asyncio.run(run("append"))
     asyncio.run(run("harmony"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_answered_in_their_order_whatever_the_clients_is(
+def test_results_follow_the_order_of_calls_for_any_client_order(
     chatml: ChatMl, model: PreTrainedModel, script: Script, stream: bool
 ) -> None:
     async def run() -> None:
@@ -187,7 +187,7 @@ def test_calls_are_answered_in_their_order_whatever_the_clients_is(
                 message: Any = choice.message
             else:
                 message = await say(client, [user("1+1")], tools=TOOLS)
-            # Text before calls is what the client repeats, so it is content and no reasoning.
+            # The client repeats the text before calls, so the text is content, not reasoning.
             assert message.content == "ok"
             first, second = message.tool_calls
             assert first.function.arguments == '{"a": 1, "b": 1}'
@@ -226,7 +226,7 @@ def test_calls_are_answered_in_their_order_whatever_the_clients_is(
     asyncio.run(run())
 
 
-def test_a_function_named_python_is_the_clients_own_and_responses_go_on_by_their_id(
+def test_response_continues_after_a_function_named_python(
     chatml: ChatMl, model: PreTrainedModel, script: Script
 ) -> None:
     tools: list[Any] = [{"type": "function", "name": "python", "parameters": PYTHON.parameters}]
@@ -257,7 +257,7 @@ def test_a_function_named_python_is_the_clients_own_and_responses_go_on_by_their
     asyncio.run(run())
 
 
-def test_a_turn_that_a_limit_cut_off_goes_on_from_its_tokens(
+def test_truncated_turn_continues_from_its_prefix(
     chatml: ChatMl, model: PreTrainedModel, script: Script
 ) -> None:
     async def run() -> None:
@@ -280,9 +280,9 @@ def test_a_turn_that_a_limit_cut_off_goes_on_from_its_tokens(
                 *script.hears("Stop"),
                 *script.says("ok"),
             ]
-            # The end of a truncated turn is context, because it was not sampled.
+            # The end of the truncated turn is context, because the policy did not sample it.
             assert served.trajectories()[0].sampled_tokens == 12 + len(script.says("ok"))
-            # The policy sees the beginning of the call that it has sampled.
+            # The prompt contains the sampled beginning of the call.
             call = script.prompt("1+1", ADD) + script.sums()[:8]
             end = chatml.vocabulary.markup["<|im_end|>"]
             assert continued[:-1] == [*call, end, *script.hears("Hi")]
@@ -290,7 +290,7 @@ def test_a_turn_that_a_limit_cut_off_goes_on_from_its_tokens(
     asyncio.run(run())
 
 
-def test_an_illegal_turn_ends_the_session_as_a_format_error(
+def test_malformed_turn_ends_the_session_as_a_format_error(
     chatml: ChatMl, model: PreTrainedModel
 ) -> None:
     async def run() -> None:
@@ -326,7 +326,7 @@ def test_an_illegal_turn_ends_the_session_as_a_format_error(
         ),
     ],
 )
-def test_what_only_harmony_can_say_is_refused_and_the_session_goes_on(
+def test_session_continues_after_rejecting_harmony_only_options(
     chatml: ChatMl, model: PreTrainedModel, options: dict[str, Any], parameter: str, named: str
 ) -> None:
     async def run() -> None:

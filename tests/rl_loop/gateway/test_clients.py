@@ -1,4 +1,4 @@
-"""The official client in all of its ways: two dialects, plain and streamed, synchronous and asynchronous."""
+"""All variants of the official client: two APIs, plain and streamed, synchronous and async."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HI: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
-def test_the_official_client_gets_the_answer_and_its_tokens_are_captured(
+def test_official_client_gets_its_answer_and_tokens_are_captured(
     tiny: Harmony,
     model: GptOssForCausalLM,
     script: Script,
@@ -72,7 +72,7 @@ def text_of(answer: Any) -> str:
 
 
 def piece_of(event: Any) -> str:
-    """Return the text that an event of a stream adds to the response."""
+    """Return the text that an event of a stream adds to the answer."""
     if isinstance(event, openai.types.chat.ChatCompletionChunk):
         return "".join(choice.delta.content or "" for choice in event.choices)
     return event.delta if event.type == "response.output_text.delta" else ""

@@ -1,4 +1,4 @@
-"""Repeated messages of a client are recognized by value, and the policy sees its sampled tokens."""
+"""Messages that a client repeats. They match by value, and keep the sampled tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def call(arguments: str = '{"a": 1}', function: str = "add", end: str = "<|call|
 
 
 def calls(*functions: str) -> str:
-    """Write a turn with several calls."""
+    """Return a turn with several calls."""
     pieces = [
         call(json.dumps({"a": n}), name, "<|end|>") for n, name in enumerate(functions, start=1)
     ]
@@ -59,7 +59,7 @@ async def chat(talk: Talk, messages: list[Any], **options: Any) -> Any:
 
 
 def echo(message: Any) -> dict[str, Any]:
-    """Repeat a message as clients do that keep no reasoning."""
+    """Return a message as repeated by clients that drop reasoning."""
     dumped: dict[str, Any] = message.model_dump(exclude_none=True)
     dumped.pop("reasoning", None)
     return dumped
@@ -71,14 +71,14 @@ def places(text: str, *pieces: str) -> list[int]:
     return found
 
 
-# ---- results stand behind their calls
+# ---- order of calls and results
 
 FUNCTIONS = [("add", "add"), ("add", "add", "add"), ("add", "sub", "add")]
 
 
 @pytest.mark.parametrize("functions", FUNCTIONS)
 @pytest.mark.parametrize("dialect", ["chat", "responses", "previous"])
-def test_results_stand_in_the_order_of_their_calls(
+def test_results_are_rendered_in_the_order_of_their_calls(
     full: Harmony, functions: tuple[str, ...], dialect: str
 ) -> None:
     results = [f"RESULT{n}" for n in range(len(functions))]
@@ -117,13 +117,13 @@ def test_results_stand_in_the_order_of_their_calls(
                     await create(input=[Q, *repeated, *items], **options)
             found = places(talk.shown(), *results)
             assert found == sorted(found), order
-        # The tokens of the calls are the sampled ones, whatever the order of the results.
+        # The calls keep their sampled tokens for any order of the results.
         assert len(talk.session.trajectories("t")) == len(orders)
 
     play(full, [calls(*functions), FINAL] * len(orders), conversation)
 
 
-def test_the_order_of_results_does_not_matter_when_they_are_repeated(full: Harmony) -> None:
+def test_repeated_results_match_in_any_order(full: Harmony) -> None:
     async def conversation(talk: Talk) -> None:
         message = await chat(talk, [Q])
         one, two = (
@@ -139,7 +139,7 @@ def test_the_order_of_results_does_not_matter_when_they_are_repeated(full: Harmo
     play(full, [calls("add", "add"), FINAL, FINAL], conversation)
 
 
-def test_a_result_whose_call_cannot_be_told_is_refused(full: Harmony) -> None:
+def test_result_without_a_clear_call_is_rejected(full: Harmony) -> None:
     async def conversation(talk: Talk) -> None:
         message = await chat(talk, [Q])
         last = message.tool_calls[-1].id
@@ -152,7 +152,7 @@ def test_a_result_whose_call_cannot_be_told_is_refused(full: Harmony) -> None:
     play(full, [calls("add", "add")], conversation)
 
 
-# ---- thinking of an open call
+# ---- reasoning before an open call
 
 CHANGES: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -168,7 +168,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("history", ["append", "harmony"])
 @pytest.mark.parametrize("is_repeated", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_thinking_of_an_open_call_survives_other_options(
+def test_reasoning_of_an_open_call_is_kept_when_options_change(
     full: Harmony, history: str, is_repeated: bool, change: str
 ) -> None:
     async def conversation(talk: Talk) -> None:
@@ -189,7 +189,7 @@ def test_thinking_of_an_open_call_survives_other_options(
         found = places(shown, "SECRET-PLAN", "to=functions.add", "RESULT")
         assert found == sorted(found)
 
-        # The thinking is over with the answer.
+        # The format drops the reasoning after the answer.
         more = {"role": "user", "content": "more"}
         options = base | {"instructions": "C"} | {"previous_response_id": second.id}
         await create(input=[more], **options)
@@ -199,7 +199,7 @@ def test_thinking_of_an_open_call_survives_other_options(
 
 
 @pytest.mark.parametrize("options", [{"tools": [SUB, ADD]}, {"reasoning_effort": "low"}])
-def test_thinking_of_an_open_call_survives_in_chats(full: Harmony, options: Any) -> None:
+def test_reasoning_of_an_open_call_is_kept_in_chat_completions(full: Harmony, options: Any) -> None:
     async def conversation(talk: Talk) -> None:
         message = await chat(talk, [Q])
         [made] = message.tool_calls
@@ -209,7 +209,7 @@ def test_thinking_of_an_open_call_survives_in_chats(full: Harmony, options: Any)
         found = places(talk.shown(), "SECRET-PLAN", "to=functions.add", "RESULT")
         assert found == sorted(found)
 
-        # It belongs to this call only.
+        # The reasoning belongs to this call only.
         edited = json.loads(json.dumps(repeated).replace('\\"a\\": 1', '\\"a\\": 2'))
         assert edited != repeated
         await chat(talk, [Q, edited, answer], **options)
@@ -256,7 +256,7 @@ DIFFERENT = [
     ("sampled", "repeated", "is_same"),
     [(*pair, True) for pair in SPELLINGS] + [(*pair, False) for pair in DIFFERENT],
 )
-def test_a_repeated_call_is_recognized_by_value(
+def test_repeated_call_matches_by_value(
     full: Harmony, sampled: str, repeated: str, is_same: bool
 ) -> None:
     async def conversation(talk: Talk) -> None:
@@ -272,7 +272,7 @@ def test_a_repeated_call_is_recognized_by_value(
     play(full, [THOUGHT + call(sampled), FINAL], conversation)
 
 
-def test_tools_are_recognized_by_value(full: Harmony) -> None:
+def test_tools_match_by_value(full: Harmony) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "number", "default": 1}}}
     again = {"properties": {"a": {"default": 1.0, "type": "number"}}, "type": "object"}
 
@@ -288,13 +288,11 @@ def test_tools_are_recognized_by_value(full: Harmony) -> None:
     play(full, [FINAL, FINAL], conversation)
 
 
-# ---- samples of their own
+# ---- equal requests
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_equal_requests_at_a_time_get_samples_of_their_own(
-    full: Harmony, is_streamed: bool
-) -> None:
+def test_concurrent_equal_requests_get_separate_samples(full: Harmony, is_streamed: bool) -> None:
     turns = [f"<|channel|>final<|message|>{n}<|return|>" for n in range(8)]
 
     async def ask(talk: Talk) -> str:
@@ -312,11 +310,11 @@ def test_equal_requests_at_a_time_get_samples_of_their_own(
     play(full, turns, conversation, seconds=0.05)
 
 
-# ---- turns that a limit cut off
+# ---- truncated turns
 
 
-def cut_turn(codec: Harmony, text: str) -> list[int]:
-    """A turn of which the engine returns exactly ``text`` before its limit."""
+def truncated_turn(codec: Harmony, text: str) -> list[int]:
+    """Return a turn of which the engine samples exactly ``text`` before its limit."""
     filler = "<|channel|>final<|message|>never sampled<|return|>"
     return _ids(codec, text) + _ids(codec, filler)
 
@@ -356,7 +354,7 @@ HEADERS = [
 
 
 @pytest.mark.parametrize("place", CUTS)
-def test_a_cut_turn_is_shown_as_it_was_sampled(full: Harmony, place: str) -> None:
+def test_truncated_turn_is_rendered_as_sampled(full: Harmony, place: str) -> None:
     text, reasoning, content, arguments, end = CUTS[place]
     limit = len(_ids(full, text))
 
@@ -375,19 +373,19 @@ def test_a_cut_turn_is_shown_as_it_was_sampled(full: Harmony, place: str) -> Non
         if made:
             more = {"role": "tool", "tool_call_id": made[0].id, "content": "MORE"}
         await create(messages=[Q, echo(choice.message), more], **options)
-        # Exactly what was sampled, its end, and what comes next.
+        # The prompt is the sampled text, its end, and the next message.
         before = talk.shown(0) + text + end + "<|start|>"
         assert talk.shown().startswith(before)
         assert "MORE" in talk.shown()[len(before) :]
         assert "<|channel|>final<|message|><|end|>" not in talk.shown()
         assert len(talk.session.trajectories("t")) == 1
 
-    play(full, [cut_turn(full, text), FINAL], conversation)
+    play(full, [truncated_turn(full, text), FINAL], conversation)
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "other options"])
 @pytest.mark.parametrize(("before", "header"), HEADERS)
-def test_a_header_that_was_cut_off_is_left_out(
+def test_truncated_header_is_left_out_of_the_prompt(
     full: Harmony, before: str, header: str, api: str
 ) -> None:
     limit = len(_ids(full, before + header))
@@ -413,10 +411,10 @@ def test_a_header_that_was_cut_off_is_left_out(
         assert shown.count("<|start|>assistant") == (1 if before else 0)
         assert shown.count("<|start|>user<|message|>q<|end|>") == 2
 
-    play(full, [cut_turn(full, before + header), FINAL], conversation)
+    play(full, [truncated_turn(full, before + header), FINAL], conversation)
 
 
-def test_a_cut_call_of_chatml_is_shown_as_it_was_sampled() -> None:
+def test_truncated_chatml_call_is_rendered_as_sampled() -> None:
     codec = ChatMl(tiny_vocabulary(1300, vocabulary_text()), ChatMlConfig())
     turn = codec.render_turn(
         ChatMessage("assistant", "Hm.", (Call("add", '{"a": 1}'), Call("add", '{"a": 2}')))
@@ -442,7 +440,7 @@ def test_a_cut_call_of_chatml_is_shown_as_it_was_sampled() -> None:
 # ---- errors
 
 
-def test_an_illegal_turn_is_reported_as_a_model_error(full: Harmony) -> None:
+def test_malformed_turn_is_reported_as_a_model_error(full: Harmony) -> None:
     async def conversation(talk: Talk) -> None:
         with pytest.raises(openai.InternalServerError) as error:
             await chat(talk, [Q])

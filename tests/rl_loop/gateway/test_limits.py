@@ -1,4 +1,4 @@
-"""Requests and connections that are too large, too many or too slow are refused, and closed."""
+"""Limits on the size, number and duration of requests and connections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def address(talk: Talk) -> tuple[str, int]:
 
 
 async def raw(talk: Talk, data: bytes) -> bytes:
-    """Send bytes and return all that comes back until the connection is closed."""
+    """Send bytes. Return the complete reply once the connection is closed."""
     reader, writer = await asyncio.open_connection(*address(talk))
     writer.write(data)
     answer = b""
@@ -51,10 +51,10 @@ def head(talk: Talk, size: int, *more: str, key: str | None = None) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def test_bodies_are_not_read_without_a_key(full: Harmony) -> None:
+def test_body_is_not_read_without_a_valid_key(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, []) as talk:
-            # Nothing of the body is sent, and the answer is there.
+            # The answer comes although the client sends no body.
             answer = await raw(talk, head(talk, MAX_BODY_BYTES, key="sk-wrong"))
             assert answer.startswith(b"HTTP/1.1 401")
             assert b"connection: close" in answer.lower()
@@ -63,7 +63,7 @@ def test_bodies_are_not_read_without_a_key(full: Harmony) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, gzip"])
-def test_compressed_bodies_are_refused(full: Harmony, encoding: str) -> None:
+def test_compressed_body_is_rejected(full: Harmony, encoding: str) -> None:
     async def run() -> None:
         async with talking(full, []) as talk:
             packed = gzip.compress(b"{}")
@@ -75,7 +75,7 @@ def test_compressed_bodies_are_refused(full: Harmony, encoding: str) -> None:
     asyncio.run(run())
 
 
-def test_a_slow_body_is_refused(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_is_rejected(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "BODY_SECONDS", 0.2)
 
     async def run() -> None:
@@ -86,14 +86,16 @@ def test_a_slow_body_is_refused(full: Harmony, monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(run())
 
 
-def test_slow_headers_are_closed(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_with_slow_headers_is_closed(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections_module, "HEADER_SECONDS", 0.2)
 
     async def run() -> None:
         async with talking(full, []) as talk:
             for data in (b"", b"POST /v1/chat", head(talk, 10)[:-4]):
                 assert await raw(talk, data) == b""
-            # Behind a complete request, too.
+            # The limit also holds after a complete request.
             request = f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {talk.session.api_key}\r\n"
             answer = await raw(talk, f"{request}Host: x\r\n\r\nGET /v1".encode())
             assert answer.startswith(b"HTTP/1.1 200")
@@ -134,7 +136,7 @@ TOO_MUCH: list[tuple[str, Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "named"), TOO_MUCH)
-def test_what_is_too_much_is_refused(
+def test_request_beyond_a_limit_is_rejected_and_names_the_field(
     full: Harmony, path: str, body: Any, status: int, named: str
 ) -> None:
     async def run() -> None:
@@ -147,7 +149,7 @@ def test_what_is_too_much_is_refused(
                 assert named in error["message"] or named == error["param"]
                 assert len(error["message"]) <= 1000
             assert talk.policy.requests == []
-            # Others, and the same client, are served.
+            # The gateway still serves this client and others.
             create: Any = talk.client.chat.completions.create
             completion = await create(model="m", messages=[{"role": "user", "content": "q"}])
             assert completion.choices[0].message.content == "done"
@@ -155,7 +157,7 @@ def test_what_is_too_much_is_refused(
     asyncio.run(run())
 
 
-def test_long_bodies_are_parsed_as_short_ones() -> None:
+def test_long_body_is_parsed_like_a_short_one() -> None:
     values: list[Any] = [
         {"a": [1, -2.5e3, "é\u6f22\U0001f600\\n", None, True, {"b": {}}, []]},
         [[["x" * SHORT_BODY_BYTES]]],
@@ -173,7 +175,7 @@ def test_long_bodies_are_parsed_as_short_ones() -> None:
         assert refusal.value.status == 400
 
 
-def test_requests_in_flight_of_a_key_are_limited(
+def test_concurrent_requests_of_a_key_are_limited(
     full: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rl_loop.gateway.server.MAX_IN_FLIGHT", 4)
@@ -199,7 +201,7 @@ def test_new_connections_replace_those_without_a_key(full: Harmony) -> None:
             assert talk.gateway._runner is not None and talk.gateway._runner.server is not None
             limited.watch(talk.gateway._runner.server)
             talk.gateway._connections = limited
-            # A client that has sent a key keeps its connection, whatever others open.
+            # A client that has sent a key keeps its connection.
             create: Any = talk.client.chat.completions.create
             await create(model="m", messages=[{"role": "user", "content": "q0"}])
             opened = [await asyncio.open_connection(*address(talk)) for _ in range(20)]

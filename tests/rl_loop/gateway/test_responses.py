@@ -1,4 +1,4 @@
-"""The Responses API by the official client on the embedded engine."""
+"""The Responses API with the official client and the embedded engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.rl_loop.gateway.serving import check_capture, serving
 TOOLS: list[Any] = [{"type": "function", "name": "add", "parameters": ADD.parameters}]
 
 
-def test_a_plain_response_has_items_and_usage(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_plain_response_has_items_and_usage(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             with served.sync_client() as client:
@@ -32,14 +32,12 @@ def test_a_plain_response_has_items_and_usage(tiny: Harmony, model: GptOssForCau
     asyncio.run(run())
 
 
-def test_a_stream_has_the_items_of_a_plain_response(
-    tiny: Harmony, model: GptOssForCausalLM
-) -> None:
+def test_stream_has_the_items_of_a_plain_response(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
             events = []
-            # The client's own helper follows the events and puts the response together.
+            # The client's helper assembles the response from the events.
             async with client.responses.stream(model="any", input="Hi") as stream:
                 async for event in stream:
                     events.append(event)
@@ -63,7 +61,7 @@ def test_a_stream_has_the_items_of_a_plain_response(
 
 
 @pytest.mark.parametrize("by_id", [True, False])
-def test_a_function_is_called_and_answered(
+def test_function_call_and_its_output_are_one_sequence(
     tiny: Harmony, model: GptOssForCausalLM, script: Script, by_id: bool
 ) -> None:
     async def run() -> None:
@@ -95,7 +93,7 @@ def test_a_function_is_called_and_answered(
     asyncio.run(run())
 
 
-def test_a_streamed_call_has_its_arguments(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_streamed_call_has_its_arguments(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             async with served.client().responses.stream(
@@ -109,7 +107,7 @@ def test_a_streamed_call_has_its_arguments(tiny: Harmony, model: GptOssForCausal
     asyncio.run(run())
 
 
-def test_two_branches_go_on_from_one_response(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_two_branches_continue_one_response(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
@@ -129,7 +127,7 @@ def test_two_branches_go_on_from_one_response(tiny: Harmony, model: GptOssForCau
     asyncio.run(run())
 
 
-def test_instructions_are_not_inherited(
+def test_continued_response_does_not_inherit_instructions(
     tiny: Harmony, model: GptOssForCausalLM, script: Script
 ) -> None:
     async def run() -> None:
@@ -151,7 +149,7 @@ def test_instructions_are_not_inherited(
             ]
             assert second.token_ids[:-1].tolist() == tiny.render_prompt(history)
 
-            # The same ones again: the stored tokens go on.
+            # With the same instructions, the response continues the stored tokens.
             await client.responses.create(
                 model="any",
                 input="More",
@@ -165,7 +163,7 @@ def test_instructions_are_not_inherited(
     asyncio.run(run())
 
 
-def test_a_response_that_is_not_stored_has_no_id_to_go_on_from(
+def test_unstored_response_cannot_be_continued_by_its_id(
     tiny: Harmony, model: GptOssForCausalLM
 ) -> None:
     async def run() -> None:
@@ -176,7 +174,7 @@ def test_a_response_that_is_not_stored_has_no_id_to_go_on_from(
                 await client.responses.create(
                     model="any", input="More", previous_response_id=first.id
                 )
-            # It is captured nevertheless, and repeated items go on from its tokens.
+            # The response is captured, and repeated items continue its tokens.
             items: list[Any] = [
                 {"role": "user", "content": "Hi"},
                 *(item.model_dump() for item in first.output),
@@ -190,7 +188,7 @@ def test_a_response_that_is_not_stored_has_no_id_to_go_on_from(
     asyncio.run(run())
 
 
-def test_a_limit_makes_a_response_incomplete(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_truncated_response_is_incomplete(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
@@ -202,7 +200,7 @@ def test_a_limit_makes_a_response_incomplete(tiny: Harmony, model: GptOssForCaus
             assert response.incomplete_details.reason == "max_output_tokens"
             assert LONG.startswith(response.output_text)
 
-            # Cut off inside a header, there is nothing to give.
+            # A response truncated inside a header has no output.
             response = await client.responses.create(model="any", input="Hi", max_output_tokens=1)
             assert (response.status, response.output) == ("incomplete", [])
             check_capture(served, served.trajectories())

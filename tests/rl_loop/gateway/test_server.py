@@ -1,4 +1,4 @@
-"""Keys, addresses, and requests that the gateway refuses."""
+"""Keys, addresses, and requests that the gateway rejects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.rl_loop.gateway.serving import SETTINGS, check_capture, servi
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-def test_a_key_opens_its_own_session_only(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_key_opens_only_its_own_session(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             other = served.gateway.open_session("other")
@@ -37,7 +37,7 @@ def test_a_key_opens_its_own_session_only(tiny: Harmony, model: GptOssForCausalL
             basic = {"Authorization": f"Basic {served.session.api_key}"}
             with pytest.raises(openai.AuthenticationError):
                 await mine.with_options(default_headers=basic).models.list()
-            # The same text from another key is a conversation of its own.
+            # The same text with another key begins another conversation.
             await theirs.responses.create(model="any", input="Hi")
             assert len(served.engine.answered) == 2
 
@@ -52,7 +52,7 @@ def test_a_key_opens_its_own_session_only(tiny: Harmony, model: GptOssForCausalL
     asyncio.run(run())
 
 
-def test_keys_are_not_guessed_and_not_shared(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_keys_are_long_unique_and_not_shared(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             keys = {served.gateway.open_session(f"s{i}").api_key for i in range(100)}
@@ -64,9 +64,7 @@ def test_keys_are_not_guessed_and_not_shared(tiny: Harmony, model: GptOssForCaus
     asyncio.run(run())
 
 
-def test_a_closed_session_stops_what_is_sampled_for_it(
-    tiny: Harmony, model: GptOssForCausalLM
-) -> None:
+def test_closing_a_session_stops_its_sampling(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             asking = asyncio.create_task(
@@ -85,9 +83,7 @@ def test_a_closed_session_stops_what_is_sampled_for_it(
     asyncio.run(run())
 
 
-def test_it_listens_on_loopback_unless_told_otherwise(
-    tiny: Harmony, model: GptOssForCausalLM
-) -> None:
+def test_gateway_listens_on_loopback_by_default(tiny: Harmony, model: GptOssForCausalLM) -> None:
     assert GatewaySettings(SETTINGS).host == "127.0.0.1"
 
     async def run() -> None:
@@ -99,7 +95,7 @@ def test_it_listens_on_loopback_unless_told_otherwise(
     asyncio.run(run())
 
 
-def test_a_port_that_is_taken_is_named(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_port_in_use_is_named(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             port = int(served.gateway.base_url.split(":")[2].split("/")[0])
@@ -112,7 +108,7 @@ def test_a_port_that_is_taken_is_named(tiny: Harmony, model: GptOssForCausalLM) 
     asyncio.run(run())
 
 
-def test_the_policy_is_the_only_model(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_policy_is_the_only_listed_model(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             client = served.client()
@@ -199,9 +195,7 @@ REFUSED = [
 ]
 
 
-def test_a_wrong_request_is_refused_by_the_name_of_its_key(
-    tiny: Harmony, model: GptOssForCausalLM
-) -> None:
+def test_invalid_request_names_the_wrong_key(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served, aiohttp.ClientSession() as http:
             headers = {"Authorization": f"Bearer {served.session.api_key}"}
@@ -217,9 +211,7 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_key(
     asyncio.run(run())
 
 
-def test_what_is_no_request_is_answered_in_the_same_shape(
-    tiny: Harmony, model: GptOssForCausalLM
-) -> None:
+def test_unreadable_request_gets_a_json_error(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served, aiohttp.ClientSession() as http:
             url = served.gateway.base_url
@@ -241,7 +233,7 @@ def test_what_is_no_request_is_answered_in_the_same_shape(
     asyncio.run(run())
 
 
-def test_parameters_that_change_nothing_are_taken(tiny: Harmony, model: GptOssForCausalLM) -> None:
+def test_parameters_without_effect_are_accepted(tiny: Harmony, model: GptOssForCausalLM) -> None:
     async def run() -> None:
         async with serving(tiny, model) as served:
             completion = await served.client().chat.completions.create(

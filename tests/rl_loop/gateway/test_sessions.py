@@ -32,7 +32,7 @@ def says(harmony: Harmony, text: str, thought: str = "", channel: str = "final")
 
 
 def request(*texts: str, **more: Any) -> TurnRequest:
-    """The user and the policy by turns."""
+    """Return a request whose messages alternate between user and policy."""
     roles = ["user", "assistant"] * len(texts)
     messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
     return TurnRequest(tuple(messages), **more)
@@ -62,14 +62,14 @@ async def ask(session: Session, response_id: str, asked: TurnRequest) -> Node:
     return node
 
 
-def test_of_answers_that_read_the_same_the_id_says_which_one_goes_on(tiny: Harmony) -> None:
-    """They differ in what no client repeats: the reasoning."""
+def test_response_id_selects_among_answers_of_equal_text(tiny: Harmony) -> None:
+    """The answers differ only in their reasoning, which clients do not repeat."""
 
     async def play(session: Session) -> None:
         for name in ("one", "two"):
             await ask(session, name, request("Hi"))
         await ask(session, "three", request("More", previous_id="one"))
-        # Without an id it is the newest.
+        # Without an id, the newest answer continues.
         await ask(session, "four", request("Hi", "Hello", "Again"))
         first, second = (sequence for _, sequence in session.trajectories("t"))
         assert [turn.role for turn in first.turns] == ["prompt", "assistant", "user", "assistant"]
@@ -82,7 +82,7 @@ def test_of_answers_that_read_the_same_the_id_says_which_one_goes_on(tiny: Harmo
     assert engine.requests[3].input_ids[: len(prompt + turns[1])] == prompt + turns[1]
 
 
-def test_older_turns_are_forgotten_and_their_conversations_rendered_from_text(
+def test_dropped_turns_are_rendered_from_text(
     tiny: Harmony,
 ) -> None:
     settings = replace(SERVED, max_stored_turns=2)
@@ -101,12 +101,12 @@ def test_older_turns_are_forgotten_and_their_conversations_rendered_from_text(
     engine = converse(tiny, turns, settings, play)
     history = request("Hi", "Hello", "More").messages
     assert engine.requests[3].input_ids == tiny.render_prompt(history)
-    # That one is still there, with what it thought.
+    # The newer turn is still stored, with its reasoning.
     beginning = engine.requests[2].input_ids + turns[2]
     assert engine.requests[4].input_ids[: len(beginning)] == beginning
 
 
-def test_forest_forgets_turns_beyond_its_memory(
+def test_forest_drops_turns_beyond_its_memory_unless_trained(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A key that is only served must not fill the memory with few, long conversations."""
@@ -131,7 +131,7 @@ def test_forest_forgets_turns_beyond_its_memory(
 
 
 @pytest.mark.parametrize(("settings", "chosen"), [(TRAINED, False), (SERVED, True)])
-def test_clients_choose_how_to_sample_only_where_nothing_is_trained(
+def test_client_sampling_options_apply_only_without_training(
     tiny: Harmony, settings: SessionSettings, chosen: bool
 ) -> None:
     async def play(session: Session) -> None:
@@ -144,7 +144,7 @@ def test_clients_choose_how_to_sample_only_where_nothing_is_trained(
     assert (asked.sampling.top_p == 0.5) is chosen
 
 
-def test_one_seed_does_not_give_two_turns_one_name(tiny: Harmony) -> None:
+def test_turns_of_equal_seed_have_different_request_ids(tiny: Harmony) -> None:
     async def play(session: Session) -> None:
         for name in ("one", "two"):
             await ask(session, name, request("Hi", seed=3))
@@ -155,7 +155,7 @@ def test_one_seed_does_not_give_two_turns_one_name(tiny: Harmony) -> None:
     assert len({asked.sampling.seed for asked in requests}) == 3
 
 
-def test_what_goes_wrong_with_a_request_ends_an_episode_and_no_session_that_is_only_served(
+def test_malformed_turn_ends_an_episode_but_not_a_served_session(
     tiny: Harmony,
 ) -> None:
     async def play(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Long requests run in separate processes, which may be slow, large or killed."""
+"""Separate processes for long requests: slow, large and killed ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Deadly:
 
 @dataclass(frozen=True)
 class Refused:
-    """A job that raises what a client is to read."""
+    """A job that raises an error for the client."""
 
     def run(self, codec: ChatCodec) -> int:
         raise ApiError(400, "invalid_request", "no", parameter="messages", kind="model_error")
@@ -88,7 +88,7 @@ async def chat(talk: Talk, text: str, **more: Any) -> str | None:
     ],
     ids=["spinning", "hungry", "deadly", "refused"],
 )
-def test_expensive_job_is_an_error_of_its_request_alone(
+def test_expensive_job_fails_only_its_own_request(
     full: Harmony, monkeypatch: pytest.MonkeyPatch, job: Any, status: int, message: str
 ) -> None:
     monkeypatch.setattr(jobs_module, "JOB_SECONDS", 0.3)
@@ -98,7 +98,7 @@ def test_expensive_job_is_an_error_of_its_request_alone(
             with pytest.raises(ApiError, match=message) as error:
                 await talk.session.run(job)
             assert error.value.status == status
-            # The session continues, and so do the processes.
+            # The session and the processes keep working.
             assert talk.session.end is None
             assert await talk.session.run(Sum()) == 2
             assert await chat(talk, "Hi") == "done"
@@ -107,7 +107,7 @@ def test_expensive_job_is_an_error_of_its_request_alone(
     asyncio.run(run())
 
 
-def test_error_of_a_worker_arrives_whole(full: Harmony) -> None:
+def test_error_of_a_worker_arrives_complete(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, []) as talk:
             with pytest.raises(ApiError) as error:
@@ -139,7 +139,7 @@ def test_killed_processes_are_replaced(full: Harmony) -> None:
     asyncio.run(run())
 
 
-def test_processes_that_do_not_start_are_an_error(
+def test_processes_that_do_not_start_raise_an_error(
     full: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
@@ -158,7 +158,7 @@ def test_processes_that_do_not_start_are_an_error(
     asyncio.run(run())
 
 
-def test_processes_start_and_end_with_the_gateway(full: Harmony) -> None:
+def test_processes_start_and_stop_with_the_gateway(full: Harmony) -> None:
     async def run() -> list[psutil.Process]:
         async with talking(full, []) as talk:
             assert server_of(talk).is_running()
@@ -177,8 +177,8 @@ def test_processes_start_and_end_with_the_gateway(full: Harmony) -> None:
     assert not alive
 
 
-def test_job_of_a_client_that_left_keeps_its_place(full: Harmony) -> None:
-    """Otherwise one key could use all processes by leaving again and again."""
+def test_job_of_a_disconnected_client_keeps_its_process(full: Harmony) -> None:
+    """Otherwise one key could occupy all processes by disconnecting repeatedly."""
 
     async def run() -> None:
         async with talking(full, []) as talk:
@@ -195,8 +195,10 @@ def test_job_of_a_client_that_left_keeps_its_place(full: Harmony) -> None:
     asyncio.run(run())
 
 
-def test_long_and_short_work_give_the_same(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All dialects, with tools, a second turn and reasoning that the format drops."""
+def test_jobs_in_processes_give_the_same_prompts(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All APIs, with tools, a second turn, and reasoning that the format drops."""
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     turns = [f"{thought}{FINAL}", f"{thought}{FINAL}", f"{thought}{FINAL}"]
     tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
@@ -243,7 +245,7 @@ def test_long_and_short_work_give_the_same(full: Harmony, monkeypatch: pytest.Mo
     assert asyncio.run(prompts(is_long=True)) == short
 
 
-def test_tokens_beyond_the_limit_stay_in_their_process(full: Harmony) -> None:
+def test_worker_does_not_return_tokens_beyond_the_limit(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, []) as talk:
             text = "word " * 100_000
@@ -265,10 +267,10 @@ def test_tokens_beyond_the_limit_stay_in_their_process(full: Harmony) -> None:
     asyncio.run(run())
 
 
-def test_turn_that_no_process_can_read_is_read_here(
+def test_turn_is_read_in_process_when_no_worker_can(
     full: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client has no part in it, and an episode must not lose a turn."""
+    """The client did not cause the failure, and an episode must not lose a turn."""
     turn = "<|channel|>final<|message|>" + "so " * 300 + "<|return|>"
 
     async def run() -> None:
@@ -286,7 +288,9 @@ def test_turn_that_no_process_can_read_is_read_here(
     asyncio.run(run())
 
 
-def test_bodies_of_one_key_are_bounded(full: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_body_size_of_a_key_is_bounded(
+    full: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rl_loop.gateway.server.MAX_BODIES_BYTES", 100_000)
 
     async def run() -> None:
@@ -305,10 +309,10 @@ def messages_of(count: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": ""}] * count
 
 
-def test_conversation_of_responses_has_as_many_messages(
+def test_continued_response_counts_towards_the_message_limit(
     full: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the work of the event loop would grow with every response that continues another."""
+    """Otherwise every continued response would add work for the event loop."""
     monkeypatch.setattr("rl_loop.gateway.forest.MAX_MESSAGES", 8)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Harmony on token ids: valid samples, and text that must never become a special token.
+"""Harmony on token ids: parsing of sampled turns, and text that must not become special tokens.
 
 test_harmony_rendering.py compares rendered messages case by case.
 """
@@ -43,7 +43,7 @@ def special_tokens(harmony: Harmony, ids: list[int]) -> list[str]:
     ]
 
 
-def test_short_prompt_says_only_what_the_task_says(tiny: Harmony) -> None:
+def test_short_prompt_contains_only_the_messages_of_the_task(tiny: Harmony) -> None:
     assert tiny.decode(tiny.render_prompt(QUESTION)) == (
         rf"<|start|>developer<|message|># Instructions{chr(10) * 2}{INSTRUCTIONS}<|end|>"
         "<|start|>user<|message|>What is 17*23?<|end|><|start|>assistant"
@@ -66,7 +66,7 @@ def test_special_tokens_in_a_prompt_stay_text(harmony: Harmony) -> None:
     assert ATTACK in harmony.decode(ids)
 
 
-def test_special_tokens_in_a_tools_answer_stay_text(harmony: Harmony) -> None:
+def test_special_tokens_in_a_tool_result_stay_text(harmony: Harmony) -> None:
     ids = harmony.render_observation([ToolOutput("python", "analysis", ATTACK)])
     assert special_tokens(harmony, ids) == [
         "<|start|>",
@@ -92,7 +92,7 @@ def test_no_text_of_a_prompt_becomes_a_special_token(
     tiny: Harmony, full: Harmony, texts: list[str]
 ) -> None:
     def prompt(harmony: Harmony, texts: list[str]) -> list[int]:
-        # Only what tools answer may have halves of surrogate pairs: elsewhere they are refused.
+        # Lone surrogates are allowed in tool results only. Other messages are rejected.
         said, asked, thought, answered, described, default = (
             text.replace("\ud800", "") or "x" for text in texts
         )
@@ -113,7 +113,7 @@ def test_no_text_of_a_prompt_becomes_a_special_token(
         assert special_tokens(harmony, prompt(harmony, texts)) == plain
 
 
-def test_assistant_begins_once_after_several_tool_answers(harmony: Harmony) -> None:
+def test_assistant_header_follows_once_after_several_results(harmony: Harmony) -> None:
     outputs = [
         ToolOutput("functions.a", "commentary", "1"),
         ToolOutput("functions.b", "commentary", "2"),
@@ -190,7 +190,7 @@ THOUGHT = ParsedMessage("analysis", None, None, "Use it.")
         ),
     ],
 )
-def test_legal_turns_are_parsed_with_or_without_a_thought_before(
+def test_valid_turns_are_parsed_with_or_without_reasoning(
     harmony: Harmony, text: str, message: ParsedMessage
 ) -> None:
     thought = "<|channel|>analysis<|message|>Use it.<|end|><|start|>assistant"
@@ -199,7 +199,7 @@ def test_legal_turns_are_parsed_with_or_without_a_thought_before(
         assert meaning(encode(before + text)) == expected, "the reference of the tests below"
 
 
-def test_the_name_of_a_special_token_in_a_header_is_not_the_token(harmony: Harmony) -> None:
+def test_special_token_spelled_as_text_in_a_header_is_an_error(harmony: Harmony) -> None:
     for text in (
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
         "<|channel|>final <|constrain|>json<|message|>{}<|return|>",
@@ -258,7 +258,7 @@ def as_parsed(messages: list[Message]) -> list[ParsedMessage]:
 
 @settings(deadline=None, max_examples=300)
 @given(thoughts(), calls() | answers(), st.sampled_from(["role", "channel"]))
-def test_what_openai_harmony_renders_is_parsed_back(
+def test_turns_rendered_by_openai_harmony_are_parsed_back(
     tiny: Harmony, full: Harmony, before: list[Message], last: list[Message], place: RecipientPlace
 ) -> None:
     ids = sampled_turn([*before, *last], place)
@@ -269,7 +269,7 @@ def test_what_openai_harmony_renders_is_parsed_back(
 
 @settings(deadline=None, max_examples=300)
 @given(thoughts(), calls() | answers())
-def test_a_rendered_turn_is_openai_harmonys_with_the_recipient_after_the_channel(
+def test_rendered_turn_equals_openai_harmonys(
     tiny: Harmony, full: Harmony, before: list[Message], last: list[Message]
 ) -> None:
     messages = [*before, *last]
@@ -310,7 +310,7 @@ def test_a_rendered_turn_is_openai_harmonys_with_the_recipient_after_the_channel
         "<|channel|>analysis to=python code more<|message|>1<|call|>",
     ],
 )
-def test_illegal_turns_are_format_errors_with_a_reason(harmony: Harmony, text: str) -> None:
+def test_malformed_turns_are_format_errors_with_a_reason(harmony: Harmony, text: str) -> None:
     result = harmony.parse(sampled(harmony, text))
     assert isinstance(result, FormatError), result
 
@@ -326,13 +326,13 @@ def test_several_calls_of_one_turn_are_parsed(harmony: Harmony) -> None:
     assert harmony.parse(thought_last) == FormatError("recipient")
 
 
-def test_what_the_user_says_next_is_rendered_as_text(harmony: Harmony) -> None:
+def test_next_user_message_is_rendered_as_text(harmony: Harmony) -> None:
     ids = harmony.render_observation([], ATTACK)
     assert harmony.decode(ids) == f"<|start|>user<|message|>{ATTACK}<|end|><|start|>assistant"
     assert special_tokens(harmony, ids) == ["<|start|>", "<|message|>", "<|end|>", "<|start|>"]
 
 
-def test_a_token_that_means_nothing_is_a_format_error(tiny: Harmony, full: Harmony) -> None:
+def test_unused_token_id_is_a_format_error(tiny: Harmony, full: Harmony) -> None:
     for harmony, unused in ((tiny, tiny.vocabulary.size - 1), (full, 201_087)):
         ids = sampled(harmony, "<|channel|>final<|message|>4<|return|>")
         assert isinstance(harmony.parse([*ids[:-1], unused, ids[-1]]), FormatError)
@@ -353,7 +353,7 @@ FRAGMENTS = st.sampled_from(
     st.lists(FRAGMENTS | st.integers(0, 10**6), max_size=10),
     st.sampled_from(["<|return|>", "<|call|>", ""]),
 )
-def test_whatever_is_sampled_means_what_openai_harmony_reads_or_is_a_format_error(
+def test_random_turns_are_parsed_as_openai_harmony_parses_them(
     tiny: Harmony, full: Harmony, pieces: list[str | int], end: str
 ) -> None:
     for harmony in (tiny, full):
@@ -372,7 +372,7 @@ def test_whatever_is_sampled_means_what_openai_harmony_reads_or_is_a_format_erro
 
 @settings(deadline=None, max_examples=300)
 @given(thoughts(), calls() | answers(), st.sampled_from(["role", "channel"]), st.data())
-def test_a_legal_turn_with_a_fault_means_what_openai_harmony_reads_or_is_a_format_error(
+def test_damaged_turns_are_parsed_as_openai_harmony_parses_them(
     full: Harmony,
     before: list[Message],
     last: list[Message],
@@ -390,15 +390,15 @@ def test_a_legal_turn_with_a_fault_means_what_openai_harmony_reads_or_is_a_forma
 
 
 ANY_TEXT = st.lists(st.integers(0, 255) | st.integers(0, 199_997), max_size=8)
-"""Tokens of bytes and others, few of which are UTF-8 together."""
+"""Lists of byte tokens and longer tokens. Few of them decode to valid UTF-8."""
 
 
 @settings(deadline=None, max_examples=200)
 @given(ANY_TEXT, ANY_TEXT)
-def test_the_texts_of_a_turn_may_be_any_tokens(
+def test_texts_of_a_turn_may_be_any_tokens(
     full: Harmony, thought: list[int], said: list[int]
 ) -> None:
-    # The headers are remembered from the example before, the texts must not be.
+    # Parsed headers are cached across examples. The cache must not contain texts.
     ids = [
         *encode("<|channel|>analysis<|message|>"),
         *thought,
@@ -410,15 +410,17 @@ def test_the_texts_of_a_turn_may_be_any_tokens(
     assert (None if isinstance(result, FormatError) else result) == meaning(ids)
 
 
-def test_episodes_of_fuzzed_turns_end_with_a_name_and_hold_what_was_sampled() -> None:
+def test_episodes_of_fuzzed_turns_end_with_a_finish_reason() -> None:
     ends = fuzz(seconds=60, rounds=250)
     assert ends.total() > 0
     assert {FinishReason.STOP, FinishReason.FORMAT_ERROR} <= set(ends)
 
 
-def test_headers_that_repeat_are_parsed_once(full: Harmony) -> None:
-    """A policy can write thousands of empty messages, and must not hold up other episodes with them:
-    openai-harmony's parser holds the interpreter for a second."""
+def test_repeated_headers_are_parsed_once(full: Harmony) -> None:
+    """A policy can write thousands of short messages and must not delay other episodes.
+
+    The parser of openai-harmony holds the interpreter for a second on such a turn.
+    """
     comments = [ParsedMessage("commentary", None, None, "a")] * 3000
     ids = full.render_assistant([*comments, ParsedMessage("final", None, None, "b")])
 

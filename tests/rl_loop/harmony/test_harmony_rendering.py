@@ -1,4 +1,4 @@
-"""Prompts and histories, token for token: the documented format written out, and openai-harmony's own rendering."""
+"""Rendered prompts and histories, compared with the documented format and with openai-harmony."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def harmony_with(**settings: Any) -> Harmony:
 
 
 def released_tool(namespace: ToolNamespaceConfig) -> BuiltinTool:
-    """Return a built-in tool of openai-harmony in our words."""
+    """Return a built-in tool of openai-harmony as a ``BuiltinTool``."""
     functions = tuple(Tool(t.name, t.description, t.parameters) for t in namespace.tools)
     return BuiltinTool(namespace.name, namespace.description or "", functions)
 
 
 BROWSER = released_tool(ToolNamespaceConfig.browser())
 NOTEBOOK = released_tool(ToolNamespaceConfig.python())
-"""A Python tool with a drive /mnt/data."""
+"""The Python tool of openai-harmony, with a drive /mnt/data."""
 
 
 def system(content: SystemContent) -> Message:
@@ -71,7 +71,7 @@ def system(content: SystemContent) -> Message:
 
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high"])
-def test_system_message_states_identity_cutoff_effort_and_channels(effort: str) -> None:
+def test_system_message_has_identity_cutoff_effort_and_channels(effort: str) -> None:
     ids = harmony_with(reasoning_effort=effort).render_prompt(
         [{"role": "user", "content": "Why is the sky blue?"}]
     )
@@ -123,7 +123,7 @@ CHANNEL_LISTS = st.lists(
     python=st.booleans(),
     functions=st.booleans(),
 )
-def test_every_system_message_is_openai_harmonys(
+def test_system_message_equals_openai_harmonys_for_any_settings(
     identity: str | None,
     cutoff: str | None,
     date: str | None,
@@ -165,7 +165,7 @@ def test_every_system_message_is_openai_harmonys(
     assert ids == reference.render_for_completion(messages)
 
 
-def test_prompt_settings_that_no_system_message_can_show_are_refused() -> None:
+def test_invalid_prompt_settings_are_rejected() -> None:
     for wrong in ({"channels": []}, {"channels": ["final", "final"]}, {"channels": ["thoughts"]}):
         with pytest.raises(ValidationError):
             PromptConfig(**wrong)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def test_prompt_settings_that_no_system_message_can_show_are_refused() -> None:
             PromptConfig(current_date=date)
 
 
-def test_prompt_settings_are_overridden_on_the_command_line_and_come_back_from_a_dumped_configuration(
+def test_prompt_settings_survive_overrides_and_a_dumped_config(
     tmp_path: Path,
 ) -> None:
     overrides = [
@@ -192,7 +192,7 @@ def test_prompt_settings_are_overridden_on_the_command_line_and_come_back_from_a
 # ---- built-in tools
 
 
-def test_released_texts_of_python_and_browser_are_openai_harmonys() -> None:
+def test_descriptions_of_built_in_tools_equal_openai_harmonys() -> None:
     ids = harmony_with().render_prompt([], builtin_tools=[BROWSER, NOTEBOOK])
     content = SystemContent.new().with_browser_tool().with_python_tool()
     assert ids == reference.render_for_completion([system(content)])
@@ -201,7 +201,7 @@ def test_released_texts_of_python_and_browser_are_openai_harmonys() -> None:
     assert text.index("## browser") < text.index("## python") < text.index("# Valid channels")
 
 
-def test_stateless_python_is_described_as_stateless_with_the_sandboxs_own_limit() -> None:
+def test_stateless_python_is_described_with_the_sandbox_limit() -> None:
     text = harmony_encoding().decode(
         Harmony(TOKENS, PromptConfig(), python_seconds=7.5).render_prompt(
             [], builtin_tools=[PythonTool()]
@@ -221,7 +221,7 @@ def test_stateless_python_is_described_as_stateless_with_the_sandboxs_own_limit(
         assert untrue not in text
 
 
-def test_stateful_python_keeps_the_released_text_but_for_what_is_not_true_here() -> None:
+def test_stateful_python_description_differs_only_where_untrue() -> None:
     released = ToolNamespaceConfig.python().description
     assert released is not None
     expected = (
@@ -233,7 +233,7 @@ def test_stateful_python_keeps_the_released_text_but_for_what_is_not_true_here()
     assert expected.count("\n") == released.count("\n")
 
 
-def test_the_limit_that_prompts_state_by_default_is_the_sandboxs_default() -> None:
+def test_default_time_limit_in_prompts_is_the_sandbox_default() -> None:
     default = Harmony(TOKENS, PromptConfig()).render_prompt([], builtin_tools=[PythonTool()])
     seconds = SandboxConfig().timeout_seconds
     assert default == Harmony(TOKENS, PromptConfig(), seconds).render_prompt(
@@ -296,7 +296,7 @@ EVERYTHING = {
 }
 
 
-def test_functions_are_described_in_typescript_as_the_format_documents_it() -> None:
+def test_functions_are_described_in_the_documented_typescript() -> None:
     tools = [
         Tool("where", "Says where\nthe user is."),
         Tool("weather", "Says the weather.", WEATHER),
@@ -337,7 +337,7 @@ unit?: "kelvin" | "celsius", // default: kelvin
     )
 
 
-def test_every_shape_of_schema_that_openai_harmony_knows_is_described_as_it_does() -> None:
+def test_schema_of_every_shape_is_described_like_openai_harmonys() -> None:
     ids = BARE.render_prompt([], [Tool("everything", "All shapes.", EVERYTHING)])
     content = DeveloperContent.new().with_function_tools(
         [ToolDescription.new("everything", "All shapes.", EVERYTHING)]
@@ -412,8 +412,8 @@ SCHEMAS = st.recursive(
 
 @settings(deadline=None, max_examples=150)
 @given(SCHEMAS)
-def test_any_schema_is_described_as_openai_harmony_describes_it(schema: dict[str, Any]) -> None:
-    # A function without arguments is documented as "() => any".
+def test_random_schema_is_described_like_openai_harmonys(schema: dict[str, Any]) -> None:
+    # The format documents a function without arguments as "() => any".
     is_object = schema.get("type", "object") == "object" and "oneOf" not in schema
     parameters = None if is_object and not schema.get("properties") else schema
     content = DeveloperContent.new().with_function_tools(
@@ -425,7 +425,7 @@ def test_any_schema_is_described_as_openai_harmony_describes_it(schema: dict[str
     ) == reference.render_for_completion([developer])
 
 
-def test_tools_are_described_to_the_policy_once(harmony: Harmony) -> None:
+def test_tools_are_described_once_in_a_prompt(harmony: Harmony) -> None:
     block = Tool(
         "block", "Block a domain.", {"type": "object", "properties": {"domain": {"type": "string"}}}
     )
@@ -443,7 +443,7 @@ def test_tools_are_described_to_the_policy_once(harmony: Harmony) -> None:
         )
 
 
-def test_tools_that_cannot_be_told_apart_or_called_are_refused() -> None:
+def test_tools_with_equal_or_invalid_names_are_rejected() -> None:
     with pytest.raises(ValueError, match="two tools have the name 'f'"):
         BARE.render_prompt([], [Tool("f", "One."), Tool("f", "Two.")])
     with pytest.raises(ValueError, match="two tools have the name 'python'"):
@@ -469,7 +469,7 @@ CALL_REFERENCE = assistant(
 REPLY_REFERENCE = tool("functions.weather", "cold", "commentary")
 
 
-def test_a_function_call_in_history_has_its_recipient_in_the_role_and_the_constrain_token() -> None:
+def test_function_call_in_history_has_recipient_and_constrain() -> None:
     question = {"role": "user", "content": "Oslo?"}
     thought = {"role": "assistant", "channel": "analysis", "content": "I ask."}
     ids = BARE.render_prompt([question, thought, CALL, REPLY])
@@ -484,7 +484,7 @@ def test_a_function_call_in_history_has_its_recipient_in_the_role_and_the_constr
     assert ids == reference.render_for_completion(messages)
 
 
-def test_a_finished_answer_ends_with_end_and_its_analysis_is_dropped() -> None:
+def test_finished_answer_ends_with_end_and_without_analysis() -> None:
     messages = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "channel": "analysis", "content": "Easy."},
@@ -497,19 +497,19 @@ def test_a_finished_answer_ends_with_end_and_its_analysis_is_dropped() -> None:
         "<|start|>user<|message|>2+2?<|end|><|start|>assistant<|channel|>final<|message|>4<|end|>"
         "<|start|>user<|message|>9/2?<|end|><|start|>assistant"
     )
-    # with its own rule, which agrees on one answer
+    # openai-harmony's own rule agrees for a single answer.
     conversation = Conversation.from_messages(written)
     assert ids == harmony_encoding().render_conversation_for_completion(
         conversation, Role.ASSISTANT
     )
-    # and on request nothing is dropped
+    # drop_analysis=False keeps all analysis.
     assert BARE.render_prompt(messages, drop_analysis=False) == reference.render_for_completion(
         written
     )
 
 
 def conversation_of_three_turns() -> tuple[list[dict[str, Any]], list[Message]]:
-    """A plain answer, one with a call to Python in its thoughts and a function, and a call that goes on."""
+    """Return a plain turn, a turn with calls of Python and a function, and an unfinished turn."""
     messages = [
         {"role": "user", "content": "A?"},
         {"role": "assistant", "thinking": "think A", "content": "a"},
@@ -539,16 +539,18 @@ def conversation_of_three_turns() -> tuple[list[dict[str, Any]], list[Message]]:
     return messages, kept
 
 
-def test_analysis_of_every_finished_turn_is_dropped_and_that_of_the_turn_that_goes_on_is_kept() -> (
-    None
-):
+def test_analysis_is_kept_only_in_the_unfinished_turn() -> None:
     messages, kept = conversation_of_three_turns()
     assert BARE.render_prompt(messages) == reference.render_for_completion(kept)
 
 
-def test_openai_harmony_still_drops_less_than_the_format_says() -> None:
-    """0.0.8 drops nothing while a later turn calls tools, and else only before the first answer. If this fails, it
-    follows its documentation now, and ``without_finished_analysis`` can go."""
+def test_openai_harmony_drops_less_analysis_than_documented() -> None:
+    """openai-harmony 0.0.8 keeps more analysis than its documentation says.
+
+    It drops analysis only before the first answer, and none while a later turn calls tools. If
+    this test fails, openai-harmony follows its documentation, and ``without_finished_analysis``
+    can be removed.
+    """
     finished = [
         user("A?"), assistant("think A", "analysis"), assistant("a", "final"),
         user("B?"), assistant("think B", "analysis"), assistant("b", "final"), user("C?"),
@@ -564,7 +566,7 @@ def test_openai_harmony_still_drops_less_than_the_format_says() -> None:
     assert "think A" in harmony_encoding().decode(ids)
 
 
-def test_a_turn_to_learn_from_ends_with_return_as_openai_harmony_renders_for_training() -> None:
+def test_trained_turn_ends_with_return_like_openai_harmonys() -> None:
     history = [
         {"role": "user", "content": "A?"},
         {"role": "assistant", "thinking": "think A", "content": "a"},
@@ -578,7 +580,7 @@ def test_a_turn_to_learn_from_ends_with_return_as_openai_harmony_renders_for_tra
     assert ids[-1] == reference.RETURN
 
 
-def test_chats_of_openai_are_rendered_with_what_they_leave_unsaid() -> None:
+def test_openai_chat_messages_are_rendered_with_implied_fields() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": [{"type": "text", "text": t} for t in ("Oslo ", "and Rome?")], "name": "eva"},
@@ -607,15 +609,15 @@ def test_chats_of_openai_are_rendered_with_what_they_leave_unsaid() -> None:
             assistant("I will look.", "commentary"),
             assistant('{"place": "Oslo"}', *call),
             assistant('{"place": "Rømø"}', *call),
-            # In the order of the calls: Harmony has no ids.
+            # Results are in the order of the calls, because Harmony has no call ids.
             tool("functions.weather", "cold", "commentary"),
             tool("functions.weather", "warm", "commentary"),
         ]
     )
 
 
-def test_a_prompt_of_system_and_earlier_turns_keeps_them_all() -> None:
-    """Rows as verl has them."""
+def test_prompt_keeps_its_system_message_and_earlier_turns() -> None:
+    """The rows have the form of verl's data."""
     rows = [
         {"role": "system", "content": "Answer in French."},
         {"role": "user", "content": "One?"},
@@ -658,9 +660,7 @@ ASK = {"role": "user", "content": "?"}
         ([ASK, CALL, CALL | {"recipient": "python"}, {"role": "tool", "content": "x"}], "several calls are open"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_refused_with_the_message_and_the_reason(
-    messages: list[Any], reason: str
-) -> None:
+def test_unrenderable_message_is_rejected_with_the_reason(messages: list[Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         BARE.render_prompt(messages)
 
@@ -672,10 +672,10 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(
+def test_random_history_equals_openai_harmonys_without_analysis(
     data: st.DataObject,
 ) -> None:
-    """Turns of a user, each answered with thoughts, calls and mostly a final answer; the last is answered so far."""
+    """Histories of 1-4 turns with thoughts and calls, most of them with a final answer."""
     messages: list[dict[str, Any]] = []
     written: list[Message] = []
     for _ in range(data.draw(st.integers(1, 4))):
@@ -728,10 +728,10 @@ def test_any_history_is_openai_harmonys_with_finished_analysis_left_out(
     )
 
 
-# ---- what tools and users say in an episode
+# ---- messages of tools and users in an episode
 
 
-def test_what_tools_and_users_say_is_openai_harmonys(harmony: Harmony) -> None:
+def test_observations_equal_openai_harmonys(harmony: Harmony) -> None:
     outputs = [
         ToolOutput("functions.a", "commentary", "1"),
         ToolOutput("python", "analysis", "<|end|>"),
@@ -745,7 +745,7 @@ def test_what_tools_and_users_say_is_openai_harmonys(harmony: Harmony) -> None:
     assert harmony.render_observation(outputs, "Thanks.") == expected
 
 
-def test_half_of_a_surrogate_pair_from_a_tool_or_user_becomes_the_replacement_character(
+def test_lone_surrogate_in_an_observation_is_replaced(
     harmony: Harmony,
 ) -> None:
     ids = harmony.render_observation([ToolOutput("python", "analysis", "a\ud800b")], "\udfff")
@@ -763,10 +763,10 @@ DESCRIBED = st.tuples(WORDS, WORDS, st.sampled_from([None, "object", "empty"]))
 
 @settings(deadline=None, max_examples=100)
 @given(WORDS, st.lists(DESCRIBED, max_size=3), st.booleans())
-def test_long_openings_are_openai_harmonys(
+def test_long_prompt_prefixes_equal_openai_harmonys(
     instructions: str, described: list[tuple[str, str, str | None]], is_long: bool
 ) -> None:
-    """Every opening is rendered by parts, and compared with openai-harmony's whole rendering."""
+    """The prefix is rendered in parts and equals openai-harmony's rendering of the whole."""
     tools = []
     for number, (description, word, kind) in enumerate(described):
         properties = {"a": {"type": "string", "description": word, "default": "d"}}
@@ -789,7 +789,7 @@ def test_long_openings_are_openai_harmonys(
     assert ids == reference.render_for_completion(rendered)
 
 
-def test_long_words_of_openings_take_no_longer_than_others() -> None:
+def test_long_words_in_a_prompt_prefix_render_in_bounded_time() -> None:
     word = "x" * 300_000
     parameters = {"type": "object", "properties": {"a": {"type": "string", "description": word}}}
     tools = [Tool("f", f"Does it {word}.", parameters)]

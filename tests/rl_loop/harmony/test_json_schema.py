@@ -1,4 +1,4 @@
-"""Schemas of tools read the same to the policy wherever they come from, and have an end."""
+"""Schemas of tools in prompts: equal for all sources, and bounded in size."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ table?: {
 
 
 def described(schema: Any, name: str = "f") -> str:
-    """Return what a prompt says of a tool's arguments."""
+    """Return the description of a tool's arguments in a prompt."""
     prompt = BARE.decode(BARE.render_prompt([], [Tool(name, "Does it.", schema)]))
     return prompt.partition(f"type {name} = ")[2].partition(" => any;")[0]
 
 
-# ---- the four ways in
+# ---- sources of schemas
 
 
 def through_gateway(schema: Any, is_chat: bool) -> str:
@@ -139,7 +139,7 @@ def through_mcp(schema: Any) -> str:
     return BARE.decode(BARE.render_prompt([], box.offered()))
 
 
-WAYS: dict[str, Callable[[Any], str]] = {
+SOURCES: dict[str, Callable[[Any], str]] = {
     "chat completions": lambda schema: through_gateway(schema, True),
     "responses": lambda schema: through_gateway(schema, False),
     "SFT": lambda schema: through_sft(schema, False),
@@ -148,7 +148,7 @@ WAYS: dict[str, Callable[[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(
     "schema",
     [
@@ -159,14 +159,14 @@ WAYS: dict[str, Callable[[Any], str]] = {
     ],
     ids=["everything", "recursion", "reference at the top", "no arguments"],
 )
-def test_a_schema_is_shown_alike_in_all_places(way: str, schema: Any) -> None:
-    assert f"type f = {described(schema)} => any;" in WAYS[way](schema)
+def test_schema_is_described_alike_for_all_sources(source: str, schema: Any) -> None:
+    assert f"type f = {described(schema)} => any;" in SOURCES[source](schema)
 
 
-# ---- what is shown
+# ---- descriptions
 
 
-def test_models_of_pydantic_are_shown_with_their_fields() -> None:
+def test_pydantic_models_are_described_with_their_fields() -> None:
     text = described(Arguments.model_json_schema())
     assert SHOWN in text
     [tree] = text.split("tree?: ")[1:]
@@ -217,16 +217,16 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize(("schema", "shown"), CONSTRUCTS)
-def test_a_construct_is_shown_in_words_that_harmony_has(schema: Any, shown: str) -> None:
+def test_schema_construct_is_described_in_harmonys_terms(schema: Any, shown: str) -> None:
     whole = {"type": "object", "properties": {"a": schema}, "$defs": DEFINITIONS}
     assert shown in described(whole)
 
 
-# ---- what has no end
+# ---- recursive and huge schemas
 
 
 def bomb(width: int, depth: int) -> dict[str, Any]:
-    """A schema whose references multiply: ``width ** depth`` properties."""
+    """Return a schema whose references expand to ``width ** depth`` properties."""
     definitions = {
         f"D{n}": {
             "type": "object",
@@ -270,7 +270,7 @@ ENDLESS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_schema_without_end_is_shown_to_a_limit(name: str) -> None:
+def test_recursive_or_huge_schema_is_described_up_to_a_limit(name: str) -> None:
     start = time.process_time()
     text = described(ENDLESS[name])
     assert time.process_time() - start < 2
@@ -297,8 +297,8 @@ ANYTHING = st.recursive(
 
 @settings(deadline=None, max_examples=300)
 @given(st.dictionaries(KEYWORDS, ANYTHING, max_size=5))
-def test_whatever_a_schema_says_it_is_shown(schema: dict[str, Any]) -> None:
+def test_random_schema_is_described(schema: dict[str, Any]) -> None:
     described(schema)
-    # A schema that was already translated stays the same.
+    # The conversion is idempotent.
     shown = harmony_schema(schema)
     assert harmony_schema(shown) == shown

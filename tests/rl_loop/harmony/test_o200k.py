@@ -1,4 +1,4 @@
-"""Where the vocabulary file comes from. pip is the real one, told to look in a folder instead of an index."""
+"""Sources of the vocabulary file. The tests run the real pip on a folder instead of an index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def content() -> bytes:
 
 @pytest.fixture
 def machine(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without the file and without an index; returns the cached file's path-to-be."""
+    """Set up a machine without the file and without an index. Return the path of its cache file."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -43,7 +43,7 @@ def write_wheel(directory: Path, content: bytes) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_file_is_taken_from_the_wheel_and_kept(
+def test_file_is_taken_from_the_wheel_and_cached(
     machine: Path, content: bytes, tmp_path: Path
 ) -> None:
     write_wheel(tmp_path / "wheels", content)
@@ -67,19 +67,19 @@ def test_damaged_cached_file_is_replaced(machine: Path, content: bytes, tmp_path
     assert machine.read_bytes() == content
 
 
-def test_wheel_with_other_bytes_is_refused(machine: Path, content: bytes, tmp_path: Path) -> None:
+def test_wheel_with_other_bytes_is_rejected(machine: Path, content: bytes, tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels", content[:-1])
     with pytest.raises(VocabularyUnavailable, match=VARIABLE):
         ensure_o200k()
     assert not machine.exists()
 
 
-def test_machine_without_any_source_is_told_the_variable_to_set(machine: Path) -> None:
+def test_missing_file_names_the_variable_to_set(machine: Path) -> None:
     with pytest.raises(VocabularyUnavailable, match=f"set {VARIABLE} to it"):
         ensure_o200k()
 
 
-def test_folder_named_by_the_user_is_used(
+def test_folder_of_the_environment_variable_is_used(
     machine: Path, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
@@ -88,7 +88,7 @@ def test_folder_named_by_the_user_is_used(
     assert not machine.exists()
 
 
-def test_wrong_file_in_the_folder_named_by_the_user_is_an_error(
+def test_wrong_file_in_the_folder_of_the_variable_is_an_error(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
@@ -97,9 +97,7 @@ def test_wrong_file_in_the_folder_named_by_the_user_is_an_error(
         ensure_o200k()
 
 
-def test_cache_that_cannot_be_written_is_named(
-    machine: Path, content: bytes, tmp_path: Path
-) -> None:
+def test_unwritable_cache_is_named(machine: Path, content: bytes, tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels", content)
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(VocabularyUnavailable, match="could not be written"):

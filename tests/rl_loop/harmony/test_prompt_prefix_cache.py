@@ -38,7 +38,7 @@ def harmony() -> Harmony:
 
 
 def rendered(opening: PromptPrefixCache, request: TurnRequest) -> list[int]:
-    """Return what ``opening`` makes of a request, as a session asks for it."""
+    """Return the prefix of a request, rendered by ``opening`` as a session does."""
     first = len(request.messages) - 1
     key = request.conversation_keys(request.digests)[first]
     messages = request.messages[:first]
@@ -52,7 +52,7 @@ def expected(harmony: Harmony, request: TurnRequest) -> list[int]:
     return prompt[: len(prompt) - len(harmony.assistant_header)]
 
 
-def test_every_opening_is_rendered_as_if_it_were_the_only_one(harmony: Harmony) -> None:
+def test_cached_prefixes_equal_separately_rendered_ones(harmony: Harmony) -> None:
     opening = PromptPrefixCache(harmony)
     order = REQUESTS * 5
     random.Random(0).shuffle(order)
@@ -62,7 +62,7 @@ def test_every_opening_is_rendered_as_if_it_were_the_only_one(harmony: Harmony) 
     assert len(different) == len(REQUESTS)
 
 
-def test_an_opening_is_rendered_once_while_it_is_in_use(
+def test_prefix_is_rendered_once_while_it_is_cached(
     harmony: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_prefix_cache, "CACHED_PREFIXES", 2)
@@ -78,18 +78,18 @@ def test_an_opening_is_rendered_once_while_it_is_in_use(
     for number in (0, 1, 0, 2, 0, 1):
         current = REQUESTS[number]
         rendered(opening, current)
-    # The third one takes the place of that which was used longest ago.
+    # The third prefix replaces the least recently used one.
     assert calls == [0, 1, 2, 1]
 
 
-def test_a_long_opening_is_not_kept(harmony: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefix_is_not_cached(harmony: Harmony, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_prefix_cache, "MAX_PREFIX_TOKENS", 3)
     opening = PromptPrefixCache(harmony)
     rendered(opening, REQUESTS[1])
     assert not opening._tokens
 
 
-def test_a_codec_travels_to_another_process_without_what_it_remembers(harmony: Harmony) -> None:
+def test_pickled_codec_renders_equally(harmony: Harmony) -> None:
     request = REQUESTS[4]
     key = request.conversation_keys(request.digests)[len(request.messages)]
     keys = [key] * (len(request.messages) + 1)

@@ -1,4 +1,4 @@
-"""Token ids of the small vocabulary, compared with a plain byte-pair encoder and with transformers."""
+"""Token ids of the small vocabulary, compared with plain byte-pair encoding and transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def vocabulary() -> TinyVocabulary:
 
 @pytest.fixture(scope="module")
 def exported(vocabulary: TinyVocabulary, tmp_path_factory: pytest.TempPathFactory):
-    """The tokenizer that transformers loads from the exported files."""
+    """Return the tokenizer that transformers loads from the exported files."""
     from transformers import AutoTokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
@@ -63,11 +63,11 @@ def plain_byte_pair_encoding(text: str, ranks: dict[bytes, int]) -> list[int]:
 
 @settings(deadline=None, max_examples=150)
 @given(TEXTS)
-def test_text_is_encoded_as_byte_pair_merging_by_rank_does(vocabulary, ranks, text: str) -> None:
+def test_text_is_encoded_like_byte_pair_merging_by_rank(vocabulary, ranks, text: str) -> None:
     assert vocabulary.encode_text(text) == plain_byte_pair_encoding(text, ranks)
 
 
-def test_corpus_is_split_as_the_released_models_split_it(vocabulary) -> None:
+def test_corpus_is_split_like_the_released_models_split_it(vocabulary) -> None:
     text, full = arithmetic.vocabulary_text(), GptOssVocabulary()
     assert [vocabulary.decode([i]) for i in vocabulary.encode_text(text)] == [
         full.decode([i]) for i in full.encode_text(text)
@@ -83,7 +83,7 @@ def test_corpus_is_split_as_the_released_models_split_it(vocabulary) -> None:
         "漢字 и кириллица, عربى 🙂🙂 e\u0301",
     ],
 )
-def test_a_vocabulary_of_any_text_splits_it_as_the_released_models_do(text: str) -> None:
+def test_vocabulary_splits_its_text_like_the_released_models(text: str) -> None:
     own, full = TinyVocabulary(512, text), GptOssVocabulary()
     mine, theirs = own.encode_text(text), full.encode_text(text)
     assert len(mine) == len(theirs)
@@ -98,7 +98,7 @@ def test_numbers_of_two_digits_are_one_token(vocabulary) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(TEXTS)
-def test_every_text_comes_back(vocabulary, text: str) -> None:
+def test_text_is_unchanged_after_encoding_and_decoding(vocabulary, text: str) -> None:
     assert vocabulary.decode(vocabulary.encode_text(text)) == text
 
 
@@ -107,7 +107,7 @@ def test_every_text_comes_back(vocabulary, text: str) -> None:
 def test_exported_tokenizer_encodes_like_the_vocabulary(vocabulary, exported, text: str) -> None:
     assume(
         "<|" not in text
-    )  # transformers makes special tokens of their names; the vocabulary never does
+    )  # transformers parses names of special tokens in text; the vocabulary never does
     assert exported.encode(text, add_special_tokens=False) == vocabulary.encode_text(text)
 
 
@@ -118,7 +118,7 @@ def test_exported_tokenizer_encodes_like_the_vocabulary(vocabulary, exported, te
         max_size=20,
     )
 )
-def test_exported_tokenizer_decodes_any_sampled_ids_like_the_vocabulary(
+def test_exported_tokenizer_decodes_any_ids_like_the_vocabulary(
     vocabulary, exported, ids: list[int]
 ) -> None:
     assert exported.decode(ids, clean_up_tokenization_spaces=False) == vocabulary.decode(ids)
@@ -133,7 +133,7 @@ def test_exported_tokenizer_knows_the_special_tokens(vocabulary, exported) -> No
     assert exported.chat_template is None
 
 
-def test_bytes_are_written_as_the_characters_that_transformers_has_for_them() -> None:
+def test_byte_characters_equal_those_of_transformers() -> None:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     assert dict(enumerate(byte_characters())) == bytes_to_unicode()
@@ -148,7 +148,9 @@ def test_text_cannot_become_a_special_token(vocabulary) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(TEXTS | st.sampled_from(SPECIAL_TOKENS), max_size=6))
-def test_harmony_ids_and_back_keep_text_and_special_tokens(vocabulary, pieces: list[str]) -> None:
+def test_conversion_to_harmony_ids_keeps_text_and_special_tokens(
+    vocabulary, pieces: list[str]
+) -> None:
     harmony_ids = []
     for piece in pieces:
         allowed = {piece} if piece in SPECIAL_TOKENS else set()
@@ -162,7 +164,7 @@ def test_harmony_ids_and_back_keep_text_and_special_tokens(vocabulary, pieces: l
     assert [i for i in vocabulary.to_harmony(ids) if i >= 199_998] == specials
 
 
-def test_every_special_token_that_harmony_can_write_has_an_id_in_the_small_vocabulary(
+def test_every_named_special_token_has_an_id(
     vocabulary,
 ) -> None:
     named = {name for name in harmony_encoding().special_tokens_set if "reserved" not in name}
@@ -173,7 +175,7 @@ def test_every_special_token_that_harmony_can_write_has_an_id_in_the_small_vocab
         assert vocabulary.decode([small]) == name
 
 
-def test_bytes_that_are_not_utf8_are_still_parsable_text(vocabulary) -> None:
+def test_invalid_utf8_decodes_to_the_replacement_character(vocabulary) -> None:
     broken = [vocabulary.encode_text("漢")[0], vocabulary.encode_text("a")[0]]
     assert (
         harmony_encoding().decode(vocabulary.to_harmony(broken))
@@ -182,14 +184,14 @@ def test_bytes_that_are_not_utf8_are_still_parsable_text(vocabulary) -> None:
     )
 
 
-def test_a_vocabulary_too_small_for_its_tasks_says_how_large_it_must_be() -> None:
+def test_too_small_vocabulary_names_the_size_that_is_needed() -> None:
     needed = 256 + len(SPECIAL_TOKENS) + 1  # "th" is one merge
     assert TinyVocabulary(needed, "th").size == needed
     with pytest.raises(ValueError, match=f"needs {needed}"):
         TinyVocabulary(needed - 1, "th")
 
 
-def test_a_model_of_another_size_than_its_vocabulary_is_refused() -> None:
+def test_model_and_vocabulary_of_different_size_are_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"model\.vocab_size is 1000, but vocabulary=gptoss has 201088"
     ):

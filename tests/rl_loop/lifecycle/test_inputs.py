@@ -1,4 +1,4 @@
-"""Input files are compared by content at a resume."""
+"""Comparison of input files by content at a resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.rl_loop.lifecycle.config_keys import CONFIGS
 KL = "algorithm.kl={}"
 
 
-def begun(config: RunConfig) -> RunDirectory:
+def saved_run(config: RunConfig) -> RunDirectory:
     """Make a run that has a checkpoint."""
     run = start_run(config.directory, dump_config(config))
     write_json(run.inputs, to_json(inputs_of(config)))
@@ -59,12 +59,12 @@ def task_files(directory: Path) -> str:
     return f"tasks.sources={{gsm8k: {{{source}}}}}"
 
 
-def test_resume_refuses_a_reference_that_was_trained_on(tmp_path: Path) -> None:
-    """``initial_weights: runs/sft`` is the newest checkpoint of that run."""
+def test_resume_rejects_a_reference_that_was_trained_further(tmp_path: Path) -> None:
+    """``initial_weights: runs/sft`` means the newest checkpoint of that run."""
     sft = tmp_path / "sft"
     old = save_checkpoint(sft, 100, "first")
     config = rl(tmp_path, f"initial_weights={sft}", KL)
-    run = begun(config)
+    run = saved_run(config)
     assert changes_since(run, config) == []
 
     save_checkpoint(sft, 200, "second")
@@ -77,16 +77,16 @@ def test_resume_refuses_a_reference_that_was_trained_on(tmp_path: Path) -> None:
 
 
 def test_resume_accepts_other_initial_weights_without_reference(tmp_path: Path) -> None:
-    """Its own checkpoint has the weights of a run without a reference policy."""
+    """A run without a reference policy continues from its own checkpoint only."""
     save_checkpoint(tmp_path / "sft", 100, "first")
     config = rl(tmp_path, f"initial_weights={tmp_path}/sft")
-    run = begun(config)
+    run = saved_run(config)
     save_checkpoint(tmp_path / "sft", 200, "second")
     assert changes_since(run, config) == []
 
 
 def test_trainer_reads_the_recorded_checkpoint(tmp_path: Path) -> None:
-    """The run that it belongs to may save a newer one before the ranks have started."""
+    """The other run may save a newer checkpoint before the ranks have started."""
     old = save_checkpoint(tmp_path / "sft", 100, "first")
     config = rl(tmp_path, f"initial_weights={tmp_path}/sft")
     recorded = inputs_of(config)
@@ -95,9 +95,9 @@ def test_trainer_reads_the_recorded_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "held"])
-def test_resume_refuses_a_changed_task_file(name: str, tmp_path: Path) -> None:
+def test_resume_rejects_a_changed_task_file(name: str, tmp_path: Path) -> None:
     config = rl(tmp_path, task_files(tmp_path))
-    run = begun(config)
+    run = saved_run(config)
     assert changes_since(run, config) == []
 
     with (tmp_path / f"{name}.jsonl").open("a") as file:
@@ -112,31 +112,31 @@ def test_resume_refuses_a_changed_task_file(name: str, tmp_path: Path) -> None:
 def test_resume_accepts_a_copy_of_the_data(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    run = begun(rl(tmp_path, task_files(tmp_path / "a")))
+    run = saved_run(rl(tmp_path, task_files(tmp_path / "a")))
     assert changes_since(run, rl(tmp_path, task_files(tmp_path / "b")))
 
 
 @pytest.mark.parametrize("section", ["data", "vocabulary_data"])
-def test_resume_refuses_changed_conversations(section: str, tmp_path: Path) -> None:
-    """A file of the same length has other conversations."""
+def test_resume_rejects_changed_conversations(section: str, tmp_path: Path) -> None:
+    """The changed file has the same length."""
     file = tmp_path / "chats.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     kind = SftConfig if section == "data" else RlConfig
     options = ["initial_weights=null", f"output_dir={tmp_path}", f"{section}={{path: {file}}}"]
     config = load_config(CONFIGS / f"{kind.command}/tiny_retool.yaml", kind, options)
-    run = begun(config)
+    run = saved_run(config)
     assert changes_since(run, config) == []
     file.write_text(file.read_text().replace('"a"', '"b"'))
     with pytest.raises(ConfigError, match=rf"^{section}\.sources\.data\.path: the content of"):
         changes_since(run, config)
 
 
-def test_resume_refuses_another_tokenizer(tmp_path: Path) -> None:
+def test_resume_rejects_another_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     options = ["initial_weights=null", f"output_dir={tmp_path}", f"tokenizer={tmp_path}"]
     file = CONFIGS / "rl/tiny_dense.yaml"
     config = load_config(file, RlConfig, [*options, "vocabulary=tokenizer"])
-    run = begun(config)
+    run = saved_run(config)
     (tmp_path / "tokenizer.json").write_text("{ }")
     with pytest.raises(ConfigError, match=r"^tokenizer: .* trained with other token ids"):
         changes_since(run, config)
@@ -146,7 +146,7 @@ def test_resume_refuses_another_tokenizer(tmp_path: Path) -> None:
 def test_weights_digest_detects_training(
     whole_file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small files are read whole, and of large ones a block in the middle of each tensor."""
+    """The digest reads small files completely, and a middle block of each tensor of large files."""
     monkeypatch.setattr(inputs, "WHOLE_FILE", whole_file)
     file = tmp_path / "model.safetensors"
     tensors = {f"layer.{i}": torch.randn(100, 200) for i in range(4)}
@@ -175,7 +175,7 @@ def test_weights_digest_reads_little_of_large_files(
 
 
 def write_hub(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a data set. load_dataset takes a folder as it takes a name of the hub."""
+    """Write a data set. ``load_dataset`` accepts a folder like a name of the hub."""
     from datasets import Dataset
 
     folder.mkdir(exist_ok=True)
@@ -199,15 +199,15 @@ HUB_KEYS = {"rl": "tasks.sources.gsm8k.train_path", "sft": "data.sources.data.pa
 def test_resume_compares_a_data_set_of_the_hub(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name stays, and what is published under it changes."""
+    """The published rows change under the same name."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(6)]
     write_hub(tmp_path / "hub", rows)
     config = hub_config(tmp_path, kind)
-    run = begun(config)
+    run = saved_run(config)
     assert changes_since(run, config) == []
 
-    # Another machine, or an emptied cache.
+    # The cache is empty on another machine, or after its deletion.
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "other_cache")
     assert changes_since(run, config) == []
 
@@ -249,7 +249,7 @@ def test_resume_compares_scripts_of_tool_servers(
         (tmp_path / name).write_text("#!/usr/bin/env python\ndef make(task): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = mcp(tmp_path, server.replace("DIR", str(tmp_path)))
-    run = begun(config)
+    run = saved_run(config)
     assert changes_since(run, config) == []
     for name in ("server.py", "resumed_tool_server.py"):
         with (tmp_path / name).open("a") as file:

@@ -1,4 +1,4 @@
-"""The driver is killed while rollouts run ahead, and the run resumes from its newest checkpoint."""
+"""Resume after the driver is killed while off-policy rollouts run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 
 STEPS, TASKS, SAMPLES, STALENESS = 6, 2, 4, 2
 KILLED_IN = 3
-"""The step in which the driver is killed; checkpoints follow every other step, so the newest is of two steps."""
+"""Step in which the driver is killed. Every second step is saved, so the newest is step 2."""
 
 pytestmark = pytest.mark.slow  # two whole runs each
 
@@ -39,7 +39,7 @@ def overrides(directory: Path) -> list[str]:
 
 
 def trained_tasks(run: RunDirectory) -> dict[int, Counter[str]]:
-    """How many episodes of which task each step was trained on, by the recorded episodes."""
+    """Return the number of recorded training episodes per task, by step."""
     reader = EpisodeReader(run.episodes)
     reader.refresh()
     tasks: dict[int, Counter[str]] = {}
@@ -58,7 +58,7 @@ def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("moment", "saved"), [("rollouts", 2), ("sync", 2), ("update", 2), ("checkpoint", None)]
 )
-def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_once(
+def test_killed_run_resumes_and_trains_every_group_once(
     moment: str, saved: int | None, tmp_path: Path
 ) -> None:
     settings = overrides(tmp_path)
@@ -74,20 +74,20 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_
 
     before = steps_of(run)
     latest = int((run.checkpoints / "latest").read_text().rpartition("_")[2])
-    # Killed while it was written, a checkpoint counts or it does not.
+    # A kill during the write may leave the checkpoint complete or incomplete.
     assert latest in ({saved} if saved is not None else {2, 4})
     assert len(before) == (KILLED_IN + 1 if moment in ("update", "checkpoint") else KILLED_IN)
 
     resumed = Driver(["-m", "launch"], [*settings, "--resume"])
     assert resumed.wait() == 0, resumed.said
 
-    # Steps of the checkpoint stay equal to the last digit. The others are repeated.
+    # Steps up to the checkpoint keep their exact metrics. Later steps run again.
     after = steps_of(run)
     assert [step["step"] for step in after] == list(range(1, STEPS + 1))
     assert after[:latest] == before[:latest]
     assert all(step["time"] > before[-1]["time"] for step in after[latest:])
 
-    # In order, every step is trained on its own tasks, as if nothing had happened.
+    # Every step trains on the same tasks as in an uninterrupted run.
     tasks = build_tasks(config)
     expected = {
         step + 1: Counter({task.task_id: SAMPLES for task in tasks.train(step * TASKS, TASKS)})
@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_trains_every_group_
     }
     assert trained_tasks(run) == expected
 
-    # The bound holds, and no more groups are begun than in any other run.
+    # The staleness limit holds, and no more groups begin than in another run.
     assert max(step["rollout/staleness_max"] for step in after) <= STALENESS
     assert [step["rollout/groups_ahead"] for step in after] == [4, 4, 4, 4, 2, 0]
     for step in after:

@@ -1,4 +1,4 @@
-"""An outage ends an attempt, but not the attempts after it."""
+"""Resume of a run that an infrastructure outage has ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAVED = 3
 
 
 class Trainer:
-    """Learns nothing and remembers the last checkpoint."""
+    """A trainer without updates that keeps its last checkpoint."""
 
     def __init__(self) -> None:
         self.saved: dict[str, Any] | None = None
@@ -50,7 +50,7 @@ class Trainer:
 
 
 class Rollouts:
-    """Ends every group at once. Those for which ``is_broken`` returns True fail."""
+    """Rollouts that end every group at once. Groups with a true ``is_broken`` fail."""
 
     scores_during_rollouts = False
 
@@ -154,12 +154,12 @@ def test_outage_does_not_end_later_attempts(staleness: int, tmp_path: Path) -> N
     ahead = f"algorithm.max_staleness={staleness}"
     with pytest.raises(InfrastructureOutage):
         attempt(trainer, tmp_path, lambda version, number: version >= SAVED, ahead)
-    # Episodes of the next steps had ended before the outage.
+    # Episodes of the next steps ended before the outage.
     assert trainer.saved is not None and trainer.saved["step"] == SAVED + staleness
     assert attempt(trainer, tmp_path, lambda version, number: False, ahead) == STEPS
 
 
-def test_outage_keeps_the_groups_that_did_not_fail(tmp_path: Path) -> None:
+def test_outage_keeps_the_groups_without_failures(tmp_path: Path) -> None:
     trainer = Trainer()
 
     def second_half(version: int, number: int) -> bool:
@@ -179,7 +179,7 @@ def test_outage_keeps_the_groups_that_did_not_fail(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_continues_when_an_outage_is_over(tmp_path: Path) -> None:
-    """Two processes, with Ray, workers and a real environment."""
+    """The run and its resume are real processes with Ray, workers and an environment."""
     source = "{environment: 'tests.support.rl_loop.lifecycle.broken_world:BrokenWorld', options: {instructions: null}}"
     settings = [
         *RL,

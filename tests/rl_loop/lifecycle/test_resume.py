@@ -1,4 +1,4 @@
-"""Changes at a resume: found per key, and rejected if they would invalidate the run."""
+"""Changed keys at a resume, and their rejection if they would invalidate the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_of(earlier: RunConfig, saved: bool = True) -> RunDirectory:
         (["initial_weights=/elsewhere"], "initial_weights: null -> /elsewhere"),
     ],
 )
-def test_what_can_change_is_listed(overrides: list[str], shown: str, tmp_path: Path) -> None:
+def test_allowed_change_is_listed(overrides: list[str], shown: str, tmp_path: Path) -> None:
     run = run_of(config(tmp_path, "optimizer.lr=2e-3"))
     (change,) = changes_since(run, config(tmp_path, "optimizer.lr=2e-3", *overrides))
     assert str(change).startswith(shown)
@@ -70,7 +70,7 @@ def test_what_can_change_is_listed(overrides: list[str], shown: str, tmp_path: P
          "initial_weights: null -> /elsewhere"),
     ],
 )  # fmt: skip
-def test_what_cannot_change_is_refused_with_both_values(
+def test_forbidden_change_is_rejected_with_both_values(
     before: list[str], now: list[str], named: str, tmp_path: Path
 ) -> None:
     run = run_of(config(tmp_path, *before))
@@ -80,8 +80,8 @@ def test_what_cannot_change_is_refused_with_both_values(
     assert run.config.read_text() == kept
 
 
-def test_what_is_refused_names_a_start_that_another_run_can_make(tmp_path: Path) -> None:
-    """A run of adapters has no whole model in its checkpoints."""
+def test_rejection_names_a_start_for_another_run(tmp_path: Path) -> None:
+    """Checkpoints of a run with adapters do not contain the whole model."""
 
     def offered(run: RunDirectory, *overrides: str) -> str:
         with pytest.raises(ConfigError) as refused:
@@ -114,8 +114,8 @@ def test_model_is_compared_by_values_when_a_run_resumes(tmp_path: Path) -> None:
         changes_since(run, config(tmp_path, f"model={tmp_path}/other"))
 
 
-def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> None:
-    """That it is the same base, its digest in the checkpoint tells."""
+def test_base_of_adapters_may_move_and_be_quantized(tmp_path: Path) -> None:
+    """The digest in the checkpoint detects another base."""
     options = ["adapter={rank: 4}", "algorithm.kl={coefficient: 0.1}"]
     run = run_of(config(tmp_path, *options))
     moved = config(tmp_path, *options, "initial_weights=/elsewhere", "quantization=mxfp4")
@@ -127,7 +127,7 @@ def test_the_base_of_adapters_may_have_moved_and_be_packed(tmp_path: Path) -> No
         changes_since(whole, config(tmp_path, "name=whole", "quantization=mxfp4"))
 
 
-def test_the_adapters_that_a_run_started_from_may_move_unless_they_are_its_reference(
+def test_initial_adapter_may_move_unless_it_is_the_reference(
     tmp_path: Path,
 ) -> None:
     options = ["adapter={rank: 4}", "initial_adapter=/first"]
@@ -142,13 +142,13 @@ def test_the_adapters_that_a_run_started_from_may_move_unless_they_are_its_refer
         changes_since(run, moved)
 
 
-def test_initial_weights_matter_as_long_as_nothing_is_saved(tmp_path: Path) -> None:
+def test_other_initial_weights_are_rejected_before_a_checkpoint(tmp_path: Path) -> None:
     run = run_of(config(tmp_path), saved=False)
     with pytest.raises(ConfigError, match="no checkpoint exists yet"):
         changes_since(run, config(tmp_path, "initial_weights=/elsewhere"))
 
 
-def test_another_way_to_the_same_file_is_no_difference(tmp_path: Path) -> None:
+def test_another_path_to_the_same_file_is_not_a_change(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "data")
     before, now = {"a": str(tmp_path / "data")}, {"a": f"{tmp_path}/x/../link"}
@@ -156,7 +156,7 @@ def test_another_way_to_the_same_file_is_no_difference(tmp_path: Path) -> None:
     assert differences(before, {"a": str(tmp_path / "link")}) == []
 
 
-def test_a_run_of_the_other_kind_is_named(tmp_path: Path) -> None:
+def test_resume_of_a_run_of_another_command_is_rejected(tmp_path: Path) -> None:
     run = run_of(config(tmp_path, kind=SftConfig))
     with pytest.raises(
         ConfigError, match="is a run of `gptoss sft`, so `gptoss rl` cannot continue it"
@@ -164,7 +164,7 @@ def test_a_run_of_the_other_kind_is_named(tmp_path: Path) -> None:
         changes_since(run, config(tmp_path, f"name={run.path.name}"))
 
 
-def test_settings_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
+def test_key_missing_in_the_old_run_counts_as_its_default(tmp_path: Path) -> None:
     earlier = config(tmp_path)
     run = run_of(earlier)
     lines = [
@@ -177,7 +177,7 @@ def test_settings_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path
     assert str(change) == "evaluate_every: 10 -> 77"
 
 
-def test_the_configuration_keeps_its_history_and_can_be_read_again(tmp_path: Path) -> None:
+def test_written_configuration_keeps_its_history_and_loads(tmp_path: Path) -> None:
     run = run_of(config(tmp_path, "optimizer.lr=0.1"))
     for step, rate in ((3, 0.2), (5, 0.3)):
         now = config(tmp_path, f"optimizer.lr={rate}")
@@ -189,8 +189,8 @@ def test_the_configuration_keeps_its_history_and_can_be_read_again(tmp_path: Pat
     assert load_config(run.config, RlConfig).optimizer.lr == 0.3
 
 
-def test_fewer_steps_than_are_done_are_refused(tmp_path: Path) -> None:
-    """Weights of step 3 would be evaluated and exported as those of step 2."""
+def test_fewer_steps_than_were_trained_are_rejected(tmp_path: Path) -> None:
+    """Otherwise weights of step 3 would be evaluated and exported as step 2."""
     run = run_of(config(tmp_path))
     with pytest.raises(ConfigError, match=r"training\.steps: 80 -> 2 .*already has 3 steps"):
         changes_since(run, config(tmp_path, "training.steps=2"))

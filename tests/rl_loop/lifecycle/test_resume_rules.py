@@ -1,4 +1,4 @@
-"""Every configuration key has a declared effect on a resume, and the effect is real."""
+"""Effects of configuration keys on a resume: declared for every key, and tested."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SECTIONS = {
     "algorithm.kl.": ["algorithm.kl={}"],
     "adapter.": ["adapter={rank: 4}"],
 }
-"""Overrides with which there are the keys that begin like this. The first that fits counts."""
+"""Overrides that create the keys with this prefix. The first matching prefix applies."""
 
 VALUES: dict[str, list[str]] = {
     "model": ["model=tiny_words"],
@@ -81,18 +81,18 @@ VALUES: dict[str, list[str]] = {
     "algorithm.critic": ["algorithm=ppo"],
     "training.max_tokens_per_micro_batch": ["training.max_tokens_per_micro_batch=512"],
 }  # fmt: skip
-"""Overrides for keys whose other values are not valid by themselves."""
+"""Overrides for keys whose other values are valid only in combination."""
 
 OF_CUSTOM_CODE = {
     "algorithm.advantage.options",
     "algorithm.policy_loss.options",
     "rollout.engine.options",
 }
-"""Options of a MODULE:NAME, which this project has none of."""
+"""Options of custom code (MODULE:NAME). The shipped configurations have none."""
 
 
 def write_tasks(path: Path) -> None:
-    """Write problems, every fourth of which needs hundreds of tokens."""
+    """Write problems. Every fourth problem needs hundreds of tokens."""
     lines = [
         {"question": f"Problem {i}: " + "what is one plus one, " * (48 if i % 4 == 3 else 1), "answer": f"#### {i}"}
         for i in range(ROWS)
@@ -147,7 +147,7 @@ def section_of(key: str) -> list[str]:
 
 
 def changed(key: str, make: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return two valid configurations that differ in a key, the second as the first one resumed."""
+    """Return two valid configurations that differ in a key. The second resumes the first."""
     section = section_of(key)
     before = make(*section)
     if key in VALUES:
@@ -178,7 +178,7 @@ def run_of(config: RunConfig, name: str = "") -> RunDirectory:
 
 
 def test_every_key_has_a_rule() -> None:
-    """A refused section covers its keys; any other key is declared by itself."""
+    """A rejected section covers its keys. Every other key has a separate rule."""
     for key in KEYS:
         above = [key[:i] for i, character in enumerate(key) if character == "."]
         refused = any(RULES[k].effect is Effect.REJECTED for k in above if k in RULES)
@@ -190,15 +190,15 @@ def test_every_rule_has_a_key() -> None:
         assert any(known == key or known.startswith(f"{key}.") for known in KEYS), key
 
 
-def test_an_undeclared_key_is_refused() -> None:
+def test_undeclared_key_is_rejected() -> None:
     assert rule_of("rollout.unheard_of").effect is Effect.REJECTED
 
 
-PATHS_THAT_ARE_NO_INPUT = {"output_dir", "sandbox.interpreter", "rollout.engine.python"}
+PATHS_WITHOUT_INPUT = {"output_dir", "sandbox.interpreter", "rollout.engine.python"}
 
 
 def test_every_path_is_an_input(tmp_path: Path) -> None:
-    """A key that leads to files is compared by content, or listed here."""
+    """Keys with paths are compared by content, or listed here."""
     named = {key for key, annotation in KEYS.items() if "pathlib" in str(annotation)}
     named |= {key for key in KEYS if key.endswith(("path", "python"))}
     file = tmp_path / "data.jsonl"
@@ -222,7 +222,7 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
     )
     places |= set(places_of(sft))
     found = {key.replace("sources.s.", "sources.*.") for key in places}
-    assert named - PATHS_THAT_ARE_NO_INPUT == found
+    assert named - PATHS_WITHOUT_INPUT == found
 
 
 def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: Effect) -> list[str]:
@@ -243,7 +243,7 @@ REFUSED = sorted(
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_refused_key_is_refused(key: str, data: Path, tmp_path: Path) -> None:
+def test_change_of_a_rejected_key_is_rejected(key: str, data: Path, tmp_path: Path) -> None:
     before, after = changed(key, lambda *more: rl_config(data, f"output_dir={tmp_path}", *more))
     with pytest.raises(ConfigError, match="--resume cannot change") as refused:
         changes_since(run_of(before), after)
@@ -273,7 +273,7 @@ def test_other_keys_keep_the_digest(override: str, data: Path) -> None:
 
 
 class UnevenRunner:
-    """Ends every third group of a step only when training has come to that step."""
+    """A runner that delays every third group of a step until training reaches the step."""
 
     def __init__(self, groups_per_step: int) -> None:
         self.step = -1
@@ -285,7 +285,7 @@ class UnevenRunner:
         return GroupStream(self._begin)
 
     def train(self, step: int) -> None:
-        """End the groups that a step waits for."""
+        """Begin a step: end the groups that it waits for."""
         with self._lock:
             self.step = step
             late, self._late = self._late, []
@@ -318,8 +318,11 @@ def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
 def train(
     config: RlConfig, directory: Path, state: RunState, is_over: Callable[[TaskSource], bool]
 ) -> list[str]:
-    """Train until ``is_over``, from a state and the groups kept with it. Return the tasks that were
-    trained on or replaced."""
+    """Train until ``is_over`` from a state and its saved groups.
+
+    Returns:
+        The ids of the tasks that were trained on or replaced.
+    """
     tasks = build_tasks(config)
     if state.tasks is not None:
         tasks.continue_from(state.tasks)
@@ -350,7 +353,7 @@ def train(
 
 
 def one_epoch(before: RlConfig, after: RlConfig, directory: Path) -> list[str]:
-    """Train on the first epoch of the data, and resume in its middle with other settings."""
+    """Train on one epoch, and resume in the middle with other settings."""
     state = RunState()
     trained = train(before, directory, state, lambda tasks: state.step == 7)
     state = RunState.from_checkpoint(json.loads(json.dumps(state.to_checkpoint())))
@@ -375,7 +378,7 @@ def check_each_task_once(trained: list[str], usable_in_both: int) -> None:
 MAY_CHANGE_RL = sorted(
     key
     for key in with_effect(RL_KEYS, RlConfig, Effect.MAY_CHANGE)
-    # Paths are compared by content; the files of this test have no other.
+    # Paths are compared by content, and this test has only one version of each file.
     if key not in ("initial_weights", "initial_adapter", "tokenizer", *OF_CUSTOM_CODE)
 )
 
@@ -392,7 +395,7 @@ def test_changed_key_repeats_and_loses_no_task(key: str, data: Path, tmp_path: P
 def test_other_filter_repeats_and_loses_no_task(
     first: int, then: int, rounds: int, data: Path, tmp_path: Path
 ) -> None:
-    """``rollout.max_tokens`` decides which prompts leave room to answer."""
+    """``rollout.max_tokens`` decides which prompts are short enough to answer."""
     options = [f"algorithm.dynamic_sampling_rounds={rounds}", "algorithm.max_staleness=2"]
     configs = [rl_config(data, *options, f"rollout.max_tokens={n}") for n in (first, then)]
     usable = [len(build_tasks(config).sources["gsm8k"]._data or ()) for config in configs]
@@ -412,8 +415,8 @@ def test_unchanged_run_takes_tasks_as_if_never_interrupted(data: Path, tmp_path:
     assert parts == whole
 
 
-def test_another_number_of_tasks_is_refused(data: Path, tmp_path: Path) -> None:
-    """An environment whose code leaves out other rows has another order."""
+def test_another_number_of_tasks_is_rejected(data: Path, tmp_path: Path) -> None:
+    """Changed code of an environment may filter other rows, which changes the order."""
     config = rl_config(data)
     tasks = build_tasks(config)
     cursor = tasks.cursor(3)

@@ -1,4 +1,4 @@
-"""The size of Ray's store follows from the configuration, and is checked before the start."""
+"""Size of Ray's store: computed from the configuration, and checked before the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_loop.lifecycle.store_size import (
 ROOT = Path(__file__).parents[3]
 CONFIGS = [*shipped_files("rl"), *shipped_files("sft")]
 NODE_BYTES = 64 << 30
-"""Size of /dev/shm, and of memory, on a small node with GPUs."""
+"""Bytes of /dev/shm and of memory on a small node with GPUs."""
 
 STEP = [
     "tasks.held_out_tasks=8",
@@ -44,7 +44,7 @@ STEP = [
     "algorithm.routing_replay=R3",
     "rollout.engine.type=sglang",
 ]
-"""Settings of a step of 36 and an evaluation of 8 episodes, with 24 layers of routes."""
+"""Overrides for a step of 36 and an evaluation of 8 episodes, with 24 layers of routes."""
 
 
 def configuration(path: Path) -> RunConfig:
@@ -58,7 +58,7 @@ def rl_config(*overrides: str) -> RlConfig:
 
 
 def run_program(code: str, **environment: str) -> str:
-    """Output of a Python program, in a process of its own: it starts a Ray of another size."""
+    """Run a Python program that starts its own Ray. Return its output."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -73,7 +73,7 @@ def run_program(code: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_configuration_of_the_project_fits_an_ordinary_node(
+def test_shipped_configurations_fit_an_ordinary_node(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: NODE_BYTES)
@@ -85,15 +85,16 @@ def test_every_configuration_of_the_project_fits_an_ordinary_node(
         assert store_bytes(need) == MIN_STORE_BYTES
 
 
-def test_a_step_is_counted_as_its_columns_weigh() -> None:
+def test_need_of_a_step_is_the_size_of_its_columns() -> None:
     config = rl_config(*STEP)
     tokens = (36 + 8) * 32_768
     need = store_need(config)
     assert need.episodes == 36 + 8
-    # uint8 for 128 experts
+    # Routes of 128 experts are uint8.
     assert need.routes == 36 * 32_768 * 24 * 4, "an evaluation replays nothing"
-    # ids, mask, log-probs and text of every episode; advantages besides for the ranks, and the
-    # answers, where an evaluation scores without replay; what an update says of tokens
+    # Every episode has ids, mask, log-probs and text. Episodes of the step also have the columns
+    # for the ranks with advantages, the scores of a pass without replay, and the token values of
+    # an update.
     assert need.columns == tokens * (4 + 1 + 4 + 5) + 36 * 32_768 * ((4 + 1 + 4 + 4) + 4 + (4 + 4))
     unrecorded = store_need(rl_config(*STEP, "tracking.episodes=0"))
     assert unrecorded.columns == need.columns, "episodes are compared whether or not recorded"
@@ -106,7 +107,7 @@ def test_a_step_is_counted_as_its_columns_weigh() -> None:
     )
 
 
-def test_what_lives_longer_or_at_the_same_time_counts() -> None:
+def test_need_grows_with_staleness_rounds_and_estimates() -> None:
     plain = store_need(rl_config())
     assert plain.episodes == 12 * 8 + 128
 
@@ -127,19 +128,20 @@ def test_what_lives_longer_or_at_the_same_time_counts() -> None:
         "algorithm.kl.coefficient=0.001",
     ]
     estimated = store_need(rl_config(*estimates))
-    # values, returns and reference, and two answers of a pass before; ids and mask are sent once
+    # Adds values, returns, reference log-probs, and two results of earlier passes. Ids and mask
+    # are sent once.
     assert estimated.columns == plain.columns + 12 * 8 * 384 * (4 + 4 + 4 + (4 + 4))
 
-    # Mini-batches give ranks other sequences than the pass before them did, so that ids and mask
-    # are sent again; and they need the old log-probs.
+    # With mini-batches, ranks get other sequences than in the pass before, so ids and mask are
+    # sent again. Mini-batches also need the old log-probs.
     cut = store_need(rl_config(*estimates, "algorithm.mini_batches=2"))
     assert cut.columns == estimated.columns + 12 * 8 * 384 * (4 + 1 + 4)
 
-    # in fp32, three times: returned, put, and the earlier version
+    # Three fp32 copies: the returned weights, the stored weights, and the earlier version.
     assert plain.weights == 3 * 4 * rl_config().model.num_parameters
 
 
-def test_an_evaluation_has_as_many_episodes_as_it_samples() -> None:
+def test_need_of_an_evaluation_counts_all_samples() -> None:
     need = evaluation_need(rl_config("evaluation.samples_per_task=32"))
     assert need.episodes == 128 * 32
     assert need.columns == 128 * 32 * 384 * (4 + 1 + 4 + 5)
@@ -168,7 +170,7 @@ def need_of(step: int) -> StoreNeed:
         (8 << 30, 1 << 30, "but only 1.1 GB of memory are free. Lower rollout.max_tokens"),
     ],
 )
-def test_a_step_that_does_not_fit_is_refused_in_one_line(
+def test_step_that_does_not_fit_is_rejected_in_one_line(
     shared: int, memory: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: shared)
@@ -181,10 +183,10 @@ def test_a_step_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_container_with_64_mb_of_shared_memory_still_runs_what_is_small(
+def test_small_run_fits_a_container_with_64_mb_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Docker's default. Ray then takes a directory on the disk."""
+    """64 MB is Docker's default. Ray then uses a directory on the disk."""
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: 64 << 20)
     need = store_need(rl_config())
     check_local_store(need)
@@ -247,7 +249,7 @@ def is_spilled():
 """
 
 
-def test_a_store_of_the_computed_size_holds_a_step() -> None:
+def test_store_of_the_computed_size_holds_a_step() -> None:
     program = f"""{FILL}
 start_local_ray(num_cpus=1, object_store_bytes=need.step)
 check_running_store(need)
@@ -258,7 +260,7 @@ ray.shutdown()
     assert run_program(program).split() == ["False"]
 
 
-def test_a_running_ray_that_a_step_does_not_fit_is_refused_and_would_have_spilled() -> None:
+def test_running_ray_that_would_spill_a_step_is_rejected() -> None:
     program = f"""{FILL}
 start_local_ray(num_cpus=1, object_store_bytes=need.step // 2)
 try:
@@ -279,7 +281,7 @@ ray.shutdown()
     assert spilled == "True"
 
 
-def test_a_session_refuses_a_ray_that_is_too_small_before_it_writes_anything(
+def test_too_small_ray_is_rejected_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     program = f"""

@@ -21,10 +21,10 @@ from rl_loop.rewards import CheckerFailure, math_answer
 from rl_loop.rewards.comparison_pool import ComparisonPool
 from tests.support.waiting import wait_until
 
-# Each computes for minutes inside C or sympy.
+# Each expression computes for minutes inside C or sympy.
 SLOW = [r"\binom{10^{9}}{5\cdot 10^{8}}", "9^{9^{9^{9}}}"]
 UNREACHABLE_SECONDS = 600.0
-"""A limit of processor time that no comparison of a test comes near."""
+"""Limit of processor time in seconds that no comparison of a test reaches."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def computing(pool: ComparisonPool) -> list[psutil.Process]:
     busy = []
     for worker in own_processes(pool)[1:]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            # A worker that was killed keeps its processor time until the server reaps it.
+            # A killed worker keeps its processor time until the server reaps it.
             is_alive = worker.status() != psutil.STATUS_ZOMBIE
             if is_alive and worker.cpu_times().user > 0.05:
                 busy.append(worker)
@@ -54,7 +54,7 @@ def computing(pool: ComparisonPool) -> list[psutil.Process]:
 
 
 def end_slow_comparisons(pool: ComparisonPool, is_done: Callable[[], bool]) -> None:
-    """Do to the busy workers what their limit does, until ``is_done``."""
+    """Signal busy workers as their time limit does, until ``is_done`` returns True."""
     pool._seconds = 0.0
     while not is_done():
         for worker in computing(pool):
@@ -64,15 +64,13 @@ def end_slow_comparisons(pool: ComparisonPool, is_done: Callable[[], bool]) -> N
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_an_answer_that_computes_for_ever_is_wrong_and_the_next_one_is_compared(
-    pool, slow: str
-) -> None:
+def test_answer_beyond_the_time_limit_is_wrong(pool, slow: str) -> None:
     assert not pool.equivalent(slow, "4")
     assert pool.equivalent("x+1", "1+x")
 
 
-def test_sixteen_slow_expressions_delay_no_other_answer() -> None:
-    """The other answer is judged while the slow ones compute, far from their limit."""
+def test_16_slow_expressions_do_not_delay_another_answer() -> None:
+    """The slow comparisons compute far below their limit while the other one finishes."""
     pool = ComparisonPool(seconds=UNREACHABLE_SECONDS)
     assert pool.equivalent("1/2", "0.5")
     with ThreadPoolExecutor(17) as threads:
@@ -88,7 +86,7 @@ def test_sixteen_slow_expressions_delay_no_other_answer() -> None:
     pool.close()
 
 
-def test_slow_expressions_beyond_the_number_of_workers_are_all_judged() -> None:
+def test_more_slow_expressions_than_workers_are_all_judged() -> None:
     pool = ComparisonPool(seconds=0.2, workers=2)
     with ThreadPoolExecutor(7) as threads:
         slow = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(6)]
@@ -97,7 +95,7 @@ def test_slow_expressions_beyond_the_number_of_workers_are_all_judged() -> None:
     pool.close()
 
 
-def test_answers_on_the_event_loop_are_judged_beside_slow_ones(monkeypatch) -> None:
+def test_judge_on_the_event_loop_is_not_delayed_by_slow_answers(monkeypatch) -> None:
     pool = ComparisonPool(seconds=UNREACHABLE_SECONDS)
     monkeypatch.setattr(math_answer, "equivalent", pool.equivalent)
 
@@ -121,21 +119,21 @@ def test_answers_on_the_event_loop_are_judged_beside_slow_ones(monkeypatch) -> N
     pool.close()
 
 
-def test_an_idle_process_that_died_does_not_make_the_next_answer_wrong(pool) -> None:
+def test_next_answer_is_judged_after_idle_workers_died(pool) -> None:
     for worker in own_processes(pool)[1:]:
         worker.kill()
         wait_until(lambda w=worker: not w.is_running())
     assert pool.equivalent("x+1", "1+x")
 
 
-def test_a_server_that_died_is_started_again(pool) -> None:
+def test_dead_server_is_restarted(pool) -> None:
     for process in own_processes(pool):
         process.kill()
     assert pool.equivalent("x+1", "1+x")
 
 
-def kill_at_work(pool: ComparisonPool, times: int) -> bool:
-    """Kill the workers of a comparison one after the other, and return its verdict."""
+def kill_busy_workers(pool: ComparisonPool, times: int) -> bool:
+    """Kill the workers of a comparison in sequence. Return its verdict."""
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(pool.equivalent, SLOW[0], "4")
         for death in range(times):
@@ -158,26 +156,26 @@ def patient_pool() -> Iterator[ComparisonPool]:
 
 
 def test_answer_that_crashes_the_checker_is_wrong(patient_pool) -> None:
-    """The checker works, as another question shows: in doubt it is the answer's fault."""
-    assert not kill_at_work(patient_pool, times=2)
+    """Another comparison succeeds, so the checker works and the answer caused the crash."""
+    assert not kill_busy_workers(patient_pool, times=2)
 
 
 def test_checker_failure_when_machine_out_of_memory(patient_pool, monkeypatch) -> None:
     counts = iter((3, 4))
     monkeypatch.setattr(forked_pool, "out_of_memory_kills", lambda: next(counts))
     with pytest.raises(CheckerFailure, match="two processes died"):
-        kill_at_work(patient_pool, times=2)
+        kill_busy_workers(patient_pool, times=2)
     monkeypatch.undo()
 
 
 def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch) -> None:
     monkeypatch.setattr(patient_pool.processes, "control", ())  # no pair
     with pytest.raises(CheckerFailure, match="two processes died"):
-        kill_at_work(patient_pool, times=2)
+        kill_busy_workers(patient_pool, times=2)
     monkeypatch.undo()
 
 
-def test_a_checker_that_cannot_start_is_a_failure_of_the_checker_and_says_why(monkeypatch) -> None:
+def test_checker_that_cannot_start_raises_with_the_reason(monkeypatch) -> None:
     pool = ComparisonPool()
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setattr(forked_pool.sys, "executable", "/nowhere/python")
@@ -205,7 +203,7 @@ def test_memory_is_bounded(pool) -> None:
     assert pool.equivalent("x+1", "1+x")
 
 
-def test_no_process_is_left(pool) -> None:
+def test_close_leaves_no_process(pool) -> None:
     with ThreadPoolExecutor(3) as threads:
         busy = [threads.submit(pool.equivalent, SLOW[0], "4") for _ in range(3)]
         wait_until(lambda: len(own_processes(pool)) > 3)
@@ -219,7 +217,7 @@ def test_no_process_is_left(pool) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_the_one_that_asked(end: signal.Signals) -> None:
+def test_processes_end_with_their_parent(end: signal.Signals) -> None:
     code = (
         "import threading, time\n"
         "from rl_loop.rewards.comparison_pool import equivalent\n"
@@ -239,7 +237,7 @@ def test_no_process_outlives_the_one_that_asked(end: signal.Signals) -> None:
     wait_until(lambda: not any(process.is_running() for process in left))
 
 
-def test_ctrl_c_in_a_terminal_leaves_the_checker_alone(pool) -> None:
+def test_ctrl_c_does_not_interrupt_the_checker(pool) -> None:
     for process in own_processes(pool):
         process.send_signal(signal.SIGINT)
     time.sleep(0.2)
@@ -248,7 +246,7 @@ def test_ctrl_c_in_a_terminal_leaves_the_checker_alone(pool) -> None:
     assert before & {process.pid for process in own_processes(pool)} == before
 
 
-def test_many_threads_are_answered_each_their_own(pool) -> None:
+def test_concurrent_threads_get_their_own_verdicts(pool) -> None:
     wrong: list[int] = []
 
     def ask(i: int) -> None:

@@ -1,7 +1,7 @@
-r"""No composed answer is judged equal to two different truths, and none whose numbers are not all used.
+r"""Composed answers: none equals two different truths, and all of its numbers matter.
 
-Comparisons run in this process, because forks would take most of the time. Their pool has other
-tests.
+Comparisons run in this process, because forks would take most of the time. Other tests cover the
+pool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def judged(answer: str, truth: str) -> bool:
 
 
 def mistakes_of(case: Composed) -> list[tuple[str, str, str]]:
-    """Pairs that are judged wrongly, in either direction."""
+    """Return the pairs that are judged wrongly in either direction."""
     found = []
     if case.is_readable and not judged(case.answer, case.same):
         found.append(("is", case.answer, case.same))
@@ -47,28 +47,28 @@ def check(count: int, seed: int) -> None:
     assert found == [], (kinds, found[:20])
 
 
-def test_no_composed_answer_has_two_truths() -> None:
-    """Separators, relations, moduli, bases, units, factorials, sets, cases, ellipses, prose."""
+def test_no_composed_answer_equals_two_truths() -> None:
+    """Cases: separators, relations, moduli, bases, units, factorials, sets, ellipses, prose."""
     check(40 * len(KINDS), seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_none_of_20000_composed_answers_has_two_truths(seed: int) -> None:
+def test_none_of_20000_composed_answers_equals_two_truths(seed: int) -> None:
     check(5_000, seed)
 
 
 LENIENT = {
-    # The value is that of another number, too, or a rule says that the number does not matter.
+    # Another number has the same value, or a rule ignores the number.
     "letters of a choice",
     "a rounded ground truth",
 }
 SAME_VALUE = re.compile(r"binom|choose|floor|cm")
-"""Other numbers can have the same value (5 over 3), and units may be left out."""
+"""Answers in which other numbers can have the same value (5 over 3) or units are optional."""
 
 
 def test_every_number_of_a_right_answer_matters() -> None:
-    """Another number in a labelled answer makes it wrong."""
+    """A labelled answer is wrong after any of its numbers changes."""
     labelled = [(answer, truth) for answer, truth, is_equal in pairs() if is_equal]
     for name in SAME:
         if name not in LENIENT:

@@ -72,7 +72,7 @@ def test_answers_are_compared_by_value(answer: str, truth: str, correct: bool) -
     assert is_correct(rf"The answer is \boxed{{{answer}}}.", truth) is correct
 
 
-def test_an_answer_outside_the_box_does_not_count() -> None:
+def test_answer_outside_the_box_is_wrong() -> None:
     assert not is_correct("42", "42")
 
 
@@ -106,12 +106,12 @@ def test_fast_path_of_plain_numbers_agrees_with_algebra(comparisons) -> None:
 def test_decimals_are_rounded_to_the_digits_of_the_truth(comparisons) -> None:
     assert comparisons.equivalent("0.12345678", "0.12345679")
     assert is_correct(r"\boxed{0.12345678}", "0.12345679")
-    # digits that are written count: math-verify sees doubles, and nine zeros as nothing
+    # All written digits count. math-verify uses doubles, and treats 1e-9 as 0.
     assert not is_correct(r"\boxed{99999999999999999999.123456}", "99999999999999999999.123457")
     assert not is_correct(r"\boxed{0.000000001}", "0.000000002")
 
 
-def test_an_answer_of_absurd_length_is_wrong(comparisons) -> None:
+def test_answer_beyond_the_length_limit_is_wrong(comparisons) -> None:
     assert not comparisons.equivalent("1+" * MAX_CHARACTERS + "1", "1")
 
 
@@ -179,7 +179,7 @@ WRAPPERS = [
 
 
 def spelled(number: str) -> list[str]:
-    """The same number in other digits."""
+    """Return the same number in several spellings."""
     found = [
         number,
         number.replace("-", "−"),
@@ -197,9 +197,7 @@ def spelled(number: str) -> list[str]:
 @settings(deadline=None, max_examples=150)
 @given(NUMBERS, st.sampled_from(WRAPPERS), st.integers(0, 20))
 @example("1000", "x = {}", 3)  # x = 1,000
-def test_a_number_equals_itself_however_it_is_written(
-    number: str, wrapper: str, spelling: int
-) -> None:
+def test_number_equals_itself_in_every_spelling(number: str, wrapper: str, spelling: int) -> None:
     forms = spelled(number)
     form = forms[spelling % len(forms)]
     assume(not (r"\left(" in wrapper and ("," in form)))  # (1,000) is a point, by its comma
@@ -214,7 +212,7 @@ def test_a_number_equals_itself_however_it_is_written(
     st.sampled_from(["1", "-1", "10", "0.00001", "1/7"]),
     st.booleans(),
 )
-def test_another_number_is_never_right(
+def test_another_number_is_never_correct(
     number: str, wrapper: str, difference: str, first: bool
 ) -> None:
     value = parse_number(number)
@@ -230,13 +228,13 @@ def test_another_number_is_never_right(
 
 @settings(deadline=None, max_examples=100)
 @given(NUMBERS, NUMBERS)
-def test_numbers_are_compared_the_same_both_ways(one: str, other: str) -> None:
+def test_comparison_of_numbers_is_symmetric(one: str, other: str) -> None:
     assert is_correct(rf"\boxed{{{one}}}", other) is is_correct(rf"\boxed{{{other}}}", one)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 10**6), st.integers(0, 5), st.integers(1, 5))
-def test_a_repeating_decimal_is_its_fraction(digits: int, start: int, length: int) -> None:
+def test_repeating_decimal_equals_its_fraction(digits: int, start: int, length: int) -> None:
     block = f"{digits % 10**length:0{length}d}"
     beginning = "".join(random.Random(digits).choices("0123456789", k=start))
     period = Fraction(int(block), 10**length - 1) / 10**start
@@ -303,10 +301,10 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_no_text_takes_long(name: str) -> None:
-    assert is_correct(r"\boxed{x+1}", "1+x")  # the start of the processes is no answer's time
+def test_judging_a_huge_text_takes_bounded_time(name: str) -> None:
+    assert is_correct(r"\boxed{x+1}", "1+x")  # excludes the start of the processes
     seconds = []
-    # A pause of Python's garbage collector is not the answer's time either: the best of three.
+    # The best of 3 excludes pauses of Python's garbage collector.
     for _ in range(3):
         began = time.process_time()
         assert not is_correct(ENDLESS[name], "5")

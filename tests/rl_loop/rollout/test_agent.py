@@ -1,4 +1,4 @@
-"""Agent loop: an episode has exactly the tokens that the engine processed."""
+"""Agent loop: episodes have exactly the tokens that the engine processed."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def episode(
 
 
 def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony: Harmony) -> None:
-    """Every field says what the engine consumed and produced, and when."""
+    """Compare every field of an episode with the requests and results of the engine."""
     last, result = engine.requests[-1], engine.results[-1]
     n = len(trajectory)
     assert trajectory.token_ids.tolist() == (last.input_ids + result.output_ids)[:n]
     sampled_in: dict[int, int] = {}  # position -> number of the request that sampled it
     processed_in: dict[
         int, int
-    ] = {}  # position -> number of the request in which it was first an input
+    ] = {}  # position -> number of the first request that has the token as an input
     for version, (request, made) in enumerate(
         zip(engine.requests, engine.results, strict=True), start=1
     ):
@@ -141,7 +141,7 @@ OUTPUTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sa
     room=st.integers(1, 250),
     max_new_tokens=st.integers(1, 60),
 )
-def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
+def test_episode_equals_the_engines_tokens_however_it_ends(
     tiny: Harmony,
     outputs: list[str],
     aborts: list[int | None],
@@ -162,7 +162,7 @@ def test_an_episode_is_what_went_through_the_engine_whatever_ends_it(
         and trajectory.finish_reason is FinishReason.STOP
     )
     assert trajectory.reward == (1.0 if whole else -1.0)
-    if whole:  # special tokens of the prompt, of calls and answers to them, of the final answer: no tool made one
+    if whole:  # special tokens of prompt, calls, results and final answer: none from tool output
         specials = sum(
             i >= 199_998 for i in tiny.vocabulary.to_harmony(trajectory.token_ids.tolist())
         )
@@ -180,7 +180,7 @@ def test_turn_limit_of_tokens_ends_the_episode(harmony: Harmony) -> None:
     check_against_engine(trajectory, engine, harmony)
 
 
-def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: Harmony) -> None:
+def test_too_long_tool_result_is_left_out_of_the_episode(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     prompt = prompt_ids(harmony)
     limits = EpisodeLimits(max_turns=8, max_tokens=len(prompt) + len(call(harmony)) + 10)
@@ -190,7 +190,7 @@ def test_a_tools_answer_that_leaves_no_room_is_not_part_of_the_episode(harmony: 
     check_against_engine(trajectory, engine, harmony)
 
 
-def test_turns_run_out(harmony: Harmony) -> None:
+def test_episode_ends_after_max_turns(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony)] * 3)
     trajectory = episode(
         harmony,
@@ -219,7 +219,7 @@ def test_turns_run_out(harmony: Harmony) -> None:
     ],
 )
 @pytest.mark.parametrize("mask", [False, True])
-def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
+def test_limit_sets_finish_reason_and_masks_if_configured(
     tiny: Harmony, limits: EpisodeLimits, reason: FinishReason, mask: bool
 ) -> None:
     engine = ScriptedEngine([call(tiny)] * 5)
@@ -241,7 +241,7 @@ def test_every_limit_has_a_name_and_masks_the_episode_if_configured(
     assert not finished.excluded
 
 
-def test_time_runs_out_while_sampling(tiny: Harmony) -> None:
+def test_episode_times_out_while_sampling(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)[:7]], hang=True)
     began = time.monotonic()
     trajectory = episode(
@@ -252,7 +252,7 @@ def test_time_runs_out_while_sampling(tiny: Harmony) -> None:
     check_against_engine(trajectory, engine, tiny)
 
 
-def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
+def test_episode_times_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
     engine = ScriptedEngine([call(tiny), answer(tiny)])
 
     async def slow(code: str) -> Output:
@@ -270,7 +270,7 @@ def test_time_runs_out_before_the_first_token_of_a_turn(tiny: Harmony) -> None:
     check_against_engine(trajectory, engine, tiny)
 
 
-def test_an_episode_that_ended_in_time_aborts_nothing_later(tiny: Harmony) -> None:
+def test_finished_episode_sends_no_abort_at_its_deadline(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)])
 
     async def execute(code: str) -> Output:
@@ -293,7 +293,7 @@ def test_an_episode_that_ended_in_time_aborts_nothing_later(tiny: Harmony) -> No
     assert engine.aborts_asked == 0
 
 
-def test_a_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
+def test_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)], hang=True)
 
     async def execute(code: str) -> Output:
@@ -314,7 +314,7 @@ def test_a_cancelled_episode_cancels_its_request(tiny: Harmony) -> None:
     assert engine.results == []
 
 
-def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_numbers(
+def test_aborted_turn_continues_from_its_prefix_with_a_new_seed(
     harmony: Harmony,
 ) -> None:
     engine = ScriptedEngine([answer(harmony)], [3, 0, 4])
@@ -336,7 +336,7 @@ def test_an_aborted_turn_is_resumed_from_its_own_tokens_with_other_random_number
     check_against_engine(trajectory, engine, harmony)
 
 
-def test_what_new_weights_let_an_engine_compute_again_is_counted(harmony: Harmony) -> None:
+def test_tokens_prefilled_again_after_aborts_are_counted(harmony: Harmony) -> None:
     class Forgetful(ScriptedEngine):
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             return replace(await super().generate(request), cached_tokens=0)
@@ -347,7 +347,7 @@ def test_what_new_weights_let_an_engine_compute_again_is_counted(harmony: Harmon
     assert trajectory.recomputed_tokens == (prompt + 2) + (prompt + 6)
 
 
-def test_seeds_differ_by_episode_and_turn_and_suit_torch(tiny: Harmony) -> None:
+def test_seeds_differ_by_episode_and_turn_and_are_valid_in_torch(tiny: Harmony) -> None:
     seen = set()
     for seed in (0, 1, 10**25):
         engine = ScriptedEngine([call(tiny), answer(tiny)])
@@ -363,7 +363,7 @@ def test_seeds_differ_by_episode_and_turn_and_suit_torch(tiny: Harmony) -> None:
 
 
 @pytest.mark.parametrize("end", ["<|call|>", "<|return|>"])
-def test_illegal_tokens_end_the_episode_with_their_own_reward(harmony: Harmony, end: str) -> None:
+def test_malformed_turn_ends_the_episode_with_its_own_reward(harmony: Harmony, end: str) -> None:
     text = [harmony.stop_token_ids[end == "<|call|>"]]
     engine = ScriptedEngine([harmony.vocabulary.encode_text("what?") + text])
     trajectory = episode(harmony, engine)
@@ -372,14 +372,14 @@ def test_illegal_tokens_end_the_episode_with_their_own_reward(harmony: Harmony, 
     check_against_engine(trajectory, engine, harmony)
 
 
-def test_a_call_of_a_tool_that_does_not_exist_is_a_format_error(harmony: Harmony) -> None:
+def test_call_of_an_unknown_tool_is_a_format_error(harmony: Harmony) -> None:
     browse = harmony.render_assistant([ParsedMessage("analysis", "browser", None, "x")], "<|call|>")
     trajectory = episode(harmony, ScriptedEngine([browse]))
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.FORMAT_ERROR, -0.5)
 
 
-def test_an_engine_that_forgets_the_routes_is_noticed(tiny: Harmony) -> None:
-    engine = ScriptedEngine([answer(tiny)] * 4)  # it is asked again, and tried in vain
+def test_engine_without_routes_makes_the_episode_invalid(tiny: Harmony) -> None:
+    engine = ScriptedEngine([answer(tiny)] * 4)  # one turn for each failing retry
     engine.returns_routes = False
     trajectory = episode(tiny, engine)
     assert trajectory.invalid is not None
@@ -389,7 +389,7 @@ def test_an_engine_that_forgets_the_routes_is_noticed(tiny: Harmony) -> None:
     )
 
 
-def test_a_prompt_that_leaves_no_room_names_the_task_and_the_setting(tiny: Harmony) -> None:
+def test_too_long_prompt_names_the_task_and_the_setting(tiny: Harmony) -> None:
     with pytest.raises(ValueError, match=r"task t has \d+ tokens; rollout\.max_tokens is 10"):
         episode(
             tiny,

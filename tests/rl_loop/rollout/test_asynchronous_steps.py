@@ -1,4 +1,4 @@
-"""Loop at any staleness, in one process with the real trainer: invariants of tokens and steps."""
+"""Invariants of tokens and steps at any staleness, in one process with the real trainer."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def config(directory: Path, *overrides: str) -> RlConfig:
         "rollout.routed_experts=false",
         "optimizer.lr=1e-2",
         "evaluate_every=2",
-        # This engine scores nothing like the trainer.
+        # Scores of the timeless engine differ from those of the trainer.
         "canary_tolerance=1000",
     ]
     return small_config(directory, *settings, *overrides)
 
 
 def uneven_seconds(episode: str) -> float:
-    """Few episodes take long: about as long as three steps of training."""
+    """Return the duration of an episode. Few episodes take as long as 3 training steps."""
     chance = random.Random(episode).random()
     return 0.6 if chance > 0.95 else 0.05 * chance
 
 
 class Recorded:
-    """A run with an engine whose tokens depend on nothing but the episode; what every step was trained on."""
+    """A run whose tokens depend only on the episode. Records the data of every training step."""
 
     def __init__(
         self, settings: RlConfig, seconds_of: Callable[[str], float] = lambda episode: 0.0
@@ -70,7 +70,7 @@ class Recorded:
     def train(
         self, *, resume: bool = False, prepare: Callable[[RlLoop], None] = lambda loop: None
     ) -> int:
-        """Run all steps that are left; ``prepare`` may change the loop before. Returns the steps done."""
+        """Run the remaining steps after ``prepare`` has changed the loop. Return the step count."""
         rollouts = LocalRollouts(self.settings, self.engine)  # type: ignore[arg-type]
         try:
             with local_loop(self.settings, rollouts, resume) as loop:
@@ -120,7 +120,7 @@ def tokens(episode: Trajectory) -> tuple[int, ...]:
     return tuple(episode.token_ids.tolist())
 
 
-# ---- turns, and one step ahead: as it always was
+# ---- staleness 0 and 1: the recorded episodes
 
 DIGESTS = [
     "98e3e5778f98decb",
@@ -129,7 +129,7 @@ DIGESTS = [
     "4ab316fd3313d8eb",
     "2fc6bae40fe35cb5",
 ]
-"""Digest of each step's episodes, from an earlier loop that supported only 0 and 1."""
+"""Digests of the episodes of each step, recorded with the loop of commit 8ae9bdd."""
 
 
 def digest(samples: TrainingSamples) -> str:
@@ -145,15 +145,15 @@ def digest(samples: TrainingSamples) -> str:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_turns_and_one_step_ahead_train_on_the_episodes_that_they_always_did(
+def test_staleness_0_and_1_train_on_the_recorded_episodes(
     staleness: int, runs: dict[int, Recorded]
 ) -> None:
     run = runs[staleness]
     assert [digest(samples) for samples in run.samples] == DIGESTS
 
 
-def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
-    """Train step by step on all episodes of each step, without anything that runs ahead."""
+def sequential_weights(settings: RlConfig) -> dict[str, torch.Tensor]:
+    """Train in sequence on all episodes of each step. Return the final weights."""
     tasks = build_tasks(settings)
     trainer = local_trainer(settings)
     rollouts = LocalRollouts(settings, TimelessEngine(tuple(tasks.codec.stop_token_ids)))  # type: ignore[arg-type]
@@ -171,18 +171,18 @@ def plain_loop(settings: RlConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_in_order_the_weights_are_those_of_a_plain_loop_to_the_last_bit(
+def test_weights_equal_those_of_a_sequential_loop_bit_for_bit(
     staleness: int, runs: dict[int, Recorded]
 ) -> None:
-    """These tokens do not depend on the weights, so neither do the updates on how far rollouts are ahead."""
+    """The tokens do not depend on the weights, so staleness must not change the updates."""
     run = runs[staleness]
-    expected = plain_loop(run.settings)
+    expected = sequential_weights(run.settings)
     assert set(run.weights) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(run.weights[name], tensor), name
 
 
-# ---- what has to hold at any staleness
+# ---- invariants at any staleness
 
 STALENESS = [0, 1, 2, 4]
 
@@ -195,13 +195,13 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory, staleness: int) -> Re
 
 
 @pytest.fixture(scope="module")
-def two_ahead(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def staleness_2(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return recorded_run(tmp_path_factory, 2)
 
 
 @pytest.fixture(scope="module")
-def runs(two_ahead: Recorded, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Recorded]:
-    recorded = {2: two_ahead}
+def runs(staleness_2: Recorded, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Recorded]:
+    recorded = {2: staleness_2}
     for staleness in STALENESS:
         if staleness not in recorded:
             recorded[staleness] = recorded_run(tmp_path_factory, staleness)
@@ -209,7 +209,7 @@ def runs(two_ahead: Recorded, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
-def test_no_token_is_older_than_the_bound_and_versions_never_fall(
+def test_versions_rise_and_stay_within_the_staleness_limit(
     runs: dict[int, Recorded], staleness: int
 ) -> None:
     for step, batch in enumerate(runs[staleness].batches):
@@ -232,19 +232,19 @@ def test_spans_of_versions_partition_the_sampled_tokens(
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
-def test_every_group_is_trained_on_once_and_whole_with_the_episodes_that_were_sampled(
+def test_every_group_is_trained_on_once_with_sampled_episodes(
     runs: dict[int, Recorded], staleness: int
 ) -> None:
     run, turns = runs[staleness], runs[0]
     assert {len(batch) for batch in run.batches} == {TASKS}
     assert {len(group.trajectories) for batch in run.batches for group in batch} == {4}
-    # An interrupted episode goes on from its exact prefix, so all are what they are without interruptions: the same
-    # lengths, the same tokens, none twice and none missing.
+    # An interrupted episode continues from its exact prefix, so all episodes have the same tokens
+    # as without interruptions.
     assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, turns.episodes))
     assert run.task_ids() == turns.task_ids()
 
 
-def test_a_sync_interrupts_episodes_and_they_go_on_with_a_span_per_version(
+def test_interrupted_episode_has_a_span_per_weight_version(
     runs: dict[int, Recorded],
 ) -> None:
     versions = [{span.version for span in episode.weight_versions} for episode in runs[4].episodes]
@@ -272,7 +272,7 @@ def test_held_out_episodes_stay_within_one_version(tmp_path: Path) -> None:
     assert seen == [set()] * 3
 
 
-def test_slow_episode_delays_its_own_step_only(tmp_path: Path) -> None:
+def test_slow_episode_delays_only_its_own_step(tmp_path: Path) -> None:
     """An episode of step 0 takes long. Groups of later steps end before it."""
     settings = config(tmp_path, "algorithm.max_staleness=2")
     (task,) = (task.task_id for task in build_tasks(settings).train(0, 1))
@@ -295,7 +295,7 @@ def test_slow_episode_delays_its_own_step_only(tmp_path: Path) -> None:
     assert ended[0] >= TASKS
 
 
-def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[int, Recorded]) -> None:
+def test_metrics_report_staleness_of_rollouts(runs: dict[int, Recorded]) -> None:
     for step in runs[0].metrics:
         assert not {name for name in step if name.startswith(("fresh/", "stale/"))}
 
@@ -314,7 +314,7 @@ def test_metrics_say_how_far_rollouts_are_ahead(runs: dict[int, Recorded]) -> No
 # ---- failures
 
 
-def test_what_goes_wrong_in_a_group_ends_the_run(tmp_path: Path) -> None:
+def test_error_in_a_group_ends_the_run(tmp_path: Path) -> None:
     run = Recorded(config(tmp_path, "algorithm.max_staleness=2"))
 
     def break_a_group(loop: RlLoop) -> None:
@@ -343,15 +343,15 @@ MOMENTS = [
     "groups saved",
     "saved",
 ]
-"""Events of a step, in order."""
+"""Moments of a step, in order."""
 
 
 class Killed(BaseException):
-    """Ends a run as a kill does: nothing is cleaned up or saved."""
+    """Ends a run like a kill, without cleanup or save."""
 
 
 def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
-    """Let a run be killed in a step."""
+    """Return a function that makes a loop raise ``Killed`` at a moment of a step."""
 
     def prepare(loop: RlLoop) -> None:
         def kill_in_step() -> None:
@@ -394,7 +394,7 @@ def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
 
 
 def followed_by(call: Callable[..., Any], then: Callable[..., None]) -> Callable[..., Any]:
-    """Let ``then`` be called with the same arguments after every ``call``."""
+    """Return a function that runs ``call``, and then ``then`` with the same arguments."""
 
     def both(*arguments: Any, **named: Any) -> Any:
         result = call(*arguments, **named)
@@ -404,8 +404,8 @@ def followed_by(call: Callable[..., Any], then: Callable[..., None]) -> Callable
     return both
 
 
-def no_burst(loop: RlLoop) -> None:
-    """Fail if more groups are under way than there ever are in a run that goes through."""
+def limit_open_steps(loop: RlLoop) -> None:
+    """Make a loop fail if more steps are in flight than in an uninterrupted run."""
     most = 1 + loop.algorithm.max_staleness
 
     def check(version: int, held_out: Any) -> None:
@@ -414,16 +414,16 @@ def no_burst(loop: RlLoop) -> None:
     loop.collector.begin = followed_by(loop.collector.begin, check)  # type: ignore[method-assign]
 
 
-def forget_what_was_not_saved(run: Recorded) -> None:
-    """Drop the batches after the last checkpoint, because they are trained on again."""
+def drop_unsaved_steps(run: Recorded) -> None:
+    """Drop recorded steps after the last checkpoint, because the run repeats them."""
     latest = run.settings.directory / "checkpoints/latest"
     saved = int(latest.read_text().rpartition("_")[2]) if latest.exists() else 0
     del run.batches[saved:]
     del run.samples[saved:]
 
 
-def check_trained_once_and_within_the_bound(run: Recorded, whole: Recorded) -> None:
-    """``whole`` is a run in order that went through."""
+def check_trained_once_within_staleness(run: Recorded, whole: Recorded) -> None:
+    """Compare a run with ``whole``, an uninterrupted run."""
     assert Counter(map(tokens, run.episodes)) == Counter(map(tokens, whole.episodes))
     assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
     assert run.task_ids() == whole.task_ids()
@@ -435,7 +435,7 @@ def check_trained_once_and_within_the_bound(run: Recorded, whole: Recorded) -> N
                 assert step - 2 <= versions[0] <= versions[-1] <= step
 
 
-# The moments that differ most. The others are slow tests.
+# The most different moments. Tests of the other moments are slow.
 FEW_MOMENTS = ("collecting", "group ended", "updated", "groups saved", "saved")
 DEATHS = [
     pytest.param(moment, marks=() if moment in FEW_MOMENTS else pytest.mark.slow)
@@ -444,8 +444,8 @@ DEATHS = [
 
 
 @pytest.mark.parametrize("moment", DEATHS)
-def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the_bound(
-    two_ahead: Recorded, moment: str, tmp_path: Path
+def test_killed_run_trains_on_every_group_once_after_its_resume(
+    staleness_2: Recorded, moment: str, tmp_path: Path
 ) -> None:
     options = ["algorithm.max_staleness=2"]
     settings = config(tmp_path, *options, "training.checkpoint_every=1")
@@ -453,16 +453,16 @@ def test_a_run_that_is_killed_anywhere_trains_on_every_group_once_and_within_the
     with pytest.raises(Killed):
         run.train(prepare=killed_at(moment, 3))
 
-    forget_what_was_not_saved(run)
+    drop_unsaved_steps(run)
     assert len(run.batches) == (4 if moment == "saved" else 3)
-    assert run.train(resume=True, prepare=no_burst) == STEPS
-    check_trained_once_and_within_the_bound(run, two_ahead)
+    assert run.train(resume=True, prepare=limit_open_steps) == STEPS
+    check_trained_once_within_staleness(run, staleness_2)
 
 
-def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
-    two_ahead: Recorded, tmp_path: Path
+def test_run_killed_repeatedly_trains_on_every_group_once(
+    staleness_2: Recorded, tmp_path: Path
 ) -> None:
-    """Each attempt dies at another moment: the first before there is any checkpoint, and two in the same step."""
+    """Each attempt is killed at another moment, the first one before any checkpoint."""
     options = ["algorithm.max_staleness=2"]
     settings = config(tmp_path, *options, "training.checkpoint_every=1")
     run = Recorded(settings, uneven_seconds)
@@ -470,18 +470,18 @@ def test_a_run_that_is_killed_again_and_again_still_trains_on_every_group_once(
     for attempt, (moment, step) in enumerate(deaths):
 
         def prepare(loop: RlLoop, moment: str = moment, step: int = step) -> None:
-            no_burst(loop)
+            limit_open_steps(loop)
             killed_at(moment, step)(loop)
 
         with pytest.raises(Killed):
             run.train(resume=attempt > 0, prepare=prepare)
-        forget_what_was_not_saved(run)
+        drop_unsaved_steps(run)
 
-    assert run.train(resume=True, prepare=no_burst) == STEPS
-    check_trained_once_and_within_the_bound(run, two_ahead)
+    assert run.train(resume=True, prepare=limit_open_steps) == STEPS
+    check_trained_once_within_staleness(run, staleness_2)
 
 
-def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
+def test_finished_episodes_are_restored_from_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     settings = config(tmp_path, "algorithm.max_staleness=2", "training.checkpoint_every=1")
@@ -507,16 +507,16 @@ def test_episodes_that_had_ended_come_from_the_checkpoint_and_are_not_run_again(
     run.engine.begun.clear()
     assert run.train(resume=True) == STEPS
     again = {episode for episode, _ in run.engine.begun} & begun
-    # Held-out episodes are those of every evaluation.
+    # Held-out episodes are the same in every evaluation, so they repeat.
     assert {episode for episode in again if int(episode.rpartition("/")[2]) >= 1000} == set()
 
-    # Two steps were ready: their tokens are of the weights before the cut.
+    # Two steps were complete. Their tokens have the weight versions from before the interruption.
     for step, oldest in ((2, 0), (3, 1), (4, 2)):
         versions = {e.weight_versions[0].version for g in run.batches[step] for e in g.trajectories}
         assert versions == {oldest}
 
 
-def test_an_abandoned_rollout_saves_what_is_finished(tmp_path: Path) -> None:
+def test_abandoned_rollouts_save_their_finished_groups(tmp_path: Path) -> None:
     settings = config(tmp_path, "algorithm.max_staleness=2")
     run = Recorded(settings, uneven_seconds)
 
@@ -536,8 +536,8 @@ def test_an_abandoned_rollout_saves_what_is_finished(tmp_path: Path) -> None:
     assert len({tokens(episode) for episode in run.episodes}) == STEPS * TASKS * 4
 
 
-def test_the_timeless_engine_gives_the_same_tokens_however_often_it_is_interrupted() -> None:
-    """The tests above rely on this."""
+def test_timeless_engine_gives_equal_tokens_when_interrupted() -> None:
+    """The tests above rely on this property."""
     from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 
     async def sample(interruptions: int) -> list[int]:

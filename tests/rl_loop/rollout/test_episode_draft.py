@@ -1,4 +1,4 @@
-"""Episodes while they are played: routes are kept once, and a turn that is taken back leaves nothing."""
+"""Unfinished episodes: memory of their routes, and removal of their last turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def routes(tokens: int, filler: int) -> np.ndarray:
 
 
 def sampled(prefix: int, tokens: int, version: int) -> GenerateResult:
-    """A turn behind a prefix: every number of it says which turn it is."""
+    """Return a turn after a prefix. Every number in it equals ``version``."""
     return GenerateResult(
         output_ids=[version] * tokens,
         output_log_probs=[-version / 4] * tokens,
@@ -34,7 +34,7 @@ def take_turn(draft: EpisodeDraft, tokens: int, version: int) -> GenerateResult:
     return turn
 
 
-def test_every_token_keeps_the_experts_that_it_was_first_processed_with() -> None:
+def test_token_keeps_the_routes_of_its_first_processing() -> None:
     draft = EpisodeDraft("t")
     draft.append("prompt", [9] * 4, "")
     take_turn(draft, 3, version=1)
@@ -52,22 +52,21 @@ def test_every_token_keeps_the_experts_that_it_was_first_processed_with() -> Non
     assert episode.routed_experts.dtype == np.uint8
 
 
-def test_a_long_episode_holds_its_routes_once() -> None:
-    """The routes of every turn are those of its whole prefix: kept as they come they would weigh
-    as much as the square of the turns."""
+def test_long_episode_stores_its_routes_once() -> None:
+    """Every turn returns the routes of its whole prefix. Keeping all of them would be quadratic."""
     draft = EpisodeDraft("t")
     draft.append("prompt", [9], "")
     for turn in range(50):
         take_turn(draft, 10, version=turn)
 
-    def weight(piece: np.ndarray) -> int:
-        return piece.nbytes if piece.base is None else weight(piece.base)
+    def base_bytes(piece: np.ndarray) -> int:
+        return piece.nbytes if piece.base is None else base_bytes(piece.base)
 
-    assert sum(weight(piece) for piece in draft._routes) == (len(draft) - 1) * LAYERS * TOP_K
+    assert sum(base_bytes(piece) for piece in draft._routes) == (len(draft) - 1) * LAYERS * TOP_K
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-def test_a_turn_that_is_taken_back_leaves_nothing(turns: int) -> None:
+def test_removed_turn_does_not_change_the_episode(turns: int) -> None:
     def play(draft: EpisodeDraft) -> EpisodeDraft:
         draft.append("prompt", [9] * 3, "")
         for version in range(turns):
@@ -87,15 +86,15 @@ def test_a_turn_that_is_taken_back_leaves_nothing(turns: int) -> None:
     assert (one.turns, one.weight_versions) == (other.turns, other.weight_versions)
     assert one.sampled_tokens == other.sampled_tokens
 
-    # The tokens that the turn read got their routes with it. Its own tokens, and the last token
-    # that it read, have the routes of the turn in its place.
+    # Tokens that the removed turn read keep its routes. The new turn gives the routes of its
+    # sampled tokens and of the last token before them.
     assert isinstance(other.routed_experts, np.ndarray)
     start = other.turns[-1].start
     assert other.routed_experts[start - 2].max() == 7
     assert (other.routed_experts[start - 1 :] == 6).all()
 
 
-def test_turns_with_and_without_routes_do_not_make_an_episode() -> None:
+def test_mixing_turns_with_and_without_routes_is_an_error() -> None:
     draft = EpisodeDraft("algebra/7")
     draft.append("prompt", [9] * 3, "")
     take_turn(draft, 4, version=1)

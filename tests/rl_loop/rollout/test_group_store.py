@@ -1,4 +1,4 @@
-"""Groups that are kept with a checkpoint come back as they were, or are sampled again."""
+"""Groups saved with a checkpoint: restored unchanged, or sampled again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def same(a: object, b: object) -> bool:
     return a == b and type(a) is type(b)
 
 
-def test_groups_come_back_as_they_were_in_every_field(tmp_path: Path) -> None:
+def test_loaded_groups_equal_the_saved_ones_in_every_field(tmp_path: Path) -> None:
     GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a").save(4, GROUPS)
     loaded = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a").load(4)
     assert {number: version for number, (version, _) in loaded.items()} == {7: 2, 9: 3}
@@ -84,7 +84,7 @@ def test_groups_come_back_as_they_were_in_every_field(tmp_path: Path) -> None:
                 assert same(a, b), field.name
 
 
-def test_a_resume_finds_what_belongs_to_its_step_and_nothing_later(tmp_path: Path) -> None:
+def test_load_finds_the_groups_of_its_step_and_nothing_later(tmp_path: Path) -> None:
     store = GroupStore(tmp_path / "ahead", keep_checkpoints=1, sampled_with="a")
     for step in (2, 4, 6):
         store.save(step, GROUPS)
@@ -116,7 +116,7 @@ def test_groups_with_other_settings_or_damage_are_dropped(
     assert "step_000004.npz cannot be read; sampling its episodes again" in caplog.text
 
 
-def test_a_run_without_anything_ahead_has_no_such_directory(tmp_path: Path) -> None:
+def test_run_without_finished_groups_has_no_directory(tmp_path: Path) -> None:
     store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a")
     assert store.load(0) == {}
     store.save(1, {})
@@ -136,15 +136,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("why", BROKEN)
-def test_groups_that_cannot_be_trained_on_are_dropped(why: str, tmp_path: Path) -> None:
-    """Restored by every resume, they would end every resume in the same way."""
+def test_untrainable_groups_are_dropped(why: str, tmp_path: Path) -> None:
+    """Otherwise every resume would restore these groups and fail again."""
     store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
     store.save(4, GROUPS | {8: (2, BROKEN[why])})
     assert set(store.load(4)) == {7, 9}
 
 
-def test_groups_that_may_have_ended_a_run_are_dropped(tmp_path: Path) -> None:
-    """An attempt that restored them and was not asked to stop may have died of them."""
+def test_groups_of_a_crashed_attempt_are_dropped(tmp_path: Path) -> None:
+    """An attempt that restored the groups and crashed may have crashed because of them."""
     store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
     store.save(4, GROUPS)
     assert set(store.load(4)) == {7, 9}
@@ -156,14 +156,14 @@ def test_groups_that_may_have_ended_a_run_are_dropped(tmp_path: Path) -> None:
     assert set(store.load(4)) == {7, 9}, "the attempt ended on request"
 
 
-def test_groups_of_weights_that_do_not_exist_yet_are_dropped(tmp_path: Path) -> None:
+def test_groups_of_later_weights_are_dropped(tmp_path: Path) -> None:
     store = GroupStore(tmp_path, keep_checkpoints=2, sampled_with="a")
     store.save(4, {7: (5, TrajectoryGroup("t-1", [EPISODE]))})
     assert store.load(4) == {}
 
 
-def test_saving_groups_needs_little_memory(tmp_path: Path) -> None:
-    """Arrays are written one by one: the driver has no room for a second copy of all."""
+def test_saving_groups_does_not_copy_all_arrays_at_once(tmp_path: Path) -> None:
+    """Arrays are written in sequence, because the driver has no memory for a second copy."""
     columns = {
         "token_ids": np.zeros(1 << 20, np.int32),
         "loss_mask": np.ones(1 << 20, np.bool_),

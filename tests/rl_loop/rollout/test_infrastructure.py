@@ -1,4 +1,4 @@
-"""Whatever engine, sandbox, tool or checker do wrong, at whatever moment: no episode earns a reward for it."""
+"""Failures of engine, sandbox, tool and checker at any moment. They never become a reward."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHAPE = ModelShape(640)
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same number of attempts as always, one quickly after the other."""
+    """Keep the number of attempts, but shorten the pauses between them."""
     monkeypatch.setattr(turn_sampler, "FAULT_PAUSES", (0.0, 0.0, 0.0))
     monkeypatch.setattr(turn_sampler, "ABORT_PAUSES", (0.0,) * 8)
     monkeypatch.setattr(turn_sampler, "ABORT_SECONDS", 0.1)
@@ -68,8 +68,8 @@ def call(harmony: Harmony, *codes: str) -> list[int]:
     return harmony.render_assistant(messages, "<|call|>")
 
 
-def says_nothing(harmony: Harmony) -> list[int]:
-    """A turn that ends with a format error, which the environment scores."""
+def malformed_turn(harmony: Harmony) -> list[int]:
+    """Return a turn that ends with a format error, which the environment scores."""
     return [*harmony.vocabulary.encode_text("what?"), harmony.stop_token_ids[0]]
 
 
@@ -112,7 +112,7 @@ def play(
 
 
 def check_invalid(episode: Trajectory, component: str) -> None:
-    """It is named, and nothing can be learned from it."""
+    """Check that an episode names its failing component and cannot be trained on."""
     assert episode.invalid is not None
     assert episode.invalid.component == component
     assert episode.invalid.reason
@@ -125,8 +125,12 @@ def check_invalid(episode: Trajectory, component: str) -> None:
 # ---- engines
 
 
-def lie(**changes: Any) -> Callable[[GenerateRequest, GenerateResult], GenerateResult]:
-    """An answer with other fields; those that are functions are called with the true value."""
+def changed_result(**changes: Any) -> Callable[[GenerateRequest, GenerateResult], GenerateResult]:
+    """Return a change of some fields of a result.
+
+    Args:
+        changes: new values by field, or functions of the true value.
+    """
 
     def change(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
         told = {
@@ -149,14 +153,14 @@ def raises(error: BaseException) -> Callable[[GenerateRequest, GenerateResult], 
     return fail
 
 
-def surplus(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+def too_many_tokens(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     count = request.sampling.max_new_tokens + 1
     return replace(
         result, output_ids=[1] * count, output_log_probs=[-1.0] * count, weight_versions=[]
     )
 
 
-def behind_a_stop(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
+def tokens_after_a_stop(request: GenerateRequest, result: GenerateResult) -> GenerateResult:
     stop = request.sampling.stop_token_ids[0]
     return replace(
         result,
@@ -168,38 +172,40 @@ def behind_a_stop(request: GenerateRequest, result: GenerateResult) -> GenerateR
 
 
 MISBEHAVIORS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
-    "NaN": lie(output_log_probs=first(math.nan)),
-    "minus infinity": lie(output_log_probs=first(-math.inf)),
-    "infinity": lie(output_log_probs=first(math.inf)),
-    "None": lie(output_log_probs=first(None)),
-    "text for a number": lie(output_log_probs=first("-1.0")),
-    "positive": lie(output_log_probs=first(0.01)),
-    "fewer log-probs": lie(output_log_probs=lambda values: values[1:]),
-    "more log-probs": lie(output_log_probs=lambda values: [*values, -1.0]),
-    "id of the vocabulary's size": lie(output_ids=first(640)),
-    "negative id": lie(output_ids=first(-1)),
-    "None for an id": lie(output_ids=first(None)),
-    "a fraction for an id": lie(output_ids=first(1.5)),
-    "more tokens than asked": surplus,
-    "tokens after a stop": behind_a_stop,
-    "nothing and no abort": lie(
+    "NaN": changed_result(output_log_probs=first(math.nan)),
+    "minus infinity": changed_result(output_log_probs=first(-math.inf)),
+    "infinity": changed_result(output_log_probs=first(math.inf)),
+    "None": changed_result(output_log_probs=first(None)),
+    "text for a number": changed_result(output_log_probs=first("-1.0")),
+    "positive": changed_result(output_log_probs=first(0.01)),
+    "fewer log-probs": changed_result(output_log_probs=lambda values: values[1:]),
+    "more log-probs": changed_result(output_log_probs=lambda values: [*values, -1.0]),
+    "id of the vocabulary's size": changed_result(output_ids=first(640)),
+    "negative id": changed_result(output_ids=first(-1)),
+    "None for an id": changed_result(output_ids=first(None)),
+    "a fraction for an id": changed_result(output_ids=first(1.5)),
+    "more tokens than asked": too_many_tokens,
+    "tokens after a stop": tokens_after_a_stop,
+    "nothing and no abort": changed_result(
         output_ids=[], output_log_probs=[], weight_versions=[], routed_experts=None
     ),
-    "no such reason": lie(finish_reason=FinishReason.MAX_TURNS),
-    "aborts for ever": lie(
+    "no such reason": changed_result(finish_reason=FinishReason.MAX_TURNS),
+    "aborts for ever": changed_result(
         output_ids=[],
         output_log_probs=[],
         weight_versions=[],
         routed_experts=None,
         finish_reason=FinishReason.ABORT,
     ),
-    "no routes": lie(routed_experts=None),
-    "routes of other tokens": lie(routed_experts=lambda routes: routes[1:]),
-    "routes of one dimension": lie(routed_experts=lambda routes: routes.reshape(-1)),
-    "routes of wide numbers": lie(routed_experts=lambda routes: routes.astype(np.int64)),
-    "routes that are fractions": lie(routed_experts=lambda routes: routes.astype(np.float32)),
-    "versions of fewer tokens": lie(weight_versions=[WeightVersionSpan(0, 1, 1)]),
-    "versions with a hole": lie(
+    "no routes": changed_result(routed_experts=None),
+    "routes of other tokens": changed_result(routed_experts=lambda routes: routes[1:]),
+    "routes of one dimension": changed_result(routed_experts=lambda routes: routes.reshape(-1)),
+    "routes of wide numbers": changed_result(routed_experts=lambda routes: routes.astype(np.int64)),
+    "routes that are fractions": changed_result(
+        routed_experts=lambda routes: routes.astype(np.float32)
+    ),
+    "versions of fewer tokens": changed_result(weight_versions=[WeightVersionSpan(0, 1, 1)]),
+    "versions with a hole": changed_result(
         weight_versions=[WeightVersionSpan(0, 1, 1), WeightVersionSpan(2, 3, 1)]
     ),
     "no result": lambda request, result: None,
@@ -212,7 +218,7 @@ MISBEHAVIORS: dict[str, Callable[[GenerateRequest, GenerateResult], Any]] = {
 
 
 class FaultyEngine(ScriptedEngine):
-    """Misbehaves from request number ``moment`` on, ``times`` times."""
+    """An engine with ``times`` injected faults, from request ``moment`` on."""
 
     def __init__(
         self, turns: list[list[int]], misbehavior: str, moment: int, times: int = 1000
@@ -238,7 +244,7 @@ class FaultyEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
 @pytest.mark.parametrize("misbehavior", MISBEHAVIORS)
-def test_a_misbehaving_engine_makes_the_episode_invalid_and_is_named(
+def test_engine_fault_makes_the_episode_invalid_and_is_named(
     tiny: Harmony, misbehavior: str, moment: int
 ) -> None:
     engine = FaultyEngine([call(tiny, "1"), call(tiny, "2"), answer(tiny)], misbehavior, moment)
@@ -250,7 +256,7 @@ def test_a_misbehaving_engine_makes_the_episode_invalid_and_is_named(
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
 @pytest.mark.parametrize("misbehavior", sorted(MISBEHAVIORS.keys() - {"ValueError"}))
-def test_an_engine_that_misbehaves_twice_loses_nothing(
+def test_two_engine_faults_are_retried_without_loss(
     tiny: Harmony, misbehavior: str, moment: int
 ) -> None:
     turns = [call(tiny, "1"), call(tiny, "2"), answer(tiny)]
@@ -262,8 +268,8 @@ def test_an_engine_that_misbehaves_twice_loses_nothing(
     assert np.array_equal(episode.rollout_log_probs, undisturbed.rollout_log_probs)
 
 
-def test_the_experts_of_routes_are_checked_where_they_are_known(tiny: Harmony) -> None:
-    engine = ScriptedEngine([answer(tiny)])  # whose made-up routes are no choice of 2 among 4
+def test_experts_of_routes_are_checked_when_known(tiny: Harmony) -> None:
+    engine = ScriptedEngine([answer(tiny)])  # its routes are not a choice of 2 among 4 experts
     check_invalid(play(tiny, engine, shape=ModelShape(640, layers=1, top_k=2, experts=4)), "engine")
     check_invalid(
         play(tiny, ScriptedEngine([answer(tiny)]), shape=ModelShape(640, layers=2)), "engine"
@@ -271,7 +277,7 @@ def test_the_experts_of_routes_are_checked_where_they_are_known(tiny: Harmony) -
 
 
 class HangingEngine(ScriptedEngine):
-    """Answers neither a request nor its abort; ``begins``: it says that it has begun."""
+    """An engine that hangs in requests and aborts. If ``begins``, it reports the begin."""
 
     def __init__(self, begins: bool) -> None:
         super().__init__([])
@@ -288,7 +294,7 @@ class HangingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_an_engine_that_hangs_makes_the_episode_invalid(
+def test_hanging_engine_makes_the_episode_invalid(
     tiny: Harmony, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_sampler, "QUEUE_SECONDS", 0.1)
@@ -300,7 +306,7 @@ def test_an_engine_that_hangs_makes_the_episode_invalid(
 
 
 class FaultyEnvironment(ReToolEnvironment):
-    """Does something else instead of one of its methods."""
+    """An environment that calls ``instead`` in place of one of its methods."""
 
     def __init__(self, method: str, instead: Callable[[], Any], times: int = 1000) -> None:
         super().__init__(TASK, interpreter, RewardConfig())
@@ -348,7 +354,7 @@ METHODS = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("method", METHODS)
-def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
+def test_failing_environment_method_makes_the_episode_invalid(
     tiny: Harmony, method: str, failure: str
 ) -> None:
     turns = [call(tiny, "1"), answer(tiny)]
@@ -363,25 +369,21 @@ def test_an_environment_that_fails_in_any_method_makes_the_episode_invalid(
 
 
 @pytest.mark.parametrize("method", ["prompt", "tools", "builtin_tools", "end_with_format_error"])
-def test_prompts_and_illegal_ends_that_fail_make_the_episode_invalid_too(
-    tiny: Harmony, method: str
-) -> None:
+def test_failing_prompt_or_format_error_invalidates_the_episode(tiny: Harmony, method: str) -> None:
     illegal = [[*tiny.vocabulary.encode_text("what?"), tiny.stop_token_ids[0]]]
     environment = FaultyEnvironment(method, FAILURES["a bug"])
     check_invalid(play(tiny, ScriptedEngine(illegal), environment), "environment")
 
 
 @pytest.mark.parametrize("method", ["step", "call", "answer"])
-def test_a_failure_that_passes_is_tried_again_from_the_same_state(
-    tiny: Harmony, method: str
-) -> None:
+def test_transient_failure_is_retried_from_the_same_state(tiny: Harmony, method: str) -> None:
     environment = FaultyEnvironment(method, FAILURES["a connection that is refused"], times=2)
     episode = play(tiny, ScriptedEngine([call(tiny, "1", "2"), answer(tiny)]), environment)
     assert (episode.invalid, episode.reward, episode.tool_calls) == (None, 1.0, 2)
     assert environment._calls == 2
 
 
-def test_what_a_turn_did_before_it_failed_is_undone_before_it_is_tried_again(
+def test_actions_before_a_failure_are_undone_before_the_retry(
     tiny: Harmony,
 ) -> None:
     class FailsInTheMiddle(ReToolEnvironment):
@@ -401,7 +403,7 @@ def test_what_a_turn_did_before_it_failed_is_undone_before_it_is_tried_again(
     assert environment._calls == 2
 
 
-def test_an_environment_that_opens_late_is_waited_for(tiny: Harmony) -> None:
+def test_failing_open_of_an_environment_is_retried(tiny: Harmony) -> None:
     opened: list[int] = []
 
     class OpensLate(ReToolEnvironment):
@@ -416,7 +418,7 @@ def test_an_environment_that_opens_late_is_waited_for(tiny: Harmony) -> None:
     assert len(opened) == 1 + len(agent.TOOL_PAUSES)
 
 
-def test_a_world_that_cannot_be_set_back_is_not_acted_on_twice(tiny: Harmony) -> None:
+def test_environment_without_saved_state_is_not_retried(tiny: Harmony) -> None:
     class Remote(FaultyEnvironment):
         def save_state(self) -> None:
             return None
@@ -427,7 +429,7 @@ def test_a_world_that_cannot_be_set_back_is_not_acted_on_twice(tiny: Harmony) ->
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
-def test_a_reward_that_is_no_number_is_a_failure_of_the_checker(tiny: Harmony, reward: Any) -> None:
+def test_reward_that_is_not_a_number_is_a_checker_failure(tiny: Harmony, reward: Any) -> None:
     async def judge() -> StepResult:
         return StepResult(done=True, reward=reward, reward_parts={"correct": 1.0})
 
@@ -440,10 +442,10 @@ async def hang() -> Any:
 
 
 episode_ended = threading.Event()
-"""Set by a test when its episode has ended, so that what hangs ends as well."""
+"""Set by a test when its episode has ended, to release the hanging calls."""
 
 
-async def hang_stubbornly() -> Any:
+async def hang_despite_cancellation() -> Any:
     """Ignore cancellation until the episode has ended."""
     while not episode_ended.is_set():
         with contextlib.suppress(asyncio.CancelledError):
@@ -456,7 +458,7 @@ async def hang_on_a_thread() -> Any:
 
 @pytest.mark.parametrize("how", [hang, hang_on_a_thread])
 @pytest.mark.parametrize("method", ["step", "call", "answer"])
-def test_a_tool_or_checker_that_never_answers_is_a_time_out_at_the_deadline(
+def test_hanging_tool_or_checker_times_out_the_episode(
     tiny: Harmony, method: str, how: Callable[[], Any]
 ) -> None:
     episode_ended.clear()
@@ -483,7 +485,7 @@ def test_a_tool_or_checker_that_never_answers_is_a_time_out_at_the_deadline(
 
 
 def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
-    """Each answer that hangs a scorer keeps one of the default threads, of which there are few."""
+    """Each hanging scorer occupies one of the few default threads."""
     limits = LIMITS.model_copy(update={"episode_seconds": 2})
     world = ReToolEnvironment(TASK, interpreter, RewardConfig())
 
@@ -492,7 +494,7 @@ def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
         loop = asyncio.get_running_loop()
         hung = [loop.run_in_executor(None, released.wait, 60) for _ in range(200)]
         try:
-            sampled = ScriptedEngine([says_nothing(tiny)])
+            sampled = ScriptedEngine([malformed_turn(tiny)])
             return await run_episode("t", world, sampled, tiny, limits, SamplingParams(500), seed=1)
         finally:
             released.set()
@@ -503,12 +505,12 @@ def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
     assert episode.reward == -1.0
 
 
-def test_a_tool_that_cannot_be_cancelled_does_not_hold_up_its_episode(
+def test_uncancellable_tool_does_not_delay_its_episodes_end(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     episode_ended.clear()
     monkeypatch.setattr("rl_loop.rollout.episode_clock.CANCEL_SECONDS", 0.1)
-    environment = FaultyEnvironment("call", hang_stubbornly)
+    environment = FaultyEnvironment("call", hang_despite_cancellation)
     limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
     run = run_episode(
         "t",
@@ -521,7 +523,7 @@ def test_a_tool_that_cannot_be_cancelled_does_not_hold_up_its_episode(
     )
 
     async def main() -> Trajectory:
-        # The tool hangs until the event is set: an episode that waits for it never ends.
+        # The tool hangs until the event is set, so an episode that waits for the tool never ends.
         release = threading.Timer(PATIENCE_SECONDS, episode_ended.set)
         release.start()
         try:
@@ -535,7 +537,7 @@ def test_a_tool_that_cannot_be_cancelled_does_not_hold_up_its_episode(
     assert asyncio.run(main()).finish_reason is FinishReason.TIMEOUT
 
 
-def test_a_failing_tool_during_purification_makes_the_episode_invalid(tiny: Harmony) -> None:
+def test_tool_failure_in_purification_makes_the_episode_invalid(tiny: Harmony) -> None:
     programs = 0
 
     async def execute(code: str) -> Any:
@@ -550,7 +552,7 @@ def test_a_failing_tool_during_purification_makes_the_episode_invalid(tiny: Harm
     check_invalid(play(tiny, engine, environment, runner=purifying(PurificationConfig())), "tool")
 
 
-def test_scores_that_are_no_log_probs_are_a_fault_of_the_engine(tiny: Harmony) -> None:
+def test_invalid_scores_in_purification_are_an_engine_fault(tiny: Harmony) -> None:
     class BadScores(ScriptedEngine):
         scores: Any = None
 
@@ -574,8 +576,8 @@ def test_scores_that_are_no_log_probs_are_a_fault_of_the_engine(tiny: Harmony) -
 # ---- clocks
 
 
-def test_waiting_in_the_engines_queue_costs_an_episode_no_time(tiny: Harmony) -> None:
-    """One request at a time, 0.1 s each, and 16 episodes of 2 turns: the last waits longer than its limit."""
+def test_wait_in_the_engine_queue_is_not_episode_time(tiny: Harmony) -> None:
+    """32 requests run in sequence for 0.1 s each, so the last episode waits beyond its limit."""
     slot = asyncio.Semaphore(1)
 
     class OneAtATime(ScriptedEngine):
@@ -610,7 +612,7 @@ def test_waiting_in_the_engines_queue_costs_an_episode_no_time(tiny: Harmony) ->
 
 
 @pytest.mark.parametrize("sizes", [(6,), (3, 3), (4,), (1, 1, 1, 1), (2, 6)])
-def test_no_call_is_run_beyond_the_limit_however_calls_are_spread_over_turns(
+def test_call_limit_holds_for_any_spread_of_calls_over_turns(
     tiny: Harmony, sizes: tuple[int, ...]
 ) -> None:
     run: list[str] = []
@@ -645,7 +647,7 @@ def test_retries_of_failed_calls_count_towards_the_limit(tiny: Harmony) -> None:
     assert episode.finish_reason is FinishReason.MAX_TOOL_CALLS
 
 
-# ---- what becomes of invalid episodes
+# ---- invalid episodes
 
 
 def valid(reward: float) -> Trajectory:
@@ -672,7 +674,7 @@ def failed(component: str = "tool", reason: str = "Connection refused") -> Traje
     )
 
 
-def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
+def test_group_baseline_uses_only_valid_episodes() -> None:
     config = AlgorithmConfig.model_validate({"advantage": "dr_grpo"})
     whole = [TrajectoryGroup("t", [valid(1.0), valid(0.0)])]
     disturbed = [
@@ -686,7 +688,7 @@ def test_a_groups_baseline_is_that_of_its_valid_episodes() -> None:
         assert column.tolist() == [0.0, 0.5, 0.0, -0.5]
 
 
-def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_sample() -> None:
+def test_group_with_one_valid_episode_has_zero_advantage() -> None:
     config = AlgorithmConfig()
     groups = [
         TrajectoryGroup("t", [valid(1.0)], invalid=[failed()]),
@@ -697,7 +699,7 @@ def test_a_group_of_one_valid_episode_teaches_nothing_and_one_of_none_is_no_samp
     assert samples.advantages.tolist() == [0.0, 0.0]
 
 
-def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themselves() -> None:
+def test_invalid_episodes_are_counted_by_component() -> None:
     metrics = StepMetrics(0)
     groups = [
         TrajectoryGroup("t", [valid(1.0), valid(1.0)], invalid=[failed("tool"), failed("engine")]),
@@ -713,7 +715,7 @@ def test_invalid_episodes_are_counted_by_what_failed_and_skipped_tasks_by_themse
     assert values["reward"] == 1.0
 
 
-def test_share_of_invalid_episodes_has_a_curve_per_cause() -> None:
+def test_share_of_invalid_episodes_has_a_metric_per_cause() -> None:
     causes = [
         ("sandbox", "server hung"),
         ("sandbox", "server hung"),
@@ -743,7 +745,7 @@ def test_share_of_invalid_episodes_has_a_curve_per_cause() -> None:
     }
 
 
-def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -> None:
+def test_breaker_ends_a_run_by_share_or_streak() -> None:
     breaker = CircuitBreaker(max_share=0.2, max_streak=64)
     for number in range(10):
         breaker.observe(
@@ -786,7 +788,7 @@ def test_the_breaker_ends_a_run_by_share_and_by_streak_and_names_the_culprit() -
 
 
 class AtOnce:
-    """Runs groups: each has ended when it is admitted."""
+    """A runner whose groups end when they are admitted."""
 
     def __init__(self, *groups: TrajectoryGroup) -> None:
         self.groups = groups
@@ -799,7 +801,7 @@ class AtOnce:
     ("lost", "limit"),
     [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_share is 0.4"), ((3,), None)],
 )
-def test_groups_are_given_out_unless_too_many_of_their_episodes_were_invalid(
+def test_run_groups_raises_at_too_many_invalid_episodes(
     lost: tuple[int, ...], limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [
@@ -818,7 +820,7 @@ def test_groups_are_given_out_unless_too_many_of_their_episodes_were_invalid(
         run_groups(AtOnce(*groups), requests, rollout)
 
 
-def test_failures_come_whole_out_of_another_process() -> None:
+def test_pickled_failures_keep_all_fields() -> None:
     for failure in (
         InfrastructureFailure("tool", "x"),
         EngineFault("r/1", "NaN", "http://a"),

@@ -1,4 +1,4 @@
-"""The pool as a stream over real Ray actors: syncs that wait for no episode, and workers that die at any moment."""
+"""Streams of a pool of real Ray actors, with weight syncs and worker deaths at any moment."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def one_ray() -> Iterator[None]:
 
 
 class Running:
-    """A pool with timeless engines; ``timing`` are arguments of these."""
+    """A pool with timeless engines. ``timing`` has the arguments of the engines."""
 
     def __init__(self, directory: Path, *overrides: str, **timing: float) -> None:
         options = ["rollout.routed_experts=false", "rollout.workers=2", *overrides]
@@ -88,7 +88,7 @@ class Running:
         return stream
 
     def kill(self, index: int) -> int:
-        """Kill a worker; returns its process."""
+        """Kill a worker. Return its process id."""
         victim = self.pool._call(index, "__ray_call__", lambda worker: os.getpid())
         os.kill(victim, signal.SIGKILL)
         return int(victim)
@@ -112,7 +112,7 @@ def requests_begun(worker: Any) -> int:
 
 
 def take_all(stream: GroupStream, count: int = GROUPS) -> list[list[Trajectory]]:
-    """All groups in the order of their numbers, each of which has to come once."""
+    """Return all groups ordered by number. Every group has to arrive exactly once."""
     ended = [stream.take() for _ in range(count)]
     assert sorted(group.number for group in ended) == list(range(count))
     ended.sort(key=lambda group: group.number)
@@ -127,7 +127,7 @@ def versions(groups: list[list[Trajectory]]) -> list[list[int]]:
     return [[span.version for span in e.weight_versions] for group in groups for e in group]
 
 
-def test_a_sync_interrupts_episodes_and_waits_for_none_even_where_workers_are_full(
+def test_sync_interrupts_episodes_without_waiting_for_them(
     running: Any,
 ) -> None:
     """Each worker takes one group at a time, and no group ends before the sync."""
@@ -156,7 +156,7 @@ def test_a_sync_interrupts_episodes_and_waits_for_none_even_where_workers_are_fu
         "during a sync",
     ],
 )
-def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment: str) -> None:
+def test_dead_worker_loses_and_repeats_no_group(running: Any, moment: str) -> None:
     mortal = running(seconds=0.5)
     mortal.sync(1)
     stream = mortal.admit_all()
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment
     assert len(mortal.pool._deaths) == 1
     assert stream._ended.empty()
 
-    # The successor has the newest weights.
+    # The new worker has the newest weights.
     newest = mortal.pool._last_sync[-1]
     for index in range(2):
         assert mortal.pool._call(index, "__ray_call__", lambda w: w.engine.version) == newest
@@ -190,10 +190,10 @@ def test_a_worker_that_dies_loses_no_group_and_doubles_none(running: Any, moment
     assert versions(again) == [[newest]] * len(versions(again))
 
 
-def test_a_worker_that_rays_memory_monitor_kills_is_replaced_like_any_other(
+def test_worker_killed_by_rays_memory_monitor_is_replaced(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray names such a death by another exception, which is no RayActorError."""
+    """Ray reports this death with another exception, which is not a RayActorError."""
     get = ray.get
 
     def get_with_another_name(*arguments: Any, **options: Any) -> Any:
@@ -213,7 +213,7 @@ def test_a_worker_that_rays_memory_monitor_kills_is_replaced_like_any_other(
     assert len(mortal.pool._deaths) == 1
 
 
-def test_groups_of_two_callers_do_not_mix_and_a_closed_stream_is_given_no_worker(
+def test_groups_of_two_callers_and_a_closed_stream_do_not_mix(
     running: Any,
 ) -> None:
     both = running("rollout.concurrent_tasks=1", seconds=0.2)
@@ -228,7 +228,7 @@ def test_groups_of_two_callers_do_not_mix_and_a_closed_stream_is_given_no_worker
     assert [group[0].task_id for group in groups] == [r.task.task_id for r in both.requests[:2]]
 
 
-def test_healing_waits_from_an_update_to_the_sync_that_follows(running: Any) -> None:
+def test_recovery_pauses_from_an_update_to_the_next_sync(running: Any) -> None:
     recovered = running(seconds=60.0)
     recovered.sync(0)
     recovered.admit_all()
@@ -242,7 +242,7 @@ def test_healing_waits_from_an_update_to_the_sync_that_follows(running: Any) -> 
     wait_until(lambda: recovered.backend.recoveries > before)
 
 
-def test_a_pool_that_cannot_go_on_says_so_to_everyone_who_waits(
+def test_broken_pool_raises_in_every_waiting_call(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RolloutPool, "MAX_RESTARTS", 0)

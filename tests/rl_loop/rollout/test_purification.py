@@ -79,7 +79,7 @@ def episode(
     return done, engine, programs
 
 
-def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harmony) -> None:
+def test_similar_call_replaces_only_the_failed_call(tiny: Harmony) -> None:
     bad, good = think(tiny, "Use python.", "print(17*23"), think(tiny, "Again.", "print(17*23)")
     trajectory, engine, programs = episode(tiny, [bad, good, answer(tiny)], PurificationConfig())
     merged = think(tiny, "Use python.", "print(17*23)")
@@ -88,7 +88,7 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     assert tokens[len(prompt) : len(prompt) + len(merged)] == merged
     assert (
         engine.requests[2].input_ids[: len(prompt) + len(merged)] == prompt + merged
-    )  # without any error
+    )  # the error is not in the prompt
     assert trajectory.tool_errors == 0
     assert trajectory.tool_calls == 1
     assert trajectory.reward == 1
@@ -97,7 +97,7 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     assert end == len(prompt) + len(merged)
     assert tiny.decode(tokens[start:end]).endswith("print(17*23)<|call|>")
     assert tiny.decode(tokens[:start]).endswith("Use python.<|end|>")
-    # log-probs where the tokens now stand, and versions of when they were sampled
+    # Log-probs are for the new positions. Versions are from the time of sampling.
     log_probs = trajectory.rollout_log_probs[start:end].tolist()
     assert log_probs == [log_prob_at(i) for i in range(start, end)]
     versions = {s.start: s.version for s in trajectory.weight_versions}
@@ -105,7 +105,7 @@ def test_a_like_call_replaces_the_failed_one_behind_the_old_reasoning(tiny: Harm
     assert versions[len(prompt)] == 1
 
 
-def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> None:
+def test_spliced_tokens_skip_correction_and_routing_replay(tiny: Harmony) -> None:
     turns = [
         think(tiny, "Use python.", "print(17*23"),
         think(tiny, "Again.", "print(17*23)"),
@@ -114,7 +114,7 @@ def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> No
     trajectory, _, _ = episode(tiny, turns, PurificationConfig())
     ((start, end),) = trajectory.spliced
     assert isinstance(trajectory.routed_experts, np.ndarray)
-    # the last spliced token is first an input of the next turn, where it stands in its place
+    # The last spliced token is first an input of the next turn, at its new position.
     assert (trajectory.routed_experts[start : end - 1] == -1).all()
     assert (np.delete(trajectory.routed_experts, range(start, end - 1), axis=0) >= 0).all()
     config = AlgorithmConfig(mini_batches=2, max_staleness=9)
@@ -126,7 +126,7 @@ def test_grafted_tokens_enter_neither_correction_nor_replay(tiny: Harmony) -> No
     assert samples.loss_mask[start:end].all()
 
 
-def test_an_unlike_call_replaces_the_whole_turn(
+def test_dissimilar_call_replaces_the_whole_turn(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(purification, "SIMILARITY", 0.9)
@@ -138,7 +138,7 @@ def test_an_unlike_call_replaces_the_whole_turn(
 
 
 @pytest.mark.parametrize(("of_turn", "of_episode"), [(2, 30), (9, 2)])
-def test_after_the_last_retry_the_error_stays_as_it_was_sampled(
+def test_error_stays_as_sampled_after_the_last_retry(
     tiny: Harmony, of_turn: int, of_episode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(purification, "MAX_RETRIES", of_episode)
@@ -154,21 +154,21 @@ def test_after_the_last_retry_the_error_stays_as_it_was_sampled(
     assert not kept.spliced
 
 
-def test_giving_up_on_the_tool_leaves_the_error(tiny: Harmony) -> None:
+def test_retry_without_a_call_keeps_the_error(tiny: Harmony) -> None:
     bad = think(tiny, "Use python.", "print(17*23")
     trajectory, _, _ = episode(tiny, [bad, answer(tiny), answer(tiny)], PurificationConfig())
     assert trajectory.tool_errors == 1
     assert trajectory.finish_reason is FinishReason.STOP
 
 
-def test_the_world_is_set_back_before_the_new_call(tiny: Harmony) -> None:
+def test_environment_is_restored_before_the_new_call(tiny: Harmony) -> None:
     first = think(tiny, "Use python.", "print(17*23)")
     bad, good = think(tiny, "Again.", "x="), think(tiny, "Again.", "x=1;print(17*23)")
     _, engine, programs = episode(tiny, [first, bad, good, answer(tiny)], PurificationConfig())
     assert engine.environment._calls == 2  # type: ignore[attr-defined]
     assert (
         programs[2].count("print(17*23)") == 2
-    )  # the history and the new call; the failed one left no trace
+    )  # the history and the new call, without the failed call
     environment = ReToolEnvironment(TASK, None, RewardConfig())  # type: ignore[arg-type]
     state = environment.save_state()
     environment._history, environment.added = ("x",), 1  # type: ignore[attr-defined]

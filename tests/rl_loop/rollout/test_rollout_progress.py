@@ -24,7 +24,7 @@ class EndsAtOnce:
 
 
 class AnyTasks:
-    """As many tasks as are asked for."""
+    """An endless source of tasks."""
 
     def train(self, position: int, count: int) -> list[Task]:
         return [Task(str(position + i), [], "truth") for i in range(count)]
@@ -34,7 +34,7 @@ class AnyTasks:
 
 
 def collected(tmp_path: Path, *overrides: str) -> list[tuple[int, int]]:
-    """Collect one step of 4 tasks with 2 episodes each and 3 held-out ones; returns what was told."""
+    """Collect one step of 4 x 2 episodes and 3 held-out ones. Return the reported progress."""
     sizes = ["rollout.tasks_per_step=4", "rollout.samples_per_task=2", "tasks.held_out_tasks=3"]
     settings = config(tmp_path, *sizes, *overrides)
     told: list[tuple[int, int]] = []
@@ -52,16 +52,14 @@ def collected(tmp_path: Path, *overrides: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_the_episodes_of_the_step_are_counted_and_none_of_later_steps(
-    staleness: int, tmp_path: Path
-) -> None:
+def test_progress_counts_only_episodes_of_the_current_step(staleness: int, tmp_path: Path) -> None:
     told = collected(tmp_path, f"algorithm.max_staleness={staleness}")
     assert told == sorted(told)
     assert told[-1] == (4 * 2 + 3, 4 * 2 + 3)
     assert all(wanted == 11 for _, wanted in told)
 
 
-def test_the_episodes_of_a_round_of_dynamic_sampling_are_counted(tmp_path: Path) -> None:
+def test_progress_counts_episodes_of_dynamic_sampling_rounds(tmp_path: Path) -> None:
     rounds = "algorithm.dynamic_sampling_rounds=2"
     told = collected(tmp_path, rounds)
     # No group has a signal, so a second round begins.

@@ -25,7 +25,7 @@ METADATA = {"expression": "17*23", "stateful": False}
 
 
 class EngineOfMany:
-    """A script for each episode."""
+    """A scripted engine for each episode."""
 
     def __init__(self, turns: list[list[int]]) -> None:
         self._turns = turns
@@ -41,7 +41,7 @@ class EngineOfMany:
 
 
 class Sandbox:
-    """Answers as it is told, after ``queue_seconds`` in its queue; one program at a time."""
+    """A mock sandbox that waits ``queue_seconds`` and returns the result of ``answer``."""
 
     def __init__(
         self, answer: Callable[[int], ExecutionResult], queue_seconds: float = 0.0
@@ -88,20 +88,20 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
 
 
-def test_a_group_has_one_episode_per_seed() -> None:
+def test_group_has_one_episode_per_seed() -> None:
     group = run(Sandbox(good))
     assert [episode.reward for episode in group.trajectories] == [1.0] * 4
     assert (group.invalid, group.skipped) == ([], None)
 
 
-def test_a_task_whose_prompt_is_too_long_is_skipped_and_ends_nothing() -> None:
+def test_task_with_a_too_long_prompt_is_skipped() -> None:
     group = run(Sandbox(good), content="1 " * 5000)
     assert (group.trajectories, group.invalid) == ([], [])
     assert group.skipped is not None
     assert "the prompt of task t has" in group.skipped
 
 
-def test_episodes_that_a_failing_sandbox_ends_are_set_apart() -> None:
+def test_episodes_of_a_failing_sandbox_are_invalid() -> None:
     group = run(Sandbox(unavailable))
     assert group.trajectories == []
     assert {episode.invalid.component for episode in group.invalid if episode.invalid} == {
@@ -110,27 +110,27 @@ def test_episodes_that_a_failing_sandbox_ends_are_set_apart() -> None:
     assert "No space left" in group.invalid[0].invalid.reason  # type: ignore[union-attr]
 
 
-def test_a_sandbox_that_recovers_loses_no_episode() -> None:
-    # as often as one episode tries again: which episodes meet the failures is a matter of scheduling
+def test_recovering_sandbox_loses_no_episode() -> None:
+    # Scheduling decides which episodes get the failures. One episode may get all of them.
     failures = len(agent.TOOL_PAUSES)
     sandbox = Sandbox(lambda number: unavailable(number) if number <= failures else good(number))
     assert [episode.reward for episode in run(sandbox).trajectories] == [1.0] * 4
 
 
-def test_a_program_that_the_sandbox_kills_is_the_policys_own_failure() -> None:
+def test_program_killed_by_the_sandbox_is_a_tool_error() -> None:
     killed = ExecutionResult("", -9, "killed: its processes used more than 2 bytes of memory")
     group = run(Sandbox(lambda number: killed))
     assert group.invalid == []
     assert [episode.tool_errors for episode in group.trajectories] == [1] * 4
 
 
-def test_waiting_for_a_place_in_the_sandbox_costs_an_episode_no_time() -> None:
+def test_wait_in_the_sandbox_queue_is_not_episode_time() -> None:
     group = run(Sandbox(good, queue_seconds=1.0), "rollout.episode_seconds=0.6")
     assert {episode.finish_reason for episode in group.trajectories} == {FinishReason.STOP}
 
 
 def test_other_errors_are_not_hidden() -> None:
-    """A bug of the agent loop is no infrastructure failure of an episode."""
+    """A bug of the agent loop is not an infrastructure failure of an episode."""
 
     def broken(self: Any, *arguments: Any) -> None:
         raise AssertionError("a bug")

@@ -1,4 +1,4 @@
-"""Routes pass from the engine to the ranks through a real Ray store, without the driver."""
+"""Transfer of routes from the engine to the ranks through a real Ray store."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from tests.support.waiting import wait_until
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 LAYERS, TOP_K, EXPERTS = 36, 4, 128
 TURN = 2000
-"""Sampled tokens: the routes of so many are no small object, which Ray would not put into the store."""
+"""Sampled tokens per turn: many, because Ray does not put small objects into the store."""
 TASKS, EPISODES, WORKERS = 3, 2, 2
 
 
 def routes_of(ids: Sequence[int]) -> np.ndarray:
-    """Routes that a router could have chosen, different for every token and every layer."""
+    """Return valid routes that differ for every token and every layer."""
     first = np.asarray(ids)[:-1, None, None] + 7 * np.arange(len(ids) - 1)[:, None, None]
     chosen = first + np.arange(LAYERS)[:, None] + np.arange(TOP_K)
     return (chosen % EXPERTS).astype(np.uint8)
 
 
 class RoutedEngine:
-    """Samples one long turn and says by which experts every token went."""
+    """An engine that samples one long turn and returns its routes."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         seed = request.sampling.seed or 0
@@ -63,7 +63,7 @@ class RoutedEngine:
 
 
 class RoutedBackend(RolloutBackend):
-    """An engine of the above in every worker."""
+    """A ``RoutedEngine`` in every worker."""
 
     def engine_factory(self) -> Any:
         return RoutedEngine
@@ -113,7 +113,7 @@ def pool(config: RlConfig, tmp_path: Path) -> Iterator[RolloutPool]:
     made = RolloutPool(RoutedBackend(EngineConfig(), context), config)
     try:
         made.ready()
-        # Routes of the previous test are freed in the background.
+        # Objects of the previous test are freed in the background.
         gc.collect()
         wait_until(lambda: stored_bytes() < 100_000)
         yield made
@@ -145,7 +145,7 @@ def stored_routes(batch: RolloutBatch) -> list[StoredRoutes]:
     return rows  # type: ignore[return-value]
 
 
-def test_routes_are_in_the_store_once_equal_to_the_engines_and_freed_with_their_groups(
+def test_routes_are_stored_once_and_freed_with_their_groups(
     pool: RolloutPool, config: RlConfig
 ) -> None:
     empty = stored_bytes()
@@ -154,7 +154,7 @@ def test_routes_are_in_the_store_once_equal_to_the_engines_and_freed_with_their_
     weight = sum(row.nbytes for row in rows)
     assert weight > len(rows) * TURN * LAYERS * TOP_K
 
-    # Besides the routes there are the other columns of the groups, 9 bytes for each token.
+    # The store also holds the other columns of the groups, 9 bytes per token.
     wait_until(lambda: stored_bytes() - empty >= weight)
     assert stored_bytes() - empty < 1.2 * weight
     assert len(pickle.dumps([t.token_ids for t in batch.episodes])) < 0.1 * weight
@@ -177,7 +177,7 @@ def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config:
     batch = collect_first(pool, config)
     for index in range(WORKERS):
         os.kill(pool._call(index, "__ray_call__", lambda worker: os.getpid()), signal.SIGKILL)
-    # Only when Ray has noticed is it known that nothing went with them.
+    # Wait until Ray has noticed the deaths, because it may free objects then.
     for index in range(WORKERS):
         pool._call(index, "__ray_call__", lambda worker: os.getpid())
     assert len(pool._deaths) == WORKERS
@@ -185,7 +185,7 @@ def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config:
         assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
 
 
-def test_routes_of_episodes_that_were_begun_ahead_wait_for_their_step(
+def test_routes_of_off_policy_episodes_wait_for_their_step(
     pool: RolloutPool, tmp_path: Path
 ) -> None:
     empty = stored_bytes()
@@ -205,7 +205,7 @@ def test_routes_of_episodes_that_were_begun_ahead_wait_for_their_step(
     ahead.close()
 
 
-def test_held_out_episodes_bring_no_routes(pool: RolloutPool, config: RlConfig) -> None:
+def test_held_out_episodes_have_no_routes_by_default(pool: RolloutPool, config: RlConfig) -> None:
     tasks = build_tasks(config)
     for group in pool.run(held_out_requests(tasks, 1.0)):
         assert [episode.routed_experts for episode in group.trajectories] == [None]

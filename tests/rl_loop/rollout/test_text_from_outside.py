@@ -1,4 +1,4 @@
-"""Output of tools and text of users, of any content and length, stop no episode."""
+"""Output of tools and text of users of any content and length."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUNS = {
     "emoji": "\U0001f600", "no-break spaces": "\xa0", "surrogates": "\udc80", "slashes": "/", "mixed case": "aA",
     "carriage returns": "\r\n", "words": "word ", "special tokens": "<|end|>",
 }  # fmt: skip
-"""A class of characters each, in runs without the breaks that byte-pair encoding needs, and ordinary text."""
+"""Text to repeat: one class of characters each, without the breaks of BPE, or ordinary text."""
 
 
 class Answer:
@@ -43,8 +43,8 @@ class Answer:
         self.output = output
 
 
-class Talkative(Environment):
-    """The user says what the task's ground truth is; then the episode ends."""
+class OneMessageUser(Environment):
+    """A user that sends the task's ground truth as a message. Then the episode ends."""
 
     said = False
 
@@ -56,9 +56,9 @@ class Talkative(Environment):
 
 
 async def lag_of(run: Any) -> tuple[Any, float]:
-    """Await ``run``; return its result and the longest time that the event loop was blocked.
+    """Return the result of ``run`` and the longest block of the event loop.
 
-    The time is in seconds. Time in which the machine did not run this process does not count.
+    The block is in seconds. Time in which the machine did not run this process does not count.
     """
     worst = 0.0
     task = asyncio.ensure_future(run)
@@ -70,7 +70,7 @@ async def lag_of(run: Any) -> tuple[Any, float]:
 
 
 def least_lag(make: Any, attempts: int = 4) -> tuple[Any, float]:
-    """Return the least lag of a few attempts, because a busy machine prolongs some."""
+    """Return the least lag of a few attempts, because a busy machine lengthens some of them."""
     least = 1e9
     for _ in range(attempts):
         result, lag = asyncio.run(lag_of(make()))
@@ -82,7 +82,7 @@ def least_lag(make: Any, attempts: int = 4) -> tuple[Any, float]:
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("who", ["tool", "user"])
-def test_a_megabyte_from_outside_costs_the_event_loop_less_than_50_ms(
+def test_megabyte_of_text_blocks_the_event_loop_below_50_ms(
     request: pytest.FixtureRequest, run: str, who: str
 ) -> None:
     harmony: Harmony = request.getfixturevalue("full")
@@ -101,7 +101,7 @@ def test_a_megabyte_from_outside_costs_the_event_loop_less_than_50_ms(
                 Task("t", messages, "1"), execute, RewardConfig()
             )
         else:
-            environment = Talkative(Task("t", messages, text), execute, RewardConfig())
+            environment = OneMessageUser(Task("t", messages, text), execute, RewardConfig())
         engine = ScriptedEngine([call if who == "tool" else answer, answer])
         return await run_episode(
             "t", environment, engine, harmony, limits, SamplingParams(500), seed=1
@@ -116,8 +116,8 @@ def test_a_megabyte_from_outside_costs_the_event_loop_less_than_50_ms(
 
 
 @pytest.mark.parametrize("run", ["replacement characters", "words"])
-def test_a_megabyte_of_error_costs_a_retried_call_no_more(full: Harmony, run: str) -> None:
-    """Purification shows the error to the agent, and compares two long calls that differ."""
+def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str) -> None:
+    """Purification shows the error to the policy, and compares two different long calls."""
     text = RUNS[run] * (MEGABYTE // len(RUNS[run]))
 
     def call(code: str) -> list[int]:
@@ -155,10 +155,8 @@ def test_a_megabyte_of_error_costs_a_retried_call_no_more(full: Harmony, run: st
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_time_grows_with_the_text_and_not_with_its_square(
-    full: Harmony, tiny: Harmony, run: str
-) -> None:
-    """64 KB need 8 times the processor time of 8 KB; the square would be 64 times."""
+def test_encoding_time_is_not_quadratic(full: Harmony, tiny: Harmony, run: str) -> None:
+    """64 KB need 8x the processor time of 8 KB. Quadratic time would be 64x."""
     for harmony in (full, tiny):
         seconds = {}
         for size in (8192, 65536):
@@ -189,7 +187,7 @@ PIECES = st.sampled_from(
 )
 @example("don't" * 12)
 @example("a  b\n\n  c" * 6)
-def test_text_is_cut_only_where_byte_pair_encoding_cuts_it(text: str) -> None:
+def test_text_is_split_only_between_words_of_bpe(text: str) -> None:
     parts = list(parts_of(text, longest=16, window=24))
     assert "".join(parts) == text
     if max((len(word) for word in _words(text)), default=0) <= 12:
@@ -205,20 +203,20 @@ def _words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [MAX_PIECE_CHARACTERS + 1, 5000])
-def test_ordinary_text_has_the_ids_that_it_has_as_a_whole(length: int) -> None:
+def test_bounded_encoding_of_ordinary_text_is_exact(length: int) -> None:
     code = 'def f(x):\n    """Twice x, isn\'t it?"""\n    return 2 * x  # 1234567\n\n\n' * 200
     assert encode_bounded(code[:length], reference) == reference(code[:length])
     dashes = ("-" * MAX_PIECE_CHARACTERS + "\n") * 8
     assert encode_bounded(dashes, reference) == reference(dashes)
 
 
-def test_a_longer_run_has_other_ids_of_the_same_text() -> None:
+def test_bounded_encoding_of_a_long_run_decodes_to_the_same_text() -> None:
     text = "a" * 5000 + " and then words"
     assert harmony_encoding().decode(encode_bounded(text, reference)) == text
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=6), st.integers(0, 2000))
-def test_the_share_is_the_largest_that_fits(sizes: list[int], total: int) -> None:
+def test_fair_share_is_the_largest_that_fits(sizes: list[int], total: int) -> None:
     share = fair_share(sizes, total)
     assert sum(min(size, share) for size in sizes) <= total
     if any(size > share for size in sizes):
@@ -227,7 +225,7 @@ def test_the_share_is_the_largest_that_fits(sizes: list[int], total: int) -> Non
 
 @settings(deadline=None)
 @given(st.text(max_size=60), st.integers(2, 80))
-def test_what_is_cut_keeps_its_begin_and_end_and_is_text(text: str, limit: int) -> None:
+def test_cut_text_keeps_its_beginning_and_end(text: str, limit: int) -> None:
     cut = truncate_text(text, limit)
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if len(whole.encode()) <= limit:
@@ -242,7 +240,7 @@ def test_what_is_cut_keeps_its_begin_and_end_and_is_text(text: str, limit: int) 
     assert int(left_out) + len(begin) + len(end) == len(text)
 
 
-def test_the_longest_of_several_answers_are_cut_and_the_others_are_whole() -> None:
+def test_only_the_longest_of_several_tool_results_are_cut() -> None:
     outputs = [
         ToolOutput("python", "analysis", text) for text in ("x" * 10_000, "short", "y" * 5000)
     ]
@@ -252,9 +250,7 @@ def test_the_longest_of_several_answers_are_cut_and_the_others_are_whole() -> No
 
 
 @pytest.mark.parametrize("text", ["\udc80", "ok \ud83d", "\ud83d\ude00", "a\ud800b" * 1000])
-def test_half_of_a_surrogate_pair_becomes_a_replacement_character(
-    harmony: Harmony, text: str
-) -> None:
+def test_lone_surrogate_becomes_a_replacement_character(harmony: Harmony, text: str) -> None:
     call = harmony.render_assistant([ParsedMessage("analysis", "python", "code", "x")], "<|call|>")
     answer = harmony.render_assistant([final(r"\boxed{1}")], "<|return|>")
 
@@ -286,7 +282,7 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character(
 @pytest.mark.parametrize(
     "content", ["word " * 3000, "a" * MEGABYTE, " " * MEGABYTE, "\udc80", None]
 )
-def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: Any) -> None:
+def test_unusable_prompt_names_its_task_quickly(harmony: Harmony, content: Any) -> None:
     began = time.process_time()
     with pytest.raises(UnusablePrompt, match="the prompt of task t7 "):
         PromptLimit(harmony, 1000).render("t7", Prompt([{"role": "user", "content": content}]))
@@ -295,7 +291,9 @@ def test_a_prompt_of_no_use_names_its_task_at_once(harmony: Harmony, content: An
 
 @settings(deadline=None, max_examples=50)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.integers(1024, 1500))
-def test_a_prompt_that_surely_fits_does(tiny: Harmony, text: str, max_tokens: int) -> None:
+def test_prompt_that_surely_fits_is_within_the_limit(
+    tiny: Harmony, text: str, max_tokens: int
+) -> None:
     limit = PromptLimit(tiny, max_tokens)
     prompt = Prompt([{"role": "user", "content": text}])
     if limit.fits_without_tokenizing(prompt):

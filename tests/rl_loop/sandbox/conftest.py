@@ -1,4 +1,4 @@
-"""A running sandbox for the tests, and a view of the processes that it leaves on the host."""
+"""Running sandboxes for the tests, which also show the processes left on the host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.support.rl_loop.sandbox.under_test import SandboxUnderTest
 
 @pytest.fixture(scope="module")
 def make_sandbox() -> Iterator[Callable[..., SandboxUnderTest]]:
-    """Start sandboxes with some settings; equal settings give the same one. All are closed at the end of the module.
+    """Return a function that starts a sandbox with some settings, or returns an equal one.
 
-    Where isolation is not available this fails with the reason: the suite never passes without having attacked.
+    All sandboxes close at the end of the module. If isolation is not available, the fixture fails
+    with the reason, so the suite cannot pass without attacks.
     """
     made: dict[tuple[SandboxConfig, SandboxLimits], SandboxUnderTest] = {}
     names = {field.name for field in fields(SandboxLimits)}

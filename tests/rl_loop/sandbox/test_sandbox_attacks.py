@@ -1,4 +1,4 @@
-"""Hostile programs: each is contained, leaves nothing, and the next honest call answers."""
+"""Hostile programs: each is contained and leaves nothing, and the next call succeeds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.rl_loop.sandbox.hostile_programs import CHANNELS, MEMORY, Att
 from tests.support.rl_loop.sandbox.under_test import SandboxUnderTest
 
 TIMEOUT = 3.0
-# for programs that must first take what they are killed for, on a machine that does other things too
+# Timeout of programs that must first reach the limit which kills them, on a busy machine.
 PATIENT_TIMEOUT = 60.0
 OUTPUT_LIMIT = 64 * 1024
 SECRET = "correct-horse-battery-staple"
 
 
 def refused(statement: str, kind: str = "PermissionError") -> str:
-    """A program that prints what became of the statement."""
+    """Return a program that prints whether a statement was rejected."""
     return (
         f"try:\n    {statement}\n    print('DONE')\nexcept {kind} as error:\n    print('REFUSED')\n"
     )
@@ -42,7 +42,7 @@ def system_call(name: str) -> str:
 
 CLONE, CLONE3 = (56, 435) if platform.machine() == "x86_64" else (220, 435)
 
-# what was found later, by attacking: see hostile_programs
+# MEMORY and CHANNELS were found later by attacks. See hostile_programs.
 ATTACKS = (
     MEMORY
     | CHANNELS
@@ -292,7 +292,7 @@ ATTACKS = (
             sys.stdout = sys.stderr = None
             sys.modules.clear()
         """,
-            exit_code=-1000,  # any: see the test
+            exit_code=-1000,  # the test does not check the exit code of this attack
         ),
         # network
         "internet socket": Attack(
@@ -553,7 +553,7 @@ def sandboxes(make_sandbox: Callable) -> dict[str, SandboxUnderTest]:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Things on the host that the programs go for."""
+    """Files and sockets on the host that the programs attack."""
     folder = tmp_path_factory.mktemp("host")
     folder.chmod(0o777)
     secret = folder / "secret"
@@ -578,7 +578,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_is_contained_and_the_next_call_answers(
+def test_attack_is_contained_and_the_next_call_succeeds(
     name: str, sandboxes: dict[str, SandboxUnderTest], host: dict[str, str]
 ) -> None:
     attack = ATTACKS[name]
@@ -590,7 +590,7 @@ def test_attack_is_contained_and_the_next_call_answers(
     result = attacked.run(code)
 
     assert SECRET not in result.output
-    if name != "patched interpreter":  # there the program breaks its own process: any exit is right
+    if name != "patched interpreter":  # this program breaks its own process, so any exit is right
         assert re.fullmatch(attack.output, result.output), result
         assert result.exit_code == attack.exit_code, result
         assert (result.timed_out, result.truncated) == (attack.timed_out, attack.truncated), result
@@ -600,7 +600,7 @@ def test_attack_is_contained_and_the_next_call_answers(
             else (attack.error in (result.error or ""))
         ), result
     assert len(result.output) <= OUTPUT_LIMIT + 100
-    # killing sixty busy processes takes a loaded machine its time
+    # A loaded machine needs time to kill 60 busy processes.
     assert result.seconds < (PATIENT_TIMEOUT if is_patient else TIMEOUT) + 20
 
     honest = attacked.run(
@@ -611,12 +611,13 @@ def test_attack_is_contained_and_the_next_call_answers(
     assert attacked.processes_left() == 0
 
 
-def test_memory_of_an_earlier_call_can_not_be_searched(
+def test_program_cannot_read_memory_of_an_earlier_call(
     sandboxes: dict[str, SandboxUnderTest],
 ) -> None:
     attacked = sandboxes["short"]
     assert attacked.run(f"token = '{SECRET}'\nprint(token)").output == f"{SECRET}\n"
-    # the patterns do not match their own text; the second one proves that the search finds what is there: this program
+    # The patterns do not match their own text. The second pattern matches this program, which
+    # proves that the search works.
     search = """
         import re
         patterns = [re.compile(rb"correct-horse-[b]attery-[s]taple"), re.compile(rb"zygomorphic [x]ylophones")]
@@ -634,8 +635,8 @@ def test_memory_of_an_earlier_call_can_not_be_searched(
     assert attacked.run(textwrap.dedent(search)).output == "0 True\n"
 
 
-def test_links_between_forked_mappings_count(make_sandbox: Callable) -> None:
-    """A mapping of a forked process is linked to those of all its ancestors."""
+def test_memory_limit_counts_links_between_forked_mappings(make_sandbox: Callable) -> None:
+    """The kernel links a mapping of a forked process to the mappings of all ancestors."""
     smallest = 128 << 20
     sandbox = make_sandbox(
         memory_bytes=smallest, total_memory_bytes=smallest, timeout_seconds=PATIENT_TIMEOUT
@@ -659,8 +660,10 @@ def test_links_between_forked_mappings_count(make_sandbox: Callable) -> None:
 @pytest.mark.parametrize(
     ("opening", "times"), [("os.open('/proc/stat', os.O_RDONLY)", 3900), ("os.pipe()", 1950)]
 )
-def test_buffers_of_descriptors_count(opening: str, times: int, make_sandbox: Callable) -> None:
-    """An open file of /proc keeps a buffer of the kernel's, and a pipe what was written into it."""
+def test_memory_limit_counts_buffers_of_descriptors(
+    opening: str, times: int, make_sandbox: Callable
+) -> None:
+    """An open file of /proc has a kernel buffer, and a pipe keeps the written data."""
     files = 4000
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < files:
@@ -679,7 +682,7 @@ def test_cpu_time_is_limited_for_each_process(make_sandbox: Callable) -> None:
     assert "SIGKILL" in (result.error or "")
 
 
-def test_output_below_the_limit_is_whole_and_one_byte_more_is_marked(
+def test_output_beyond_the_limit_is_truncated_and_marked(
     make_sandbox: Callable,
 ) -> None:
     sandbox = make_sandbox(output_bytes=1000)

@@ -1,4 +1,4 @@
-"""Cgroups of the servers: finding a base in a hierarchy of plain files, and the kernel's own where there is one."""
+"""Cgroups of the servers: in a hierarchy of plain files, and in the kernel's if available."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_own_cgroup_is_below_the_mount(tmp_path: Path) -> None:
     assert cgroup.own_cgroup(proc) == (mount, own)
 
 
-def test_a_machine_whose_memory_controller_is_of_the_first_version_has_no_base(
+def test_no_base_is_found_with_a_cgroup_v1_memory_controller(
     tmp_path: Path,
 ) -> None:
     mount = make_cgroup(tmp_path / "cgroup", controllers="hugetlb")
     assert cgroup.own_cgroup(make_proc(tmp_path / "proc", mount, "/")) is None
 
 
-def test_the_nearest_writable_cgroup_is_the_base(
+def test_nearest_writable_cgroup_is_the_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mount = make_cgroup(tmp_path / "cgroup", enabled="cpu memory")
@@ -61,7 +61,7 @@ def test_the_nearest_writable_cgroup_is_the_base(
     assert cgroup.find_base() is None
 
 
-def test_a_busy_base_is_emptied_into_a_child(
+def test_processes_of_a_busy_base_move_into_a_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope = make_cgroup(tmp_path / "scope", processes="11\n12\n")
@@ -69,7 +69,7 @@ def test_a_busy_base_is_emptied_into_a_child(
     enabled: list[str] = []
 
     def write(file: Path, text: str) -> None:
-        """The kernel's rule: a cgroup with processes enables nothing for its children."""
+        """Write like the kernel, which enables nothing for children of a cgroup with processes."""
         if file == scope / cgroup.MAIN / "cgroup.procs":
             moved.append(text)
             left = [line for line in (scope / "cgroup.procs").read_text().split() if line != text]
@@ -85,7 +85,7 @@ def test_a_busy_base_is_emptied_into_a_child(
     assert enabled == ["+memory", "+cpu"]
 
 
-def test_a_server_joins_its_cgroup_before_it_becomes_bubblewrap(tmp_path: Path) -> None:
+def test_server_joins_its_cgroup_before_bubblewrap_starts(tmp_path: Path) -> None:
     base = make_cgroup(tmp_path / "base")
     path = base / f"gptoss-sandbox-{os.getpid()}-{10**9}"
     make_cgroup(path)
@@ -98,7 +98,7 @@ def test_a_server_joins_its_cgroup_before_it_becomes_bubblewrap(tmp_path: Path) 
     assert (path / "cgroup.procs").read_text().strip().isdigit()
 
 
-def test_a_call_may_have_its_limit_on_top_of_what_the_server_has(tmp_path: Path) -> None:
+def test_memory_limit_of_a_call_adds_to_the_servers_memory(tmp_path: Path) -> None:
     made = cgroup.ServerCgroup.__new__(cgroup.ServerCgroup)
     made.path = make_cgroup(tmp_path / "server")
     (made.path / "memory.current").write_text("1000\n")
@@ -108,7 +108,7 @@ def test_a_call_may_have_its_limit_on_top_of_what_the_server_has(tmp_path: Path)
     assert (made.path / "memory.swap.max").read_text() == "0"
 
 
-def test_cgroups_of_dead_owners_are_removed_and_others_stay(tmp_path: Path) -> None:
+def test_only_cgroups_of_dead_owners_are_removed(tmp_path: Path) -> None:
     dead = tmp_path / f"gptoss-sandbox-{2**22 + 5}-0"
     alive = tmp_path / f"gptoss-sandbox-{os.getpid()}-0"
     for path in (dead, alive, tmp_path / "other"):
@@ -117,7 +117,7 @@ def test_cgroups_of_dead_owners_are_removed_and_others_stay(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "other"])
 
 
-def test_doctor_says_which_protection_applies_and_how_to_get_the_better_one(
+def test_doctor_names_the_protection_and_how_to_improve_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cgroup, "find_base", lambda: None)
@@ -136,7 +136,7 @@ def test_doctor_says_which_protection_applies_and_how_to_get_the_better_one(
 @pytest.mark.skipif(
     BASE is None, reason="no cgroup v2 with the memory controller is delegated here"
 )
-def test_the_kernel_kills_a_call_that_passes_its_memory(make_sandbox: Callable) -> None:
+def test_kernel_kills_a_call_beyond_its_memory_limit(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(timeout_seconds=20, memory_bytes=512 << 20, total_memory_bytes=256 << 20)
     code = """
         import os, time

@@ -1,6 +1,6 @@
-"""A policy cannot leave an episode: whatever its program does, the episode ends with a reward.
+"""Programs that try to end their episode early. Every episode must end with a reward.
 
-The programs run in real sandboxes of a real rollout worker; only the policy is a script.
+The programs run in real sandboxes of a real rollout worker. Only the policy is scripted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SETTINGS = (
 
 
 class Policy:
-    """Calls Python with the program of its task, then gives a wrong answer."""
+    """A scripted policy that runs the programs of its task and then gives a wrong answer."""
 
     def __init__(self) -> None:
         self.turns: dict[str, list[list[int]]] = {}
@@ -61,8 +61,8 @@ class Policy:
     async def close(self) -> None: ...
 
 
-class Player:
-    """Plays one episode for each program."""
+class ProgramRunner:
+    """A rollout worker that runs one episode per session of programs."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -73,7 +73,7 @@ class Player:
         self._played = 0
 
     def play(self, *sessions: Sequence[str]) -> list[Trajectory]:
-        """Play an episode for each session of programs, all at the same time."""
+        """Run an episode for each session of programs, all concurrently."""
         return self._runner.run(self._gather(sessions))
 
     async def _gather(self, sessions: Sequence[Sequence[str]]) -> list[Trajectory]:
@@ -103,8 +103,8 @@ class Player:
 
 
 @pytest.fixture(scope="module")
-def player() -> Iterator[Player]:
-    made = Player()
+def program_runner() -> Iterator[ProgramRunner]:
+    made = ProgramRunner()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent, "TOOL_PAUSES", (0.0, 0.0, 0.0))
         yield made
@@ -112,20 +112,20 @@ def player() -> Iterator[Player]:
 
 
 def check(episodes: Sequence[Trajectory], names: Sequence[str]) -> None:
-    """Each episode has the reward of its wrong answer."""
+    """Check that each episode has the reward of its wrong answer."""
     for episode, name in zip(episodes, names, strict=True):
         assert episode.invalid is None, f"{name}: {episode.invalid}"
         assert episode.reward == -1.0, name
 
 
-def test_programs_that_leave_end_with_a_reward(player: Player) -> None:
-    check(player.play(*([PROGRAMS[name]] for name in OF_EACH_KIND)), OF_EACH_KIND)
+def test_escape_program_of_each_kind_ends_with_a_reward(program_runner: ProgramRunner) -> None:
+    check(program_runner.play(*([PROGRAMS[name]] for name in OF_EACH_KIND)), OF_EACH_KIND)
 
 
 @pytest.mark.slow
-def test_any_limit_ends_with_a_reward(player: Player) -> None:
+def test_every_escape_program_ends_with_a_reward(program_runner: ProgramRunner) -> None:
     names = list(PROGRAMS)
-    check(player.play(*([PROGRAMS[name]] for name in names)), names)
+    check(program_runner.play(*([PROGRAMS[name]] for name in names)), names)
 
 
 limits = st.builds(
@@ -142,18 +142,22 @@ sessions = st.lists(hostile, min_size=1, max_size=2)
 TRIED_TOGETHER = 12
 
 
-def try_sessions(player: Player, tried: list[list[str]]) -> None:
-    check(player.play(*tried), ["\n--- next\n".join(programs) for programs in tried])
+def try_sessions(program_runner: ProgramRunner, tried: list[list[str]]) -> None:
+    check(program_runner.play(*tried), ["\n--- next\n".join(programs) for programs in tried])
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tried=st.lists(sessions, min_size=TRIED_TOGETHER, max_size=TRIED_TOGETHER))
-def test_any_hostile_program_ends_with_a_reward(player: Player, tried: list[list[str]]) -> None:
-    try_sessions(player, tried)
+def test_random_hostile_programs_end_with_a_reward(
+    program_runner: ProgramRunner, tried: list[list[str]]
+) -> None:
+    try_sessions(program_runner, tried)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tried=st.lists(sessions, min_size=TRIED_TOGETHER, max_size=TRIED_TOGETHER))
-def test_many_hostile_programs_end_with_a_reward(player: Player, tried: list[list[str]]) -> None:
-    try_sessions(player, tried)
+def test_many_random_hostile_programs_end_with_a_reward(
+    program_runner: ProgramRunner, tried: list[list[str]]
+) -> None:
+    try_sessions(program_runner, tried)

@@ -1,4 +1,4 @@
-"""Where programs can not be isolated the sandbox refuses to start and names the reason."""
+"""Start of the sandbox on machines without isolation: it fails and names the reason."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def start(config: SandboxConfig) -> None:
     asyncio.run(PythonSandbox(config).start())
 
 
-def test_isolation_is_available_here() -> None:
+def test_isolation_is_available_on_this_machine() -> None:
     check_isolation()
 
 
-def test_without_bubblewrap_it_says_how_to_install_it(
+def test_missing_bubblewrap_names_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -42,7 +42,7 @@ def test_without_bubblewrap_it_says_how_to_install_it(
         start(SandboxConfig())
 
 
-def test_broken_bubblewrap_is_reported_in_its_own_words(
+def test_broken_bubblewrap_is_reported_with_its_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "bwrap"
@@ -53,13 +53,13 @@ def test_broken_bubblewrap_is_reported_in_its_own_words(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SandboxUnavailable, match="setting up uid map: Permission denied"):
         start(SandboxConfig())
-    status, _, advice = check_sandbox()  # what gptoss doctor says
+    status, _, advice = check_sandbox()  # the report of gptoss doctor
     assert status is Status.MISSING
     assert "Permission denied" in advice
 
 
 def test_forbidden_user_namespaces_name_the_setting() -> None:
-    # the limit is set in a user namespace of its own, so that the machine's stays as it is
+    # The limit is set in a new user namespace, so the limit of the machine does not change.
     script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable, CHECK]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
@@ -72,7 +72,7 @@ def test_unknown_processor_is_named_and_leaves_no_process(monkeypatch: pytest.Mo
     with pytest.raises(SandboxUnavailable, match="'riscv64'"):
         start(SandboxConfig())
 
-    # In a thread that lives on, with which the server would not die. The error holds its connection.
+    # This thread continues, so the server would not die with it. The error holds the connection.
     before = psutil.Process().children(recursive=True)
     with pytest.raises(SandboxUnavailable, match="'riscv64'") as error:
         ServerProcess(SandboxConfig(), SandboxLimits())
@@ -80,7 +80,7 @@ def test_unknown_processor_is_named_and_leaves_no_process(monkeypatch: pytest.Mo
     assert not left, error
 
 
-def test_virtual_environment_is_refused_as_interpreter(tmp_path: Path) -> None:
+def test_virtual_environment_is_rejected_as_interpreter(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "pyvenv.cfg").touch()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
@@ -99,7 +99,10 @@ def test_missing_preloaded_module_is_named() -> None:
 
 
 def as_ordinary_user() -> list[str]:
-    """As root: a command that becomes uid 1000 where the interpreter's folders are open to everybody."""
+    """Return a command prefix that switches from root to uid 1000.
+
+    The prefix makes the interpreter's folders readable. It is empty for an ordinary user.
+    """
     if os.geteuid() != 0:
         return []
     needed = [
@@ -129,7 +132,7 @@ def as_ordinary_user() -> list[str]:
     ]
 
 
-def test_ordinary_user_is_isolated_too() -> None:
+def test_sandbox_is_isolated_for_an_ordinary_user() -> None:
     if os.geteuid() != 0:
         check_isolation()  # this is an ordinary user
         return
@@ -142,7 +145,7 @@ def test_ordinary_user_is_isolated_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the attacks already run as an ordinary user")
-def test_attacks_are_contained_for_an_ordinary_user_too() -> None:
+def test_attacks_are_contained_for_an_ordinary_user() -> None:
     attacks = Path(__file__).with_name("test_sandbox_attacks.py")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)

@@ -1,4 +1,4 @@
-"""The pool: concurrency, recycling, lost servers, closing, and dying with its owner."""
+"""Pool of sandbox servers: concurrency, replacement, deaths, close, and the end of its owner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def one_worker(make_sandbox: Callable):
 
 
 def server_of(sandbox) -> int:
-    """Process id of the fork-server: the only one without children once the last call's processes are gone."""
+    """Return the process id of the fork-server.
+
+    After the processes of the last call have ended, it is the only process without children.
+    """
     assert sandbox.processes_left() == 0
 
     def childless() -> list[int]:
@@ -43,12 +46,12 @@ def server_of(sandbox) -> int:
         for pid in sandbox.processes():
             try:
                 children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-            except OSError:  # it has ended since it was listed
+            except OSError:  # the process has ended after it was listed
                 continue
             found += [] if children else [pid]
         return found
 
-    # a process that is just ending is still listed as a child of the server for a moment
+    # An ending process stays listed as a child of the server for a moment.
     assert wait_for(lambda: len(childless()) == 1), childless()
     return childless()[0]
 
@@ -70,11 +73,11 @@ def test_calls_run_at_the_same_time_on_all_workers(make_sandbox: Callable) -> No
     assert [number for number, _, _ in spans] == [0, 1, 2, 3]
     running = [sum(begun <= other < ended for _, begun, ended in spans) for _, other, _ in spans]
     assert max(running) == 2
-    # their clock starts when the supervisor hears that they are set up, on a busy machine a little late
+    # The clock starts after the supervisor gets the notice of the set-up, late on a busy machine.
     assert all(0.75 <= result.seconds < 30 for result in results)
 
 
-def test_server_is_replaced_after_its_number_of_calls(make_sandbox: Callable) -> None:
+def test_server_is_replaced_after_its_maximum_of_calls(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(calls_per_server=3)
     servers = []
     for _ in range(7):
@@ -84,7 +87,7 @@ def test_server_is_replaced_after_its_number_of_calls(make_sandbox: Callable) ->
     assert servers[0] == servers[1] != servers[3] == servers[4] != servers[6]
 
 
-def test_server_is_replaced_after_a_call_that_was_killed(one_worker) -> None:
+def test_server_is_replaced_after_a_killed_call(one_worker) -> None:
     before = server_of(one_worker)
     assert one_worker.run("raise ValueError").exit_code == 1
     assert server_of(one_worker) == before
@@ -93,16 +96,14 @@ def test_server_is_replaced_after_a_call_that_was_killed(one_worker) -> None:
     assert server_of(one_worker) != before
 
 
-def test_server_killed_between_calls_costs_no_call(one_worker) -> None:
+def test_server_killed_between_calls_fails_no_call(one_worker) -> None:
     for _ in range(3):
         os.kill(server_of(one_worker), signal.SIGKILL)
         result = one_worker.run(HONEST)
         assert (result.output, result.error) == ("499500\n", None)
 
 
-def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twice(
-    one_worker, tmp_path: Path
-) -> None:
+def test_server_killed_during_a_call_is_a_sandbox_failure(one_worker, tmp_path: Path) -> None:
     server = server_of(one_worker)
     failures: list[SandboxFailure] = []
 
@@ -114,7 +115,7 @@ def test_server_killed_during_a_call_is_a_failure_of_the_sandbox_and_not_run_twi
     thread = threading.Thread(target=call)
     thread.start()
     assert wait_for(lambda: len(one_worker.processes()) == 5)
-    time.sleep(0.2)  # the program has begun: its set-up takes milliseconds
+    time.sleep(0.2)  # the set-up takes milliseconds, so the program runs after this
     os.kill(server, signal.SIGKILL)
     thread.join()
     assert "exited" in str(failures[0])
@@ -134,7 +135,7 @@ def test_hung_server_is_replaced(make_sandbox: Callable, short_grace: None) -> N
     sandbox = make_sandbox(timeout_seconds=0.5)
     assert sandbox.run(HONEST).output == "499500\n"
     os.kill(server_of(sandbox), signal.SIGSTOP)
-    # it hung before the program began: the call is made again on the new server
+    # The server hung before the program began, so the call is repeated on the new server.
     assert sandbox.run(HONEST).output == "499500\n"
     assert sandbox.processes_left() == 0
 
@@ -142,12 +143,14 @@ def test_hung_server_is_replaced(make_sandbox: Callable, short_grace: None) -> N
 PTRACE_CONT, PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 7, 0x4206, 0x40
 
 
-def test_verdict_does_not_wait_for_slow_ends(make_sandbox: Callable, short_grace: None) -> None:
-    """A busy machine may take longer to end many processes than a server may seem to hang."""
+def test_result_does_not_wait_for_processes_that_end_slowly(
+    make_sandbox: Callable, short_grace: None
+) -> None:
+    """A busy machine may need longer to end many processes than the limit for a hung server."""
     sandbox = make_sandbox(timeout_seconds=1.5)
     call = sandbox.start("import time; time.sleep(60)")
     program = running_program(sandbox)
-    # Traced, it stays where it is when it is killed, until its tracer lets it go on.
+    # A traced process stops at its exit until the tracer continues it.
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.ptrace(PTRACE_SEIZE, program, None, ctypes.c_void_p(PTRACE_O_TRACEEXIT)) == 0
     result = call.result(30)
@@ -158,12 +161,12 @@ def test_verdict_does_not_wait_for_slow_ends(make_sandbox: Callable, short_grace
     assert sandbox.run(HONEST).output == "499500\n"
 
 
-def test_interrupt_of_the_owners_terminal_does_not_reach_the_servers(one_worker) -> None:
+def test_servers_are_not_in_the_owners_process_group(one_worker) -> None:
     assert one_worker.processes_left() == 0
     assert os.getpgrp() not in {os.getpgid(pid) for pid in one_worker.processes()}
 
 
-def test_run_from_two_event_loops_in_two_threads(one_worker) -> None:
+def test_sandbox_runs_calls_of_two_event_loops_in_threads(one_worker) -> None:
     outputs: list[str] = []
 
     def call(number: int) -> None:
@@ -190,7 +193,7 @@ def test_cancelled_call_leaves_the_sandbox_usable(one_worker) -> None:
     assert one_worker.run(HONEST).output == "499500\n"
 
 
-def test_close_answers_running_and_waiting_calls_and_leaves_no_process() -> None:
+def test_close_fails_pending_calls_and_permits_a_restart() -> None:
     async def scenario() -> None:
         sandbox = PythonSandbox(SandboxConfig(workers=1))
         await sandbox.start()
@@ -204,14 +207,14 @@ def test_close_answers_running_and_waiting_calls_and_leaves_no_process() -> None
         with pytest.raises(RuntimeError, match="not running"):
             await sandbox.run(HONEST)
         await sandbox.close()
-        await sandbox.start()  # it can be started again
+        await sandbox.start()  # a closed sandbox can start again
         assert (await sandbox.run(HONEST)).output == "499500\n"
         await sandbox.close()
 
     asyncio.run(scenario())
 
 
-def test_sandbox_dies_with_its_owner() -> None:
+def test_sandbox_processes_end_with_their_owner() -> None:
     owner = subprocess.Popen(
         [
             sys.executable,
@@ -239,12 +242,12 @@ def test_sandbox_dies_with_its_owner() -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    # process 1 of each namespace is gone, so the kernel has ended all that ran in it
+    # Process 1 of each namespace is gone, so the kernel has ended all processes of the namespace.
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started | inside))
 
 
 def running_program(sandbox) -> int:
-    """Process id of the program of a call that has begun."""
+    """Return the process id of the program of a running call."""
     assert wait_for(lambda: len(sandbox.processes()) == 5)
     time.sleep(0.5)
     (program,) = [
@@ -257,7 +260,7 @@ def running_program(sandbox) -> int:
 
 @pytest.fixture
 def full_cgroup(tmp_path: Path) -> Iterator[Path]:
-    """A cgroup of 16 MB, which stands for a container that is out of memory."""
+    """A cgroup of 16 MB in place of a container that is out of memory."""
     for base, limit in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),
@@ -277,7 +280,9 @@ def full_cgroup(tmp_path: Path) -> Iterator[Path]:
     pytest.skip("no memory cgroup can be made here")
 
 
-def test_machine_out_of_memory_is_a_failure(make_sandbox: Callable, full_cgroup: Path) -> None:
+def test_machine_out_of_memory_is_a_sandbox_failure(
+    make_sandbox: Callable, full_cgroup: Path
+) -> None:
     sandbox = make_sandbox(timeout_seconds=30, use_cgroup=False)
     code = "import time\ntime.sleep(2)\nblock = bytearray(b'x') * (64 << 20)\nprint('kept')"
     call = sandbox.start(code)
@@ -288,8 +293,8 @@ def test_machine_out_of_memory_is_a_failure(make_sandbox: Callable, full_cgroup:
     assert sandbox.run(HONEST).output == "499500\n"
 
 
-def test_kill_without_evidence_is_the_programs_fault(one_worker) -> None:
-    """A program has more ways to be killed than anybody knows."""
+def test_unexplained_kill_is_a_failure_of_the_program(one_worker) -> None:
+    """A program can be killed in many ways, so an unexplained kill is its failure."""
     call = one_worker.start("import time; time.sleep(4)")
     os.kill(running_program(one_worker), signal.SIGKILL)
     result = call.result(10)
@@ -302,10 +307,10 @@ def test_kill_without_evidence_is_the_programs_fault(one_worker) -> None:
     ("oom", "oom_kill", "killed_for", "by_machine"),
     [(0, 0, None, False), (1, 0, None, False), (1, 2, "memory", False), (0, 1, None, True)],
 )
-def test_cgroup_tells_own_limit_from_machine(
+def test_cgroup_events_separate_own_limit_and_machine(
     oom: int, oom_kill: int, killed_for: str | None, by_machine: bool, tmp_path: Path
 ) -> None:
-    """The kernel counts a process in ``oom_kill`` whichever limit it was killed for."""
+    """The kernel counts a killed process in ``oom_kill`` for any exceeded limit."""
     events = tmp_path / "memory.events"
     text = "low 0\nhigh 0\nmax 7\noom {}\noom_kill {}\noom_group_kill 0\n"
     events.write_text(text.format(3, 4))
@@ -319,7 +324,7 @@ def test_cgroup_tells_own_limit_from_machine(
         os.close(descriptor)
 
 
-def test_a_server_that_can_not_start_is_a_failure_of_the_sandbox(
+def test_server_that_cannot_start_is_a_sandbox_failure(
     one_worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -39,7 +39,7 @@ def test_repr_of_a_last_expression_is_printed(code: str, output: str, python) ->
     assert (result.output, result.exit_code, result.error) == (output, 0, None)
 
 
-def test_traceback_has_only_the_programs_frames_after_what_was_printed(python) -> None:
+def test_traceback_has_only_the_programs_frames(python) -> None:
     result = python.run(
         "import json\nprint('before')\ndef f(text):\n    return json.loads(text)\nf('{')\n"
     )
@@ -75,12 +75,12 @@ def test_syntax_error_is_shown_with_its_line(python) -> None:
         ),
     ],
 )
-def test_exit_codes(code: str, exit_code: int, output: str, python) -> None:
+def test_exit_code_is_that_of_the_program(code: str, exit_code: int, output: str, python) -> None:
     result = python.run(code)
     assert (result.exit_code, result.output) == (exit_code, output)
 
 
-def test_state_does_not_last(python) -> None:
+def test_state_is_not_shared_between_calls(python) -> None:
     assert python.run("import math\nmath.pi = 3\nleft = 1\nmath.pi").output == "3\n"
     assert (
         python.run("import math\nprint(math.pi > 3.1, 'left' in globals())").output
@@ -92,7 +92,7 @@ def run_in_session(python, code: str, history: list[str]):
     return python._runner.run(python.sandbox.run(code, history))
 
 
-def test_history_runs_unheard_in_the_same_interpreter(python) -> None:
+def test_history_runs_in_the_same_interpreter_without_output(python) -> None:
     history = [
         "import os\nx = 40\nprint('no')",
         "x += 1\nos.system('echo no')",
@@ -103,11 +103,11 @@ def test_history_runs_unheard_in_the_same_interpreter(python) -> None:
     assert (result.output, result.exit_code, result.error, result.ended) == ("42\n", 0, None, False)
 
 
-def test_limits_of_output_and_time_are_those_of_one_program_of_a_session(
+def test_limits_apply_to_one_program_of_a_session(
     make_sandbox: Callable,
 ) -> None:
     python = make_sandbox(timeout_seconds=8, output_bytes=1000, cpu_seconds=1)
-    # longer than one program may run, with more processor time and more output than one may have
+    # The history exceeds the limits of one program for time, processor time and output.
     history = ["import time\nprint('x' * 900)\ntime.sleep(3)\nend = time.process_time() + 0.4\n"
                "while time.process_time() < end: pass"] * 3  # fmt: skip
     result = run_in_session(python, "print('new')", history)
@@ -116,7 +116,7 @@ def test_limits_of_output_and_time_are_those_of_one_program_of_a_session(
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "-1e300"])
-def test_a_program_that_forges_its_progress_gets_no_more_time(
+def test_program_with_forged_progress_gets_no_more_time(
     seconds: str, make_sandbox: Callable
 ) -> None:
     forge = f"""
@@ -142,7 +142,7 @@ while True:
         ("import ctypes; ctypes.string_at(0)", True),
     ],
 )  # fmt: skip
-def test_a_result_says_whether_the_interpreter_ended(code: str, ended: bool, python) -> None:
+def test_result_reports_if_the_interpreter_ended(code: str, ended: bool, python) -> None:
     assert python.run(code).ended == ended
 
 
@@ -157,19 +157,19 @@ def test_threads_processes_and_files_work(python) -> None:
     assert sorted(result.output.splitlines()) == ["[1, 2]", "thread"], result
 
 
-def test_hashes_are_the_same_in_every_server_and_random_numbers_are_not(python) -> None:
+def test_hashes_are_equal_in_all_servers_but_not_random_numbers(python) -> None:
     codes = ["hash('text')"] * 3
     assert len({python.run(code).output for code in codes}) == 1
     assert python.run("import sys; sys.flags.hash_randomization").output == "0\n"
     assert len({python.run("import random; random.random()").output for _ in range(3)}) == 3
 
 
-def test_output_that_is_not_utf8_and_odd_code_are_answered(python) -> None:
+def test_invalid_utf8_in_output_or_code_gives_a_result(python) -> None:
     assert python.run("import os; os.write(1, b'a\\xffb') and None").output == "a\ufffdb"
     assert python.run("print(1)\0").exit_code == 1
     assert (
         python.run("print('\ud800' == '?')").output == "True\n"
-    )  # a lone surrogate is no UTF-8: sent as "?"
+    )  # a lone surrogate is not valid UTF-8 and is sent as "?"
 
 
 def test_program_over_the_size_limit_is_not_run(make_sandbox: Callable) -> None:
@@ -195,7 +195,7 @@ def test_interpreter_is_a_base_installation_and_shows_no_home(
         assert str(sys.version_info[:2]) in first
 
 
-def test_misspelt_setting_is_refused_by_name() -> None:
+def test_misspelled_setting_is_rejected_by_name() -> None:
     with pytest.raises(ValidationError, match="timeout_second"):
         SandboxConfig.model_validate({"timeout_second": 3})
 

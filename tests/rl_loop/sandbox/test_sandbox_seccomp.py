@@ -1,4 +1,4 @@
-"""The system-call filter, run by a small interpreter of classic BPF: both architectures on any machine."""
+"""System-call filter of both architectures, run by a small interpreter of classic BPF."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse(number: int) -> int:
 
 
 def run_filter(program: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """Return the kernel's verdict on a system call, a SECCOMP_RET_* value."""
+    """Return the action of the kernel for a system call, as a SECCOMP_RET_* value."""
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
     instructions = list(struct.iter_unpack("<HBBI", program))
@@ -48,7 +48,7 @@ def run_filter(program: bytes, architecture: int, number: int, *arguments: int) 
 
 
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
-def test_every_listed_call_is_refused_and_others_are_allowed(machine: str, column: int) -> None:
+def test_only_listed_system_calls_are_denied(machine: str, column: int) -> None:
     program = seccomp_filter(machine)
     denied = {numbers[column] for numbers in DENIED_SYSCALLS.values()} - {None}
     ignored = {numbers[column] for numbers in IGNORED_SYSCALLS.values()}
@@ -73,9 +73,7 @@ def test_every_listed_call_is_refused_and_others_are_allowed(machine: str, colum
 
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
 @pytest.mark.parametrize("name", ARGUMENT_RULES)
-def test_argument_rules_refuse_what_they_name_and_nothing_beside_it(
-    name: str, machine: str, column: int
-) -> None:
+def test_argument_rules_deny_only_the_named_values(name: str, machine: str, column: int) -> None:
     rule = ARGUMENT_RULES[name]
     program = seccomp_filter(machine)
     for value in range(0, 2048):
@@ -89,7 +87,7 @@ def test_argument_rules_refuse_what_they_name_and_nothing_beside_it(
         )
 
 
-def test_shared_anonymous_memory_is_refused_and_what_programs_map_is_not() -> None:
+def test_only_shared_anonymous_and_huge_mappings_are_denied() -> None:
     program, mmap = seccomp_filter("x86_64"), 9
     private, shared, anonymous, stack, huge = 0x02, 0x01, 0x20, 0x20000, 0x40000
     assert run_filter(program, AUDIT["x86_64"], mmap, 0, 4096, 3, shared | anonymous) == refuse(
@@ -105,7 +103,7 @@ def test_shared_anonymous_memory_is_refused_and_what_programs_map_is_not() -> No
 @pytest.mark.parametrize(
     ("machine", "clone", "socket"), [("x86_64", 56, 41), ("aarch64", 220, 198)]
 )
-def test_clone_and_socket_are_judged_by_their_first_argument(
+def test_clone_and_socket_are_filtered_by_their_first_argument(
     machine: str, clone: int, socket: int
 ) -> None:
     program, architecture = seccomp_filter(machine), AUDIT[machine]
@@ -129,6 +127,6 @@ def test_calls_of_another_architecture_kill_the_process() -> None:
     assert run_filter(seccomp_filter("x86_64"), AUDIT["x86_64"], x32_read) == KILL
 
 
-def test_unknown_architecture_is_refused_by_name() -> None:
+def test_unknown_architecture_is_rejected_by_name() -> None:
     with pytest.raises(SandboxUnavailable, match="'riscv64'"):
         seccomp_filter("riscv64")

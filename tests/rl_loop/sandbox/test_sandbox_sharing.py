@@ -1,4 +1,4 @@
-"""Processors and memory shared by calls, without and with a cgroup."""
+"""Processors and memory shared by calls, with and without a cgroup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPINNERS = textwrap.dedent("""
                 pass
     time.sleep(60)
 """)
-# about 0.3 s of one processor, alone
+# Uses about 0.3 s of one processor.
 HONEST = "import time\nwhile time.process_time() < 0.3:\n    pass\nprint('done')"
 
 
@@ -32,17 +32,17 @@ def seconds_of(sandbox: SandboxUnderTest) -> float:
     return result.seconds
 
 
-def test_a_neighbour_of_thirty_spinners_still_gets_its_share(make_sandbox: Callable) -> None:
+def test_cpu_share_is_fair_with_30_busy_tasks(make_sandbox: Callable) -> None:
     neighbor = make_sandbox(timeout_seconds=30, cpu_seconds=30)
-    # 13 times, however often it is tried, where every process has the same weight. A test beside this
-    # one may make a single try look so, too.
+    # With equal weights of all processes, the slowdown is 13x in every try. A concurrent test can
+    # cause such a slowdown in a single try.
     slowdowns = []
     while len(slowdowns) < 3 and min(slowdowns, default=math.inf) >= 4:
-        slowdowns.append(slowdown_beside_spinners(neighbor))
+        slowdowns.append(slowdown_by_spinners(neighbor))
     assert slowdowns[-1] < 4, slowdowns
 
 
-def slowdown_beside_spinners(neighbor: SandboxUnderTest) -> float:
+def slowdown_by_spinners(neighbor: SandboxUnderTest) -> float:
     """How many times as long an honest call takes while another one's processes spin."""
     spinning = SandboxUnderTest(
         neighbor.sandbox.config.model_copy(update={"timeout_seconds": 25.0}),
@@ -59,7 +59,7 @@ def slowdown_beside_spinners(neighbor: SandboxUnderTest) -> float:
     return beside / alone
 
 
-def test_a_call_with_busy_tasks_is_made_so_nice_that_they_weigh_as_one(
+def test_niceness_makes_busy_tasks_of_a_call_weigh_as_one(
     make_sandbox: Callable,
 ) -> None:
     code = """
@@ -75,13 +75,13 @@ def test_a_call_with_busy_tasks_is_made_so_nice_that_they_weigh_as_one(
     sandbox = make_sandbox(timeout_seconds=30, cpu_seconds=30, use_cgroup=False)
     before = int(sandbox.run(quiet).output)
     niceness = int(sandbox.run(textwrap.dedent(code)).output)
-    # 1.25 ** 12 is 14.6
+    # The kernel scales weights by 1.25 per nice level, and 1.25 ** 12 is 14.6.
     assert before < 10
     assert 9 <= niceness <= 13
     assert int(sandbox.run(quiet).output) == before
 
 
-def test_memory_that_forked_readers_share_is_counted_once(make_sandbox: Callable) -> None:
+def test_memory_shared_by_forked_readers_is_counted_once(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(
         timeout_seconds=30, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False
     )
@@ -103,7 +103,7 @@ def test_memory_that_forked_readers_share_is_counted_once(make_sandbox: Callable
     assert (result.output, result.error) == ("read\n", None)
 
 
-def test_children_that_borrow_their_parents_memory_are_not_counted_twice(
+def test_memory_borrowed_by_children_is_not_counted_twice(
     make_sandbox: Callable,
 ) -> None:
     sandbox = make_sandbox(
@@ -121,7 +121,7 @@ def test_children_that_borrow_their_parents_memory_are_not_counted_twice(
     assert (result.output, result.error) == ("ran\n", None)
 
 
-def test_honest_users_of_files_and_locks_still_work(make_sandbox: Callable) -> None:
+def test_normal_use_of_files_and_locks_works(make_sandbox: Callable) -> None:
     code = """
         import os, shutil, sqlite3, subprocess, tempfile
         with tempfile.TemporaryDirectory() as folder:

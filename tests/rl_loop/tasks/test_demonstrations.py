@@ -1,4 +1,4 @@
-"""Demonstrations equal the records of the agent loop, with a real interpreter."""
+"""Demonstrations, compared with episodes of the agent loop with a real interpreter."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MIXED = DemonstrationConfig(expert_share=0.5)
 
 
 def sampled_turns(demo: Demonstration) -> list[list[int]]:
-    """Runs of masked tokens."""
+    """Return the spans of tokens in the loss."""
     turns: list[list[int]] = []
     for i, (token, mask) in enumerate(zip(demo.token_ids, demo.loss_mask, strict=True)):
         if mask:
@@ -72,7 +72,7 @@ def sampled_turns(demo: Demonstration) -> list[list[int]]:
 
 
 async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstration, Trajectory]]:
-    """Episodes in which the policy says what the demonstrations say and the sandbox answers."""
+    """Return episodes whose policy repeats the demonstrations, with a real sandbox."""
     sandbox = PythonSandbox(SandboxConfig(workers=1))
     await sandbox.start()
     pairs = []
@@ -102,13 +102,13 @@ KINDS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
-def test_every_registered_environment_is_walked_here() -> None:
-    # External environments have no scripted policy. Conversations demonstrate them.
+def test_every_registered_environment_has_demonstration_tests() -> None:
+    # External environments have no scripted policy. Conversations are their demonstrations.
     assert {name for name, _ in KINDS} == set(ENVIRONMENTS) - {"black_box", "mcp", "openenv"}
 
 
 def in_openai_harmony(episode: Episode, prompt: PromptConfig) -> list[list[Message]]:
-    """The messages of an episode as openai-harmony's: those of the prompt, then those of every turn of the user."""
+    """Return an episode as messages of openai-harmony: the prompt, then a list per user turn."""
     settings = prompt.model_dump(include={"model_identity", "knowledge_cutoff"})
     system = SystemContent(
         **settings, reasoning_effort=prompt.reasoning_effort and ReasoningEffort.MEDIUM
@@ -156,11 +156,14 @@ def in_openai_harmony(episode: Episode, prompt: PromptConfig) -> list[list[Messa
 
 @pytest.mark.parametrize("prompt", [SHORT_PROMPT, PromptConfig()], ids=["short", "full"])
 @pytest.mark.parametrize(("environment", "options"), KINDS)
-def test_every_environments_prompts_and_demonstrations_are_openai_harmonys(
+def test_prompts_and_demonstrations_equal_openai_harmonys(
     environment: str, options: dict[str, object], prompt: PromptConfig
 ) -> None:
-    """Token for token, but for two things: a demonstration names a recipient where GPT-OSS writes it, after the
-    channel; and one whole episode, as a rollout has it, keeps <|return|> where history has <|end|>."""
+    """Demonstrations equal openai-harmony's rendering token for token, with 2 exceptions.
+
+    - Recipients are after the channel, where GPT-OSS writes them.
+    - A whole episode keeps <|return|> like a rollout, where history has <|end|>.
+    """
     harmony = Harmony(GptOssVocabulary(), prompt)
     for seed in range(6):
         episode = scripted_episode(
@@ -174,7 +177,7 @@ def test_every_environments_prompts_and_demonstrations_are_openai_harmonys(
         assert whole.token_ids[: len(rendered)] == rendered
         calls = (
             turns[-1][-1].recipient is not None
-        )  # the end of the incident, after which no tool answers
+        )  # an incident ends with a call that has no result
         history = [
             reference.END if token == reference.RETURN else token for token in whole.token_ids
         ]
@@ -192,7 +195,7 @@ def test_every_environments_prompts_and_demonstrations_are_openai_harmonys(
 
 
 @pytest.mark.parametrize(("environment", "options"), KINDS)
-def test_every_demonstration_in_a_small_vocabulary_is_the_same_text_and_special_tokens(
+def test_demonstrations_are_equal_in_the_small_vocabulary(
     tiny: Harmony, environment: str, options: dict[str, object]
 ) -> None:
     full = Harmony(GptOssVocabulary(), SHORT_PROMPT)
@@ -205,7 +208,7 @@ def test_every_demonstration_in_a_small_vocabulary_is_the_same_text_and_special_
         assert tiny.vocabulary.to_harmony(small.token_ids) == large.token_ids
 
 
-def test_calls_of_functions_are_shown_with_the_constrain_token_and_calls_of_python_without(
+def test_only_function_calls_have_the_constrain_token(
     full: Harmony,
 ) -> None:
     for environment, calls, constrained in (("incident", 6, 6), ("retool", 1, 0)):
@@ -225,7 +228,7 @@ def test_calls_of_functions_are_shown_with_the_constrain_token_and_calls_of_pyth
         ("incident", {}, None),
     ],
 )
-def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_then_is(
+def test_system_message_describes_python_only_where_callable(
     environment: str, options: dict[str, object], wording: str | None
 ) -> None:
     harmony = Harmony(GptOssVocabulary(), PromptConfig(), python_seconds=3)
@@ -241,7 +244,7 @@ def test_the_system_message_describes_python_where_it_can_be_called_and_as_it_th
 
 
 def real_tasks(environment: str, tmp_path: Path, rows: list[dict[str, str]]) -> SftConfig:
-    """A run on tasks of files, held out those that ask in other words."""
+    """Return a run on tasks of files. Held-out tasks have another wording."""
     files = []
     for name, verb in (("train", "What is"), ("held_out", "Compute")):
         path = tmp_path / f"{name}.jsonl"
@@ -253,7 +256,7 @@ def real_tasks(environment: str, tmp_path: Path, rows: list[dict[str, str]]) -> 
     return load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides)
 
 
-def test_tasks_of_files_that_no_script_solves_are_refused_before_a_run_starts(
+def test_sft_on_tasks_without_scripted_policy_is_rejected_early(
     tmp_path: Path,
 ) -> None:
     rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
@@ -262,7 +265,7 @@ def test_tasks_of_files_that_no_script_solves_are_refused_before_a_run_starts(
         SftSession(real_tasks("retool", tmp_path, rows), Mock(), Start.NEW).__enter__()
 
 
-def test_published_problems_are_samples_of_supervised_fine_tuning(tmp_path: Path) -> None:
+def test_published_problems_become_sft_samples(tmp_path: Path) -> None:
     rows = [
         {"question": f"{i} and 1", "answer": f"So <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}"}
         for i in range(3)
@@ -272,7 +275,7 @@ def test_published_problems_are_samples_of_supervised_fine_tuning(tmp_path: Path
     assert len(tasks.demonstrations(0, 4, DemonstrationConfig())) == 4
 
 
-def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
+def test_prompts_of_a_run_state_its_sandbox_time_limit() -> None:
     overrides = ["prompt.python_tool=true", "sandbox.timeout_seconds=4.5", "model.vocab_size=2048"]
     tasks = build_tasks(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
     assert "time out after 4.5 seconds" in tasks.codec.decode(
@@ -281,7 +284,7 @@ def test_prompts_of_a_run_state_the_limit_of_its_sandbox() -> None:
 
 
 class TalkingEnvironment(Environment):
-    """Two questions, each thought about and answered."""
+    """An environment with 2 questions, each with reasoning and an answer."""
 
     @classmethod
     def solve(cls, task: Task, rng: Random, inject_errors: bool) -> ScriptedPolicy:
@@ -292,14 +295,14 @@ class TalkingEnvironment(Environment):
         return StepResult(user="And two?") if text == "odd" else self.end_with_score(1.0)
 
 
-def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_says(
+def test_later_turn_has_history_appended_or_in_the_format(
     harmony: Harmony,
 ) -> None:
     name = f"{__name__}:TalkingEnvironment"
     task = Task("t", [{"role": "user", "content": "Is one odd?"}], "", name)
 
     def shown(history: Literal["append", "harmony"]) -> list[tuple[str, str]]:
-        """All tokens and the sampled ones of every sample."""
+        """Return the text of all tokens and of the sampled tokens, for every sample."""
         texts: list[tuple[str, str]] = []
         for sample in demonstrations_of(task, harmony, DemonstrationConfig(history=history), "0"):
             pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
@@ -326,7 +329,7 @@ def test_a_later_turn_sees_the_earlier_one_as_a_rollout_does_or_as_the_format_sa
     assert second_sampled == last
 
 
-def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None:
+def test_sft_trains_on_every_user_turn_with_either_history() -> None:
     options = [
         f"tasks.sources.instructions.options.{option}" for option in ("turns=2", "constraints=1")
     ]
@@ -342,7 +345,7 @@ def test_fine_tuning_learns_from_every_turn_of_the_user_in_either_form() -> None
 
 
 @pytest.mark.parametrize(("environment", "options"), KINDS)
-def test_every_demonstration_is_an_episode_token_for_token(
+def test_demonstration_equals_an_episode_token_for_token(
     harmony: Harmony, environment: str, options: dict[str, object]
 ) -> None:
     right = 0.0
@@ -357,7 +360,7 @@ def test_every_demonstration_is_an_episode_token_for_token(
     assert 3 <= right <= 18
 
 
-def test_retool_is_shown_with_and_without_mistakes(tiny: Harmony) -> None:
+def test_retool_demonstrations_include_mistakes(tiny: Harmony) -> None:
     calls: Counter[int] = Counter()
     for _, episode in asyncio.run(replay(tiny, [task_of("retool", i) for i in range(40)])):
         calls[episode.tool_calls] += 1
@@ -365,7 +368,7 @@ def test_retool_is_shown_with_and_without_mistakes(tiny: Harmony) -> None:
     assert set(calls) == {0, 1, 2}
 
 
-def test_the_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
+def test_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
     right = 0.0
     for index in range(300):
         result = demonstrate(
@@ -376,6 +379,6 @@ def test_the_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> N
     assert right / 300 == pytest.approx(0.3, abs=0.1)
 
 
-def test_a_demonstration_is_a_function_of_its_task_and_seed(tiny: Harmony) -> None:
+def test_demonstration_depends_only_on_its_task_and_seed(tiny: Harmony) -> None:
     task = task_of("retool", 3)
     assert demonstrate(task, tiny, MIXED, "7") == demonstrate(task, tiny, MIXED, "7")

@@ -1,4 +1,4 @@
-"""Shipped recipes with real data: published formats are read, and mistakes are reported early.
+"""Shipped recipes with real data: published formats, and early errors.
 
 The hub is not available here, so folders with rows of the published columns replace its data sets.
 ``load_dataset`` accepts a folder instead of a name.
@@ -57,7 +57,7 @@ GSM8K, GSM8K_TEST = (
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with rows of the published data sets' columns."""
+    """Write folders with rows in the columns of the published data sets."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -88,9 +88,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", MATH)
-def test_mathematics_is_asked_with_an_interpreter_that_keeps_its_state(
-    recipe: str, hub: Path, full: Harmony
-) -> None:
+def test_math_recipes_use_a_stateful_interpreter(recipe: str, hub: Path, full: Harmony) -> None:
     tasks = tasks_of(recipe, full, hub / "dapo", hub / "aime")
     trained = {task.messages[-1]["content"]: task for task in tasks.train(0, 5)}
     assert set(trained) == {row["prompt"] for row in DAPO_MATH}
@@ -102,7 +100,7 @@ def test_mathematics_is_asked_with_an_interpreter_that_keeps_its_state(
     assert "stateful Jupyter" in full.decode(tasks.prompt_ids(eight))
 
 
-def test_gsm8k_is_asked_without_tools(hub: Path, full: Harmony) -> None:
+def test_gsm8k_recipe_uses_no_tools(hub: Path, full: Harmony) -> None:
     tasks = tasks_of(RECIPES[-1], full, hub / "gsm8k", hub / "gsm8k_test")
     assert sorted(task.ground_truth for task in tasks.train(0, 4)) == [
         "1000",
@@ -114,13 +112,13 @@ def test_gsm8k_is_asked_without_tools(hub: Path, full: Harmony) -> None:
     assert "python" not in full.decode(tasks.prompt_ids(tasks.held_out()[0]))
 
 
-def test_a_data_set_that_cannot_be_had_is_named(hub: Path, full: Harmony) -> None:
-    """Tasks are read before Ray, torch and the weights (``Session._open_data``)."""
+def test_unreadable_data_set_is_named(hub: Path, full: Harmony) -> None:
+    """``Session._open_data`` reads tasks before Ray, torch and the weights."""
     with pytest.raises(TaskFileError, match=r"hub:.*/nowhere:train: cannot be read"):
         tasks_of(RECIPES[-1], full, hub / "nowhere", hub / "gsm8k_test")
 
 
-def test_a_name_without_a_split_is_refused_with_the_configuration() -> None:
+def test_hub_name_without_a_split_is_a_config_error() -> None:
     place = "tasks.sources.math.held_out_path=hub:HuggingFaceH4/aime_2024"
     with pytest.raises(
         ConfigError,
@@ -130,7 +128,7 @@ def test_a_name_without_a_split_is_refused_with_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_names_data_and_the_engine_where_the_documentation_puts_it(recipe: str) -> None:
+def test_recipe_names_hub_data_and_the_documented_engine_path(recipe: str) -> None:
     config = load_rl_config(Path(recipe))
     (source,) = config.tasks.sources.values()
     assert source.train_path and source.train_path.startswith("hub:")

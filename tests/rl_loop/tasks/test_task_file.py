@@ -1,4 +1,4 @@
-"""Task files round-trip, and errors name the bad line."""
+"""Task files: round trips, formats, and errors that name the bad line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verl(prompt: Any) -> str:
         st.tuples(TEXT.filter(bool), TEXT, TEXT), min_size=1, max_size=5, unique_by=lambda t: t[0]
     )
 )
-def test_tasks_that_were_written_are_read(
+def test_written_tasks_are_read_unchanged(
     tmp_path_factory, rows: list[tuple[str, str, str]]
 ) -> None:
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
@@ -178,7 +178,7 @@ NOT_A_TASK = {
 
 
 @pytest.mark.parametrize("name", NOT_A_TASK)
-def test_a_bad_line_is_named_with_its_file_and_key(tmp_path: Path, name: str) -> None:
+def test_bad_line_is_named_with_its_file_and_key(tmp_path: Path, name: str) -> None:
     line, message = NOT_A_TASK[name]
     path = tmp_path / "tasks.jsonl"
     raw = line if isinstance(line, bytes) else line.encode()
@@ -213,7 +213,7 @@ ROWS = st.dictionaries(st.sampled_from(ROW_KEYS), VALUES, max_size=6)
 
 @settings(deadline=None, max_examples=300)
 @given(ROWS, st.sampled_from(["retool", "gsm8k", "instructions"]))
-def test_any_row_is_a_task_or_one_line_that_names_it(
+def test_random_row_is_a_task_or_an_error_of_one_line(
     tmp_path_factory, row: dict[str, object], name: str
 ) -> None:
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
@@ -228,7 +228,7 @@ def test_any_row_is_a_task_or_one_line_that_names_it(
     assert [task.environment for task in tasks]
 
 
-def test_a_conversation_keeps_its_system_message_and_earlier_turns(tmp_path: Path) -> None:
+def test_conversation_keeps_its_system_message_and_earlier_turns(tmp_path: Path) -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is 1+1?"},
@@ -254,7 +254,7 @@ def test_a_conversation_keeps_its_system_message_and_earlier_turns(tmp_path: Pat
     assert task.messages == [{"role": "developer", "content": "Use boxes."}, *conversation[1:]]
 
 
-def test_a_conversation_is_rendered_whole(tmp_path: Path, full) -> None:
+def test_conversation_is_rendered_completely(tmp_path: Path, full) -> None:
     path = tmp_path / "tasks.jsonl"
     conversation = [
         {"role": "system", "content": "Be brief."},
@@ -269,7 +269,7 @@ def test_a_conversation_is_rendered_whole(tmp_path: Path, full) -> None:
         assert message["content"] in text
 
 
-def test_ground_truths_that_are_numbers_become_text(tmp_path: Path) -> None:
+def test_numeric_ground_truths_become_text(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(
         '{"question": "1+1?", "answer": 2}\n{"prompt": "1/2?", "reward_model": {"ground_truth": 0.5}}\n'
@@ -277,7 +277,7 @@ def test_ground_truths_that_are_numbers_become_text(tmp_path: Path) -> None:
     assert [task.ground_truth for task in read_tasks(path)] == ["2", "0.5"]
 
 
-def test_what_parquet_leaves_empty_is_not_there(tmp_path: Path) -> None:
+def test_empty_parquet_fields_count_as_missing(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -297,7 +297,7 @@ def test_what_parquet_leaves_empty_is_not_there(tmp_path: Path) -> None:
         read_tasks(path)
 
 
-def test_files_that_hold_no_tasks_are_named(tmp_path: Path) -> None:
+def test_files_without_tasks_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name in ("empty", "bytes", "missing"):
@@ -305,7 +305,7 @@ def test_files_that_hold_no_tasks_are_named(tmp_path: Path) -> None:
             read_tasks(tmp_path / name)
 
 
-def test_columns_of_other_names_are_read_under_those_that_the_environment_knows(
+def test_mapped_columns_are_read_under_the_expected_names(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "math.jsonl"
@@ -327,7 +327,7 @@ def test_columns_of_other_names_are_read_under_those_that_the_environment_knows(
     with pytest.raises(TaskFileError, match=wrong):
         read(question="exercise", answer="solution", metadata="level")
 
-    # Tasks written in full need no ids then.
+    # Tasks with messages need no ids if columns are mapped.
     path.write_text('{"chat": [{"role": "user", "content": "1+1?"}], "truth": "2", "other": 1}\n')
     (task,) = read(messages="chat", ground_truth="truth")
     assert (task.task_id, task.messages[0]["content"]) == ("m-0", "1+1?")

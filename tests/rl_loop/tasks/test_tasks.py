@@ -1,4 +1,4 @@
-"""Tasks of a run: mixtures, order, filters, and tasks that are never trained on."""
+"""Tasks of a run: mixtures, order, filters, and held-out tasks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(tasks: list[Task]) -> list[str]:
     return [task.messages[-1]["content"] for task in tasks]
 
 
-def test_sources_are_mixed_by_weight_and_any_position_is_found_again() -> None:
+def test_sources_are_mixed_by_weight_and_positions_are_stable() -> None:
     overrides = [
         "tasks.sources.gsm8k.environment=gsm8k",
         "tasks.sources.gsm8k.weight=3",
@@ -69,7 +69,7 @@ def test_no_generated_training_task_has_a_held_out_prompt() -> None:
     assert not set(texts(tasks.train(0, 500))) & set(texts(tasks.held_out()))
 
 
-def test_a_file_is_shuffled_each_epoch_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_file_is_shuffled_each_epoch_without_losing_tasks(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [f"What is {i}?" for i in range(50)])
     tasks = from_files(train, write(tmp_path / "held.jsonl", ["What is x?"]))
     first, second = texts(tasks.train(0, 50)), texts(tasks.train(50, 50))
@@ -78,7 +78,7 @@ def test_a_file_is_shuffled_each_epoch_and_nothing_is_lost(tmp_path: Path) -> No
     assert texts(tasks.train(37, 30)) == (first + second)[37:67]
 
 
-def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(
+def test_training_tasks_with_a_held_out_prompt_are_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = "A farmer has seven brown goats and sells three of them at the market on Monday"
@@ -98,7 +98,7 @@ def test_training_tasks_that_give_away_a_held_out_prompt_are_dropped(
     assert "2 of 43 training tasks are left out" in caplog.text
 
 
-def test_near_copies_of_a_conversation_are_found_by_what_its_user_says(tmp_path: Path) -> None:
+def test_near_copies_of_conversations_are_found_by_user_messages(tmp_path: Path) -> None:
     story = "A farmer has seven brown goats and sells three of them at the market on Monday"
     train, held_out = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
 
@@ -118,7 +118,7 @@ def test_near_copies_of_a_conversation_are_found_by_what_its_user_says(tmp_path:
     assert kept.messages[1]["content"] == "One goat more?"
 
 
-def test_tasks_are_kept_by_pass_rate(tmp_path: Path) -> None:
+def test_tasks_are_filtered_by_pass_rate(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", ["never", "always", "sometimes", "unknown"])
     lines = [("t0", 0), ("t0", 0), ("t1", 1), ("t1", 1), ("t2", 0), ("t2", 1)]
     episodes = tmp_path / "episodes.jsonl"
@@ -155,7 +155,7 @@ def test_pass_rates_of_other_tasks_are_an_error(tmp_path: Path) -> None:
     ):
         from_files(train, held_out, f"tasks.sources.retool.pass_rate.episodes={episodes}")
 
-    # as an evaluation of train.jsonl as held-out tasks of a source of the same name writes it
+    # An evaluation with train.jsonl as held-out tasks of a source of this name writes such records.
     evaluated = [
         task.task_id for task in from_files(held_out, train, "tasks.held_out_tasks=9").held_out()
     ]
@@ -167,7 +167,7 @@ def test_pass_rates_of_other_tasks_are_an_error(tmp_path: Path) -> None:
 
 
 def test_no_two_tasks_have_the_same_id(tmp_path: Path) -> None:
-    """Their ids name the requests to the engine and group the episodes of an evaluation."""
+    """Task ids name requests to the engine and group the episodes of an evaluation."""
     rows = [{"problem": f"What is {i} + {i + 1}?", "answer": str(2 * i + 1)} for i in range(8)]
     other = [{"problem": f"What is {i} * 7?", "answer": str(7 * i)} for i in range(8)]
     for name, records in (("rows", rows), ("other", other)):
@@ -200,7 +200,7 @@ def test_no_two_tasks_have_the_same_id(tmp_path: Path) -> None:
     assert not {task_id for task_id, _ in train} & set(held_out)
 
 
-def test_a_mistake_in_a_file_is_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+def test_bad_task_file_is_reported_before_heavy_imports(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"problem": "1+1?"}\n')
     bad = f"tasks.sources.retool={{environment: retool, held_out_path: '{tmp_path / 'bad.jsonl'}', weight: 0}}"
     code = (
@@ -227,7 +227,7 @@ def test_a_mistake_in_a_file_is_told_before_anything_heavy_is_imported(tmp_path:
     assert imported == "[]"
 
 
-def test_foreign_rows_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:
+def test_rows_of_published_data_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -266,7 +266,7 @@ def test_foreign_rows_are_read_from_jsonl_and_parquet(tmp_path: Path) -> None:
             )
 
 
-def test_aime_rows_and_numeric_answers_are_told_apart(tmp_path: Path) -> None:
+def test_numeric_only_keeps_aime_rows_with_numeric_answers(tmp_path: Path) -> None:
     path = tmp_path / "aime.jsonl"
     answers = ["204", r"\frac{1}{2}", "3/4", "-7", "x+1"]
     path.write_text("".join(json.dumps({"Problem": f"p{a}", "Answer": a}) + "\n" for a in answers))
@@ -291,12 +291,12 @@ def test_aime_rows_and_numeric_answers_are_told_apart(tmp_path: Path) -> None:
         ("tasks.sources.retool.pass_rate.episodes=x", "pass_rate filters the tasks of train_path"),
     ],
 )
-def test_a_wrong_source_is_named_before_anything_starts(override: str, message: str) -> None:
+def test_wrong_source_is_a_config_error(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         load_config(SFT, SftConfig, [override])
 
 
-def test_the_file_and_row_of_a_bad_record_are_named(tmp_path: Path) -> None:
+def test_bad_record_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(
         '{"question": "a", "answer": "#### 1"}\n\n{"question": "b"}\n'
     )
@@ -315,7 +315,7 @@ def rl_source(*overrides: str) -> TaskSource:
     )
 
 
-def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
+def test_tasks_with_too_long_prompts_are_left_out_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     questions = [("1 " * 3000 if i % 5 == 0 else "") + f"What is {i}?" for i in range(50)]
@@ -339,7 +339,7 @@ def test_tasks_whose_prompts_leave_no_room_are_left_out_and_named(
         write(other, ["x?"])
 
 
-def test_generated_tasks_whose_prompts_leave_no_room_make_room_for_others() -> None:
+def test_generated_tasks_with_too_long_prompts_are_replaced() -> None:
     environment = "tests.support.rl_loop.unreliable_tools:UnreliableEnvironment"
     options = f"{{environment: '{environment}', options: {{long_prompts: 0.4}}}}"
     overrides = [

@@ -1,4 +1,4 @@
-"""Every episode is recorded whole, none twice, and whatever ends a run leaves readable files."""
+"""Recorded episodes: content, files, resume after a kill, and search."""
 
 import errno
 import math
@@ -50,10 +50,10 @@ def steps_in(directory: Path) -> list[int]:
     return steps
 
 
-# ---- what is recorded
+# ---- content
 
 
-def test_an_episode_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_recorded_episode_is_read_unchanged(tmp_path: Path) -> None:
     groups = groups_of_step(3)
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(3, [train_split(groups)])
@@ -77,7 +77,7 @@ def test_an_episode_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (episode["oldest_version"], episode["newest_version"]) == (3, 3)
 
 
-def test_an_invalid_episode_is_recorded_with_its_reason_and_no_reward() -> None:
+def test_invalid_episode_is_recorded_with_reason_and_no_reward() -> None:
     groups = groups_of_step(0, tasks=2)
     groups[0].invalid.append(failed("sum/0-0"))
     rows = episode_table(0, [train_split(groups)]).to_pylist()
@@ -85,11 +85,11 @@ def test_an_invalid_episode_is_recorded_with_its_reason_and_no_reward() -> None:
     assert rows[2]["invalid"] == "sandbox"
     assert rows[2]["invalid_reason"] == "bwrap: no memory"
     assert (rows[2]["reward"], rows[2]["advantages"]) == (None, None)
-    # The rows behind it still have their own tokens' estimates.
+    # The rows after the invalid one keep the estimates of their tokens.
     assert [row["advantage"] for row in rows] == [1.0, -1.0, None, 1.0, -1.0]
 
 
-def test_an_excluded_episode_has_no_advantage() -> None:
+def test_excluded_episode_has_no_advantage() -> None:
     groups = groups_of_step(0, tasks=1)
     groups[0].trajectories[1].excluded = True
     rows = episode_table(0, [train_split(groups)]).to_pylist()
@@ -97,14 +97,14 @@ def test_an_excluded_episode_has_no_advantage() -> None:
     assert [row["excluded"] for row in rows] == [False, True]
 
 
-def test_held_out_episodes_have_no_estimates_and_train_ones_keep_theirs() -> None:
+def test_held_out_episodes_have_no_trainer_log_probs() -> None:
     held_out = SplitEpisodes("held_out", groups_of_step(0, tasks=1))
     rows = episode_table(0, [train_split(groups_of_step(0, tasks=1)), held_out]).to_pylist()
     assert [row["split"] for row in rows] == ["train", "train", "held_out", "held_out"]
     assert [row["trainer_log_probs"] is None for row in rows] == [False, False, True, True]
 
 
-def test_what_an_update_says_of_tokens_is_recorded_where_they_were_sampled() -> None:
+def test_token_values_of_an_update_are_recorded_if_sampled() -> None:
     split = train_split(groups_of_step(0, tasks=1))
     assert split.trained is not None and split.samples is not None
     everywhere = np.full(split.samples.tokens, -2.0, np.float32)
@@ -116,7 +116,7 @@ def test_what_an_update_says_of_tokens_is_recorded_where_they_were_sampled() -> 
         assert row["entropy"] == [2.0 if mask else 0.0 for mask in row["loss_mask"]]
 
 
-def test_an_episode_that_no_update_took_has_no_figures_of_one() -> None:
+def test_episode_without_an_update_has_no_update_values() -> None:
     split = train_split(groups_of_step(0, tasks=1))
     assert split.trained is not None and split.samples is not None
     first = slice(1, int(split.samples.offsets[1]))
@@ -127,7 +127,7 @@ def test_an_episode_that_no_update_took_has_no_figures_of_one() -> None:
     assert [row["advantage"] for row in rows] == [1.0, -1.0]
 
 
-def test_text_that_is_no_unicode_is_recorded(tmp_path: Path) -> None:
+def test_text_with_a_lone_surrogate_is_recorded(tmp_path: Path) -> None:
     trajectory = Trajectory(
         "task",
         token_ids=[0],
@@ -141,7 +141,7 @@ def test_text_that_is_no_unicode_is_recorded(tmp_path: Path) -> None:
     assert episode is not None and episode["turns"][0]["text"] == "half ?"
 
 
-def test_a_step_without_episodes_is_recorded(tmp_path: Path) -> None:
+def test_step_without_episodes_is_recorded(tmp_path: Path) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(0, [SplitEpisodes("train", [TrajectoryGroup("task", [])])])
         recorder.record(1, [train_split(groups_of_step(1))])
@@ -149,7 +149,9 @@ def test_a_step_without_episodes_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "recorded"), [("all", 12), (3, 3), (20, 12), (0, 0)])
-def test_fewer_are_spread_over_the_tasks(tmp_path: Path, keep: int, recorded: int) -> None:
+def test_limited_number_of_episodes_is_spread_over_the_tasks(
+    tmp_path: Path, keep: int, recorded: int
+) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, keep) as recorder:
         recorder.record(0, [train_split(groups_of_step(0, tasks=6))])
     groups = reader_of(tmp_path).figures.column("group").to_pylist()
@@ -161,7 +163,7 @@ def test_fewer_are_spread_over_the_tasks(tmp_path: Path, keep: int, recorded: in
 # ---- files
 
 
-def test_many_small_files_become_one_and_no_episode_is_lost(tmp_path: Path) -> None:
+def test_many_small_files_are_merged_without_losing_episodes(tmp_path: Path) -> None:
     record_steps(tmp_path, range(70))
     names = [file.path.name for file in list_files(tmp_path)]
     assert names[:2] == ["000000-000031.parquet", "000032-000063.parquet"]
@@ -179,12 +181,12 @@ def test_files_beyond_a_size_are_not_merged(
     assert len(list_files(tmp_path)) == 33
 
 
-def test_what_a_merge_left_behind_is_not_read_twice(tmp_path: Path) -> None:
+def test_files_left_by_a_killed_merge_are_not_read_twice(tmp_path: Path) -> None:
     record_steps(tmp_path, range(31))
     before = {file.path: file.path.read_bytes() for file in list_files(tmp_path)}
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(31, [train_split(groups_of_step(31))])
-    # Killed after the merged file was there and before the others were gone.
+    # The process was killed after writing the merged file and before deleting the others.
     for path, content in before.items():
         path.write_bytes(content)
     expected = [step for step in range(32) for _ in range(4)]
@@ -194,7 +196,7 @@ def test_what_a_merge_left_behind_is_not_read_twice(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == expected
 
 
-def test_a_row_group_holds_about_as_many_tokens_as_it_should(
+def test_row_group_has_at_most_the_configured_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = len(solved("task"))
@@ -224,7 +226,7 @@ def test_columns_are_compressed_and_floats_split_into_bytes(tmp_path: Path) -> N
     assert pq.read_schema(file.path).names == SCHEMA.names
 
 
-def test_a_flipped_bit_in_the_content_of_any_column_is_named(tmp_path: Path) -> None:
+def test_flipped_bit_in_any_column_is_an_error(tmp_path: Path) -> None:
     record_steps(tmp_path, [0])
     path = tmp_path / "000000-000000.parquet"
     pristine = path.read_bytes()
@@ -243,7 +245,7 @@ def test_a_flipped_bit_in_the_content_of_any_column_is_named(tmp_path: Path) -> 
             list(read_row_groups(path))
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_truncated_file_is_named(tmp_path: Path) -> None:
     record_steps(tmp_path, [0])
     (file,) = list_files(tmp_path)
     file.path.write_bytes(file.path.read_bytes()[:-20])
@@ -251,10 +253,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         reader_of(tmp_path)
 
 
-# ---- resuming and dying
+# ---- resume, kills and full disks
 
 
-def test_a_resume_drops_later_steps_and_goes_on_behind_the_others(tmp_path: Path) -> None:
+def test_resume_drops_later_steps_and_appends_to_the_others(tmp_path: Path) -> None:
     record_steps(tmp_path, range(40))
     with EpisodeRecorder(tmp_path, VOCABULARY, "all", resume_after=9) as recorder:
         assert steps_in(tmp_path) == [step for step in range(10) for _ in range(4)]
@@ -264,7 +266,7 @@ def test_a_resume_drops_later_steps_and_goes_on_behind_the_others(tmp_path: Path
     assert ids == sorted(set(ids))
 
 
-def test_a_new_run_is_told_of_no_step(tmp_path: Path) -> None:
+def test_new_run_keeps_no_recorded_step(tmp_path: Path) -> None:
     record_steps(tmp_path, range(3))
     keep_steps_up_to(tmp_path, -1)
     assert steps_in(tmp_path) == []
@@ -285,8 +287,11 @@ with EpisodeRecorder(Path(sys.argv[1]), VOCABULARY, "all") as recorder:
 
 
 def killed_while_recording(directory: Path, after: int) -> int:
-    """Record in another process, kill it some time after a step, and return the last step that it
-    knew to be on the disk."""
+    """Record in another process and kill it after a step.
+
+    Returns:
+        The last step that the process reported as written.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(directory)], stdout=subprocess.PIPE, env=environment
@@ -304,10 +309,10 @@ def killed_while_recording(directory: Path, after: int) -> int:
 
 
 @pytest.mark.parametrize("after", [5, 31, 63])
-def test_a_killed_run_leaves_whole_steps_in_readable_files(tmp_path: Path, after: int) -> None:
+def test_killed_run_leaves_complete_steps_in_readable_files(tmp_path: Path, after: int) -> None:
     last = killed_while_recording(tmp_path, after)
     recorded = steps_in(tmp_path)
-    # The step under way is there whole or not at all.
+    # The step in progress is recorded completely or not at all.
     assert recorded in (
         [step for step in range(last + 1) for _ in range(4)],
         [step for step in range(last + 2) for _ in range(4)],
@@ -319,7 +324,7 @@ def test_a_killed_run_leaves_whole_steps_in_readable_files(tmp_path: Path, after
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_full_disk_is_an_error_of_the_next_call(tmp_path: Path) -> None:
+def test_full_disk_is_raised_by_the_next_call(tmp_path: Path) -> None:
     record_steps(tmp_path, [0])
     recorder = EpisodeRecorder(tmp_path, VOCABULARY, "all")
     with no_file_beyond(1000):
@@ -329,11 +334,11 @@ def test_a_full_disk_is_an_error_of_the_next_call(tmp_path: Path) -> None:
         ) as full:
             recorder.finish_writing()
     assert full.value.errno == errno.EFBIG
-    recorder.finish_writing()  # said once
+    recorder.finish_writing()  # raises the error only once
     assert steps_in(tmp_path) == [0] * 4
 
 
-def test_what_ended_the_run_is_not_hidden_by_a_failed_write(tmp_path: Path) -> None:
+def test_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
     with (
         no_file_beyond(1000),
         pytest.raises(ValueError, match="the reason"),
@@ -346,7 +351,7 @@ def test_what_ended_the_run_is_not_hidden_by_a_failed_write(tmp_path: Path) -> N
 # ---- in the loop
 
 
-def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -> None:
+def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
     def run(name: str, steps: int, resume: bool = False) -> Path:
         settings = config(
             tmp_path,
@@ -397,13 +402,13 @@ def test_the_loop_records_every_episode_and_a_resume_continues(tmp_path: Path) -
     assert all(row["newest_version"] == row["step"] for row in whole if row["split"] == "held_out")
 
 
-def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Path) -> None:
+def test_groups_replaced_by_dynamic_sampling_are_recorded(tmp_path: Path) -> None:
     options = [*from_file(tmp_path, 60), "algorithm.dynamic_sampling_rounds=3", "training.steps=1"]
     settings = config(tmp_path, *options)
     silent = build_tasks(settings).train(0, 1)[0].task_id
 
     class Rewards(LocalRollouts):
-        """All tasks have a signal but the first."""
+        """Rollouts in which all tasks except the first have different rewards."""
 
         def begin(self, admitted: AdmittedGroup) -> None:
             is_silent = admitted.request.task.task_id == silent
@@ -425,7 +430,7 @@ def test_groups_that_dynamic_sampling_replaced_are_recorded_as_such(tmp_path: Pa
     assert all(row["advantage"] is None for row in replaced)
 
 
-def test_tracking_episodes_takes_no_negative_number(tmp_path: Path) -> None:
+def test_negative_tracking_episodes_is_rejected(tmp_path: Path) -> None:
     settings: RlConfig = config(tmp_path, "tracking.episodes=7")
     assert settings.tracking.episodes == 7
     with pytest.raises(ConfigError, match=r"tracking\.episodes"):
@@ -435,7 +440,7 @@ def test_tracking_episodes_takes_no_negative_number(tmp_path: Path) -> None:
 # ---- reading
 
 
-def test_a_reader_sees_what_is_added_and_searches_its_text(tmp_path: Path) -> None:
+def test_refreshed_reader_finds_and_searches_new_episodes(tmp_path: Path) -> None:
     reader = reader_of(tmp_path / "episodes")
     assert reader.figures.num_rows == 0
     record_steps(tmp_path / "episodes", range(3))
@@ -446,7 +451,7 @@ def test_a_reader_sees_what_is_added_and_searches_its_text(tmp_path: Path) -> No
     assert (len(search.ids), search.searched, search.of) == (6, 12, 12)
     assert len(reader.search("nobody says this", seconds=10).ids) == 0
     assert len(reader.search("print(2", seconds=10).ids) == 12
-    # A pattern is searched for as plain text.
+    # Text that looks like a pattern is searched literally.
     assert len(reader.search("2 + 2", seconds=10).ids) == 12
     assert len(reader.search(".*", seconds=10).ids) == 0
 
@@ -475,7 +480,7 @@ SAID = [
         ("(?i)two", []),
     ],
 )
-def test_a_search_knows_no_case_and_no_patterns(
+def test_search_ignores_case_and_matches_literally(
     tmp_path: Path, text: str, where: list[int]
 ) -> None:
     group = groups_of_step(0, tasks=1, samples=len(SAID))[0]
@@ -486,17 +491,17 @@ def test_a_search_knows_no_case_and_no_patterns(
     assert sorted(reader_of(tmp_path).search(text, seconds=10).ids.tolist()) == where
 
 
-def test_a_search_out_of_time_goes_on_when_it_is_asked_again(tmp_path: Path) -> None:
+def test_search_out_of_time_continues_in_the_next_call(tmp_path: Path) -> None:
     record_steps(tmp_path, range(5))
     reader = reader_of(tmp_path)
     searched = [reader.search("Compute", seconds=0).searched for _ in range(6)]
-    # A row group of 4 episodes for each core, newest first.
+    # Each call searches one row group of 4 episodes per core, newest first.
     per_call = 4 * len(os.sched_getaffinity(0))
     assert searched == [min(20, per_call * (i + 1)) for i in range(6)]
     assert len(set(reader.search("Compute", seconds=0).ids.tolist())) == 20
 
 
-def test_a_text_that_only_the_oldest_episodes_hold_is_found_by_going_on(tmp_path: Path) -> None:
+def test_repeated_search_finds_text_of_the_oldest_episodes(tmp_path: Path) -> None:
     record_steps(tmp_path, range(5))
     reader = reader_of(tmp_path)
     oldest = [row["id"] for row in reader.figures.to_pylist() if row["step"] == 0]
@@ -505,13 +510,13 @@ def test_a_text_that_only_the_oldest_episodes_hold_is_found_by_going_on(tmp_path
     assert set(oldest) <= set(found.ids.tolist())
 
 
-def test_an_unknown_episode_is_none(tmp_path: Path) -> None:
+def test_unknown_episode_is_none(tmp_path: Path) -> None:
     record_steps(tmp_path, [0])
     assert reader_of(tmp_path).read(99) is None
     assert reader_of(tmp_path).read(-1) is None
 
 
-def test_nan_in_an_invalid_episode_does_no_harm(tmp_path: Path) -> None:
+def test_nan_in_an_invalid_episode_is_recorded(tmp_path: Path) -> None:
     group = TrajectoryGroup("task", [], [failed("task")])
     group.invalid[0].rollout_log_probs[3] = np.nan
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:

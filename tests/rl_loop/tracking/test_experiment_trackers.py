@@ -41,7 +41,7 @@ def config() -> RlConfig:
     return load_config(CONFIG, RlConfig)
 
 
-def test_wandb_gets_a_tree_curves_by_step_and_a_table(
+def test_wandb_gets_nested_config_metrics_by_step_and_a_table(
     config: RlConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def test_wandb_gets_a_tree_curves_by_step_and_a_table(
 
 @pytest.fixture
 def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A store in a directory; returns MLflow's client of it."""
+    """Create a store in a directory. Return its MLflow client."""
     tracking = pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -81,7 +81,7 @@ def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tracking.MlflowClient()
 
 
-def test_mlflow_gets_parameters_curves_and_samples_and_goes_on_after_a_resume(
+def test_mlflow_gets_parameters_metrics_samples_over_a_resume(
     config: RlConfig, tmp_path: Path, mlflow_store: Any
 ) -> None:
     run = RunDirectory(tmp_path)
@@ -110,7 +110,7 @@ def test_mlflow_gets_parameters_curves_and_samples_and_goes_on_after_a_resume(
     assert mlflow_store.get_run(identity).info.status == "FINISHED"
 
 
-def test_a_store_that_fails_is_named_at_the_start_and_ends_no_run_later(
+def test_failing_tracker_is_an_error_only_at_the_start_of_a_run(
     config: RlConfig,
     tmp_path: Path,
     mlflow_store: Any,
@@ -130,7 +130,7 @@ def test_a_store_that_fails_is_named_at_the_start_and_ends_no_run_later(
     assert warnings[0] == "MLflow did not accept metrics of step 1: the server is away"
     assert len(warnings) == 4 and warnings[-1].startswith("MLflow is disabled")
 
-    # A job that is queued again goes on without it; a new one is better told.
+    # A resumed job continues without MLflow, but a new run fails at its start.
     monkeypatch.setattr(type(tracker._client), "update_run", fail)
     with caplog.at_level(logging.WARNING):
         MlflowTracker("tiny", dump_config(config), RunDirectory(tmp_path))
@@ -142,7 +142,7 @@ def test_a_store_that_fails_is_named_at_the_start_and_ends_no_run_later(
         MlflowTracker("tiny", dump_config(config), RunDirectory(tmp_path))
 
 
-def test_a_few_episodes_of_a_step_are_sent_as_people_read_them(tmp_path: Path) -> None:
+def test_samples_of_a_step_are_sent_as_readable_text(tmp_path: Path) -> None:
     sent: list[tuple[int, list[SampleRow]]] = []
     tracker = SimpleNamespace(log_samples=lambda step, samples: sent.append((step, samples)))
     run = RunDirectory(tmp_path)

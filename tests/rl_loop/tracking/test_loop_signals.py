@@ -56,7 +56,7 @@ DYNAMIC = [
 ]
 
 
-def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_again(
+def test_dynamic_sampling_repeats_no_task_within_an_epoch(
     tmp_path: Path,
 ) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
@@ -65,7 +65,7 @@ def test_dynamic_sampling_trains_on_every_task_of_an_epoch_before_any_comes_agai
     assert set(Counter(names(steps_of(loop, range(30, 60)))).values()) == {1}
 
 
-def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Path) -> None:
+def test_every_task_with_signal_is_trained_on_within_an_epoch(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 70), *DYNAMIC)
     silent = {task.task_id for task in build_tasks(settings).train(0, 70)[::3]}
     rollouts = FakeRollouts(lambda task: task not in silent)
@@ -82,7 +82,7 @@ def test_a_task_is_trained_on_or_found_silent_before_it_comes_again(tmp_path: Pa
     assert sorted(of_first_epoch) == sorted(with_signal)
 
 
-def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: Path) -> None:
+def test_resumed_run_continues_the_sequence_of_tasks(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 50), *DYNAMIC)
 
     def signal(task: str) -> bool:
@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: P
     )
 
 
-def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: Path) -> None:
+def test_step_takes_its_own_tasks_without_dynamic_sampling(tmp_path: Path) -> None:
     settings = config(tmp_path, "training.steps=3")
     loop = loop_over(settings, FakeRollouts(lambda task: False), RunState())
     wanted = [task.task_id for task in loop.tasks.train(0, 6)]
@@ -108,7 +108,7 @@ def test_without_dynamic_sampling_a_step_takes_the_tasks_at_its_place(tmp_path: 
     assert names(steps_of(resumed, range(2, 3))) == wanted[4:]
 
 
-def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_path: Path) -> None:
+def test_groups_without_signal_fill_an_incomplete_step(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
     rollouts = FakeRollouts(lambda task: task in tasks[25:29])
@@ -120,7 +120,7 @@ def test_silent_groups_fill_up_what_is_missing_and_are_not_called_replaced(tmp_p
 
 
 class RolloutsWithSignal(LocalRollouts):
-    """Weights are synced for real; episodes are made up, with a signal in every task."""
+    """Rollouts with real weight syncs and mock episodes of different rewards in every task."""
 
     def sync_weights(self, source: Any, version: int) -> None:
         super().sync_weights(source, version)
@@ -131,7 +131,7 @@ class RolloutsWithSignal(LocalRollouts):
 
 
 def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
-    """Train, and say which tasks each step of the run was trained on."""
+    """Train. Return the tasks of each training step of the run."""
     rollouts = RolloutsWithSignal(settings)
     with local_loop(settings, rollouts, resume) as loop:
         loop.train()
@@ -148,9 +148,7 @@ def tasks_by_step(settings: RlConfig, resume: bool = False) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_dynamically_sampled_run_skips_no_task_and_continues_after_a_cut(
-    staleness: int, tmp_path: Path
-) -> None:
+def test_resumed_dynamic_sampling_skips_no_task(staleness: int, tmp_path: Path) -> None:
     options = [
         *from_file(tmp_path, 12),
         "algorithm.dynamic_sampling_rounds=3",
@@ -177,7 +175,7 @@ def first_request(loop: RlLoop) -> GroupRequest:
     return loop.collector._requests.of(0, 0)
 
 
-def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path: Path) -> None:
+def test_only_training_episodes_are_purified(tmp_path: Path) -> None:
     options = ["rollout.purification={}", "rollout.max_new_tokens_per_turn=200"]
     without_routes = ["rollout.routed_experts=false", "algorithm.routing_replay=none"]
     settings = config(tmp_path, *options, *without_routes)
@@ -214,7 +212,7 @@ def test_held_out_episodes_are_never_purified_and_training_episodes_are(tmp_path
     assert len(training.spliced) == 1
 
 
-def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> None:
+def test_pool_requests_purification_for_training_groups_only(tmp_path: Path) -> None:
     settings = config(tmp_path, "rollout.purification={}", "rollout.routed_experts=false")
     calls: list[dict[str, Any]] = []
 
@@ -237,7 +235,7 @@ def test_a_pool_tells_its_workers_which_episodes_to_purify(tmp_path: Path) -> No
 # ---- learning rates
 
 
-def test_the_policys_learning_rate_begins_to_rise_when_the_critic_has_warmed_up(
+def test_policy_warmup_starts_after_the_critic_warmup(
     tmp_path: Path,
 ) -> None:
     options = [
@@ -267,10 +265,10 @@ def test_the_policys_learning_rate_begins_to_rise_when_the_critic_has_warmed_up(
     assert rates["critic"] == pytest.approx([2e-6] * 8)
 
 
-# ---- nothing to learn from
+# ---- runs without signal
 
 
-def test_a_run_in_which_nothing_is_learned_says_so_once(tmp_path: Path) -> None:
+def test_run_without_signal_warns_once(tmp_path: Path) -> None:
     notes: list[str] = []
     with local_loop(config(tmp_path, *NOTHING_ENDS, f"training.steps={PATIENCE + 3}")) as loop:
         loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
@@ -283,8 +281,8 @@ def test_a_run_in_which_nothing_is_learned_says_so_once(tmp_path: Path) -> None:
     assert "gptoss sft" in note
 
 
-def test_short_run_warns_at_its_end_if_nothing_is_learned(tmp_path: Path) -> None:
-    """Two steps with loss 0 and gradient 0 look like a fault of the loss that is tried."""
+def test_short_run_without_signal_warns_at_its_end(tmp_path: Path) -> None:
+    """Otherwise 2 steps with loss 0 and gradient 0 look like a bug of a new loss."""
     notes: list[str] = []
     with local_loop(config(tmp_path, *NOTHING_ENDS, "training.steps=2")) as loop:
         loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
@@ -294,7 +292,7 @@ def test_short_run_warns_at_its_end_if_nothing_is_learned(tmp_path: Path) -> Non
     assert "every advantage is 0" in note
 
 
-def test_a_run_whose_tokens_are_all_masked_says_so(tmp_path: Path) -> None:
+def test_run_with_all_tokens_masked_warns(tmp_path: Path) -> None:
     notes: list[str] = []
     masked = [*NOTHING_ENDS, "rollout.truncated_episodes=mask", f"training.steps={PATIENCE}"]
     with local_loop(config(tmp_path, *masked)) as loop:
@@ -304,7 +302,7 @@ def test_a_run_whose_tokens_are_all_masked_says_so(tmp_path: Path) -> None:
     assert "every token is masked" in note
 
 
-def test_the_watch_waits_for_steps_in_a_row_and_knows_a_gradient_of_zero() -> None:
+def test_watch_warns_after_consecutive_steps_without_gradient() -> None:
     watch, silent, lively = (
         SignalWatch(3),
         {Name.GROUPS_WITHOUT_SIGNAL: 1.0},
@@ -321,7 +319,7 @@ def test_the_watch_waits_for_steps_in_a_row_and_knows_a_gradient_of_zero() -> No
     assert [watch.observe(silent, [0.0]) for _ in range(9)] == [None] * 9
 
 
-def test_a_policy_that_solves_everything_is_told_so() -> None:
+def test_watch_reports_a_policy_that_solves_everything() -> None:
     values = {
         Name.GROUPS_WITHOUT_SIGNAL: 1.0,
         Name.REWARD: 1.0,
@@ -335,7 +333,7 @@ def test_a_policy_that_solves_everything_is_told_so() -> None:
 # ---- reward parts
 
 
-def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: Path) -> None:
+def test_reward_weight_of_an_unknown_part_is_rejected(tmp_path: Path) -> None:
     def check(weights: str) -> None:
         settings = config(
             tmp_path, "algorithm=gdpo", f"algorithm.advantage.reward_weights={weights}"
@@ -349,7 +347,7 @@ def test_a_weight_of_a_reward_part_that_no_environment_has_is_refused(tmp_path: 
         check("{corect: 1.0}")
 
 
-def test_illegal_episodes_do_not_end_a_run_that_weighs_the_score(tmp_path: Path) -> None:
+def test_format_errors_do_not_end_a_run_with_weighted_score(tmp_path: Path) -> None:
     weights = "algorithm.advantage.reward_weights={score: 1.0, format_error: -0.2}"
     with local_loop(config(tmp_path, "algorithm=gdpo", weights, "training.steps=8")) as loop:
         loop.train()

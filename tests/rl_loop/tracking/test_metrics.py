@@ -1,4 +1,4 @@
-"""Metrics reduce exactly over their parts, and a resumed run continues one curve."""
+"""Metrics: exact reductions over parts, and continued curves after a resume."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from rl_loop.tracking.run_directory import (
 )
 
 
-def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
+def test_mean_over_parts_is_weighted_by_their_tokens() -> None:
     metrics = StepMetrics(step=3)
     for gap_sum, tokens, worst, rate in ((6.0, 2, 5.0, 0.2), (2.0, 6, 1.0, 0.1)):
         metrics.add_mean("gap", gap_sum, tokens, over="tokens")
@@ -30,20 +30,20 @@ def test_parts_with_different_token_counts_merge_into_the_token_mean() -> None:
 
 
 @pytest.mark.parametrize("order", [(1.0, math.nan), (math.nan, 1.0)])
-def test_a_nan_in_one_part_is_not_hidden_by_max(order: tuple[float, float]) -> None:
+def test_max_does_not_hide_a_nan(order: tuple[float, float]) -> None:
     metrics = StepMetrics(step=0)
     for value in order:
         metrics.add("highest", value, "max", "tokens")
     assert all(math.isnan(value) for value in metrics.values().values())
 
 
-def test_a_mean_over_nothing_has_no_value() -> None:
+def test_mean_over_nothing_has_no_value() -> None:
     metrics = StepMetrics(step=0)
     metrics.add_mean("held_out/accuracy", 0.0, 0, over="sequences")
     assert metrics.values() == {}
 
 
-def test_one_name_with_two_reductions_is_an_error() -> None:
+def test_metric_with_two_reductions_is_an_error() -> None:
     metrics = StepMetrics(step=0)
     metrics.add_mean("reward", 1.0, 2, over="sequences")
     with pytest.raises(
@@ -67,16 +67,16 @@ def tensorboard_curve(run: RunDirectory) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("reward")]
 
 
-def test_lines_tensorboard_and_listeners_get_the_same_numbers_and_a_resume_drops_later_steps(
+def test_outputs_get_equal_values_and_resume_drops_later_steps(
     tmp_path: Path,
 ) -> None:
     run = start_run(tmp_path / "run", "a: 1\n")
     write_steps(MetricsWriter(run), range(1, 6), value=1.0)
     with open(run.metrics, "a") as file:
-        file.write('{"step": 6, "rew')  # what a killed process leaves
+        file.write('{"step": 6, "rew')  # a killed process leaves such a line
 
-    # Its files are read in the order of their names, which begin with the second; within one the
-    # tenth file of a process comes before the ninth.
+    # TensorBoard reads files in the order of their names, which begin with the time in seconds.
+    # Within one second, the tenth file of a process comes before the ninth.
     time.sleep(1.1)
     heard: list[tuple[int, dict[str, float]]] = []
     resumed = MetricsWriter(
@@ -111,7 +111,7 @@ def test_resume_drops_the_evaluation_that_it_repeats(tmp_path: Path) -> None:
     assert kept == [(0, False), (1, True), (1, False), (2, True)]
 
 
-def test_a_value_that_is_not_finite_is_null_in_valid_json(tmp_path: Path) -> None:
+def test_non_finite_value_is_null_in_json(tmp_path: Path) -> None:
     run = start_run(tmp_path, "")
     writer = MetricsWriter(run)
     metrics = StepMetrics(0)

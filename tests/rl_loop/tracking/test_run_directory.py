@@ -1,4 +1,4 @@
-"""A run directory is never overwritten by accident and never left with a half-written file."""
+"""Run directories: protection against overwriting, incomplete files, and concurrent runs."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ from rl_loop.tracking.run_lock import RunLocked, locked_run
 from tests.support.rl_loop.tracking.full_disk import no_file_beyond
 
 
-def test_a_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     atomic_write_text(path, "old")
     with (
@@ -45,14 +45,14 @@ def test_a_failed_write_keeps_the_previous_file_and_names_it(tmp_path: Path) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_full_device_is_an_error_that_names_the_file() -> None:
+def test_full_device_is_an_error_that_names_the_file() -> None:
     with pytest.raises(
         RunWriteError, match=r"/dev/full could not be written: No space left on device"
     ):
         append_lines(Path("/dev/full"), ["a line"])
 
 
-def test_lines_that_do_not_fit_are_not_kept_in_part(tmp_path: Path) -> None:
+def test_append_that_does_not_fit_leaves_no_partial_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_lines(path, ['{"step": 0}'])
     with no_file_beyond(1000), pytest.raises(RunWriteError, match=r"metrics\.jsonl"):
@@ -60,7 +60,7 @@ def test_lines_that_do_not_fit_are_not_kept_in_part(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 0}\n'
 
 
-def test_a_second_run_over_the_first_is_refused_and_the_options_are_named(tmp_path: Path) -> None:
+def test_run_in_a_used_directory_is_rejected_with_the_options(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run", "lr: 1\n")
     append_lines(
         run.metrics, ['{"step": 0, "seconds/step": 0.5}', '{"step": 1, "held_out/reward": 1}']
@@ -80,7 +80,7 @@ def test_resume_keeps_the_run(tmp_path: Path) -> None:
         assert read_json_lines(run.metrics) == [{"step": 0}]
 
 
-def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
+def test_resume_of_a_mistyped_name_starts_no_run(tmp_path: Path) -> None:
     start_run(tmp_path / "tiny_retool", "")
     with pytest.raises(
         RunDirectoryError,
@@ -94,7 +94,7 @@ def test_resume_begins_no_run_under_a_mistyped_name(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
 
 
-def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
+def test_files_of_a_failed_start_are_not_a_run(tmp_path: Path) -> None:
     for name in ("run.lock", "error.log", "output.log"):
         (tmp_path / name).touch()
     run = start_run(tmp_path, "lr: 1\n")
@@ -108,7 +108,7 @@ def test_what_a_failed_start_leaves_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "episodes", "export"])
-def test_what_a_step_or_the_end_of_a_run_leaves_is_one(tmp_path: Path, name: str) -> None:
+def test_output_of_a_step_makes_a_directory_a_run(tmp_path: Path, name: str) -> None:
     run = start_run(tmp_path, "lr: 1\n")
     (tmp_path / name).touch()
     assert run.has_begun
@@ -116,7 +116,7 @@ def test_what_a_step_or_the_end_of_a_run_leaves_is_one(tmp_path: Path, name: str
         check_start(tmp_path, Start.NEW)
 
 
-def test_a_run_that_is_in_use_is_refused_and_its_holder_named(tmp_path: Path) -> None:
+def test_locked_run_is_rejected_with_the_name_of_its_holder(tmp_path: Path) -> None:
     with locked_run(tmp_path):
         holder = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-"
         with (
@@ -128,7 +128,7 @@ def test_a_run_that_is_in_use_is_refused_and_its_holder_named(tmp_path: Path) ->
         pass
 
 
-def test_an_attempt_waits_for_the_lock_of_the_one_before(tmp_path: Path) -> None:
+def test_attempt_waits_for_the_lock_of_the_previous_one(tmp_path: Path) -> None:
     holder = locked_run(tmp_path)
     holder.__enter__()
     leaving = threading.Timer(0.5, holder.__exit__, (None, None, None))
@@ -137,7 +137,7 @@ def test_an_attempt_waits_for_the_lock_of_the_one_before(tmp_path: Path) -> None
         assert not leaving.is_alive() or leaving.finished.is_set()
 
 
-def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = f"""
 import time
 from pathlib import Path
@@ -159,7 +159,7 @@ with locked_run(Path({str(tmp_path / "run")!r})):
         pass
 
 
-def test_a_directory_that_was_made_for_nothing_is_gone_again(tmp_path: Path) -> None:
+def test_directory_of_a_failed_lock_body_is_removed_if_empty(tmp_path: Path) -> None:
     with pytest.raises(ValueError), locked_run(tmp_path / "a/b"):
         raise ValueError
     assert list(tmp_path.iterdir()) == []
@@ -168,12 +168,12 @@ def test_a_directory_that_was_made_for_nothing_is_gone_again(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["config.yaml", "run.lock"]
 
 
-def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
+def test_overwrite_deletes_only_the_run(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run", "lr: 1\n")
     append_lines(run.metrics, ['{"step": 0}'])
     for checkpoints in (run.checkpoints, run.critic_checkpoints):
         (checkpoints / "step_1").mkdir(parents=True)
-    # Leftovers of killed exports. The next export would rename the second.
+    # Killed exports leave such folders. The next export would rename the OLD one back.
     for final in (run.export, run.adapter):
         for suffix in (PARTIAL, OLD):
             final.with_name(final.name + suffix).mkdir()
@@ -188,7 +188,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     assert run.config.read_text() == "lr: 2\n"
 
 
-def test_adapters_of_given_up_steps_are_deleted_by_their_number(tmp_path: Path) -> None:
+def test_adapters_of_later_steps_are_deleted_by_number(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.delete_adapters_after(0)
     for name in ("step_000002", "step_000010", f"step_000010{OLD}", "step_by_hand"):
@@ -198,28 +198,28 @@ def test_adapters_of_given_up_steps_are_deleted_by_their_number(tmp_path: Path) 
     assert left == ["step_000002", "step_by_hand"]
 
 
-def test_a_run_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_run_directory_that_is_a_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.write_text("")
     with pytest.raises(RunDirectoryError, match=r"run is a file"):
         start_run(path, "")
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
+def test_broken_line_is_an_error_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step":\n{"step": 2}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2 is not JSON"):
         read_json_lines(path)
 
 
-def test_summary_figures_are_added_to_those_already_there(tmp_path: Path) -> None:
+def test_write_summary_keeps_earlier_values(tmp_path: Path) -> None:
     run = start_run(tmp_path, "")
     run.write_summary(held_out_accuracy_sft=0.5)
     run.write_summary(held_out_accuracy_rl=0.9)
     assert read_json(run.summary) == {"held_out_accuracy_sft": 0.5, "held_out_accuracy_rl": 0.9}
 
 
-def test_a_curve_has_only_the_steps_that_measured_it() -> None:
+def test_metric_curve_has_only_the_steps_with_a_value() -> None:
     records = [
         {"step": 0, "accuracy": 0.5},
         {"step": 1},

@@ -1,4 +1,4 @@
-"""``training.keep_adapters``: the adapters of every checkpoint stay, whatever becomes of it."""
+"""``training.keep_adapters``: adapters of every checkpoint, also of deleted ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEEPING = [ADAPTER, "training.keep_adapters=true", "initial_weights=null"]
 
 @contextmanager
 def keeping(run: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
-    """A trainer of adapters that keeps those of every checkpoint."""
+    """Start a trainer that keeps the adapters of every checkpoint."""
     with trainer_of(run, *KEEPING, *overrides) as trainer:
         yield trainer
 
@@ -53,7 +53,7 @@ def names(directory: Path) -> list[str]:
 
 
 def train_until(is_so: Any, group: TrainerGroup) -> None:
-    """Take steps until something is so; a checkpoint is published in between."""
+    """Train until a condition holds. Steps publish written checkpoints."""
     deadline = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline
@@ -65,9 +65,7 @@ def save_next(group: TrainerGroup, step: int, block: bool = True) -> None:
     group.save(step, {"step": step}, block)
 
 
-def test_the_adapters_of_every_step_stay_as_they_would_have_been_exported(
-    base: Path, tmp_path: Path
-) -> None:
+def test_kept_adapters_of_every_step_equal_exported_ones(base: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     from_base = f"initial_weights={base}/hf"
     weights = {}
@@ -87,7 +85,7 @@ def test_the_adapters_of_every_step_stay_as_they_would_have_been_exported(
         assert content(run / f"adapters/step_00000{step}") == content(tmp_path / str(step))
     assert content(run / "adapters/step_000001") != content(run / "adapters/step_000002")
 
-    # Another run can start from the adapters of a deleted checkpoint.
+    # Another run starts from the adapters of a deleted checkpoint.
     kept = f"initial_adapter={run}/adapters/step_000002"
     with trainer_of(tmp_path / "next", from_base, ADAPTER, kept) as (group, _):
         found = group.weights()
@@ -95,7 +93,7 @@ def test_the_adapters_of_every_step_stay_as_they_would_have_been_exported(
     assert not all(torch.equal(found[name], tensor) for name, tensor in weights[1].items())
 
 
-def test_training_goes_on_while_a_checkpoint_is_read_and_deletes_none(
+def test_training_continues_while_adapters_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_read = threading.Event()
@@ -121,7 +119,7 @@ def test_training_goes_on_while_a_checkpoint_is_read_and_deletes_none(
     assert names(tmp_path / "run/adapters") == [f"step_00000{step}" for step in (1, 2, 3)]
 
 
-def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
+def test_full_disk_for_adapters_is_named_and_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -139,7 +137,7 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
             with pytest.raises(CheckpointError, match=message):
                 save_next(group, 2, block=False)
             assert names(run / "adapters") == []
-        # The checkpoint that would have been deleted is there to be read again.
+        # The older checkpoint is kept, so that its adapters can be read again.
         assert names(run / "checkpoints") == ["latest", "step_000001", "step_000002"]
         assert find_damage(run / "checkpoints/step_000002") is None
         assert group.resume().state == {"step": 2}
@@ -154,14 +152,14 @@ def test_a_disk_that_does_not_take_adapters_is_named_and_costs_no_step(
     assert names(run / "adapters") == ["step_000001", "step_000002", "step_000003"]
 
 
-def test_a_resume_writes_what_is_missing_and_nothing_else(tmp_path: Path) -> None:
+def test_resume_writes_only_missing_adapters(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with keeping(run) as (group, _):
         for step in (1, 2, 3):
             save_next(group, step)
         expected = content(run / "adapters/step_000003")
         before = {step: (run / f"adapters/step_00000{step}").stat().st_ino for step in (1, 2)}
-        # The process was killed while it wrote those of the newest.
+        # The process was killed while it wrote the newest adapters.
         (run / "adapters/step_000003").rename(run / "adapters/step_000003.partial")
         group.resume()
         assert names(run / "adapters") == [f"step_00000{step}" for step in (1, 2, 3)]
@@ -169,7 +167,7 @@ def test_a_resume_writes_what_is_missing_and_nothing_else(tmp_path: Path) -> Non
         assert {s: (run / f"adapters/step_00000{s}").stat().st_ino for s in (1, 2)} == before
 
 
-def test_adapters_of_steps_that_are_taken_again_are_deleted(tmp_path: Path) -> None:
+def test_adapters_of_repeated_steps_are_deleted(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with keeping(run) as (group, _):
         for step in (1, 2, 3):
@@ -181,7 +179,7 @@ def test_adapters_of_steps_that_are_taken_again_are_deleted(tmp_path: Path) -> N
     assert names(run / "adapters") == ["step_000001", "step_000002", "step_000003"]
 
 
-def test_adapters_of_an_older_damaged_checkpoint_are_no_reason_to_stop(
+def test_resume_skips_adapters_of_an_older_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -200,7 +198,7 @@ def test_adapters_of_an_older_damaged_checkpoint_are_no_reason_to_stop(
 
 
 def save_on_rank(rank: int, port: int, settings: TrainerConfig) -> list[str]:
-    """Save twice, the second time on a disk that takes no adapters. Returns the error."""
+    """Save twice, the second time with a full disk for adapters. Return the error."""
     worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
     try:
         plan = plan_step(SAMPLES, settings, 1)
@@ -219,7 +217,7 @@ def save_on_rank(rank: int, port: int, settings: TrainerConfig) -> list[str]:
         distributed.shutdown()
 
 
-def test_the_first_rank_writes_the_experts_of_all_and_all_hear_of_its_failure(
+def test_first_rank_writes_all_experts_or_raises_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     options = [

@@ -1,4 +1,4 @@
-"""Trainer rank with adapters: source of its base, its reference, and its resume."""
+"""Trainer rank with adapters: its base, its reference policy, and its resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scores(directory: Path, *overrides: str) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", ["null", "mxfp4"])
 @pytest.mark.parametrize("source", ["hf", "run"])
-def test_adapters_begin_as_their_base(
+def test_merged_weights_of_new_adapters_equal_their_base(
     source: str, precision: str, base: Path, tmp_path: Path
 ) -> None:
     initial = f"initial_weights={base}/{source}"
@@ -45,7 +45,7 @@ def test_adapters_begin_as_their_base(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_random_base_in_four_bits_is_rounded_to_it(tmp_path: Path) -> None:
+def test_random_mxfp4_base_is_rounded(tmp_path: Path) -> None:
     options = ["initial_weights=null", ADAPTER]
     with trainer_of(tmp_path / "a", *options) as (group, _):
         dense = group.weights()
@@ -55,7 +55,7 @@ def test_a_random_base_in_four_bits_is_rounded_to_it(tmp_path: Path) -> None:
     assert all(torch.equal(packed[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_base_that_is_not_in_four_bits_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+def test_base_that_is_not_mxfp4_is_rejected_by_name(base: Path, tmp_path: Path) -> None:
     with trainer_of(tmp_path / "random", "initial_weights=null") as (group, _):
         group.save(1, {"step": 1}, True)
     options = [f"initial_weights={tmp_path}/random", ADAPTER, "quantization=mxfp4"]
@@ -64,7 +64,7 @@ def test_a_base_that_is_not_in_four_bits_is_refused_by_name(base: Path, tmp_path
         pass
 
 
-def test_the_reference_policy_is_the_base_and_no_second_model(base: Path, tmp_path: Path) -> None:
+def test_reference_policy_is_the_base_without_a_second_model(base: Path, tmp_path: Path) -> None:
     initial = f"initial_weights={base}/hf"
     expected = scores(tmp_path / "plain", initial)
     with trainer_of(tmp_path / "x", initial, ADAPTER, "quantization=mxfp4", KL) as (group, rank):
@@ -83,7 +83,7 @@ def test_the_reference_policy_is_the_base_and_no_second_model(base: Path, tmp_pa
 
 
 def models_of(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules that a worker reaches, once each."""
+    """Yield all modules of a worker, each once."""
     seen: set[int] = set()
     for name, value in vars(worker).items():
         owners = [value, getattr(value, "module", None)]
@@ -96,13 +96,13 @@ def models_of(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
                     yield f"{name}.{path}", module
 
 
-def test_full_training_still_has_a_reference_of_its_own(base: Path, tmp_path: Path) -> None:
+def test_full_training_has_a_separate_reference_model(base: Path, tmp_path: Path) -> None:
     with trainer_of(tmp_path / "x", f"initial_weights={base}/hf", KL) as (_, rank):
         embeddings = [n for n, _ in models_of(rank._worker) if n.endswith("word_embeddings")]
         assert len(embeddings) == 2
 
 
-def test_a_resumed_trainer_continues_to_the_bit(base: Path, tmp_path: Path) -> None:
+def test_resumed_trainer_continues_bit_for_bit(base: Path, tmp_path: Path) -> None:
     options = [f"initial_weights={base}/hf", ADAPTER]
     with trainer_of(tmp_path / "x", *options) as (group, _):
         for step in range(2):
@@ -122,8 +122,11 @@ def test_a_resumed_trainer_continues_to_the_bit(base: Path, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
-    """A run that has trained adapters, with its checkpoint and the adapters in PEFT's format; and
-    its merged weights."""
+    """Train adapters.
+
+    Returns:
+        The run with its checkpoint and the adapters in PEFT's format, and the merged weights.
+    """
     directory = tmp_path_factory.mktemp("adapted") / "run"
     with trainer_of(directory, f"initial_weights={base}/hf", ADAPTER) as (group, _):
         for step in range(2):
@@ -136,7 +139,7 @@ def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 @pytest.mark.parametrize("precision", ["null", "mxfp4"])
 @pytest.mark.parametrize("source", [".", "checkpoints/step_000002", "adapter"])
-def test_a_run_starts_from_the_adapters_of_another(
+def test_run_starts_from_the_adapters_of_another_run(
     source: str, precision: str, base: Path, adapted: tuple[Path, Weights], tmp_path: Path
 ) -> None:
     directory, expected = adapted
@@ -154,7 +157,7 @@ def test_a_run_starts_from_the_adapters_of_another(
         assert not torch.equal(group.weights()[name], expected[name])
 
 
-def test_the_reference_of_a_run_that_starts_from_adapters_is_what_it_started_from(
+def test_reference_of_a_run_with_initial_adapter_includes_it(
     base: Path, adapted: tuple[Path, Weights], tmp_path: Path
 ) -> None:
     directory, _ = adapted
@@ -171,7 +174,7 @@ def test_the_reference_of_a_run_that_starts_from_adapters_is_what_it_started_fro
         assert np.abs(learned - started_with).max() > 0.01
         assert rank._worker.reference is None
 
-        # the policy is what it was, and learns as it would have
+        # Scoring the reference does not change the policy or its later updates.
         assert np.array_equal(group.score(SAMPLES), learned)
         assert all(torch.equal(group.weights()[name], x) for name, x in weights.items())
         group.save(2, {"step": 2}, True)
@@ -190,7 +193,7 @@ def test_the_reference_of_a_run_that_starts_from_adapters_is_what_it_started_fro
         (["adapter.alpha=9"], "adapter.alpha of the adapter is 8.0, but 9.0 in the model"),
     ],
 )
-def test_adapters_of_another_base_or_with_other_settings_are_no_start(
+def test_initial_adapter_of_another_base_or_settings_is_rejected(
     changes: list[str], message: str, base: Path, adapted: tuple[Path, Weights], tmp_path: Path
 ) -> None:
     options = [f"initial_weights={base}/hf", f"initial_adapter={adapted[0]}", ADAPTER, *changes]
@@ -206,7 +209,7 @@ def test_adapters_of_another_base_or_with_other_settings_are_no_start(
         ([], "holds adapters, but all parameters of this model are trained"),
     ],
 )
-def test_another_base_or_other_adapters_are_not_resumed(
+def test_resume_with_another_base_or_adapter_is_rejected(
     changes: list[str], message: str, base: Path, tmp_path: Path
 ) -> None:
     options = [f"initial_weights={base}/hf"]
@@ -220,7 +223,7 @@ def test_another_base_or_other_adapters_are_not_resumed(
         group.resume()
 
 
-def test_frozen_parts_keep_their_adapters(base: Path, tmp_path: Path) -> None:
+def test_adapters_of_frozen_parts_do_not_change(base: Path, tmp_path: Path) -> None:
     options = [f"initial_weights={base}/hf", ADAPTER, "ablation.freeze=[experts]"]
     with trainer_of(tmp_path / "x", *options) as (group, _):
         before = group.weights()
@@ -232,7 +235,7 @@ def test_frozen_parts_keep_their_adapters(base: Path, tmp_path: Path) -> None:
 
 
 def with_random_routes(lengths: list[int]) -> TrainingSamples:
-    """Documents for which an engine chose two of the four experts of both layers at random."""
+    """Return documents with random routes: 2 of 4 experts in both layers."""
     random = np.random.default_rng(0)
     samples = []
     for length in lengths:
@@ -249,9 +252,7 @@ def with_random_routes(lengths: list[int]) -> TrainingSamples:
     return TrainingSamples.join(samples)
 
 
-def test_the_reference_takes_the_engines_routes_as_the_policy_does(
-    base: Path, tmp_path: Path
-) -> None:
+def test_reference_replays_the_engines_routes_like_the_policy(base: Path, tmp_path: Path) -> None:
     replay = ["rollout.routed_experts=true", "algorithm.routing_replay=R3"]
     samples = with_random_routes([30, 12, 25])
     with trainer_of(tmp_path / "x", f"initial_weights={base}/hf", ADAPTER, KL, *replay) as (

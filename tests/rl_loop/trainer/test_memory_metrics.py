@@ -1,4 +1,4 @@
-"""The memory of trainer ranks in the metrics of a step, over counters that a test moves by hand."""
+"""Memory metrics of trainer ranks with mock counters, and estimates compared with measured runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
-    """Settings of a tiny trainer whose engines would share its GPU."""
+    """Settings of a tiny trainer with colocated engines."""
     overrides = [f"output_dir={tmp_path}", "initial_weights=null", "rollout.max_tokens=100"]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
     inputs = replace(config.memory_inputs, engine=ENGINE)
@@ -55,7 +55,7 @@ def rank(settings: TrainerConfig) -> Iterator[LocalRank]:
 
 @pytest.fixture
 def gpu(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
-    """Return the GPU whose memory the rank measures, and whose cache it gives back."""
+    """Return the mock GPU that the rank measures and whose cache it releases."""
     gpu = ScriptedGpu()
     monkeypatch.setattr(worker_module, "release_cached_memory", gpu.release_cached_memory)
     rank._worker.memory = PhaseMemory(gpu)
@@ -63,7 +63,7 @@ def gpu(rank: LocalRank, monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
 
 
 class Sender:
-    """Takes all weights. It frees its allocations at the end."""
+    """A sender that reads all weights. Its own allocation is freed at the end."""
 
     ranks = (0,)
     transposed = False
@@ -86,7 +86,7 @@ class Sender:
         raise NotImplementedError
 
 
-def test_figures_are_in_gb_and_predicted_where_the_account_has_the_phase(
+def test_memory_metrics_are_in_gb_with_predictions_if_known(
     settings: TrainerConfig,
 ) -> None:
     predicted = estimate_memory(settings.memory_inputs, 100.0)
@@ -105,7 +105,7 @@ def test_figures_are_in_gb_and_predicted_where_the_account_has_the_phase(
     }
 
 
-def test_a_step_says_what_every_phase_since_the_last_one_held(
+def test_step_reports_memory_of_all_phases_since_the_last_step(
     rank: LocalRank, settings: TrainerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = ScriptedGpu()
@@ -123,11 +123,11 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
     trainer.ready()
     samples = documents([30, 20], vocab_size=500)
 
-    # Two phases of the loop that the trainer is told of, and those that it knows by itself.
+    # The loop reports 2 of the phases. The trainer detects the others.
     trainer.send_weights(Sender(gpu))
     assert given_back == ["cache"] and gpu.reserved == 1000
     gpu.others = 4500
-    trainer.score(samples)  # the canary sees servers that are awake
+    trainer.score(samples)  # the canary runs while servers are awake
     gpu.others = 800
     trainer.enter_phase("scoring")
     gpu.allocate(400)
@@ -152,7 +152,7 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
     expected = estimate_memory(settings.memory_inputs, 10_000 / 1e9).phase("optimizer").total
     assert values["memory/optimizer/predicted_gpu_gb"] * 1e9 == pytest.approx(expected)
 
-    # A phase is reported once. From now on the optimizer has state.
+    # Reported phases are not reported again. The optimizer has state from here on.
     again = trainer.sft_step(samples, 1).memory
     assert not any(name.startswith(("first", "sync", "rollout", "scoring")) for name in again)
     trainer.send_weights(Sender(gpu))
@@ -162,13 +162,13 @@ def test_a_step_says_what_every_phase_since_the_last_one_held(
     assert not any(name.startswith("first") for name in later)
 
 
-def test_a_sync_that_fails_leaves_no_cache_behind(rank: LocalRank, gpu: ScriptedGpu) -> None:
+def test_failed_sync_releases_the_cache(rank: LocalRank, gpu: ScriptedGpu) -> None:
     with pytest.raises(ConnectionError, match="a server is gone"):
         rank._worker.send_weights(Sender(gpu, fails=True))
     assert gpu.peak_reserved == gpu.reserved == 0
 
 
-def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
+def test_rejected_gathering_releases_the_cache(
     rank: LocalRank, gpu: ScriptedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = rank._worker
@@ -183,16 +183,14 @@ def test_a_gathering_that_is_refused_leaves_no_cache_behind_either(
         worker.send_weights(Sender(gpu))
     assert gpu.reserved == 0
 
-    # Memory of servers counts in the phase in which they allocate it.
+    # Memory that servers use from here on counts for their phase.
     gpu.others = 5000
     worker.memory.enter("resting")
     measured = worker.memory.take()
     assert measured is not None and measured.peaks["rollout"].gpu == 5000
 
 
-def test_servers_take_what_an_update_has_given_back_and_it_is_counted_once(
-    rank: LocalRank, gpu: ScriptedGpu
-) -> None:
+def test_memory_released_by_an_update_is_counted_once(rank: LocalRank, gpu: ScriptedGpu) -> None:
     worker = rank._worker
     worker.memory.enter("resting")
     gpu.allocate(6000)
@@ -203,7 +201,7 @@ def test_servers_take_what_an_update_has_given_back_and_it_is_counted_once(
     assert measured is not None and measured.peaks["resting"].gpu == 6500
 
 
-def test_a_cpu_has_no_such_metrics(rank: LocalRank, settings: TrainerConfig) -> None:
+def test_cpu_trainer_has_no_memory_metrics(rank: LocalRank, settings: TrainerConfig) -> None:
     trainer = TrainerGroup(settings, rank)
     trainer.ready()
     trainer.enter_phase("scoring")
@@ -218,9 +216,9 @@ FOUR_LAYERS = [
     "rollout.engine.tensor_parallel=2",
     "rollout.engine.memory_fraction=0.4",
 ]
-"""Settings of the 120B, trainer and server on two GPUs.
+"""Overrides for 4 layers of the 120B, with trainer and server on 2 GPUs.
 
-The run had one step. Its tokens did not fill three micro-batches of a rank (``micro_batch_tokens``).
+The run had one step. Its tokens almost filled 3 micro-batches per rank (``micro_batch_tokens``).
 """
 
 
@@ -301,14 +299,14 @@ The run had one step. Its tokens did not fill three micro-batches of a rank (``m
         "adapters on 80 GB",
     ],
 )
-def test_the_account_of_whole_loops_is_what_was_measured(
+def test_memory_estimate_of_runs_matches_measurement(
     name: str, gigabytes: float, overrides: list[str], measured: dict[str, float]
 ) -> None:
-    """Whole GPU, the fullest of a run's steps, GB: docs/performance/memory.md.
+    """The measured values are the maximum of a run's steps for the whole GPU in GB.
 
-    These runs measured their first sync and the later ones as one phase, and their first scoring,
-    too. In the first sync servers are full and the optimizer has no state. In later ones it has
-    state, and servers hold only their weights.
+    See docs/performance/memory.md. These runs measured the first sync and later syncs as one
+    phase, and also the first scoring and later ones. In the first sync, servers are full and the
+    optimizer has no state. In later syncs, the optimizer has state and servers hold only weights.
     """
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     predicted = {
@@ -321,7 +319,7 @@ def test_the_account_of_whole_loops_is_what_was_measured(
 
 
 def micro_batch_tokens(tokens: int, ranks: int, limit: int = 16_384) -> int:
-    """Return the tokens of a rank's micro-batches where a step's are spread evenly."""
+    """Return the tokens per micro-batch of a rank if the tokens of a step are spread evenly."""
     of_rank = tokens / ranks
     return math.ceil(of_rank / math.ceil(of_rank / limit))
 
@@ -337,15 +335,15 @@ def micro_batch_tokens(tokens: int, ranks: int, limit: int = 16_384) -> int:
     ],
     ids=["20B on two GPUs", "20B on four", "four layers on two", "120B on four", "adapters"],
 )
-def test_the_account_of_the_first_scoring_is_what_was_measured(
+def test_memory_estimate_of_first_scoring_matches_measurement(
     name: str, overrides: list[str], step_tokens: int, tensors: float, gpu: float
 ) -> None:
-    """These runs of 26 November 2026 scored in their first step only, when no optimizer had state, and not
-    all with full micro-batches.
+    """These runs scored only in their first step, when no optimizer had state.
 
-    For the 120B, nvidia-smi showed at most 38.3 GB. The run's own figure is 43.4: the memory of other
-    processes when the phase began, and torch's at its end. The server's last ranks had probably not
-    released all memory by then, because SGLang responds when the first one has.
+    Not all of them had full micro-batches. For the 120B, nvidia-smi showed at most 38.3 GB. The
+    metric of the run is 43.4 GB: memory of other processes at the begin of the phase, and torch's
+    memory at its end. SGLang answers when its first rank has released its memory, so the last
+    ranks had probably not released all of theirs.
     """
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     inputs = config.memory_inputs
@@ -366,10 +364,10 @@ def test_the_account_of_the_first_scoring_is_what_was_measured(
     ],
     ids=["20B on two GPUs", "20B on four", "120B on four", "four layers on two", "adapters"],
 )
-def test_tensors_of_a_sync_are_what_was_measured(
+def test_memory_estimate_of_a_sync_matches_measurement(
     name: str, overrides: list[str], measured: float
 ) -> None:
-    """The maximum over a run's steps, on the rank that sends."""
+    """The measured values are the maximum of a run's steps on the sending rank."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig, overrides)
     predicted = estimate_memory(config.memory_inputs, 150.1).phase("sync")
     assert predicted.trainer / 1e9 == pytest.approx(measured, rel=0.03)
@@ -379,46 +377,54 @@ def test_tensors_of_a_sync_are_what_was_measured(
     ("name", "measured"),
     [("gpt-oss-20b-adapter_1x1", 18.8), ("gpt-oss-20b-adapter_1x1_80gb", 18.6)],
 )
-def test_tensors_of_scoring_with_adapters_are_what_was_measured(name: str, measured: float) -> None:
-    """In the first step, the only one of these runs that scored: no optimizer has state by then."""
+def test_memory_estimate_of_adapter_scoring_matches_measurement(name: str, measured: float) -> None:
+    """These runs scored only in their first step, when no optimizer had state."""
     config = load_config(CONFIGS / f"rl/{name}.yaml", RlConfig)
     predicted = estimate_memory(config.memory_inputs, 150.1)
     tensors = predicted.phase("scoring").trainer - predicted.memory.optimizer
     assert tensors / 1e9 == pytest.approx(measured, rel=0.03)
 
 
-def scoring_gaps(change: dict[str, Any]) -> float:
-    """Return the gaps of torch's allocator in scoring that the estimate has of the 20B's adapters on one
-    GPU, with a change."""
+def scoring_fragmentation(change: dict[str, Any]) -> float:
+    """Return the estimated fragmentation in scoring, for adapters of the 20B on one GPU.
+
+    Args:
+        change: changed inputs of the estimate.
+    """
     config = load_config(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml", RlConfig)
     inputs = replace(config.memory_inputs, **change)
-    gaps = estimate_memory(inputs, 150.1).phase("scoring").overhead - memory.CONTEXT_BYTES
+    fragmentation = estimate_memory(inputs, 150.1).phase("scoring").overhead - memory.CONTEXT_BYTES
     if inputs.parallel.world_size > 1:
-        gaps -= memory.COMMUNICATION_BYTES
-    return gaps
+        fragmentation -= memory.COMMUNICATION_BYTES
+    return fragmentation
 
 
-def test_gaps_of_scoring_are_attentions_blocks_where_all_layers_have_equal_tensors() -> None:
-    # Queries of 4,096 channels three times, keys and values of 512 twice; bf16.
+def test_fragmentation_of_scoring_equals_the_attention_blocks() -> None:
+    # 3 bf16 copies of queries with 4,096 channels, 2 copies of keys and values with 512 channels.
     blocks = 2 * 16_384 * (3 * 4096 + 2 * 2 * 512)
-    assert scoring_gaps({}) == pytest.approx(blocks)
-    assert scoring_gaps({"adapter": None}) == pytest.approx(memory.FRAGMENTATION_BYTES)
+    assert scoring_fragmentation({}) == pytest.approx(blocks)
+    assert scoring_fragmentation({"adapter": None}) == pytest.approx(memory.FRAGMENTATION_BYTES)
 
 
-def test_gaps_of_scoring_grow_with_the_layers_that_have_more_rows_than_all_before() -> None:
-    """Against draws of the layers' order: one of four layers, and not quite three of 24, find no block that
-    is large enough, besides the first."""
+def test_fragmentation_of_scoring_grows_with_larger_layers() -> None:
+    """Compare with random numbers of rows per layer.
+
+    After the first layer, about 1 of 4 layers and almost 3 of 24 find no block that is large
+    enough.
+    """
     generator = np.random.default_rng(0)
 
-    def gaps(layers: int) -> float:
+    def fragmentation_of(layers: int) -> float:
         model = GptOssModelConfig(num_layers=layers, num_experts=32)
         layout = ParallelConfig(world_size=4, expert=4)
-        return scoring_gaps({"model": model, "parallel": layout})
+        return scoring_fragmentation({"model": model, "parallel": layout})
 
     def larger_layers(layers: int) -> float:
         rows = generator.random((20_000, layers))
         fullest = np.maximum.accumulate(rows, axis=1)
         return float((fullest[:, 1:] > fullest[:, :-1]).sum(axis=1).mean())
 
-    assert gaps(1) == pytest.approx(0, abs=1)
-    assert gaps(24) / gaps(4) == pytest.approx(larger_layers(24) / larger_layers(4), rel=0.03)
+    assert fragmentation_of(1) == pytest.approx(0, abs=1)
+    assert fragmentation_of(24) / fragmentation_of(4) == pytest.approx(
+        larger_layers(24) / larger_layers(4), rel=0.03
+    )

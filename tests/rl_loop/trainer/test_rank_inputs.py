@@ -42,7 +42,7 @@ lengths = st.lists(st.integers(2, 40), min_size=1, max_size=14)
 
 
 def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
-    """Token ids are unique over all samples, and every other column follows from them."""
+    """Return samples with unique token ids. Every other column follows from the ids."""
     starts = np.cumsum([0, *sizes])
     samples = []
     for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
@@ -68,7 +68,7 @@ def store(
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 3))
-def test_every_sequence_reaches_one_rank_with_what_belongs_to_it(
+def test_every_sequence_reaches_one_rank_with_its_columns(
     sizes: list[int], ranks: int, mini_batches: int
 ) -> None:
     samples = samples_of(sizes, routes=True)
@@ -82,7 +82,7 @@ def test_every_sequence_reaches_one_rank_with_what_belongs_to_it(
     packed = [inputs.pack(align=4) for inputs in stored]
     for number, of_ranks in enumerate(zip(*packed, strict=True)):
         in_mini_batch = samples.take(range(number, len(samples), mini_batches))
-        # Weights of tokens follow from counts of the whole mini-batch, on every rank.
+        # Every rank needs the counts of the whole mini-batch for its token weights.
         for inputs in stored:
             loss_tokens = inputs.mini_batches[number].loss_tokens
             assert loss_tokens.tolist() == in_mini_batch.loss_tokens.tolist()
@@ -106,7 +106,7 @@ def test_every_sequence_reaches_one_rank_with_what_belongs_to_it(
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 3))
-def test_answers_come_back_into_the_order_of_the_samples(
+def test_results_are_gathered_in_the_order_of_the_samples(
     sizes: list[int], ranks: int, mini_batches: int
 ) -> None:
     samples = samples_of(sizes)
@@ -131,7 +131,7 @@ def test_answers_come_back_into_the_order_of_the_samples(
         (np.zeros(6, ">f4"), r">f4 \[6\]|float32"),
     ],
 )
-def test_an_answer_of_the_wrong_form_is_refused_by_column_and_task(
+def test_result_of_wrong_shape_or_dtype_names_column_and_task(
     answer: np.ndarray, found: str
 ) -> None:
     samples = samples_of([6, 4])
@@ -141,7 +141,7 @@ def test_an_answer_of_the_wrong_form_is_refused_by_column_and_task(
         plan.gather_results(samples, [answer, good], "values", np.dtype(np.float32))
 
 
-def test_a_sequence_that_is_too_long_is_named() -> None:
+def test_too_long_sequence_is_named() -> None:
     with pytest.raises(ValueError, match="task 1 has 70 tokens, more than max_tokens_per"):
         plan_step(samples_of([5, 70]), settings_of(1))
 
@@ -155,7 +155,7 @@ def test_pass_without_loss_sends_no_column_of_the_loss() -> None:
 
 
 class RecordingRanks:
-    """Ranks that keep what they get and answer with their labels."""
+    """Ranks that record their inputs and return their token ids."""
 
     def __init__(self, places: list[RankPosition]) -> None:
         self.places = places
@@ -209,7 +209,7 @@ def test_ranks_share_inputs_and_only_owners_return_results() -> None:
         assert first.samples.names == second.samples.names, "packing decides once"
 
 
-def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
+def test_only_the_writing_rank_gets_the_files_of_an_export() -> None:
     ranks = RecordingRanks(
         [RankPosition(data=0, returns_results=True), RankPosition(data=1, returns_results=True)]
     )
@@ -218,7 +218,7 @@ def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
     )
     trainer_settings = settings_of(2)
     trainer_settings.parallel.world_size = 2
-    with contextlib.suppress(AttributeError):  # these ranks answer with inputs
+    with contextlib.suppress(AttributeError):  # these ranks cannot answer an export
         TrainerGroup(trainer_settings, ranks).export(export)
     [(method, [(first,), (second,)], _)] = ranks.calls
     assert method == "export"
@@ -226,7 +226,7 @@ def test_only_the_rank_that_writes_an_export_gets_its_files() -> None:
     assert second == WeightExport(Path("export"), packed=True)
 
 
-def test_only_updates_are_cut_into_mini_batches() -> None:
+def test_only_updates_are_split_into_mini_batches() -> None:
     ranks = RecordingRanks([RankPosition(data=0, returns_results=True)])
     trainer = TrainerGroup(settings_of(1, mini_batches=2), ranks)
     trainer.ready()
@@ -239,7 +239,7 @@ def test_only_updates_are_cut_into_mini_batches() -> None:
     assert [len(share.loss_tokens) for share in updated.mini_batches] == [2, 2]
 
 
-def test_a_group_that_was_not_waited_for_says_so() -> None:
+def test_score_before_ready_is_an_error() -> None:
     trainer = TrainerGroup(
         settings_of(1), RecordingRanks([RankPosition(data=0, returns_results=True)])
     )
@@ -278,7 +278,7 @@ def test_ids_and_mask_are_sent_once_for_all_passes_of_a_step(
     assert sum(inputs.samples.tokens for inputs in last_pass) == samples.tokens
 
 
-def test_other_samples_and_those_of_a_later_step_are_sent_anew() -> None:
+def test_other_samples_and_those_of_a_later_step_are_sent_again() -> None:
     sent: list[Any] = []
 
     def store(value: Any) -> Any:
@@ -295,7 +295,7 @@ def test_other_samples_and_those_of_a_later_step_are_sent_anew() -> None:
     input_store.store(samples.with_columns(returns=samples.advantages), plan)
     assert stored_inputs() == 1
 
-    # A mask that leaves more out, of sequences as long as before.
+    # The new mask excludes more tokens of the same sequences.
     stricter = samples.with_columns(loss_mask=samples.loss_mask & (samples.token_ids > 9))
     (inputs,) = input_store.store(stricter, plan)
     assert stored_inputs() == 2
@@ -306,7 +306,7 @@ def test_other_samples_and_those_of_a_later_step_are_sent_anew() -> None:
     assert stored_inputs() == 3
 
 
-def test_columns_are_copied_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_sent_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = samples_of([6, 4, 9])
     numbers = np.zeros(samples.tokens, np.float32)
     samples = samples.with_columns(values=numbers, returns=numbers, reference_log_probs=numbers)
@@ -329,7 +329,7 @@ def test_columns_are_copied_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         (np.zeros(10, np.float64), "holds float64, expected float32"),
     ],
 )
-def test_chunk_of_other_sequences_is_refused(column: np.ndarray, found: str) -> None:
+def test_chunk_of_other_sequences_is_rejected(column: np.ndarray, found: str) -> None:
     samples = samples_of([6, 4])
     (inputs,) = store(samples, plan_step(samples, settings_of(1)))
     wrong = replace(inputs, chunks=[{"values": column}])
@@ -339,7 +339,7 @@ def test_chunk_of_other_sequences_is_refused(column: np.ndarray, found: str) -> 
 
 @settings(deadline=None, max_examples=5)
 @given(lengths)
-def test_what_is_sent_is_arrays_and_no_number_by_itself(sizes: list[int]) -> None:
+def test_inputs_are_pickled_as_out_of_band_arrays(sizes: list[int]) -> None:
     samples = samples_of([size * 50 for size in sizes])
     big = settings_of(1)
     big.training.max_tokens_per_micro_batch = 4000
@@ -357,7 +357,7 @@ def one_ray() -> Any:
         yield
 
 
-def test_ranks_read_routes_out_of_the_store(one_ray: Any, tmp_path: Path) -> None:
+def test_ranks_read_routes_from_the_store(one_ray: Any, tmp_path: Path) -> None:
     samples = samples_of([6, 4, 9], routes=True)
     assert samples.routed_experts is not None
     stored = [
@@ -375,7 +375,7 @@ def test_ranks_read_routes_out_of_the_store(one_ray: Any, tmp_path: Path) -> Non
         samples.with_routes([stored[0], wrong, stored[2]])
 
 
-def test_ranks_read_columns_out_of_the_store(one_ray: Any) -> None:
+def test_ranks_read_columns_from_the_store_without_a_copy(one_ray: Any) -> None:
     samples = samples_of([6, 4, 9])
     plan = plan_step(samples, settings_of(2))
     input_store = RankInputStore(ray.put)
@@ -389,8 +389,8 @@ def test_ranks_read_columns_out_of_the_store(one_ray: Any) -> None:
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
-def test_every_rank_knows_the_episodes_of_a_mini_batch(mini_batches: int) -> None:
-    """An optimizer step weighs episodes, whichever ranks have their sequences."""
+def test_every_rank_gets_the_episodes_of_a_mini_batch(mini_batches: int) -> None:
+    """An optimizer step weights by episode, on any rank with their sequences."""
     numbers = np.array([0, 0, 1, 2, 2, 2], dtype=np.int64)
     samples = replace(samples_of([5, 9, 3, 6, 4, 7]), episodes=numbers)
     plan = plan_step(samples, settings_of(2, mini_batches), mini_batches)

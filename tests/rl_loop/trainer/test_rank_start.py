@@ -1,4 +1,4 @@
-"""Trainer ranks that start slowly say so, end with a message, and are not more than a machine can hold."""
+"""Start of trainer ranks: progress, time limit, and the number of ranks per machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_loop.trainer.rank_start import (
 
 
 class Ray:
-    """``ray.wait`` over calls that are the times at which they are answered, on a clock that only waiting moves."""
+    """A mock ``ray.wait`` with a mock clock. Each call is the time in seconds of its answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -50,13 +50,13 @@ def test_slow_ranks_are_counted_as_they_start(clock: Ray, caplog: pytest.LogCapt
     assert counts[0] == 2
 
 
-def test_ranks_that_start_at_once_say_nothing(clock: Ray, caplog: pytest.LogCaptureFixture) -> None:
+def test_fast_ranks_log_nothing(clock: Ray, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         wait_for_processes([0.5, 1.0], limit=300)
     assert caplog.messages == []
 
 
-def test_ranks_that_never_start_end_with_how_many_did(
+def test_start_limit_reports_how_many_ranks_started(
     clock: Ray, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = r"3 of 4 trainer ranks started within 60 s .*parallel\.world_size"
@@ -67,7 +67,7 @@ def test_ranks_that_never_start_end_with_how_many_did(
 
 
 @pytest.mark.parametrize(("ranks", "cores", "lines"), [(1, 2, 0), (2, 2, 0), (3, 2, 1), (16, 2, 1)])
-def test_ranks_that_share_cores_are_warned_of_in_one_line(
+def test_ranks_that_share_cores_log_one_warning(
     ranks: int, cores: int, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_local_ranks(ranks, cores)
@@ -77,7 +77,7 @@ def test_ranks_that_share_cores_are_warned_of_in_one_line(
         assert "\n" not in message
 
 
-def test_ranks_beyond_reason_are_refused() -> None:
+def test_far_too_many_ranks_are_rejected() -> None:
     with pytest.raises(
         RankStartError,
         match=r"parallel\.world_size is 64, but this machine has 2 cores and no GPUs",
@@ -85,6 +85,6 @@ def test_ranks_beyond_reason_are_refused() -> None:
         check_local_ranks(64, 2)
 
 
-def test_more_ranks_per_core_get_more_time() -> None:
+def test_start_limit_grows_with_ranks_per_core() -> None:
     assert start_limit(2, 2) == rank_start.START_SECONDS
     assert start_limit(16, 2) == rank_start.START_SECONDS + 7 * rank_start.SECONDS_PER_SHARED_RANK

@@ -23,7 +23,7 @@ from tests.support.rl_loop.trainer.damage import damage
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
-    """A policy and a critic whose steps 1 to 3 were saved."""
+    """A trainer with a policy and a critic."""
     settings = [
         *RL,
         f"output_dir={tmp_path_factory.mktemp('run')}",
@@ -44,22 +44,20 @@ def run(trainer: TrainerGroup) -> Path:
     return Path(trainer._settings.directory)
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
-    trainer: TrainerGroup, run: Path
-) -> None:
+def test_resume_uses_the_checkpoint_before_a_damaged_one(trainer: TrainerGroup, run: Path) -> None:
     assert trainer.resume().damages == []
     file = damage(run / "checkpoints/step_000003")
     resumed = trainer.resume()
     assert resumed.state["step"] == 2
     assert len(resumed.damages) == 1 and resumed.damages[0].startswith(f"{file}: damaged; ")
 
-    # Until that step is saved again, the next attempt finds the same.
+    # Every later attempt gives the same result until the step is saved again.
     assert trainer.resume().state["step"] == 2
     trainer.save(3, {"step": 3, "seconds": 1.0}, True)
     assert trainer.resume().state == {"step": 3, "seconds": 1.0}
 
 
-def test_a_damaged_critic_is_as_bad_as_a_damaged_policy(trainer: TrainerGroup, run: Path) -> None:
+def test_resume_skips_a_checkpoint_with_a_damaged_critic(trainer: TrainerGroup, run: Path) -> None:
     file = damage(run / "critic_checkpoints/step_000003")
     (run / "critic_checkpoints/step_000002/training_state.json").unlink()
     resumed = trainer.resume()
@@ -68,7 +66,7 @@ def test_a_damaged_critic_is_as_bad_as_a_damaged_policy(trainer: TrainerGroup, r
     assert resumed.damages[1].endswith("critic_checkpoints/step_000002: missing or incomplete")
 
 
-def test_without_an_intact_checkpoint_every_damaged_file_is_named(
+def test_resume_names_every_damaged_file_if_none_is_intact(
     trainer: TrainerGroup, run: Path
 ) -> None:
     files = [damage(run / f"checkpoints/step_00000{step}") for step in (3, 2, 1)]
@@ -83,7 +81,7 @@ def test_without_an_intact_checkpoint_every_damaged_file_is_named(
 
 
 def checkpoints_in(directory: Path, trainer: TrainerGroup) -> RunCheckpoints:
-    """Those of another run with the same policy and critic, of which one is kept."""
+    """Return the checkpoints of another run with the same models, which keeps one of them."""
     worker = trainer.ranks._worker
     settings = worker.settings
     training = settings.training.model_copy(update={"keep_checkpoints": 1})
@@ -94,7 +92,7 @@ def checkpoints_in(directory: Path, trainer: TrainerGroup) -> RunCheckpoints:
 
 
 @pytest.mark.parametrize("unpublished", ["critic_checkpoints", "checkpoints"])
-def test_a_save_that_fails_at_either_model_leaves_the_checkpoint_before_it_of_both(
+def test_failed_save_keeps_the_last_checkpoint_of_both_models(
     trainer: TrainerGroup, tmp_path: Path, unpublished: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = checkpoint_writer.publish
@@ -119,7 +117,7 @@ def test_a_save_that_fails_at_either_model_leaves_the_checkpoint_before_it_of_bo
     checkpoints.finish(block=True)
 
 
-def test_only_a_save_that_blocks_waits_for_the_disk(
+def test_only_a_blocking_save_waits_for_the_disk(
     trainer: TrainerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()

@@ -1,4 +1,4 @@
-"""Settings of other sections change neither the objective of a run nor its checks."""
+"""Independence of a run's objective and checks from settings of other sections."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def demonstrations() -> TrainingSamples:
 
 
 def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
-    """The loss of supervised fine-tuning is the cross-entropy of the model as it is exported."""
+    """The loss of supervised fine-tuning is the cross-entropy of the exported model."""
     samples = demonstrations()
     losses = []
     for override in ("rollout.temperature=1", "rollout.temperature=0.5"):
@@ -60,7 +60,7 @@ def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
 
 
 def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
-    """The trainer computes with the same settings, apart from its own sections."""
+    """The inputs of the trainer from other sections stay equal."""
 
     def read_by_trainer(*overrides: str) -> tuple[object, ...]:
         config = config_of(SftConfig, tmp_path, *overrides)
@@ -71,8 +71,8 @@ def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
         assert read_by_trainer(override) == plain, override
 
 
-def test_unrecorded_episodes_are_compared_with_the_policy(tmp_path: Path) -> None:
-    """An answer to another request is found whether or not the viewer gets the episodes."""
+def test_mismatched_response_is_detected_without_recording(tmp_path: Path) -> None:
+    """An answer to another request is detected even if no episodes are recorded."""
     settings = config_of(RlConfig, tmp_path, "tracking.episodes=0")
     samples = demonstrations()
     mask = samples.loss_mask

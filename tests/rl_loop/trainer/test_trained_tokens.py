@@ -1,4 +1,4 @@
-"""Token values returned by updates equal those of transformers, and do not change updates."""
+"""Token values returned by updates, compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def settings_of(directory: Path, *overrides: str) -> TrainerConfig:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds random weights as a Hugging Face directory."""
+    """A directory with random weights in Hugging Face's format."""
     root = tmp_path_factory.mktemp("initial")
     model = settings_of(root).model
     write_hf_directory(root / "hf", model, hf_model(model, std=0.1).state_dict().items())
@@ -66,7 +66,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples_of(model: ModelConfig, excluded: tuple[int, ...] = ()) -> TrainingSamples:
-    """Random episodes that are learned from, but for those whose numbers are in ``excluded``."""
+    """Return random episodes. The episodes in ``excluded`` have no tokens in the loss."""
     samples = documents(LENGTHS, vocab_size=model.vocab_size)
     is_learned = samples.loss_mask.copy()
     for number in excluded:
@@ -79,7 +79,7 @@ def samples_of(model: ModelConfig, excluded: tuple[int, ...] = ()) -> TrainingSa
 
 
 def expected_of(model: ModelConfig, samples: TrainingSamples) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and entropies by transformers, 0 for the first token of every sample."""
+    """Return log-probs and entropies by transformers, 0 for the first token of every sample."""
     with torch.no_grad():
         logits = hf_logits(hf_model(model, std=0.1), samples).double() / TEMPERATURE
     labels = np.concatenate([row[1:] for row in samples.rows("token_ids")])
@@ -100,7 +100,7 @@ Answer = tuple[RankPosition, RlUpdates]
 def updates_on_rank(
     rank: int, ports: list[int], trainers: list[TrainerConfig], samples: TrainingSamples
 ) -> list[Answer]:
-    """Where the rank stands in each trainer, and what it answers to the driver."""
+    """Return the place of the rank in each trainer and its result."""
     return [
         update_on_rank(rank, port, settings, samples)
         for port, settings in zip(ports, trainers, strict=True)
@@ -121,7 +121,7 @@ def update_on_rank(
 
 
 class AnsweredRanks:
-    """Ranks that have answered already."""
+    """Mock ranks with recorded results."""
 
     def __init__(self, answers: list[Answer]) -> None:
         self.places = [place for place, _ in answers]
@@ -140,7 +140,7 @@ class AnsweredRanks:
 
 
 def updates_of(trainers: list[TrainerConfig], samples: TrainingSamples) -> list[RlUpdates]:
-    """Take a step with each of these trainers of one layout, in as many processes as it has ranks."""
+    """Take a step with each trainer. All have one layout, with one process per rank."""
     world = trainers[0].parallel.world_size
     ports = [free_port() for _ in trainers]
     answers = run_distributed(updates_on_rank, world, ports, trainers, samples)
@@ -154,7 +154,7 @@ def updates_of(trainers: list[TrainerConfig], samples: TrainingSamples) -> list[
 
 
 def update(settings: TrainerConfig, samples: TrainingSamples) -> RlUpdates:
-    """Take a step with as many processes as the layout has ranks."""
+    """Take a step with one process per rank of the layout."""
     (updates,) = updates_of([settings], samples)
     return updates
 
@@ -165,9 +165,7 @@ def layout_options(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_returns_the_log_probs_and_entropies_of_transformers(
-    layout: str, directory: Path
-) -> None:
+def test_token_values_of_every_layout_equal_transformers(layout: str, directory: Path) -> None:
     settings = settings_of(directory, *layout_options(layout))
     samples = samples_of(settings.model)
     updates = update(settings, samples)
@@ -182,7 +180,7 @@ def test_every_layout_returns_the_log_probs_and_entropies_of_transformers(
     assert updates.policy[0].maxima["ratio/deviation_max"] == 0
 
 
-def test_old_log_probs_of_mini_batches_are_those_from_before_the_first_update(
+def test_old_log_probs_precede_the_first_mini_batch(
     directory: Path,
 ) -> None:
     settings = settings_of(directory, "algorithm.mini_batches=2", "algorithm.old_log_probs=forward")
@@ -193,13 +191,13 @@ def test_old_log_probs_of_mini_batches_are_those_from_before_the_first_update(
     log_probs, entropy = expected_of(settings.model, samples)
     assert updates.tokens is not None
     np.testing.assert_allclose(updates.tokens.log_probs, log_probs, atol=2e-5)
-    # The second mini-batch, of every other sample, was trained on after the first had its effect.
+    # The second mini-batch has every other sample, and follows the update of the first one.
     off = np.abs(updates.tokens.entropy - entropy)
     rows = [off[start:end].max() for start, end in pairwise(samples.offsets)]
     assert max(rows[::2]) < 2e-5 < 1e-3 < min(rows[1::2])
 
 
-def test_what_no_update_took_is_not_a_number(directory: Path) -> None:
+def test_token_values_without_an_update_are_nan(directory: Path) -> None:
     settings = settings_of(directory, "algorithm.mini_batches=2")
     samples = samples_of(settings.model, excluded=(1, 3, 5, 7))
     updates = update(settings, samples)
@@ -214,7 +212,7 @@ def test_what_no_update_took_is_not_a_number(directory: Path) -> None:
             assert found[0] == 0 and np.isnan(found[1:]).all()
 
 
-def test_nothing_comes_back_while_only_the_critic_learns(directory: Path) -> None:
+def test_critic_warmup_returns_no_token_values(directory: Path) -> None:
     settings = settings_of(directory, "algorithm=ppo", "algorithm.critic.warmup_steps=1")
     columns = {"values": np.zeros(sum(LENGTHS), np.float32)}
     samples = samples_of(settings.model).with_columns(**columns, returns=columns["values"])
@@ -223,7 +221,7 @@ def test_nothing_comes_back_while_only_the_critic_learns(directory: Path) -> Non
     assert updates.tokens is None
 
 
-def test_a_running_trainer_goes_on_with_other_settings_of_the_algorithm(directory: Path) -> None:
+def test_running_trainer_continues_with_a_changed_algorithm(directory: Path) -> None:
     settings = settings_of(directory, "name=changed")
     algorithm = settings.algorithm
     samples = samples_of(settings.model)
@@ -232,7 +230,7 @@ def test_a_running_trainer_goes_on_with_other_settings_of_the_algorithm(director
     trainer.ready()
     try:
         assert len(trainer.rl_step(samples, 0).policy) == 1
-        # Both must know: the group ships as many mini-batches as the ranks take.
+        # Group and ranks must agree on the number of mini-batches.
         trainer.change_algorithm(algorithm.model_copy(update={"mini_batches": 2}))
         updates = trainer.rl_step(samples, 1)
         assert (len(updates.policy), updates.skipped) == (2, 0)

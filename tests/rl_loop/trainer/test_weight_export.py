@@ -1,4 +1,4 @@
-"""Exports are written by the trainer's first rank, a tensor at a time, and a failure leaves no rank waiting."""
+"""Export by the trainer's first rank: memory of one tensor, and failures on any rank."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ EXTRAS = ModelExtras(files={"tokenizer.json": b"{}"})
 
 
 def every_tensor_alone(alive: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield random weights, and count how many of the earlier ones are still held."""
+    """Yield random weights. Append the number of earlier weights that are still alive."""
     memories: list[weakref.ref[np.ndarray]] = []
     for name, shape in hf_shapes(TINY).items():
         alive.append(sum(memory() is not None for memory in memories))
-        # The array lives as long as any tensor that looks at its memory.
+        # The array lives as long as any tensor that shares its memory.
         memory = np.random.default_rng(0).random(shape, np.float32)
         memories.append(weakref.ref(memory))
         yield name, torch.from_numpy(memory)
         del memory
 
 
-def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
+def test_export_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     alive: list[int] = []
     export = WeightExport(tmp_path / "export", EXTRAS, (3, 5))
     write_export(export, TINY, every_tensor_alone(alive))
@@ -53,10 +53,10 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     assert set(HfDirectory(tmp_path / "export").names()) == set(hf_shapes(TINY))
 
 
-def test_what_is_read_back_is_compared_with_what_came(
+def test_export_compares_the_written_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors outside the experts, and the experts of one layer, are compared."""
+    """The export compares tensors without experts, and the experts of one layer."""
     read = HfDirectory.get
 
     def damaged(self: HfDirectory, name: str, expert: int | None = None) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_what_is_read_back_is_compared_with_what_came(
 
 
 def write_slowly(export: WeightExport, model: ModelConfig, weights: Iterable[NamedTensor]) -> None:
-    """Take a second over the last tensor of layer 0, and write nothing."""
+    """Wait a second at the last tensor of layer 0. Write nothing."""
     *_, last = (name for name in hf_shapes(model) if ".layers.0." in name)
     for name, _ in weights:
         if name == last:
@@ -80,7 +80,7 @@ def write_slowly(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
 
 
 def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
-    """Export with a fault in either rank, and then without; return what each attempt said."""
+    """Export with a fault in either rank and then without. Return the result of each attempt."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=2, expert=2)
     distributed.initialize(parallel, rank, port=port)
@@ -126,14 +126,14 @@ def export_with_faults(rank: int, port: int, directory: Path) -> list[str]:
             exchange(self, name, *arguments)
 
         GatheredWeights._send_or_receive = tell_and_exchange  # type: ignore[method-assign]
-    # The process ends with this function.
+    # No cleanup of this change, because the process ends with this function.
     gathered_export.write_export = write_slowly
     said.append(attempt(WeightExport(directory / "slow")))
     distributed.shutdown()
     return said
 
 
-def test_a_rank_that_fails_leaves_nothing_written_and_no_other_waiting(tmp_path: Path) -> None:
+def test_failing_rank_aborts_the_export_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_distributed(export_with_faults, 2, free_port(), tmp_path, timeout=120)
     assert "file" in first[0] and first[0] != "exported"
     assert second[0] == "exported", "it has nothing to write"

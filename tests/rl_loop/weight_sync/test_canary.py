@@ -33,7 +33,7 @@ class Trainer:
 
 
 class Engines:
-    """The second engine differs from the trainer by ``gap`` and rounds by ``rounding``."""
+    """Engines of which the second differs by ``gap`` and has a rounding error ``rounding``."""
 
     def __init__(self, gap: float, rounding: float | None = None) -> None:
         self.gap = gap
@@ -71,7 +71,7 @@ def check(overrides: list[str], engines: Any) -> float:
         (["dtype=bfloat16"], math.nan, 0.05, False),
     ],
 )
-def test_tolerance_fits_dtype_and_rounding_unless_given(
+def test_canary_tolerance_fits_dtype_and_rounding_unless_given(
     overrides: list[str], gap: float, rounding: float | None, agrees: bool
 ) -> None:
     if agrees:
@@ -95,7 +95,7 @@ def test_tolerance_fits_dtype_and_rounding_unless_given(
         ),
     ],
 )
-def test_message_names_only_causes_that_are_possible(
+def test_canary_message_names_only_possible_causes(
     dtype: str, rounding: float | None, says: str
 ) -> None:
     with pytest.raises(CanaryError, match=f"^canary_tolerance: .*{says}"):
@@ -103,7 +103,7 @@ def test_message_names_only_causes_that_are_possible(
 
 
 class EmbeddedEngines:
-    """One embedded engine, as a RolloutPool reaches it."""
+    """One embedded engine with the interface of a ``RolloutPool``."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
@@ -120,8 +120,8 @@ class EmbeddedEngines:
     def compare_weights(self) -> None: ...
 
 
-def test_a_bf16_tiny_model_passes_and_a_wrong_one_does_not(tmp_path: Path) -> None:
-    """A model whose log-probs rounding moves by more than the default tolerance."""
+def test_canary_passes_a_bf16_model_and_rejects_wrong_weights(tmp_path: Path) -> None:
+    """Rounding changes the log-probs of this model by more than the default tolerance."""
     overrides = [
         "dtype=bfloat16",
         "initial_weights=null",
@@ -175,8 +175,8 @@ def test_rounding_error_is_the_distance_to_an_fp32_engine() -> None:
     assert all(p.dtype == torch.bfloat16 for p in rounded._model.parameters())
 
 
-def test_engines_and_trainer_score_at_the_same_time() -> None:
-    """No sampling and no training takes place."""
+def test_canary_scores_engines_and_trainer_concurrently() -> None:
+    """Neither sampling nor training runs during the check."""
     both = Barrier(2, timeout=20)
 
     class MeetingTrainer(Trainer):
@@ -194,7 +194,7 @@ def test_engines_and_trainer_score_at_the_same_time() -> None:
     assert check_canary(trainer, engines, [5, 6, 7], tolerance=FP32, version=1) == 0
 
 
-def test_what_went_wrong_in_an_engine_is_raised() -> None:
+def test_canary_raises_the_error_of_an_engine() -> None:
     class DeadEngines(Engines):
         def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
             raise ConnectionError("no server listens at 127.0.0.1:30000")

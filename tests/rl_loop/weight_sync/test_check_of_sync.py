@@ -22,15 +22,15 @@ from tests.support.rl_loop.scripted_loop import answered, loop_over
 from tests.support.rl_loop.small_config import config
 
 WAIT = 60.0
-"""Seconds for what takes none."""
+"""Time limit in seconds for events that come at once."""
 
 
 class TrainingBegan(Exception):
-    """The loop has gone on from the rollouts to the update."""
+    """Raised when the loop continues from the rollouts to the update."""
 
 
 class Trainer:
-    """Scores every token alike, and learns nothing."""
+    """A trainer with equal scores for all tokens and without updates."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -44,8 +44,7 @@ class Trainer:
 
 
 class Rollouts:
-    """Groups that end as soon as they begin, unless they are to fail or to hang; engines that differ from the trainer
-    by ``gap``."""
+    """Groups that end, fail or hang, and engines that differ from the trainer by ``gap``."""
 
     def __init__(self, *, beside: bool, gap: float = 0.0, groups: str = "end") -> None:
         self.scores_during_rollouts = beside
@@ -93,7 +92,7 @@ class Rollouts:
 
 
 class Recorder:
-    """Remembers whether an evaluation was recorded."""
+    """A recorder that notes whether an evaluation was recorded."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -119,14 +118,14 @@ def loop_with(rollouts: Rollouts, directory: Path) -> Any:
 
 
 def run_step(loop: Any) -> None:
-    """Run the step as far as its update, which ends it."""
+    """Run the step until its update."""
     try:
         loop.run_step(0)
     except TrainingBegan:
         return
 
 
-def test_an_engine_that_may_is_compared_beside_the_episodes_and_before_the_update(
+def test_canary_runs_concurrently_with_episodes_if_allowed(
     tmp_path: Path,
 ) -> None:
     rollouts = Rollouts(beside=True)
@@ -137,7 +136,7 @@ def test_an_engine_that_may_is_compared_beside_the_episodes_and_before_the_updat
     assert rollouts.events[-1] == "training begins"
 
 
-def test_another_engine_is_compared_before_the_first_episode(tmp_path: Path) -> None:
+def test_canary_runs_before_the_first_episode_otherwise(tmp_path: Path) -> None:
     rollouts = Rollouts(beside=False)
     run_step(loop_with(rollouts, tmp_path))
     assert rollouts.events[:3] == ["sync", "canary", "group"]
@@ -146,23 +145,23 @@ def test_another_engine_is_compared_before_the_first_episode(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("groups", ["end", "fail", "hang"])
-def test_a_difference_ends_the_step_before_its_update(
+def test_canary_mismatch_ends_the_step_before_its_update(
     beside: bool, groups: str, tmp_path: Path
 ) -> None:
-    """Also if episodes fail for it, and without waiting for those that would go on."""
+    """The step ends also if episodes fail, and without waiting for running episodes."""
     rollouts = Rollouts(beside=beside, gap=0.5, groups=groups)
     with pytest.raises(CanaryError, match="after syncing weights 0, rollout worker 0"):
         run_step(loop_with(rollouts, tmp_path))
     assert "training begins" not in rollouts.events
 
 
-def test_episodes_that_fail_with_the_right_weights_fail_for_themselves(tmp_path: Path) -> None:
+def test_failing_episodes_raise_their_own_error_if_weights_agree(tmp_path: Path) -> None:
     rollouts = Rollouts(beside=True, groups="fail")
     with pytest.raises(RuntimeError, match="logits are not finite"):
         run_step(loop_with(rollouts, tmp_path))
 
 
-def test_no_evaluation_of_other_weights_is_recorded(tmp_path: Path) -> None:
+def test_evaluation_of_mismatched_weights_is_not_recorded(tmp_path: Path) -> None:
     rollouts = Rollouts(beside=True, gap=0.5)
     with pytest.raises(CanaryError):
         loop_with(rollouts, tmp_path).evaluate()

@@ -1,4 +1,4 @@
-"""Ranks send their weights to engines together: a failure of one leaves none waiting, and the next try may do."""
+"""Collective sending of weights to engines: failures of a rank, and the next attempt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.distributed import free_port, run_distributed
 
 @dataclass
 class Sender:
-    """Keeps what it is given, on one rank or on both, and may stop half-way."""
+    """A sender on one or both ranks that stores its tensors and may fail after some."""
 
     ranks: Sequence[int]
     fails_after: int | None = None
@@ -43,7 +43,7 @@ def read_badly(name: str) -> Any:
 
 
 def send_with_faults(rank: int, port: int) -> list[str]:
-    """Send with a fault in either rank, and then without; return what each attempt said."""
+    """Send with a fault in either rank and then without. Return the result of each attempt."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(world_size=2, expert=2)
     distributed.initialize(parallel, rank, port=port)
@@ -86,7 +86,7 @@ def send_with_faults(rank: int, port: int) -> list[str]:
     return said
 
 
-def test_a_rank_that_fails_says_so_itself_and_the_next_try_sends_everything() -> None:
+def test_failing_rank_reports_its_error_and_the_next_send_works() -> None:
     first, second = run_distributed(send_with_faults, 2, free_port())
     gone = "ConnectionError('a server is gone')"
     assert first[:2] == [gone, gone]

@@ -1,4 +1,4 @@
-"""The steps of a sync to servers that are not SGLang's."""
+"""Steps of a sync to servers other than SGLang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
 
 
 class WholeTensors:
-    """The layout of servers that hold Hugging Face's tensors as they are."""
+    """Layout of servers that hold Hugging Face's tensors unchanged."""
 
     def parameters(self, versions: range) -> dict[str, list[str]]:
         return {name: [name] for name in hf_shapes(MODEL)}
@@ -44,7 +44,7 @@ class WholeTensors:
 
 
 class MemoryServer:
-    """One server in this process, which remembers the steps."""
+    """A server in this process that records the steps."""
 
     overwritten = ()
 
@@ -104,7 +104,7 @@ class MemoryServer:
 
 
 def sync(transport: TransportName, directory: Path, **faults: str) -> tuple[MemoryServer, Any]:
-    """Send weights 2. Returns the server and the error, if there was one."""
+    """Send weights 2. Return the server and the error, if any."""
     plan = SyncPlan(
         urls=("memory",), version=2, transport=transport, bucket_bytes=20_000, directory=directory
     )

@@ -1,7 +1,7 @@
-"""Memory that servers open during a sync is free afterwards, by torch's own counts of its users.
+"""Reference counts of GPU memory that servers open during a sync.
 
-torch counts in a file of shared memory, which needs no GPU: here counts and releases are torch's,
-and only the memory that is counted is a host's.
+torch counts in a file of shared memory, which needs no GPU. The tests use the counts and releases
+of torch. Only the counted memory is on the host.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MODEL = GptOssModelConfig(
     num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
 )  # fmt: skip
 COUNTS_OF_A_FILE = 10_000
-"""As in torch (CUDA_IPC_REF_COUNTER_FILE_SIZE)."""
+"""Counts per file of torch (CUDA_IPC_REF_COUNTER_FILE_SIZE)."""
 
 
 class Counts:
-    """Torch's counts of memory that other processes use."""
+    """torch's reference counts of memory that other processes use."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(COUNTS_OF_A_FILE, dtype=torch.int64)
@@ -45,20 +45,20 @@ class Counts:
         self._next = itertools.count()
 
     def new(self) -> int:
-        """Return the place of a new count, of one user, as for each handle that is made."""
+        """Return the index of a new count with one user, as for each new handle."""
         index = next(self._next)
         self.values[index] = 1
         return index
 
 
 class OnGpu(torch.Tensor):
-    """Looks as if it were on a GPU."""
+    """A host tensor that reports to be on a GPU."""
 
     is_cuda = True
 
 
 def open_counted(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Open what ``counts`` counts, as a server does, copy it and be done."""
+    """Open memory counted by ``counts`` like a server. Return a copy and release the memory."""
     file, index = rest[-2:]
     copy = tensor.clone()
     torch.UntypedStorage._release_ipc_counter(file, index, device=torch.device("cuda"))
@@ -81,7 +81,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
 
 
 class Server(LocalServer):
-    """May refuse a bucket, before it has opened it or afterwards."""
+    """A server that may reject a bucket before or after it has opened the memory."""
 
     refuses = ""
 
@@ -97,7 +97,7 @@ async def sync(
     servers: list[Server], ranks: int, transport: Literal["cuda_ipc", "shared_memory"] = "cuda_ipc"
 ) -> None:
     get = random_hf_weights(MODEL, 1)
-    # Biases begin as zeros, which would be what later ranks write.
+    # Biases begin as zeros, and later ranks overwrite tensors with zeros, so shift all values.
     weights = {name: get(name).bfloat16() + 0.5 for name in hf_shapes(MODEL)}
     sent = {name: tensor.clone() for name, tensor in weights.items()}
     if transport == "cuda_ipc":
@@ -125,20 +125,22 @@ async def sync(
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_each_rank_of_each_server_is_counted_once(servers: int, ranks: int, counts: Counts) -> None:
+def test_each_rank_of_each_server_is_counted_once_and_released(
+    servers: int, ranks: int, counts: Counts
+) -> None:
     asyncio.run(sync([Server() for _ in range(servers)], ranks))
     handles = next(counts._next)
     assert handles == len(hf_shapes(MODEL)) * servers * ranks
     assert counts.values.tolist() == [0] * COUNTS_OF_A_FILE
 
 
-def test_what_later_ranks_overwrite_is_their_own() -> None:
+def test_overwriting_by_later_ranks_does_not_change_the_weights() -> None:
     asyncio.run(sync([Server(), Server()], ranks=2, transport="shared_memory"))
 
 
 @pytest.mark.parametrize("refuses", ["unopened", "opened"])
-def test_nobody_is_counted_after_a_sync_that_failed(refuses: str, counts: Counts) -> None:
-    """A server that died has opened nothing, or all of it: its share must be given back, once."""
+def test_counts_are_zero_after_a_failed_sync(refuses: str, counts: Counts) -> None:
+    """A dead server has opened none or all of the memory. Its counts must be released once."""
     good, bad = Server(), Server()
     bad.refuses = refuses
     with pytest.raises(SyncFailed):
@@ -147,13 +149,13 @@ def test_nobody_is_counted_after_a_sync_that_failed(refuses: str, counts: Counts
     assert counts.values.tolist() == [0] * COUNTS_OF_A_FILE
 
 
-def test_a_file_of_counts_that_torch_has_deleted_counts_nobody() -> None:
+def test_users_of_a_deleted_count_file_are_zero() -> None:
     assert users_of_memory(b"/torch_no_such_file", 3) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("opened", [False, True])
-def test_memory_that_a_killed_server_was_shown_is_freed(opened: bool) -> None:
+def test_memory_shared_with_a_killed_server_is_freed(opened: bool) -> None:
     tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated() - tensor.nbytes
     handles = [_SharedTensor(tensor), _SharedTensor(tensor)]
