@@ -17,8 +17,9 @@ Sinks, windows and noise between the experts change the function. ``UpcycleRepor
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,11 +37,14 @@ from converters.reference.dense import Dense, HuggingFaceDense
 from converters.reference.gpt_oss import SWISH_SLOPE, swiglu
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import SWIGLU_LIMIT, GptOssModelConfig
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileError, read_bytes
 
 Tensor = torch.Tensor
 
 TARGET_PEAK = 4.0
 """Largest ``scale * up`` on the calibration text. ``up'`` reaches its clamp at 8."""
+MAX_TEXT_BYTES = 16 << 20
+"""Size limit of a calibration text. Only the first ``max_length`` tokens are used."""
 SMALLEST_PEAK = 0.05
 """Lower bound of a channel's peak, so that unused channels get no huge scale."""
 
@@ -153,6 +157,7 @@ def upcycle(
     tokens: Sequence[int],
     dtype: torch.dtype = torch.bfloat16,
     progress: Progress | None = None,
+    measure_progress: Progress | None = None,
 ) -> UpcycleReport:
     """Write a GPT-OSS directory that computes the function of a dense one.
 
@@ -163,9 +168,10 @@ def upcycle(
         tokens: tokens of the calibration text. Only the first ``max_length`` are used.
         dtype: dtype of the weights to write.
         progress: function of (written bytes, total bytes).
+        measure_progress: function of (read bytes, total bytes) of the measurement before.
 
     Returns:
-        The report of what the new model changes.
+        Sizes and losses of the new model.
 
     Raises:
         ConversionError: if the source is not a dense model with plain rotary embeddings, the
@@ -179,7 +185,7 @@ def upcycle(
         raise ConversionError("text: needs at least two tokens to measure activations")
 
     with torch.no_grad():
-        measured = measure(source, config, options, ids)
+        measured = measure(source, config, options, ids, measure_progress)
         tensors = upcycled_tensors(source, config, options, measured.up_scales, dtype)
         write_hf_directory(
             target_dir,
@@ -197,15 +203,28 @@ def calibration_tokens(source_dir: Path, text: str = CALIBRATION_TEXT) -> list[i
         ConversionError: if there is no readable tokenizer.json.
     """
     path = source_dir / "tokenizer.json"
-    if not path.exists():
+    try:
+        tokenizer = Tokenizer.from_buffer(read_bytes(path, MAX_LISTING_BYTES))
+    except FileNotFoundError:
         raise ConversionError(
             f"{path}: no such file, but the calibration text must be tokenized. Copy the model's "
             "tokenizer.json, which transformers writes with save_pretrained"
-        )
-    try:
-        return list(Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids)
+        ) from None
+    except UntrustedFileError as error:
+        raise ConversionError(str(error)) from None
     except Exception as error:  # tokenizers raises no more specific type
         raise ConversionError(f"{path}: cannot be read ({error})") from None
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def read_calibration_text(path: Path) -> str:
+    """Read a text file. Raises ConversionError."""
+    try:
+        return read_bytes(path, MAX_TEXT_BYTES).decode()
+    except UntrustedFileError as error:
+        raise ConversionError(str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConversionError(f"{path}: cannot be read as text ({error})") from None
 
 
 # -- architecture ----------------------------------------------------------------------------------
@@ -327,7 +346,11 @@ class _WindowedDense(_ClampedDense):
 
 
 def measure(
-    source: HfDirectory, config: GptOssModelConfig, options: UpcycleOptions, tokens: Tensor
+    source: HfDirectory,
+    config: GptOssModelConfig,
+    options: UpcycleOptions,
+    tokens: Tensor,
+    progress: Progress | None = None,
 ) -> Measurement:
     """Choose the scales of ``up``, and predict the loss of the upcycled model.
 
@@ -336,26 +359,35 @@ def measure(
         config: architecture of the upcycled model.
         options: properties of the upcycled model.
         tokens: calibration text, int64 [tokens].
+        progress: function of (read bytes, total bytes).
     """
     dense = source.config
     assert isinstance(dense, DenseModelConfig)
+    passes = 3
+    model_bytes = sum(
+        math.prod(shape) * source.dtype(name).itemsize for name, shape in hf_shapes(dense).items()
+    )
+
+    def report_pass(number: int, share: float) -> None:
+        if progress is not None:
+            progress(int((number + share) * model_bytes), passes * model_bytes)
 
     def reference[T: Dense](kind: type[T]) -> T:
         return kind(dense, HuggingFaceDense(dense, source.get))
 
     measured = reference(_MeasuredDense)
-    dense_loss = _loss(measured, tokens)
+    dense_loss = _loss(measured, tokens, partial(report_pass, 0))
     up_scales = [_up_scale(peak) for peak in measured.up_peaks]
 
     clamped = reference(_ClampedDense)
     clamped.up_scales = up_scales
-    clamped_loss = _loss(clamped, tokens)
+    clamped_loss = _loss(clamped, tokens, partial(report_pass, 1))
 
     windowed = reference(_WindowedDense)
     windowed.up_scales = up_scales
     windowed.sink = options.sink
     windowed.sliding_window = config.sliding_window
-    upcycled_loss = _loss(windowed, tokens)
+    upcycled_loss = _loss(windowed, tokens, partial(report_pass, 2))
 
     activations = config.num_layers * len(tokens) * config.intermediate_size
     report = UpcycleReport(
@@ -371,10 +403,17 @@ def measure(
     return Measurement(up_scales, report)
 
 
-def _loss(model: Decoder, tokens: Tensor) -> float:
-    """Return the mean loss of the tokens after the first, nats per token."""
-    logits = model.logits(tokens)
-    return cross_entropy(logits[:-1].float(), tokens[1:]).item()
+def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> float:
+    """Return the mean loss of the tokens after the first, nats per token.
+
+    ``progress`` is called with the share of the layers that are done.
+    """
+    layers = model.config.num_layers
+    x = model.embed(tokens)
+    for layer in range(layers):
+        x = model.layer(layer, x)
+        progress((layer + 1) / layers)
+    return cross_entropy(model.output(x)[:-1].float(), tokens[1:]).item()
 
 
 def _up_scale(peak: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class AttemptStatus:
 
     @property
     def is_finished(self) -> bool:
-        """Whether this attempt completed the run."""
+        """True if this attempt completed the run."""
         return self.outcome.get("result") == Result.FINISHED
 
 

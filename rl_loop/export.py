@@ -68,8 +68,8 @@ def export_policy(
 ) -> int:
     """Write weights, config.json, tokenizer and generation settings on rank 0 of the trainer.
 
-    A sample of the written weights is read back and compared with the trainer's weights. Of
-    quantized experts, all values are compared with those of the trainer and of the engines.
+    A sample of the written weights is read back and compared with the trainer's weights. All values
+    of quantized experts are compared with those of the trainer and of the engines.
 
     Args:
         trainer: holds the policy.

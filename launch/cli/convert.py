@@ -225,10 +225,12 @@ def convert_upcycle(
         CALIBRATION_TEXT,
         UpcycleOptions,
         calibration_tokens,
+        read_calibration_text,
         upcycle,
     )
 
-    tokens = calibration_tokens(dense_dir, read_text(text) if text else CALIBRATION_TEXT)
+    measured_text = CALIBRATION_TEXT if text is None else read_calibration_text(text)
+    tokens = calibration_tokens(dense_dir, measured_text)
     options = UpcycleOptions(
         num_experts=experts,
         experts_per_token=active,
@@ -237,8 +239,16 @@ def convert_upcycle(
         expert_noise=expert_noise,
         seed=seed,
     )
-    with bytes_bars("upcycle") as [progress]:
-        report = upcycle(dense_dir, hf_dir, options, tokens, DTYPES[precision], progress)
+    with bytes_bars("measure", "write  ") as (measured, written):
+        report = upcycle(
+            dense_dir,
+            hf_dir,
+            options,
+            tokens,
+            DTYPES[precision],
+            progress=written,
+            measure_progress=measured,
+        )
     print(report)
     print(hf_dir)
 
@@ -261,16 +271,6 @@ def convert_verify(
         result = verify(hf_dir, megatron_dir, progress)
     print(result)
     raise typer.Exit(0 if result.equal else 1)
-
-
-def read_text(path: Path) -> str:
-    """Read a text file. Raises ConversionError."""
-    from converters.errors import ConversionError
-
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConversionError(f"--text {path}: cannot be read ({error})") from None
 
 
 def is_megatron(directory: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,18 @@ from converters.errors import ConversionError
 from converters.families.registry import hugging_face_reference
 from converters.hf_directory import HfDirectory
 from converters.reference.layouts import source_of
+from converters.reference.rotary import rotary_frequencies
 from converters.upcycle import (
     UpcycleOptions,
     calibration_tokens,
     measure,
+    read_calibration_text,
     upcycle,
     upcycled_config,
     upcycled_tensors,
 )
 from megatron_gptoss.families.dense.config import DenseModelConfig
+from megatron_gptoss.layers.rotary import inverse_frequencies
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from tests.support.converters.dense_models import save_dense
 from tests.support.converters.models import save_hf, tiny_weights
@@ -172,3 +176,46 @@ def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
     (dense / "tokenizer.json").write_text("{}")
     with pytest.raises(ConversionError, match=r"tokenizer\.json: cannot be read"):
         calibration_tokens(dense)
+
+
+def test_pipes_and_bytes_are_no_calibration_input(tmp_path: Path) -> None:
+    """A pipe would block the command."""
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConversionError, match="not a regular file"):
+        calibration_tokens(tmp_path)
+    with pytest.raises(ConversionError, match="not a regular file"):
+        read_calibration_text(tmp_path / "tokenizer.json")
+    (tmp_path / "text").write_bytes(b"\xff")
+    with pytest.raises(ConversionError, match="text: cannot be read as text"):
+        read_calibration_text(tmp_path / "text")
+
+
+def test_progress_of_measuring_and_writing_reaches_the_end(tmp_path: Path) -> None:
+    dense = save_dense(tmp_path / "dense", LLAMA)
+    written: list[tuple[int, int]] = []
+    measured: list[tuple[int, int]] = []
+    upcycle(
+        dense,
+        tmp_path / "moe",
+        EXACT,
+        TOKENS.tolist(),
+        progress=lambda *values: written.append(values),
+        measure_progress=lambda *values: measured.append(values),
+    )
+    for calls in (written, measured):
+        assert len(calls) > LLAMA.num_layers
+        assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+        assert calls[-1][0] == calls[-1][1]
+
+
+def test_trainer_rotates_by_the_dense_frequencies(tmp_path: Path) -> None:
+    """YaRN with factor 1 keeps all bits, in the reference and in the trainer."""
+    # With YaRN's default bounds, the ramp would round two of these frequencies.
+    sizes = {"head_size": 64, "max_length": 2048, "rope_theta": 10_000.0}
+    model = LLAMA.model_copy(update=sizes)
+    source = HfDirectory(save_dense(tmp_path / "dense", model))
+    config = upcycled_config(source, EXACT)
+    for frequencies in (inverse_frequencies, rotary_frequencies):
+        upcycled, factor = frequencies(config)
+        dense, _ = frequencies(source.config)
+        assert torch.equal(upcycled, dense) and factor == 1.0
