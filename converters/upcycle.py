@@ -127,11 +127,6 @@ class UpcycleReport:
 
     def __str__(self) -> str:
         config = self.config
-        losses = {
-            "dense model": self.dense_loss,
-            "with the clamps of GPT-OSS": self.clamped_loss,
-            f"with clamps, sinks and windows of {config.sliding_window:,}": self.upcycled_loss,
-        }
         lines = [
             f"{self.parameters:,} parameters: {config.num_layers} layers, {config.num_experts} "
             f"experts, {config.experts_per_token} per token",
@@ -139,8 +134,15 @@ class UpcycleReport:
             "within their clamps",
             f"loss on {self.tokens:,} tokens of calibration text, nats per token:",
         ]
+
+        losses = {
+            "dense model": self.dense_loss,
+            "with the clamps of GPT-OSS": self.clamped_loss,
+            f"with clamps, sinks and windows of {config.sliding_window:,}": self.upcycled_loss,
+        }
         for name, loss in losses.items():
             lines.append(f"  {name:44} {loss:.4f} ({loss - self.dense_loss:+.4f})")
+
         if self.clamped_layers:
             layers = ", ".join(map(str, self.clamped_layers))
             lines.append(

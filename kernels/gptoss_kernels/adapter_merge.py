@@ -178,8 +178,7 @@ def _check_update(a: Tensor, b: Tensor, out: Tensor) -> None:
     if out.dtype != torch.bfloat16 or not is_placed or out.shape[-1] % COLUMNS:
         raise ValueError(
             f"out must be a contiguous bf16 tensor with a multiple of {COLUMNS} columns, at an "
-            "address "
-            f"that is a multiple of {ALIGNMENT}, got {out.dtype} {list(out.shape)}"
+            f"address that is a multiple of {ALIGNMENT}, got {out.dtype} {list(out.shape)}"
         )
     rank = a.shape[-2]
     batch = out.shape[:-2]

@@ -118,8 +118,7 @@ class HfKeys:
             elif key not in known and value is not None:
                 raise ValueError(
                     f"{where}: {key} is unknown ({value!r}) and may change what the model "
-                    "computes. "
-                    "Remove the key if it does not"
+                    "computes. Remove the key if it does not"
                 )
 
         for key, original in self.aliases.items():
@@ -271,8 +270,7 @@ class RopeSettings:
                 f"{where}: {self.section}.attention_factor must be {expected}, which follows from "
                 "the "
                 f"factor, or absent, got {self.scaling['attention_factor']!r}. Other values are "
-                "not "
-                "supported"
+                "not supported"
             )
 
 
@@ -328,8 +326,7 @@ def _read_section(name: str, section: dict[str, Any], where: str) -> dict[str, A
     if len(types) == 2 and types[0] != types[1]:
         raise ValueError(
             f"{where}: {name}.rope_type ({types[0]!r}) and {name}.type ({types[1]!r}) differ. "
-            "Remove "
-            "the one that is wrong"
+            "Remove the one that is wrong"
         )
     rope_type = types[0] if types else "default"
     if not isinstance(rope_type, str) or rope_type not in _ROPE_KEYS:

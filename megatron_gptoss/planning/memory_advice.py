@@ -311,8 +311,7 @@ def _save_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardwar
     more = " more" if estimate.host else ""
     text = (
         f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for "
-        "the "
-        "weights, and the optimizer's state in fp32, that its ranks write"
+        "the weights, and the optimizer's state in fp32, that its ranks write"
     )
     if hardware.host_gigabytes is None:
         return text

@@ -50,6 +50,7 @@ class SourceConfig(StrictModel):
     def _check(self) -> Self:
         check_place(self.train_path)
         check_place(self.held_out_path)
+
         if self.train_path is not None and self.held_out_path is None:
             raise ValueError(
                 "train_path needs held_out_path, because accuracy is measured on tasks that are "
@@ -59,6 +60,7 @@ class SourceConfig(StrictModel):
             raise ValueError(
                 "held_out_path has no train_path. Set train_path, or weight=0 to evaluate only."
             )
+
         if self.pass_rate is not None and self.train_path is None:
             raise ValueError(
                 "pass_rate filters the tasks of train_path, but train_path is null. Set "
@@ -69,6 +71,7 @@ class SourceConfig(StrictModel):
                 "columns apply to train_path and held_out_path, but both are null. Set these "
                 "paths, or leave columns out."
             )
+
         environment_class(self.environment).Options.model_validate(self.options)
         return self
 

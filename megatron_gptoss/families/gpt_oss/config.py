@@ -257,26 +257,26 @@ def _check_quantization(settings: Any, where: str) -> None:
     """Raise ValueError if ``quantization_config`` exists and is not MXFP4 for all experts."""
     if settings is None:
         return
+
     if not isinstance(settings, dict) or settings.get("quant_method") != "mxfp4":
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise ValueError(
             f"{where}: quantization_config.quant_method must be 'mxfp4', got {method!r}. Use the "
-            "model "
-            "in bf16 or MXFP4"
+            "model in bf16 or MXFP4"
         )
+
     for key, value in settings.items():
         if key not in _QUANTIZATION_KEYS and value is not None:
             raise ValueError(
                 f"{where}: quantization_config.{key} is unknown ({value!r}). Use the model in bf16 "
-                "or "
-                "MXFP4 as it was released"
+                "or MXFP4 as it was released"
             )
+
     for module in settings.get("modules_to_not_convert") or ():
         if _EXPERT_PATTERN in str(module):
             raise ValueError(
                 f"{where}: quantization_config.modules_to_not_convert names experts ({module!r}), "
-                "and "
-                "all experts are converted or none. Remove it"
+                "and all experts are converted or none. Remove it"
             )
 
 
