@@ -223,7 +223,7 @@ class ForkedPool:
         Raises:
             PoolFailure: no worker starts, or ``close`` was called.
         """
-        for _ in range(2):
+        for attempt in range(3):
             with self._lock:
                 if self._closings != closings:
                     raise PoolFailure(f"{self._name} was closed")
@@ -235,9 +235,12 @@ class ForkedPool:
             if worker is not None and _is_ready(worker):
                 return worker
 
-            # The server died since its last use.
             if worker is not None:
                 worker.close()
+            if attempt == 0 and server is not None and server.poll() is None:
+                # Only the worker died. The server's other workers may be answering questions.
+                continue
+
             with self._lock:
                 # Another thread may have started the next one.
                 if self._server is server:
@@ -338,7 +341,7 @@ def _request_worker(requests: socket.socket) -> socket.socket | None:
 
 
 def _is_ready(worker: socket.socket) -> bool:
-    """Wait until a worker accepts questions. Return False if it has died."""
+    """Wait until a worker accepts questions. Return False if it died or does not start."""
     worker.settimeout(START_SECONDS)
     try:
         kind, _ = receive(worker)

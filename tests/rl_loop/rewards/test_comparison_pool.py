@@ -55,7 +55,7 @@ def computing(pool: ComparisonPool) -> list[psutil.Process]:
 
 def end_slow_comparisons(pool: ComparisonPool, is_done: Callable[[], bool]) -> None:
     """Signal busy workers as their time limit does, until ``is_done`` returns True."""
-    pool._seconds = 0.0
+    pool.processes.seconds = 0.0
     while not is_done():
         for worker in computing(pool):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -130,6 +130,28 @@ def test_dead_server_is_restarted(pool) -> None:
     for process in own_processes(pool):
         process.kill()
     assert pool.equivalent("x+1", "1+x")
+
+
+def test_death_of_a_new_worker_ends_no_other_comparison(patient_pool, monkeypatch) -> None:
+    """The server keeps its other workers, which compute, and forks one more."""
+    is_ready = forked_pool._is_ready
+    server = own_processes(patient_pool)[0]
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(patient_pool.equivalent, SLOW[0], "4")
+        wait_until(lambda: computing(patient_pool))
+        (worker,) = computing(patient_pool)
+
+        outcomes = iter([False])
+        monkeypatch.setattr(
+            forked_pool, "_is_ready", lambda socket: next(outcomes, True) and is_ready(socket)
+        )
+        assert patient_pool.equivalent("x+1", "1+x")
+        assert next(outcomes, None) is None, "no new worker was requested"
+        assert own_processes(patient_pool)[0] == server
+        assert worker in computing(patient_pool)
+        assert not slow.done()
+        end_slow_comparisons(patient_pool, slow.done)
+        assert not slow.result()
 
 
 def kill_busy_workers(pool: ComparisonPool, times: int) -> bool:
