@@ -1,4 +1,4 @@
-"""Benchmarks of rollouts: many concurrent episodes, and rollouts that run ahead of training."""
+"""Benchmarks of rollouts: concurrent episodes, rollouts ahead of training, time of a turn."""
 
 from benchmarks.harness import run_program
 
@@ -6,6 +6,7 @@ PROGRAMS = {
     "concurrent": "concurrent",
     "simulate": "simulation",
     "staleness": "staleness",
+    "turns": "turn_cost",
 }
 
 if __name__ == "__main__":

@@ -231,7 +231,7 @@ def _draft(
     context = shared[-1].token_ids() if shared else []
     # Each turn holds only the routes of its new tokens, so all turns of the path contribute.
     for node in shared:
-        draft.append_routes(node.routes)
+        draft.append_routes(node.sampled.routed_experts)
 
     for node in fresh:
         # Everything before the first turn to train on is its prompt.
@@ -244,6 +244,5 @@ def _draft(
 
         sampled_ids = node.sampled.output_ids
         draft.append("assistant", sampled_ids, decode(sampled_ids), node.sampled)
-        draft.append_routes(node.routes)
         draft.tool_calls += len(node.answer.calls)
     return draft

@@ -1,10 +1,8 @@
 """One sampled turn of a session, and its prompt."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import FUNCTIONS
@@ -32,11 +30,7 @@ class Node:
     new_role: str
     """Author of ``new_ids``: "prompt", "tool" or "user"."""
     sampled: GenerateResult
-    """Sampled turn, without its routes."""
-    routes: np.ndarray | None
-    """uint8 or int16 [tokens, layers, top_k]: experts of the tokens that were first an input of
-    this turn.
-    """
+    """Sampled turn, with the experts of the tokens that were first an input of this turn."""
     finish_reason: FinishReason
     """Reason for the end of the turn."""
     answer: Answer
@@ -156,6 +150,14 @@ class Prompt:
         before = self.parent.token_ids() if self.parent is not None else []
         return before + self.new_ids
 
+    @property
+    def routes_start(self) -> int:
+        """Index of the first token whose experts no earlier turn has returned."""
+        if self.parent is None:
+            return 0
+        # The last token of the parent is first an input of this turn.
+        return len(self.token_ids) - len(self.new_ids) - 1
+
 
 def new_node(
     request: TurnRequest,
@@ -192,15 +194,12 @@ def new_node(
     if prompt.parent is not None:
         new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
 
-    result = sampled.result
     return Node(
         response_id=response_id,
         parent=prompt.parent,
         new_ids=prompt.new_ids,
         new_role=new_role,
-        # The routes of the whole prefix would be stored with every turn.
-        sampled=replace(result, routed_experts=None),
-        routes=_new_routes(prompt.parent, result),
+        sampled=sampled.result,
         finish_reason=finish_reason,
         answer=turn.answer,
         format_error=turn.format_error,
@@ -216,18 +215,3 @@ def new_node(
         fingerprint=request.fingerprint,
         is_stored=request.is_stored,
     )
-
-
-def _new_routes(parent: Node | None, sampled: GenerateResult) -> np.ndarray | None:
-    """Return the routes of tokens that were not an input of an earlier turn.
-
-    A copy, because a view would keep the routes of the whole prefix alive for every turn.
-    """
-    if sampled.routed_experts is None:
-        return None
-    known = 0
-    if parent is not None:
-        # The last token of a turn is first an input of the next turn.
-        known = len(parent.token_ids()) - 1
-    routes: np.ndarray = sampled.routed_experts[known:].copy()
-    return routes

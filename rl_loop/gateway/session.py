@@ -229,6 +229,7 @@ class Session:
             prompt.token_ids,
             max_new_tokens=request.max_new_tokens,
             sampling=self._sampling(request),
+            routes_start=prompt.routes_start,
         )
         turn = await self._read_turn(sampled.result, request)
         node = new_node(request, response_id, place, prompt, sampled, turn)

@@ -180,7 +180,11 @@ class EpisodeRunner:
         """
         draft = self.draft
         with self.episode.turn() as number:
-            turn = await self.episode.sample(str(number), draft.token_ids + self.unread)
+            turn = await self.episode.sample(
+                str(number),
+                draft.token_ids + self.unread,
+                routes_start=draft.routed_tokens,
+            )
             self.episode.keep(turn.result)
 
         # Tool results join the episode only with the turn that was sampled from them. Otherwise an

@@ -183,6 +183,7 @@ class Episode:
         *,
         max_new_tokens: int | None = None,
         sampling: SamplingParams | None = None,
+        routes_start: int = 0,
     ) -> SampledTurn:
         """Sample a turn. The turn is not kept yet.
 
@@ -191,6 +192,7 @@ class Episode:
             prefix: token ids before the turn.
             max_new_tokens: limit of this turn in addition to the limits of the episode.
             sampling: sampling parameters of this turn. None for the parameters of the episode.
+            routes_start: index of the first token whose experts are returned.
 
         Raises:
             EpisodeOver: no tokens are left, or no time to sample a token.
@@ -200,7 +202,9 @@ class Episode:
         if budget.tokens <= 0:
             raise EpisodeOver(budget.limit)
 
-        result = await self.sampler.sample(name, prefix, budget.tokens, sampling)
+        result = await self.sampler.sample(
+            name, prefix, budget.tokens, sampling, routes_start=routes_start
+        )
         # The engine returns no token only if the time ran out before the first one.
         if not result.output_ids:
             raise EpisodeOver(self.out_of_time())

@@ -31,8 +31,8 @@ class EpisodeDraft:
         self._routes: list[np.ndarray] = []
         """Parts of the routes of the tokens so far. They are large, so they are joined only
         once."""
-        self._routed_tokens = 0
-        """Number of tokens in all parts."""
+        self.routed_tokens = 0
+        """Number of tokens in all parts: the first tokens of the episode."""
 
     def __len__(self) -> int:
         """Return the number of tokens so far."""
@@ -59,10 +59,7 @@ class EpisodeDraft:
         self._log_probs += sampled.output_log_probs
         self._weight_versions += shifted(sampled.weight_versions, start)
         if sampled.routed_experts is not None:
-            # Every token keeps the experts of its first forward pass, which computed the returned
-            # log-probs. Copied, because a view would keep the routes of the whole prefix alive in
-            # every turn.
-            self.append_routes(sampled.routed_experts[self._routed_tokens :].copy())
+            self.append_routes(sampled.routed_experts)
 
     def note_reuse(self, sampled: GenerateResult) -> None:
         """Count the tokens that the engine had processed before a turn, and those it reused.
@@ -83,10 +80,10 @@ class EpisodeDraft:
         # The token before the turn is first an input of the turn itself, so its route is unknown,
         # too.
         known = max(0, turn.start - 1)
-        while self._routed_tokens > known:
+        while self.routed_tokens > known:
             piece = self._routes.pop()
-            self._routed_tokens -= len(piece)
-            self.append_routes(piece[: max(0, known - self._routed_tokens)])
+            self.routed_tokens -= len(piece)
+            self.append_routes(piece[: max(0, known - self.routed_tokens)])
 
     def to_trajectory(self, *, with_routes: bool = True) -> Trajectory:
         """Return the episode without its outcome, which the caller sets.
@@ -121,4 +118,4 @@ class EpisodeDraft:
         """Append the routes of tokens after those with routes. None for unknown routes."""
         if piece is not None and len(piece) > 0:
             self._routes.append(piece)
-            self._routed_tokens += len(piece)
+            self.routed_tokens += len(piece)

@@ -156,7 +156,12 @@ class PurifyingRunner(EpisodeRunner):
             return None
         prefix = turn.prefix + turn.sampled.output_ids + error
         try:
-            sampled = await self.episode.sample(f"retry{self._retries}", prefix)
+            sampled = await self.episode.sample(
+                f"retry{self._retries}",
+                prefix,
+                # No token keeps the experts of a retry, because its tokens move to another place.
+                routes_start=len(prefix) - 1,
+            )
         except EpisodeOver:
             return None
         # A truncated retry has no complete call.
@@ -216,13 +221,14 @@ def _splice(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -
 
     routes = turn.sampled.routed_experts
     if routes is not None:
-        # The last token has no route, because it was not an input yet.
-        rows = len(turn.prefix) + len(ids) - 1
-        routes = routes[: min(rows, len(turn.prefix) + kept)]
+        # One row per token of the turn: the experts of the token before it, which was the input
+        # that it was sampled from. The row after the kept tokens belongs to the last of them.
+        rows = routes[len(routes) - len(turn.sampled.output_ids) :]
+        rows = rows[: min(kept + 1, len(ids))]
         unknown = np.full(
-            (rows - len(routes), *routes.shape[1:]), unknown_route(routes.dtype), routes.dtype
+            (len(ids) - len(rows), *rows.shape[1:]), unknown_route(rows.dtype), rows.dtype
         )
-        routes = np.concatenate([routes, unknown])
+        routes = np.concatenate([rows, unknown])
 
     return replace(
         sampled,

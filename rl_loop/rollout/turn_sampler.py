@@ -60,6 +60,8 @@ class TurnSampler:
         prefix: list[int],
         max_new_tokens: int,
         sampling: SamplingParams | None = None,
+        *,
+        routes_start: int = 0,
     ) -> GenerateResult:
         """Sample one turn.
 
@@ -73,6 +75,7 @@ class TurnSampler:
             prefix: token ids before the turn.
             max_new_tokens: limit of the turn.
             sampling: sampling parameters of the turn. None for ``self.sampling``.
+            routes_start: index of the first token whose experts are returned.
 
         Raises:
             EngineFault: the engine failed repeatedly.
@@ -87,7 +90,7 @@ class TurnSampler:
                 return replace(sampled, finish_reason=FinishReason.TIMEOUT)
 
             rest = await self._sample_rest(
-                f"{self.episode}/{turn}", prefix, sampled.output_ids, room, sampling
+                f"{self.episode}/{turn}", prefix, sampled, room, sampling, routes_start
             )
             if sampled.output_ids and rest.output_ids:
                 # All tokens except the last one were inputs before the abort.
@@ -139,16 +142,28 @@ class TurnSampler:
         self,
         turn: str,
         prefix: list[int],
-        done: list[int],
+        begin: GenerateResult,
         room: int,
         sampling: SamplingParams | None,
+        routes_start: int,
     ) -> GenerateResult:
-        """Sample at most ``room`` tokens after ``prefix`` and the tokens ``done`` of the turn."""
+        """Sample at most ``room`` tokens after ``prefix`` and the ``begin`` of the turn."""
+        done = begin.output_ids
         name = f"{turn}/{len(done)}"
         # The name contains the number of tokens, because the rest of an aborted turn must not reuse
         # the random numbers of its beginning.
         seeded = replace(sampling or self.sampling, max_new_tokens=room, seed=_seed_of(name))
-        request = GenerateRequest(name, prefix + done, seeded, self.routed_experts)
+        # Every token keeps the experts of its first forward pass, which computed the returned
+        # log-probs. An engine that continues a turn may choose others for the tokens before.
+        if begin.routed_experts is not None:
+            routes_start += len(begin.routed_experts)
+        request = GenerateRequest(
+            name,
+            prefix + done,
+            seeded,
+            return_routed_experts=self.routed_experts,
+            routes_start=routes_start if self.routed_experts else 0,
+        )
 
         for attempt, pause in enumerate((*FAULT_PAUSES, None), start=1):
             try:
@@ -241,22 +256,23 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
         output_log_probs=begin.output_log_probs + rest.output_log_probs,
         finish_reason=rest.finish_reason,
         weight_versions=begin.weight_versions + shifted(rest.weight_versions, done),
-        routed_experts=first_routes(begin.routed_experts, rest.routed_experts),
+        routed_experts=_joined_routes(begin, rest),
         # After an abort the cache also holds the tokens of this turn.
         cached_tokens=begin.cached_tokens if done else rest.cached_tokens,
     )
 
 
-def first_routes(earlier: np.ndarray | None, latest: np.ndarray | None) -> np.ndarray | None:
-    """Merge the experts of a prefix and of a longer sequence, both [tokens, layers, top_k].
+def _joined_routes(begin: GenerateResult, rest: GenerateResult) -> np.ndarray | None:
+    """Join the experts of two parts of one turn, both [tokens, layers, top_k].
 
-    Every token keeps the experts of its first forward pass, which computed the returned log-probs.
+    Those of ``rest`` begin with the first token that ``begin`` has no experts of.
     """
-    if earlier is None:
-        return latest
-    if latest is None:
-        return earlier
-    return np.concatenate([earlier, latest[len(earlier) :]])
+    # A part without tokens may have been aborted at any point of its prompt.
+    if not rest.output_ids or rest.routed_experts is None:
+        return begin.routed_experts
+    if begin.routed_experts is None:
+        return rest.routed_experts
+    return np.concatenate([begin.routed_experts, rest.routed_experts])
 
 
 def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:

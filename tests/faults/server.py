@@ -137,6 +137,7 @@ class PolicyServer(LocalServer):
                 seed=params["sampling_seed"],
             ),
             return_routed_experts=body["return_routed_experts"],
+            routes_start=body["routed_experts_start_len"],
         )
         result = await self._engine.generate(request)
         is_same = result.output_ids[:start] == ids[len(ids) - start :]

@@ -341,7 +341,7 @@ class Scheduler:
             try:
                 # A copy, because another sequence will use the row.
                 recorded = check_routes(
-                    routes.to("cpu", copy=True).numpy(),
+                    routes[sequence.request.routes_start :].to("cpu", copy=True).numpy(),
                     self.model.config.num_local_experts,
                 )
             except RuntimeError as error:

@@ -76,6 +76,7 @@ class Turn:
             },
             "return_logprob": True,
             "return_routed_experts": self.request.return_routed_experts,
+            "routed_experts_start_len": self.request.routes_start,
             "stream": True,
         }
 
@@ -177,7 +178,8 @@ class ResponseReader:
 
             if turn.request.return_routed_experts:
                 # The last sampled token was never an input of the model, so it has no experts.
-                tokens = len(turn.request.input_ids) + len(result.output_ids) + len(chunk.ids) - 1
+                inputs = len(turn.request.input_ids) + len(result.output_ids) + len(chunk.ids) - 1
+                tokens = inputs - turn.request.routes_start
                 result.routed_experts = self._read_routes(chunk.meta, tokens)
 
         result.output_ids += chunk.ids

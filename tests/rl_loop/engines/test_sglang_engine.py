@@ -16,7 +16,9 @@ from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import (
     GenerateRequest,
     GenerateResult,
+    ModelShape,
     SamplingParams,
+    check_result,
     server_client,
     weight_holder,
 )
@@ -132,6 +134,15 @@ async def test_tokens_log_probs_routes_and_versions_arrive_as_sampled() -> None:
         )
 
 
+async def test_routes_begin_with_the_requested_token() -> None:
+    async with engine_over(LocalServer()) as (engine, _):
+        everything = await engine.generate(request(PROMPT, 30, routes=True))
+        asked = replace(request(PROMPT, 30, routes=True), routes_start=len(PROMPT) - 1)
+        rest = await engine.generate(asked)
+        assert np.array_equal(rest.routed_experts, everything.routed_experts[len(PROMPT) - 1 :])
+        check_result(asked, rest, ModelShape(SERVED_MODEL.vocab_size, LAYERS, TOP_K))
+
+
 async def test_turns_reuse_their_prefix_and_episodes_balance_servers() -> None:
     servers = [LocalServer(token_seconds=0.002) for _ in range(4)]
     async with engine_over(*servers) as (engine, _):
@@ -186,14 +197,15 @@ async def test_turn_of_a_dead_server_continues_on_another_server() -> None:
     first, second = LocalServer(token_seconds=0.01), LocalServer(token_seconds=0.001)
     async with engine_over(first, second) as (engine, fleet):
         fleet.states[second.url] = ServerState.STALE
-        sampling = asyncio.ensure_future(engine.generate(request(PROMPT, 200, routes=True)))
+        asked = replace(request(PROMPT, 200, routes=True), routes_start=5)
+        sampling = asyncio.ensure_future(engine.generate(asked))
         await wait_until_async(lambda: len(first.cache) >= len(PROMPT) + 30)
         fleet.states[second.url] = ServerState.SYNCED
         await first.stop()
         result = await sampling
         check(result, PROMPT)
         assert len(result.output_ids) == 200
-        assert len(result.routed_experts) == len(PROMPT) + 199
+        assert len(result.routed_experts) == len(PROMPT) + 199 - 5
         assert second.met == [] and len(second.served) == 1
 
 

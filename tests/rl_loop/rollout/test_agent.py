@@ -86,8 +86,10 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
         start = len(request.input_ids)
         assert request.input_ids == trajectory.token_ids[:start].tolist() or not made.output_ids
         sampled_in |= dict.fromkeys(range(start, start + len(made.output_ids)), version)
-        for position in range(start + len(made.output_ids) - 1):
-            processed_in.setdefault(position, version)
+        if made.output_ids:
+            # A part of a turn without tokens may have been aborted before it had an input.
+            for position in range(start + len(made.output_ids) - 1):
+                processed_in.setdefault(position, version)
     assert [p for p, m in enumerate(trajectory.loss_mask) if m] == sorted(sampled_in)
     assert trajectory.rollout_log_probs.tolist() == [
         log_prob_at(p) if p in sampled_in else 0.0 for p in range(n)
@@ -99,6 +101,8 @@ def check_against_engine(trajectory: Trajectory, engine: ScriptedEngine, harmony
         assert trajectory.routed_experts[:, 0].tolist() == [
             [p, processed_in[p]] for p in range(n - 1)
         ]
+        returned = [made.routed_experts for made in engine.results if made.output_ids]
+        assert sum(map(len, returned)) == n - 1, "the engine returns every route once"
     assert [turn.start for turn in trajectory.turns] == [
         0,
         *(turn.end for turn in trajectory.turns[:-1]),

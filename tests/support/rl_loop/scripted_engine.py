@@ -60,8 +60,8 @@ class ScriptedEngine:
         await asyncio.sleep(0)
         start = len(request.input_ids)
         routes = None
-        if request.return_routed_experts and self.returns_routes:
-            positions = np.arange(start + n - 1, dtype=np.int16)
+        if request.return_routed_experts and self.returns_routes and n:
+            positions = np.arange(request.routes_start, start + n - 1, dtype=np.int16)
             routes = np.stack([positions, np.full_like(positions, version)], axis=1)[:, None]
         result = GenerateResult(
             output,

@@ -365,6 +365,7 @@ class LocalServer:
             routes = np.zeros((len(ids) - 1, LAYERS, TOP_K), dtype=np.int32)
             if not self.zero_routes:
                 routes[..., 1] = 1 + np.arange(len(ids) - 1)[:, None] % (EXPERTS - 1)
+            routes = routes[body["routed_experts_start_len"] :]
             meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return {"output_ids": [entry[1] for entry in tokens], "meta_info": meta}
 

@@ -157,8 +157,12 @@ def check_capture(served: Served, trajectories: list[Trajectory], *, lost: int =
                 assert trajectory.routed_experts is None
                 continue
             assert isinstance(trajectory.routed_experts, np.ndarray)
+            # A turn that continues another one returns the routes of its new tokens only.
+            earlier = [other for other, _ in runs(trajectory.loss_mask) if other < start]
+            assert call.request.routes_start > 0 or not earlier
             np.testing.assert_array_equal(
-                trajectory.routed_experts[: end - 1], call.result.routed_experts
+                trajectory.routed_experts[call.request.routes_start : end - 1],
+                call.result.routed_experts,
             )
     assert len(unclaimed) == lost
 
