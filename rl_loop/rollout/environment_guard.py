@@ -20,6 +20,9 @@ OPEN_SECONDS = 300.0
 the cause."""
 CLOSE_SECONDS = 30.0
 """Time limit of ``Environment.close``."""
+METHOD_SECONDS = 60.0
+"""Smallest time limit of every other method. On a busy machine even a method that computes nothing
+may take seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,11 @@ class EnvironmentGuard:
         Args:
             environment: environment of the episode.
             clock: clock of the episode, which limits ``step``.
-            seconds: time limit of each other method.
+            seconds: time limit of each other method, at least METHOD_SECONDS.
         """
         self.environment = environment
         self._clock = clock
-        self._seconds = seconds
+        self._seconds = max(seconds, METHOD_SECONDS)
 
     @property
     def name(self) -> str:

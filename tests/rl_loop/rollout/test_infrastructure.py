@@ -28,7 +28,13 @@ from rl_loop.data.trajectory import (
     TrajectoryGroup,
     WeightVersionSpan,
 )
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    ModelShape,
+    SamplingParams,
+    check_routes,
+)
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.base import Environment, StepResult, ToolError
 from rl_loop.environments.retool import ReToolEnvironment
@@ -276,6 +282,20 @@ def test_experts_of_routes_are_checked_when_known(tiny: Harmony) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [[3, 3], [-1, 0], [0, 4], [4, 0]],
+    ids=["an expert twice", "not known", "beyond the last expert", "beyond it, first"],
+)
+@pytest.mark.parametrize("token", [0, 4])
+def test_impossible_choice_of_experts_is_named(choice: list[int], token: int) -> None:
+    routes = np.tile(np.array([2, 0], np.int16), (5, 3, 1))
+    assert check_routes(routes, experts=4) is routes
+    routes[token, 2] = choice
+    with pytest.raises(RuntimeError, match=rf"of layer 2 .* of 4 experts at token {token}\."):
+        check_routes(routes, experts=4)
+
+
 class HangingEngine(ScriptedEngine):
     """An engine that hangs in requests and aborts. If ``begins``, it reports the begin."""
 
@@ -482,6 +502,29 @@ def test_hanging_tool_or_checker_times_out_the_episode(
         -1.0,
     )
     assert seconds > 0.15
+
+
+def test_slow_end_of_an_episode_out_of_time_keeps_its_reward(
+    tiny: Harmony, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may delay every method, so the time of an episode does not limit its end."""
+    limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
+
+    def play_with_slow_end() -> Trajectory:
+        environment = FaultyEnvironment("end_truncated", slow_end)
+        engine = ScriptedEngine([answer(tiny)], hang=True)
+        return play(tiny, engine, environment, limits)
+
+    def slow_end() -> StepResult:
+        time.sleep(0.5)
+        return StepResult(done=True, reward=-0.5)
+
+    episode = play_with_slow_end()
+    assert (episode.finish_reason, episode.invalid) == (FinishReason.TIMEOUT, None)
+    assert episode.reward == -0.5
+
+    monkeypatch.setattr("rl_loop.rollout.environment_guard.METHOD_SECONDS", 0.0)
+    check_invalid(play_with_slow_end(), "environment")
 
 
 def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
