@@ -45,6 +45,8 @@ class Answer:
     def as_message(self) -> dict[str, Any]:
         """Return the message that the client adds to its conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        # Absent keys mean no reasoning and no calls: ``new_node`` recognizes an empty turn by its
+        # keys.
         if self.reasoning:
             message["thinking"] = self.reasoning
         if self.calls:
@@ -86,24 +88,31 @@ def read_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) 
     """
     reasoning_tokens = codec.reasoning_tokens(sampled.output_ids)
     turn = replace(_parsed_turn(codec, sampled, tools), reasoning_tokens=reasoning_tokens)
+    # Computed here, because a worker may run this function, and pickle passes cached values on.
     _ = turn.digest
     return turn
 
 
 def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
     ids = sampled.output_ids
+    # Recipients have the prefix of functions, names of the client's tools do not.
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     if sampled.finish_reason is not FinishReason.STOP:
         # A truncated turn is not a format error, whatever its content.
         cut = codec.parse_truncated_for_client(ids)
+        # The client cannot run any other call. In a truncated turn it is dropped instead of
+        # reported.
         readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
         return ReadTurn(_answer_of(readable), closing=cut.closing, dropped=cut.dropped)
 
     messages = codec.parse_for_client(ids)
     if isinstance(messages, FormatError):
         return ReadTurn(Answer(), format_error=messages.kind)
+    # Built-in tools are unknown, too: only environments run them, so the call would stay
+    # unanswered.
     if any(m.recipient is not None and m.recipient not in names for m in messages):
         return ReadTurn(Answer(), format_error="unknown_tool")
+    # The client would get neither a text nor a call, so its agent would have nothing to act on.
     if all(message.channel == "analysis" and message.recipient is None for message in messages):
         return ReadTurn(Answer(), format_error="unanswered")
     return ReadTurn(_answer_of(messages))
@@ -118,6 +127,8 @@ def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
         if message.recipient is not None:
             calls.append(
                 FunctionCall(
+                    # Chat formats have no call ids. The forest finds the turn of a call by this
+                    # id.
                     call_id=f"call_{secrets.token_hex(12)}",
                     name=message.recipient.removeprefix(FUNCTIONS),
                     arguments=message.text,

@@ -16,6 +16,7 @@ SHORT_BODY_BYTES = 16 * 1024
 in another process (``rl_loop.gateway.jobs``)."""
 BODY_SECONDS = 30.0
 """Time limit in seconds for the body of a request."""
+# The time of pickling and of garbage collections grows with the number of objects, not of bytes.
 MAX_VALUES = 40_000
 """Maximum number of values in the JSON of a request: texts, numbers, lists and objects."""
 
@@ -30,6 +31,7 @@ async def read_body(request: web.Request, count: Callable[[int], None]) -> bytes
     Raises:
         ApiError: the body is too long, too slow or encoded, or ``count`` raises it.
     """
+    # The server does not decompress, because a few kilobytes can expand to gigabytes.
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
         message = f"Content-Encoding {encoding[:40]!r} is not supported. Send an unencoded body"

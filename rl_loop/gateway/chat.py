@@ -104,6 +104,7 @@ class ChatCall:
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
         self._model = model
+        # Streams have usage only on request, in a last chunk without choices (``stream_options``).
         self._include_usage = bool(parameters.stream_options.get("include_usage"))
 
     def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
@@ -125,6 +126,7 @@ class ChatCall:
 
     def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer."""
+        # Only the first chunk of a stream has the role. Clients concatenate the other chunks.
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         if node.answer.reasoning:
             deltas.append({"reasoning": node.answer.reasoning})
@@ -174,6 +176,8 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         where = f"messages[{number}]"
         messages.append(_message(mapping(entry, where), where))
 
+    # ``max_tokens`` is the deprecated name of ``max_completion_tokens``. If both are set, both
+    # hold.
     limits = [parameters.max_tokens, parameters.max_completion_tokens]
     return TurnRequest(
         messages=with_answers_in_order(messages, ()),
@@ -210,6 +214,7 @@ def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    # No chat format can render them, and without them the conversation would silently be another.
     for key in ("audio", "function_call", "refusal"):
         if entry.get(key) is not None:
             raise ApiError(
@@ -220,6 +225,7 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
             )
 
     message: dict[str, Any] = {"role": "assistant", "content": ""}
+    # Clients repeat a turn that has only calls with null, as ``_content`` returns it.
     if entry.get("content") is not None:
         message["content"] = text_of(entry["content"], f"{where}.content")
     # Names differ among servers. Only conversations that are not stored are rendered with it.
@@ -266,6 +272,7 @@ def _tool_call(call: FunctionCall) -> dict[str, Any]:
 
 
 def _finish_reason(node: Node) -> str:
+    # First the limit: a truncated turn may have calls, and the last one may be incomplete.
     if node.finish_reason is not FinishReason.STOP:
         return "length"
     return "tool_calls" if node.answer.calls else "stop"

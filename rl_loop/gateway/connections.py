@@ -61,8 +61,10 @@ class Connections:
             most_unknown: maximum connections that have not sent a valid key yet.
         """
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The process also opens files and connections to engines and environments.
         possible = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2
         self._most = most or max(16, min(MAX_CONNECTIONS, possible))
+        # At least half is left for clients with a key.
         self._most_unknown = min(most_unknown, max(1, self._most // 2))
         self._unknown: dict[RequestHandler, None] = {}
         """Connections without a valid key, oldest first."""
@@ -74,6 +76,7 @@ class Connections:
 
     def watch(self, server: web.Server) -> None:
         """Count the connections of a server."""
+        # aiohttp has no hook for connections, so its methods are replaced.
         made, lost = server.connection_made, server.connection_lost
 
         def connection_made(handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -92,11 +95,14 @@ class Connections:
 
     def begin_request(self, handler: RequestHandler) -> None:
         """Record that a connection has sent a request with a valid key."""
+        # A dictionary keeps the order of insertion. Inserting again moves the connection to the
+        # end.
         self._unknown.pop(handler, None)
         self._known[handler] = self._known.pop(handler, 0) + 1
 
     def end_request(self, handler: RequestHandler) -> None:
         """Record that a request of a connection is answered."""
+        # The connection may have been closed during the request.
         if handler in self._known:
             self._known[handler] = self._known.pop(handler) - 1
 
@@ -106,9 +112,12 @@ class Connections:
             self._close(next(iter(self._unknown)))
         if len(self) > self._most:
             idle = (known for known, requests in self._known.items() if requests == 0)
+            # If every other connection is busy, the new one is closed.
             self._close(next(idle, handler))
 
     def _close(self, handler: RequestHandler) -> None:
+        # At once: the event loop calls ``connection_lost`` later, and until then the count would
+        # be wrong.
         self._remove(handler)
         handler.force_close()
 

@@ -62,6 +62,7 @@ class Forest:
     def node(self, response_id: str) -> Node:
         """Return the turn of a response. Raises ApiError if this session has none."""
         node = self._nodes.get(response_id)
+        # The client has no id of a malformed turn, because it got an error instead.
         if node is None or not node.is_stored or node.format_error is not None:
             raise ApiError(
                 404,
@@ -105,6 +106,8 @@ class Forest:
         for length in range(len(everything) - 1, 0, -1):
             parent = self._by_key.get(keys[length])
             # Answers can have the same text and other hidden reasoning. The id distinguishes them.
+            # A client that names a response means this turn, even if a newer one has the same
+            # text.
             if previous is not None and previous.key == keys[length]:
                 parent = previous
             if parent is not None:
@@ -138,11 +141,13 @@ class Forest:
     def add(self, node: Node) -> None:
         """Add a turn."""
         self._nodes[node.response_id] = node
+        # Two conversations may continue from one turn. Each ends in its own leaf.
         if node.parent is not None:
             node.parent.is_leaf = False
         # The client gets no answer to a malformed turn, so no request can continue it.
         if node.format_error is None:
             self._by_fingerprint.setdefault(node.fingerprint, []).append(node)
+            # A newer turn with the same conversation replaces the older one.
             self._by_key[node.key] = node
             for call in node.answer.calls:
                 self._by_call[call.call_id] = node
@@ -184,6 +189,8 @@ class Forest:
         rewards.
         """
         leaves = self.leaves
+        # Complete leaves claim shared turns first, so that masking a truncated leaf does not lose
+        # them.
         trained: set[Node] = set()
         fresh_of: dict[Node, list[Node]] = {}
         for leaf in sorted(leaves, key=lambda leaf: leaf.was_truncated):
@@ -213,6 +220,7 @@ def _continued(
     """
     messages = request.messages
     first = next((i for i, m in enumerate(messages) if m["role"] != "tool"), len(messages))
+    # By identity: sorting returns the same objects, and a digest takes long for a long message.
     digest_of = dict(zip(map(id, messages), request.digests, strict=True))
     if first * len(previous.open_calls) <= MAX_ORDERED:
         messages = (*with_answers_in_order(messages[:first], previous.messages), *messages[first:])

@@ -62,7 +62,10 @@ class ReadJob[AnyCall: Call]:
         """Return the request. Raises ApiError."""
         try:
             call = self.dialect(parse_json(self.body), self.model)
+            # Here instead of on the event loop: the cached values are pickled together with the
+            # request.
             call.request.prepare()
+        # ``parse_json`` checks the body. A schema may also be too deep for ``canonical_value``.
         except RecursionError:
             raise ApiError(400, "invalid_request", "the body is nested too deeply") from None
         return call
@@ -127,6 +130,8 @@ class RenderJob:
         history = kept = self.stored.history
         if history is not None:
             kept = codec.without_finished_analysis(history)
+        # Unchanged tokens are not returned: the stored sequence continues, and there is less to
+        # pickle.
         is_changed = kept is not None and list(kept) != list(history or ())
         return Rendered(
             [*self.stored.closing, *ids], open_calls, list(kept or ()) if is_changed else None
@@ -185,12 +190,15 @@ class RequestWorkers:
     def begin[Result](self, job: Job[Result]) -> "asyncio.Task[Result]":
         """Begin a job. The task raises ApiError, and ends with the job even if no caller waits."""
         task = asyncio.create_task(self._run(job))
+        # asyncio keeps only weak references to tasks, so a job without a waiting client could
+        # vanish.
         self._running.add(task)
         task.add_done_callback(self._note_end)
         return task
 
     async def close(self) -> None:
         """End all processes, and wait for the jobs in them to fail."""
+        # First the processes, because a job ends early only if its process ends.
         await asyncio.to_thread(self._pool.close)
         await asyncio.gather(*self._running, return_exceptions=True)
 
@@ -198,6 +206,8 @@ class RequestWorkers:
         try:
             result: Result = await self._pool.ask_async(job)
             return result
+        # The request caused it, so the client can avoid it. A failure of the pool is not the
+        # client's.
         except TooExpensive:
             gigabytes = JOB_MEMORY_BYTES >> 30
             message = (
@@ -272,6 +282,7 @@ def prepare(codec: ChatCodec) -> None:
     """Load the tables that jobs need, before workers are forked."""
     global _codec
     _codec = codec
+    # The first rendering loads the tokenizer's tables. Forked workers share them.
     codec.render_continuation([{"role": "user", "content": "Hi"}], [], 0)
 
 

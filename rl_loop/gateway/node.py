@@ -18,6 +18,7 @@ CHARACTER_BYTES = 2
 """Memory of one character: 1 to 4 bytes."""
 
 
+# Compared by identity: turns with equal content are different samples, and sets contain turns.
 @dataclass(eq=False)
 class Node:
     """One sampled turn, and the tokens between it and the previous turn."""
@@ -182,6 +183,7 @@ def new_node(
     if turn.format_error is not None:
         finish_reason = FinishReason.FORMAT_ERROR
 
+    # Tools answer on the channel of the call, so the call remembers it.
     calls = [
         OpenCall(call.call_id, f"{FUNCTIONS}{call.name}", call.channel)
         for call in turn.answer.calls
@@ -191,6 +193,7 @@ def new_node(
     is_empty = finish_reason is not FinishReason.STOP and message.keys() == {"role", "content"}
     said = () if is_empty and not message["content"] else (message,)
     new_role = "prompt"
+    # The first new message names all of them. Tools' results precede a message of the user.
     if prompt.parent is not None:
         new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
 

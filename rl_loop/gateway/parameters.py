@@ -27,6 +27,7 @@ MAX_TOOLS_CHARACTERS = 1_048_576
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Content types that are text."""
 
+# GPT-OSS has three efforts and always reasons, so the API's lower efforts are mapped to "low".
 EFFORTS: dict[str, Effort | None] = {
     "none": "low",
     "minimal": "low",
@@ -46,6 +47,7 @@ class SamplingParameters(BaseModel):
     """Ignored, because there is one policy."""
     stream: bool = False
     """Whether to send the response as server-sent events."""
+    # The ranges of OpenAI's API.
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = None
@@ -76,6 +78,7 @@ def checked_parameters(
     """
     if not isinstance(body, dict):
         raise ApiError(400, "invalid_request", "the body must be a JSON object")
+    # Counted before any entry is read, because all later work grows with these numbers.
     for key, most in (("messages", MAX_MESSAGES), ("input", MAX_MESSAGES), ("tools", MAX_TOOLS)):
         value = body.get(key)
         if isinstance(value, list) and len(value) > most:
@@ -86,10 +89,12 @@ def checked_parameters(
 
     parameters: dict[str, Any] = {}
     for key, value in body.items():
+        # The API treats null like an absent parameter.
         if value is None or key in ignored:
             continue
         if key not in neutral:
             parameters[key] = value
+        # Compared with ==, so that 0.0 is as neutral as 0.
         elif value not in neutral[key]:
             raise ApiError(
                 400, "unsupported_parameter", f"{key} is not supported here", parameter=key
@@ -102,8 +107,10 @@ def validated[Model: BaseModel](kind: type[Model], parameters: dict[str, Any]) -
     try:
         return kind.model_validate(parameters)
     except ValidationError as error:
+        # The API's errors name one parameter.
         mistake = error.errors()[0]
         key = ".".join(str(part) for part in mistake["loc"])
+        # Pydantic's type for a key that the model does not have.
         if mistake["type"] == "extra_forbidden":
             raise ApiError(
                 400, "unsupported_parameter", f"{key} is not supported here", parameter=key
@@ -161,10 +168,12 @@ def tool_of(function: dict[str, Any], where: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is not None:
         mapping(parameters, f"{where}.parameters")
+    # repr is a cheap measure for any JSON value.
     size = len(repr((name, description, parameters)))
     if size > MAX_TOOL_CHARACTERS:
         raise invalid_request(f"has {size} characters, more than {MAX_TOOL_CHARACTERS}", where)
     try:
+        # An empty schema describes a function without arguments.
         return Tool(name, text_value(description, f"{where}.description"), parameters or None)
     except ValueError as error:
         raise invalid_request(str(error), f"{where}.name") from None

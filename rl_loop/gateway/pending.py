@@ -125,6 +125,7 @@ class PendingTurns:
         equal.remove(pending)
         if not equal:
             del self._turns[fingerprint]
+        # A turn that has ended is in the forest already, so there is nothing to cancel.
         if not pending.task.done():
             pending.task.cancel()
             self._abandoned.append(fingerprint)
@@ -132,5 +133,6 @@ class PendingTurns:
 
 def _mark_lost(task: "asyncio.Task[Node]") -> None:
     """Note that the client left when its turn was complete."""
+    # ``delivered`` is True if a retry of the request has received the turn.
     if task.exception() is None and task.result().delivered is None:
         task.result().delivered = False

@@ -55,6 +55,7 @@ class PromptRenderer:
         self._check_size(request, place)
         job = self._job(request, place)
         rendered = await self.jobs.run(job, is_short=_is_short(request, job))
+        # The job leaves out so many tokens, only their number comes back.
         if rendered.too_many is not None:
             raise PromptTooLong(str(rendered.too_many))
 
@@ -81,6 +82,7 @@ class PromptRenderer:
         size = text_size(place.new_messages)
         if place.parent is None:
             size += request.tools_size
+        # A character has at least one byte, so characters bound the number of tokens from below.
         if size > MAX_TOKEN_BYTES * self.max_tokens:
             raise PromptTooLong(f"at least {size // MAX_TOKEN_BYTES}")
         # Every message has a header of at least two tokens.
@@ -92,6 +94,7 @@ class PromptRenderer:
         stored = None
         parent = place.parent
         if parent is not None:
+            # Only "harmony" removes analysis. The tokens are not sent to the job otherwise.
             history = _kept_ids(parent) if self.history == "harmony" else None
             stored = StoredTokens(parent.closing, tuple(parent.open_calls), history)
         return RenderJob(
@@ -120,6 +123,7 @@ def _prompt_of(place: Place, rendered: Rendered) -> Prompt:
     parent = place.parent
     if parent is None:
         return Prompt(None, rendered.new_ids, rendered.open_calls)
+    # Nothing before the new messages changed, so the stored sequence continues.
     if rendered.history is None and not parent.dropped:
         return Prompt(parent, rendered.new_ids, rendered.open_calls)
 

@@ -120,8 +120,10 @@ class TurnRequest:
         Args:
             digests: digest of each message of the conversation.
         """
+        # Tools and effort are rendered before all messages, so every prefix depends on them.
         key = _digest([self._tools_digest.hex(), self.reasoning_effort])
         keys = [key]
+        # Each key contains the previous one, so all prefixes together take one hash per message.
         for digest in digests:
             key = extended_key(key, digest)
             keys.append(key)
@@ -144,6 +146,7 @@ def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
     for message in messages:
         texts = [message.get("content") or "", message.get("thinking") or ""]
         texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+        # isascii needs no pass over the text, in contrast to encoding it.
         size += sum(
             len(text) if text.isascii() else MAX_CHARACTER_BYTES * len(text) for text in texts
         )
@@ -158,6 +161,7 @@ def extended_key(key: bytes, digest: MessageDigest) -> bytes:
 def message_digest(message: dict[str, Any]) -> MessageDigest:
     """Return the digests of a message."""
     calls = [
+        # Agents parse arguments and write them again, with other spaces or another order of keys.
         [call["function"]["name"], canonical_json(call["function"]["arguments"])]
         for call in message.get("tool_calls") or ()
     ]
@@ -171,6 +175,7 @@ def message_digest(message: dict[str, Any]) -> MessageDigest:
         ids,
         calls,
     ]
+    # The second digest tells whether calls were edited, independent of the text around them.
     return _digest(whole) + _digest(calls)
 
 

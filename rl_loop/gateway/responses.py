@@ -132,6 +132,7 @@ class ResponsesCall:
         # Instructions may have megabytes, so their JSON is written once, when the request is read.
         repeated = parameters.model_dump(exclude=NOT_REPEATED)
         self._repeated = json.dumps(repeated)[1:-1].encode()
+        # Random, so that no content of an answer can equal it.
         self._mark = secrets.token_hex(16)
         """Key that an answer's JSON replaces by the repeated parameters."""
 
@@ -139,6 +140,8 @@ class ResponsesCall:
         """Return the body of a plain answer."""
         is_complete = node.finish_reason is FinishReason.STOP
         status = "completed" if is_complete else "incomplete"
+        # The policy either ends its turn or reaches a limit. The API reports a token limit this
+        # way.
         details = None if is_complete else {"reason": "max_output_tokens"}
         return self._frame(node, status) | {
             "incomplete_details": details,
@@ -152,11 +155,13 @@ class ResponsesCall:
             yield event | {"sequence_number": number}
 
     def _events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+        # The OpenAI SDK rejects a stream that does not begin with ``response.created``.
         begun = self._frame(node, "in_progress")
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
 
         answer = self.answer(node, usage)
+        # The last event repeats all items, because clients may read only that event.
         for index, item in enumerate(answer["output"]):
             yield from _item_events(item, index)
         yield {"type": f"response.{answer['status']}", "response": answer}
@@ -200,6 +205,8 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
         tool = mapping(entry, where)
+        # Hosted tools, such as web_search, run on OpenAI's servers. Nothing here could answer
+        # their calls.
         if tool.get("type") != "function":
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
         tools.append(tool_of(tool, where))
@@ -227,6 +234,7 @@ def _messages(items: str | list[Any]) -> tuple[dict[str, Any], ...]:
     for number, entry in enumerate(items):
         where = f"input[{number}]"
         item = mapping(entry, where)
+        # The API allows messages without a type, but no other item.
         kind = item.get("type", "message")
         if kind == "function_call_output":
             messages.append(_tool_message(item, where))
@@ -251,6 +259,7 @@ def _other_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     if role == "user":
         return {"role": "user", "content": content}
     if role in ("system", "developer"):
+        # OpenAI's later name of the system role. Harmony reserves its system message for itself.
         return {"role": "developer", "content": content}
     raise invalid_request(
         f"{role!r} is not one of user, system, developer, assistant", f"{where}.role"
@@ -264,6 +273,7 @@ def _add_to_turn(
     # Calls come last in a turn.
     is_open = bool(messages) and messages[-1]["role"] == "assistant"
     if not is_open or ("tool_calls" in messages[-1] and kind != "function_call"):
+        # None means that the turn has no message yet, in contrast to an empty message.
         messages.append({"role": "assistant", "content": None})
     turn = messages[-1]
 
@@ -276,6 +286,8 @@ def _add_to_turn(
         turn.setdefault("tool_calls", []).append({"id": call_id, "function": function})
     elif kind == "message":
         text = text_of(item.get("content"), f"{where}.content")
+        # Joined like ``Answer.content``, so that the repeated turn has the digest of the sampled
+        # one.
         turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
     else:
         # Only conversations that are not stored are rendered with repeated reasoning.
@@ -293,6 +305,7 @@ def _items(node: Node, status: str) -> list[dict[str, Any]]:
     name = node.response_id.removeprefix(ID_PREFIX)
     answer = node.answer
     items: list[dict[str, Any]] = []
+    # The order in which ``_add_to_turn`` joins repeated items to one turn: calls come last.
     if answer.reasoning:
         thoughts = {"type": "reasoning_text", "text": answer.reasoning}
         items.append(
@@ -316,6 +329,7 @@ def _items(node: Node, status: str) -> list[dict[str, Any]]:
             {
                 "type": "function_call",
                 "id": f"fc_{name}_{number}",
+                # Tool outputs refer to this id, not to the id of the item.
                 "call_id": call.call_id,
                 "name": call.name,
                 "arguments": call.arguments,
@@ -332,6 +346,7 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     if item["type"] == "function_call":
         empty = {"arguments": ""}
     begun = item | empty
+    # Reasoning items have no status.
     if "status" in item:
         begun["status"] = "in_progress"
     yield {"type": "response.output_item.added", "output_index": index, "item": begun}
@@ -342,6 +357,7 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
         yield place | {"type": f"{kind}.delta", "delta": arguments}
         yield place | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
     else:
+        # ``_items`` makes one part per message, and one for all reasoning.
         [part] = item["content"]
         yield from _part_events(part, place | {"content_index": 0})
 

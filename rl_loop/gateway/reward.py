@@ -15,8 +15,10 @@ SCORE = "score"
 class _RewardBody(BaseModel):
     """The JSON of a request."""
 
+    # Without strict, pydantic would accept true and "1" as numbers.
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    # Python's JSON accepts NaN, which would make the advantages of the whole group NaN.
     reward: FiniteFloat | dict[str, FiniteFloat]
     response_id: str | None = None
 
@@ -40,6 +42,7 @@ class SessionRewards:
 
     def add(self, reward: GivenReward) -> None:
         """Add a reward."""
+        # Replaced instead of added, so that a request that a client repeats counts once.
         self._parts[reward.response_id] = reward.parts
 
     def totals(self) -> dict[str, float] | None:

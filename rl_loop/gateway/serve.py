@@ -99,6 +99,7 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
             f"--max-tokens {max_tokens} exceeds the {positions} positions of the model"
         )
 
+    # A server has no episodes. Only the model's context limits a conversation.
     limits = EpisodeLimits(
         max_turns=sys.maxsize,
         max_tokens=max_tokens,
@@ -148,10 +149,12 @@ async def serve(
 
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # SIGTERM would otherwise end the process at once, without closing the engine's servers.
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
 
     try:
+        # A session without a key generates one.
         keys: list[str | None] = [*api_keys] or [None]
         # The name seeds sampling. A random name gives other answers after every start.
         run = secrets.token_hex(4)

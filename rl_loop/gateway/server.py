@@ -145,6 +145,7 @@ class Gateway:
         session = self._sessions.get(key.strip())
         if kind.lower() != "bearer" or session is None:
             raise ApiError(401, "invalid_api_key", "Incorrect API key provided")
+        # Counted before the limit is checked, because ``_answer`` subtracts every counted request.
         if SESSION not in request:
             request[SESSION] = session
             session.in_flight += 1
@@ -163,6 +164,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen. Raises OSError naming the address if that is not possible."""
+        # Clients append the path to ``base_url``, which ends with /v1.
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
@@ -181,17 +183,22 @@ class Gateway:
         )
         await self._runner.setup()
         assert self._runner.server is not None
+        # The server exists after setup. It must be watched before it accepts connections.
         self._connections.watch(self._runner.server)
         await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
 
+        # Starting a process blocks, and the event loop may serve an engine already.
         await asyncio.to_thread(self._workers.start)
+        # The bound address has the actual port for port 0. IPv6 addresses have two more fields.
         host, port = self._runner.addresses[0][:2]
+        # URLs have IPv6 addresses in brackets.
         if ":" in host:
             host = f"[{host}]"
         self._url = f"http://{host}:{port}"
 
     async def close(self) -> None:
         """End all sessions and stop listening. Calling it again does nothing."""
+        # Sessions first: clients that wait get an error instead of a lost connection.
         for session in list(self._sessions.values()):
             await self.close_session(session)
         if self._runner is not None:
@@ -245,6 +252,7 @@ class Gateway:
         call = await self._read_call(request, session, kind)
 
         response_id = f"{call.id_prefix}{secrets.token_hex(16)}"
+        # OpenAI's clients count their attempts from 0.
         is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
         node = await session.respond(call.request, response_id, is_retry=is_retry)
 
@@ -325,6 +333,7 @@ async def _send_whole(request: web.Request, call: Call, node: Node) -> web.Strea
     """Send a turn as one JSON object."""
     body = call.to_json(call.answer(node, node.usage))
     response = web.Response(body=body, content_type="application/json", charset="utf-8")
+    # Sent here, not by aiohttp after the handler, so that the caller notices a lost connection.
     await response.prepare(request)
     await response.write_eof()
     return response
@@ -340,6 +349,7 @@ async def _send_events(request: web.Request, call: Call, node: Node) -> web.Stre
     lines: list[bytes] = []
     size = 0
     for event in call.events(node, node.usage):
+        # Events of Responses have a type, chunks of chat completions do not.
         if "type" in event:
             lines.append(f"event: {event['type']}\n".encode())
         lines += [b"data: ", call.to_json(event), b"\n\n"]
@@ -358,6 +368,8 @@ async def _send_events(request: web.Request, call: Call, node: Node) -> web.Stre
 
 
 def _error_response(error: ApiError) -> web.Response:
+    # OpenAI's clients repeat a request after 408, 409, 429 and from 500 on, unless this header
+    # forbids it.
     # The request was repeated already. A further repetition by the client would only take time.
     headers = {"x-should-retry": "false"}
     response = web.json_response(error.body(), status=error.status, headers=headers)

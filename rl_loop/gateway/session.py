@@ -146,11 +146,13 @@ class Session:
         equal = self.forest.answers(request.fingerprint)
         for node in equal:
             if node.delivered is False:
+                # Being sent. An equal request in the meantime gets a sample of its own.
                 node.delivered = None
                 return node
         if is_retry and self._pending.remove_abandoned(request.fingerprint):
             # The turn of this client was dropped. Equal turns belong to other clients.
             is_retry = False
+        # The client did not receive the newest turn, or it would not have retried.
         if is_retry and equal:
             return equal[-1]
 
@@ -233,10 +235,12 @@ class Session:
         )
         turn = await self._read_turn(sampled.result, request)
         node = new_node(request, response_id, place, prompt, sampled, turn)
+        # Counted even if the turn is not added, because its tokens were sampled.
         self.episode.keep(sampled.result)
         # A concurrent turn may have ended the session.
         if self.end is not None:
             raise EpisodeOver(self.end)
+        # Before the checks below: a turn that ends the episode is trained on, too.
         self.forest.add(node)
 
         if sampled.reason is FinishReason.TIMEOUT:
@@ -258,6 +262,7 @@ class Session:
 
     def _sampling(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling parameters of a turn."""
+        # Training needs the sampling of the run, so requests change it only when serving.
         sampling = self.episode.sampling
         if self._settings.clients_choose_sampling:
             if request.temperature is not None:
