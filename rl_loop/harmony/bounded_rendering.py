@@ -34,6 +34,8 @@ def takes_long(messages: Sequence[Message]) -> bool:
     for message in messages:
         for part in message.content:
             text = getattr(part, "text", None)
+            # Contents of system and developer messages have no text. Their repr contains all their
+            # texts.
             text = repr(part) if text is None else text
             size += len(text)
             if size > SHORT_CHARACTERS or LONG_RUN.search(text):
@@ -54,6 +56,7 @@ def developer_text(content: DeveloperContent) -> str | None:
         return None
     if "functions" in namespaces:
         namespace = namespaces["functions"]
+        # Only functions are reproduced here. openai-harmony renders everything else.
         if namespace.description:
             return None
         described = "".join(map(_function_text, namespace.tools))
@@ -80,6 +83,7 @@ def _function_text(tool: ToolDescription) -> str:
     content = DeveloperContent.new().with_function_tools([short])
     message = Message.from_role_and_content(Role.DEVELOPER, content)
     text = harmony_encoding().decode(harmony_encoding().render(message))
+    # Keep only the function, because the caller writes the frame around all of them.
     text = text.partition(FUNCTIONS_BEGIN)[2].rpartition(FUNCTIONS_END)[0]
     return re.sub(f"{mark}(\\d+)\ue001", lambda match: words[int(match.group(1))], text)
 

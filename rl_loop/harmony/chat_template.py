@@ -23,5 +23,6 @@ MESSAGES = """\
 
 def chat_template(system: str) -> str:
     """Return the template for users' and assistants' texts behind a rendered system message."""
+    # Jinja reads the message as a string literal.
     quoted = system.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'{{{{- "{quoted}" -}}}}\n{MESSAGES}'

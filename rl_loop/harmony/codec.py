@@ -121,6 +121,8 @@ class Harmony:
         Raises:
             ValueError: if a message cannot be rendered.
         """
+        # Checked separately: functions have a namespace, so one may have the name of a built-in
+        # tool.
         check_names(tools)
         check_names(builtin_tools)
 
@@ -131,6 +133,7 @@ class Harmony:
             rendered = _with_tools(rendered, tools)
         effort = None
         if reasoning_effort is not None:
+            # The values of openai-harmony's enum are capitalized.
             effort = ReasoningEffort(reasoning_effort.capitalize())
         system = self._system_message(builtin_tools, effort)
         if system is not None:
@@ -170,6 +173,8 @@ class Harmony:
             ValueError: if two tools have the same name.
         """
         check_names(tools)
+        # Before the system message is added, because the tools belong to the first developer
+        # message.
         prefix = _with_tools(messages, tools) if tools else list(messages)
         if system is None:
             system = self._system_message((), reasoning_effort)
@@ -266,7 +271,8 @@ class Harmony:
     ) -> list[int]:
         """Render a client's conversation of which no tokens exist: see ``ChatCodec``."""
         # The first developer messages precede the tools. All other messages are rendered as
-        # continuations.
+        # continuations. Only the first part depends on tools and effort, and all conversations of
+        # an agent share it.
         first = 0
         while first < len(messages) and messages[first]["role"] == "developer":
             first += 1
@@ -398,6 +404,7 @@ class Harmony:
                     tool = tool.in_sandbox(self._python_seconds)
                 content = content.with_tools(described_builtin(tool))
 
+        # An empty message would only cost tokens.
         if not content.model_dump(exclude_none=True):
             return None
         return Message.from_role_and_content(Role.SYSTEM, content)
@@ -421,8 +428,11 @@ class Harmony:
 
         A header that was cut off is dropped, because it has no usable information.
         """
-        # Case 1: cut within a text, which may be the arguments of a call.
+        # Case 1: cut within a text, which may be the arguments of a call. The parser accepts only
+        # complete turns, so try each end token.
         for end, closing in ((self.answer_end, self.message_end), (self.call_end, self.call_end)):
+            # In the conversation <|end|> closes a text, as in every history. A call keeps its own
+            # end.
             messages = self.parse([*ids, end])
             if not isinstance(messages, FormatError):
                 return TruncatedTurn(messages, (closing,))
@@ -434,6 +444,7 @@ class Harmony:
                 messages = self.parse([*ids[:place], end])
                 if not isinstance(messages, FormatError):
                     return TruncatedTurn(messages, (), dropped=len(ids) - place - 1)
+        # No message can be kept, so drop the header in the prompt, too.
         return TruncatedTurn([], (), dropped=len(ids) + len(self.assistant_header))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
@@ -467,6 +478,7 @@ class Harmony:
 
     def chat_template(self) -> str:
         """Return the Jinja template for an export with a tiny vocabulary."""
+        # The template cannot render a system message, so it contains the configured one as text.
         system = self.decode(self.render_prompt([])).removesuffix(chat_template.ASSISTANT)
         return chat_template.chat_template(system)
 
@@ -488,6 +500,7 @@ def _frame(
     content_type: str | None,
 ) -> tuple[int, ...]:
     """Render a message without text in Harmony ids: its header and its last token."""
+    # Rendered without a text, because header and last token do not depend on the text.
     message = Message.from_author_and_content(Author(role=role, name=name), "")
     message.channel = channel
     message.recipient = recipient
@@ -503,6 +516,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mess
     content = DeveloperContent.new()
     if developer:
         place = developer[0]
+        # A developer message has one part, with instructions and tools.
         content = rendered.pop(place).content[0]
 
     content = content.with_function_tools([described_function(tool) for tool in tools])

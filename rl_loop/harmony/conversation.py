@@ -68,6 +68,7 @@ class MessageTranslator:
         """
         if isinstance(message, dict) and message.get("role") == "tool":
             return self.translate_answers([(number, message)])
+        # Later answers belong to calls that are not skipped, if they name none.
         for call in self.open_calls:
             call.is_skipped = True
         try:
@@ -81,6 +82,7 @@ class MessageTranslator:
         Raises:
             ValueError: if one cannot be converted. The error names the message.
         """
+        # Before the matching, so that the error names the malformed message.
         for number, message in answers:
             try:
                 _check_keys(message)
@@ -159,6 +161,7 @@ def without_finished_analysis(messages: Sequence[Message]) -> list[Message]:
     openai-harmony 0.0.8 drops only analysis before the *first* answer, and nothing while a later
     turn calls tools. The documentation has no such exceptions.
     """
+    # 0 also means that there is no answer: then nothing precedes it, and nothing is dropped.
     last_final = 0
     for number, message in enumerate(messages):
         if message.channel == "final":
@@ -249,6 +252,7 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
     rendered: list[Message] = []
     calls: list[OpenCall] = []
 
+    # The order of a turn in Harmony: analysis, text, calls.
     if message.get("thinking"):
         thoughts = _text(message["thinking"], "thinking")
         rendered.append(assistant_message("analysis", thoughts))
@@ -271,6 +275,7 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
         content_type = sampled_content_type(_content_type(message), recipient)
         rendered.append(assistant_message(channel, text, recipient, content_type))
         if recipient:
+            # Such a call has no id. Its answer is found by the name of the tool or by its position.
             calls.append(OpenCall(None, recipient, channel))
 
     for tool_call in tool_calls:
@@ -280,6 +285,7 @@ def _assistant_messages(message: dict[str, Any]) -> tuple[list[Message], list[Op
                 "commentary",
                 call.arguments,
                 recipient=call.recipient,
+                # As GPT-OSS samples function calls.
                 content_type=f"{CONSTRAIN}json",
             )
         )
@@ -329,6 +335,7 @@ def _function_call(tool_call: Any) -> _FunctionCall:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, str):
+        # Escapes would take more tokens than the characters.
         arguments = json.dumps(arguments, ensure_ascii=False)
     return _FunctionCall(
         call_id=tool_call.get("id"),
@@ -374,6 +381,7 @@ def _text(value: Any, key: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text, not {type(value).__name__}")
     try:
+        # openai-harmony is written in Rust, whose strings cannot contain half of a pair.
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(

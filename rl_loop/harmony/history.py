@@ -42,6 +42,8 @@ class History:
             if number < last_final and self._channel_of(ids, span) == "analysis":
                 continue
             piece = list(ids[span.start : span.end])
+            # <|return|> only stops sampling. Histories have <|end|> instead (openai/harmony,
+            # docs/format.md).
             if piece[-1] == self._return:
                 piece[-1] = self._end
             kept += piece
@@ -56,6 +58,7 @@ class History:
 
     def _channel_of(self, ids: Sequence[int], span: MessageSpan) -> str | None:
         """Return the channel of a message. None for users' messages and truncated headers."""
+        # A text begins behind <|message|>, which is not a part of the header.
         header_end = span.body_end if span.body is None else span.body - 1
         return read_header(self._vocabulary.decode(ids[span.header : header_end])).channel
 

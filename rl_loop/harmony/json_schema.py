@@ -72,6 +72,7 @@ class _Translation:
             within: references that contain this schema, to stop at recursive types.
         """
         self.nodes += 1
+        # openai-harmony shows an empty schema as ``any``.
         if not isinstance(schema, Mapping) or levels == 0 or self.nodes > MAX_NODES:
             return {}
 
@@ -136,6 +137,7 @@ class _Translation:
         A recursive reference allows any value.
         """
         reference = schema["$ref"]
+        # Writing out a recursive type would not end.
         referred: Mapping[str, Any] = {}
         if reference not in within:
             referred = _referred(reference, self.root)
@@ -155,6 +157,7 @@ class _Translation:
             if not isinstance(part, Mapping) or self.nodes > MAX_NODES:
                 continue
             part, within, _ = self._resolved(part, within, levels - 1)
+            # Merged properties count, too: parts may refer to the same large schema many times.
             self.nodes += 1 + len(_mapping(part, "properties"))
             properties = {**_mapping(joined, "properties"), **_mapping(part, "properties")}
             required = [*_list(joined, "required"), *_list(part, "required")]
@@ -175,6 +178,8 @@ class _Translation:
             properties = {**_mapping(translated, "properties")}
             properties[key] = self.shown(values, levels - 1, within)
             translated["properties"] = properties
+            # Required, because openai-harmony writes ? behind other keys. An index signature
+            # cannot have it.
             translated["required"] = [*_list(translated, "required"), key]
 
     def _add_items(
@@ -228,6 +233,7 @@ def _add_null(choices: list[Schema]) -> None:
 def _implied_type(schema: Mapping[str, Any]) -> Schema:
     """Return the keywords of the type that a schema without ``type`` implies."""
     values = _list(schema, "enum")
+    # null among the values only means that the argument may be null.
     others = [value for value in values if value is not None]
     nullable: Schema = {"nullable": True} if len(others) < len(values) else {}
     if others and all(isinstance(value, str) for value in others):
@@ -256,6 +262,7 @@ def _values_in_words(schema: Mapping[str, Any]) -> Schema:
 
 def _type_of(value: Any) -> str:
     match value:
+        # Before int, because bool is a subclass of int.
         case bool():
             return "boolean"
         case int() | float():
@@ -273,6 +280,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
     if reference != "#" and not reference.startswith("#/"):
         return {}
     for part in reference.split("/")[1:]:
+        # JSON pointers escape / and ~ (RFC 6901). In this order, because "~01" stands for "~1".
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
             found = found[int(part)]
@@ -311,6 +319,7 @@ def _can_be_shown(key: str, value: Any) -> bool:
 def _is_short(value: Any) -> bool:
     """Return True if a JSON value is short and flat enough to be shown."""
     try:
+        # NaN and infinities are not JSON, so openai-harmony cannot read them.
         text = json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return False

