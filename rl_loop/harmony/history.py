@@ -14,12 +14,11 @@ class History:
         self._names = {
             self._special(name): name for name in ("<|start|>", "<|message|>", *MESSAGE_ENDS)
         }
-        self._start = self._special("<|start|>")
         self._end = self._special("<|end|>")
         self._return = self._special("<|return|>")
 
     def spans(self, ids: Sequence[int]) -> list[MessageSpan]:
-        """Return the messages of a conversation that begins with ``<|start|>``, in their order."""
+        """Return the messages of a conversation, or of a sampled turn, in their order."""
         names = self._names
         specials = [(place, names[token]) for place, token in enumerate(ids) if token in names]
         return split_messages(specials, len(ids))
@@ -51,10 +50,12 @@ class History:
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
         """Return the number of analysis tokens in a sampled turn, including headers."""
-        # A turn begins behind <|start|>assistant.
-        ids = [self._start, *sampled]
-        analysis = [span for span in self.spans(ids) if self._channel_of(ids, span) == "analysis"]
-        return sum(span.end - span.start - 1 for span in analysis)
+        # A turn begins behind <|start|>assistant, so its first token is in a header.
+        return sum(
+            span.end - span.start
+            for span in self.spans(sampled)
+            if self._channel_of(sampled, span) == "analysis"
+        )
 
     def _channel_of(self, ids: Sequence[int], span: MessageSpan) -> str | None:
         """Return the channel of a message. None for users' messages and truncated headers."""

@@ -326,6 +326,15 @@ def test_several_calls_of_one_turn_are_parsed(harmony: Harmony) -> None:
     assert harmony.parse(thought_last) == FormatError("recipient")
 
 
+def test_reasoning_tokens_cover_all_analysis_of_a_turn(harmony: Harmony) -> None:
+    """The policy samples every <|start|> but the first, which is in the prompt."""
+    first = sampled(harmony, "<|channel|>analysis<|message|>So.<|end|>")
+    second = sampled(harmony, "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>")
+    answer = sampled(harmony, "<|start|>assistant<|channel|>final<|message|>4<|return|>")
+    turn = first + second + answer
+    assert harmony.reasoning_tokens(turn) == len(first) + len(second)
+
+
 def test_next_user_message_is_rendered_as_text(harmony: Harmony) -> None:
     ids = harmony.render_observation([], ATTACK)
     assert harmony.decode(ids) == f"<|start|>user<|message|>{ATTACK}<|end|><|start|>assistant"
