@@ -185,6 +185,7 @@ class ChatCodec(Protocol):
 
 def without_surrogates(text: str) -> str:
     """Join surrogate pairs to characters, and replace lone surrogates by U+FFFD."""
+    # Most texts are ASCII, which Python knows without a search.
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -23,10 +23,13 @@ def canonical_json(text: str) -> Any:
         return canonical_value({})
     try:
         return canonical_value(
+            # Digits instead of int: Python refuses integers of more than 4,300 digits. Not strict,
+            # because policies write line breaks within texts.
             json.loads(
                 text, parse_int=_integer, parse_float=_float, parse_constant=_constant, strict=False
             )
         )
+    # Malformed arguments of a policy are compared as text.
     except (ValueError, RecursionError):
         return text
 
@@ -38,8 +41,11 @@ def canonical_value(value: Any) -> Any:
         RecursionError: if the value is nested too deeply.
     """
     match value:
+        # Tags distinguish a number from the text with its digits, and an object from a list of
+        # pairs.
         case Number():
             return ["number", value.digits]
+        # Before int, because bool is a subclass of int, but true is not 1.
         case bool() | None | str():
             return value
         case int():
@@ -83,6 +89,7 @@ def _float(literal: str) -> Number:
     value = float(literal)
     if not math.isfinite(value):
         return Number(literal.lower())
+    # repr writes the shortest digits that read back as the same float.
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     assert isinstance(exponent, int)  # it is finite
     whole = _integer("".join(map(str, digits)))

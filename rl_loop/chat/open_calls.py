@@ -40,6 +40,7 @@ def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
     calls: list[OpenCall] = []
     entries = message.get("tool_calls")
     for entry in entries if isinstance(entries, list) else ():
+        # Some data sets leave out the nested object. Names may have the prefix of recipients.
         function = entry.get("function") or entry if isinstance(entry, dict) else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             name = function["name"].removeprefix(FUNCTIONS)
@@ -67,6 +68,7 @@ def answered_calls(
     has_ids = any(call.call_id is not None for call in calls) or not by_place
     claims = [_claim(answer, has_ids) for answer in answers]
 
+    # An answer belongs to the latest turn, unless it names a call that the conversation skipped.
     left = [*(c for c in calls if not c.is_skipped), *(c for c in calls if c.is_skipped)]
     matched: dict[int, OpenCall] = {}
     # The most specific answers choose first.
@@ -93,6 +95,7 @@ def in_call_order(
     place_of = {id(call): place for place, call in enumerate(calls)}
     order = sorted(range(len(answers)), key=lambda i: place_of[id(matched[i])])
 
+    # Rendered calls of one function have nothing but their order to tell their answers apart.
     answered = {id(call) for call in matched}
     missing: set[str] = set()
     for call in calls:
@@ -123,6 +126,7 @@ def with_answers_in_order(
     def take_answers() -> None:
         try:
             ordered.extend(message for (_, message), _ in in_call_order(calls, answers))
+        # The rendering raises the error, which then has the position of the message.
         except UnmatchedToolOutput:
             ordered.extend(message for _, message in answers)
         answers.clear()
@@ -152,6 +156,7 @@ class _Claim:
     def choose(self, calls: Sequence[OpenCall], by_place: bool) -> OpenCall:
         """Return one of ``calls``. Raises ValueError if none fits or several do."""
         candidates = list(calls)
+        # Ids are unique in a conversation. Names are not: several calls of a function may be open.
         if self.call_id is not None:
             candidates = [call for call in candidates if call.call_id == self.call_id]
         if self.name is not None:
@@ -166,6 +171,8 @@ class _Claim:
                 description += f" with id {self.call_id!r}"
             raise ValueError(f"no {description} precedes this answer")
 
+        # Without an id, calls of one function are answered in order. Calls of two would be a
+        # guess.
         is_clear = by_place or self.call_id is not None
         if not is_clear and len({call.recipient for call in candidates}) > 1:
             raise ValueError(

@@ -19,6 +19,7 @@ def probe_texts() -> tuple[str, ...]:
     """Return texts that contain every byte that UTF-8 can contain."""
     # All of ASCII, every continuation byte, and one character for every other first byte.
     points = [*range(0x800), *range(0x800, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x40000)]
+    # Surrogates are not characters, so UTF-8 cannot encode them.
     characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     return (*characters[:128], "".join(characters[128:]), REPLACEMENT, "\ud800", "a\x00\x04\x7fb")
 
@@ -37,9 +38,11 @@ def check_encodes_text(
         ValueError: if a text becomes a special token or is lost. The error names the text.
     """
     special = set(special_ids)
+    # Tokenizers find added tokens anywhere in a text, so test the names alone and within a text.
     spelled = [text for name in names for text in (name, f"a {name}\n{name}b")]
     for text in (*probe_texts(), *spelled):
         ids = vocabulary.encode_text(text)
+        # Some tokenizers drop bytes without a token.
         if not ids:
             raise ValueError(f"the text {text!r} is encoded as no token")
         if not special.isdisjoint(ids):

@@ -57,6 +57,7 @@ class PythonTool:
     def in_sandbox(self, timeout_seconds: float) -> BuiltinTool:
         """Return the tool's description for a sandbox with this time limit per call."""
         text = STATEFUL_PYTHON if self.stateful else STATELESS_PYTHON
+        # float, because the text from the training has a decimal point: "120.0 seconds".
         return BuiltinTool(self.name, text.format(seconds=float(timeout_seconds)))
 
 
@@ -89,6 +90,7 @@ IMPORTANT: Your python environment is not shared between calls. You will have to
 def check_names(tools: Sequence[Tool | BuiltinTool | PythonTool]) -> None:
     """Raise ValueError if two tools have the same name."""
     names: set[str] = set()
+    # The policy calls tools by their names, so one of two equal names could never be called.
     for tool in tools:
         if tool.name in names:
             raise ValueError(f"two tools have the name {tool.name!r}. Rename one")

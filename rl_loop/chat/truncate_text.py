@@ -9,6 +9,7 @@ def truncate_text(text: str, max_bytes: int) -> str:
     Beginning and end have ``max_bytes`` together. A note between them has the size of the gap. Lone
     surrogates become U+FFFD.
     """
+    # A character has at least one byte, so a longer text need not be encoded as a whole.
     if len(text) <= max_bytes:
         data = without_surrogates(text).encode()
         if len(data) <= max_bytes:

@@ -147,6 +147,8 @@ class ChatMl:
         self, messages: Sequence[ChatMessage], functions: Sequence[dict[str, Any]]
     ) -> list[int]:
         """Render a description of ``functions``, in OpenAI's format, and then the messages."""
+        # A system message of the conversation replaces the configured one, as in Qwen2.5's
+        # template.
         system = self._prompt.system
         rest = list(messages)
         if rest and rest[0].role == "system":
@@ -225,6 +227,8 @@ class ChatMl:
     def _described(self, tools: Sequence[Tool | BuiltinTool | PythonTool]) -> list[dict[str, Any]]:
         """Return the tools in OpenAI's format. Raises ValueError if one cannot be described."""
         check_names(tools)
+        # Tools are read even if the prompt does not describe them, so that a wrong one is always
+        # an error.
         functions: list[dict[str, Any]] = []
         for tool in tools:
             if isinstance(tool, PythonTool):
@@ -303,6 +307,7 @@ class ChatMl:
         messages = self.parse_for_client([*ids, self._end])
         if isinstance(messages, FormatError):
             text = self.vocabulary.decode(ids)
+            # Only the last call can be truncated. Read the text before it.
             whole = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
             turn = _turn_of(whole.removesuffix("\n"))
             messages = []
@@ -320,6 +325,8 @@ class ChatMl:
 
     def _read_turn(self, ids: Sequence[int]) -> "_SampledTurn | FormatError":
         markup = self.vocabulary.markup
+        # Any other markup would begin another message, or is an id that the tokenizer does not
+        # have.
         call_tokens = {markup.get(TOOL_CALL), markup.get(TOOL_CALL_END)}
         body = ids[:-1]
         is_legal = all(self.vocabulary.is_text(i) or i in call_tokens for i in body)
@@ -356,6 +363,7 @@ class ChatMl:
         return self.vocabulary.decode([token_id])
 
 
+# The generation prompt of Qwen2.5's template.
 _ASSISTANT: list[Piece] = [_Markup(IM_START), "assistant\n"]
 
 
@@ -367,6 +375,8 @@ def _system_pieces(system: str | None, functions: Sequence[dict[str, Any]]) -> l
     if functions:
         if system is not None:
             pieces.append("\n\n")
+        # The text of transformers' tojson filter: characters are not escaped, and keys keep their
+        # order.
         described = "".join(
             f"\n{json.dumps(function, ensure_ascii=False)}" for function in functions
         )
@@ -377,6 +387,7 @@ def _system_pieces(system: str | None, functions: Sequence[dict[str, Any]]) -> l
 
 def _conversation_pieces(messages: Sequence[ChatMessage]) -> list[Piece]:
     """Render consecutive messages."""
+    # Padded at both ends, so that every message has a neighbor on each side.
     is_tool = [False, *(message.role == "tool" for message in messages), False]
     pieces: list[Piece] = []
     for number, message in enumerate(messages):
@@ -393,6 +404,7 @@ def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool
         more_answers: True if the next message is a tool's answer.
     """
     if message.role == "tool":
+        # Only the first answer opens a message, and only the last one closes it.
         pieces: list[Piece] = [] if follows_tool else [_Markup(IM_START), "user"]
         pieces.append(f"\n<tool_response>\n{message.text}\n</tool_response>")
         return pieces if more_answers else [*pieces, _Markup(IM_END), "\n"]
@@ -406,6 +418,7 @@ def _message_pieces(message: ChatMessage, follows_tool: bool, more_answers: bool
 def _turn_pieces(message: ChatMessage) -> list[Piece]:
     """Render the text and calls of an assistant's turn, without header and end."""
     pieces: list[Piece] = [message.text] if message.text else []
+    # Every call begins on its own line, but an empty text has no line.
     for number, call in enumerate(message.calls):
         if message.text or number > 0:
             pieces.append("\n")
@@ -434,6 +447,7 @@ def _python_function(tool: BuiltinTool) -> Tool:
         raise ValueError(
             f"the built-in tool {tool.name!r} is for GPT-OSS only. ChatML supports only python"
         )
+    # ChatML has no built-in tools, so a program is the argument of a function.
     code = {"type": "string", "description": "The Python program to run."}
     schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}
     return Tool(tool.name, tool.description, schema)
@@ -445,6 +459,7 @@ def _call_of(message: ParsedMessage) -> Call:
     if message.recipient == PYTHON:
         return Call(PYTHON, json.dumps({"code": message.text}, ensure_ascii=False))
     name = message.recipient.removeprefix(FUNCTIONS)
+    # Written again, so that demonstrations have the spacing of the template.
     return Call(name, json.dumps(json.loads(message.text), ensure_ascii=False))
 
 
@@ -455,12 +470,14 @@ def call_recipient(call: Call) -> str:
 
 def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
     """Parse <tool_call>, JSON, </tool_call> and following text. None if it is not a call."""
+    # Only spaces and line breaks may stand behind a call.
     if len(parts) != 4 or parts[0] != TOOL_CALL or parts[2] != TOOL_CALL_END or parts[3].strip():
         return None
     try:
         call = json.loads(parts[1])
     except (ValueError, RecursionError):
         return None
+    # Arguments are not checked here, because the environment knows the function's schema.
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
 
@@ -469,6 +486,7 @@ def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
 
 def _turn_of(said: str) -> _SampledTurn | FormatError:
     """Parse the text of a turn, including the markup of its calls."""
+    # The group of the pattern keeps the markup among the parts.
     text, *parts = MARKUP.split(said)
     if not parts:
         return _SampledTurn(text)
@@ -489,6 +507,7 @@ def _messages_of(
     turn: _SampledTurn, channel: str, calls: list[ParsedMessage]
 ) -> list[ParsedMessage]:
     """Return a turn's text and its ``calls``. Text before calls gets ``channel``."""
+    # Without calls the text is the answer, even if it is empty.
     if not calls:
         return [ParsedMessage("final", None, None, turn.text)]
     if not turn.text:

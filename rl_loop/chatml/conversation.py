@@ -95,8 +95,10 @@ def answered_messages(
         except MissingAnswer as error:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
         read.append(chat)
+        # Answers must follow their turn directly, because ChatML matches them by position.
         calls, answers = calls_of(message) if chat.role == "assistant" else [], []
     read += _answers_in_order(calls, answers)
+    # None is open, because ``_answers_in_order`` requires a result for every call.
     open_calls.clear()
     _check_end(read)
     return read
@@ -161,11 +163,12 @@ def _chat_message(message: Any) -> ChatMessage:
         known = ", ".join(sorted(ALLOWED_KEYS[role]))
         raise ValueError(f"{unknown[0]!r} cannot be rendered in ChatML. Known keys: {known}")
 
-    # "developer" is the same as "system", as in Harmony.
+    # "developer" is the same as "system", as in Harmony. ChatML has no other role for instructions.
     role_of_chatml: Role = "system" if role == "developer" else role
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls must be a list, not {type(calls).__name__}")
+    # A turn that only calls functions may have null as its content.
     if not calls and not isinstance(message.get("content"), str | list):
         raise ValueError(f"'content' must be text, not {type(message.get('content')).__name__}")
     return ChatMessage(role_of_chatml, content_text(message), tuple(map(_call, calls)))
@@ -196,4 +199,5 @@ def _call(tool_call: Any) -> Call:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise ValueError(f"the arguments of {function['name']} are not JSON") from None
+    # Parsed and written again, so that prompts have the spacing of Qwen2.5's template.
     return Call(name, json.dumps(arguments, ensure_ascii=False))

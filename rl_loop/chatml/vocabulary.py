@@ -69,6 +69,7 @@ class ChatMlVocabulary:
         _check_markup(description["added_tokens"], where)
         self._names = {token_id: name for name, token_id in self.markup.items()}
 
+        # Added tokens may have ids behind a gap, so the size alone is not enough.
         known = self._tokenizer.get_vocab_size(with_added_tokens=True)
         largest = max([known - 1, *self._names])
         if largest >= size:
@@ -78,6 +79,7 @@ class ChatMlVocabulary:
             )
         self._known = largest + 1
 
+        # A second tokenizer without added tokens, so that no text can become markup.
         self._text_tokenizer = Tokenizer.from_str(json.dumps(_text_only(description, where)))
         self._forbidden = frozenset([*self._names, self._text_tokenizer.token_to_id(UNKNOWN)])
         """Ids that encoded text must not contain: markup, and the id of unknown bytes."""
@@ -88,6 +90,7 @@ class ChatMlVocabulary:
                 f"{where}: {error}. Use a tokenizer that can encode every text"
             ) from None
 
+        # Qwen2.5's generation settings have both. Base models end a text with <|endoftext|>.
         ends = [name for name in (IM_END, END_OF_TEXT) if name in self.markup]
         self.stop_token_ids: tuple[int, ...] = tuple(self.markup[name] for name in ends)
 
@@ -123,6 +126,7 @@ class ChatMlVocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with markup as text. Bytes that are not UTF-8 become U+FFFD."""
         text = ""
+        # The text tokenizer does not know the added tokens.
         for is_text, group in groupby(ids, key=self.is_text):
             if is_text:
                 text += self._text_tokenizer.decode(list(group), skip_special_tokens=False)
@@ -164,6 +168,7 @@ def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
     """
     file = directory / TOKENIZER_FILE
     try:
+        # Bounded, because the file may come from an untrusted source.
         content = read_bytes(file, MAX_LISTING_BYTES)
     except UntrustedFileError as error:
         raise TokenizerError(str(error)) from None
@@ -173,6 +178,7 @@ def read_vocabulary(directory: Path, size: int) -> ChatMlVocabulary:
         ) from None
     try:
         return ChatMlVocabulary(content.decode(), size, str(file))
+    # Its message has the cause already.
     except TokenizerError:
         raise
     except Exception as error:  # tokenizers raises no specific class
@@ -187,7 +193,8 @@ def tiny_vocabulary(size: int, corpus: str) -> ChatMlVocabulary:
     Raises:
         TokenizerError: if ``size`` is too small for the corpus.
     """
-    # Qwen2.5 has only single digits.
+    # Qwen2.5 has only single digits. A line break behind every digit keeps o200k from joining
+    # several digits to one token.
     tokens = tokens_of(re.sub("[0-9]", r"\g<0>\n", corpus))
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
