@@ -61,6 +61,7 @@ class AdapterArchiver:
     def read(self, checkpoint: Path) -> None:
         """Begin to write the adapters of a checkpoint that has just been published."""
         if dist.get_rank() == 0:
+            # Record the failure of the earlier task before its future is replaced.
             self.wait()
             self._writing = self._thread.submit(self._write, checkpoint)
 
@@ -68,6 +69,7 @@ class AdapterArchiver:
 
     def has_failed(self) -> bool:
         """Return True, on every rank, if adapters are known to be unwritten. Collective."""
+        # The task has ended, so this does not wait. It records the failure.
         if not self.is_reading():
             self.wait()
         return self._shared_failure() is not None
@@ -99,6 +101,7 @@ class AdapterArchiver:
         """
         if dist.get_rank() == 0:
             for checkpoint in (newest, *earlier_checkpoints(newest)):
+                # Adapters appear in one move when they are complete.
                 if self._directory(checkpoint).exists():
                     continue
                 damage = None if checkpoint == newest else compare_checksums(checkpoint, 0, 1)

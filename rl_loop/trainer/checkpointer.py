@@ -90,6 +90,7 @@ class Checkpointer:
         the data that is kept outside of checkpoints."""
         self._first_step = state.step
         self._earlier_seconds = state.seconds
+        # The system's clock may be set during a run.
         self._began = time.monotonic()
 
     @property
@@ -120,12 +121,14 @@ class Checkpointer:
 
         The step in progress must not have changed the policy.
         """
+        # Otherwise the checkpoint from which this attempt continues has the same state.
         if self.state.step > self._first_step:
             self._save(block=True)
 
     def _save(self, *, block: bool) -> None:
         """Begin a checkpoint. With ``block``, wait until it is complete."""
         self._on_save()
+        # First the data outside of the checkpoint, which must exist if a run resumes from it.
         self.before_save(self.state.step)
         self.state.seconds = self.seconds
         self.state.tasks = self._task_cursor(self.state)

@@ -61,6 +61,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
     compared = _names_of(model, selection)
     kept: dict[str, torch.Tensor] = {}
 
+    # Called before the directory gets its final name, so a wrong export never appears.
     def check(partial: Path) -> None:
         check_weights(kept, partial, selection)
         check_packed_experts(export.directory, partial, export.packed_digests)
@@ -102,6 +103,7 @@ def check_packed_experts(
     if not packed_digests:
         return
     written = directory_digests(HfDirectory(partial, unfinished=True))
+    # A digest covers all bits of a matrix, while values may be equal for different bits.
     for side, digests in packed_digests.items():
         name = first_difference(digests, written)
         if name is not None:
@@ -117,5 +119,6 @@ def _names_of(model: ModelConfig, selection: Selection) -> set[str]:
     for mapping in parameter_mappings(model).values():
         if selection.includes(mapping):
             for name in mapping.hf_names:
+                # Experts have other names if they are packed.
                 names |= {name, *stored_names(name)}
     return names

@@ -98,6 +98,7 @@ class TrainerGroup:
 
     def send_weights(self, sender: WeightSender) -> None:
         world = self._settings.parallel.world_size
+        # Before the call: a rank that does not exist would never send, and its engine would wait.
         if max(sender.ranks) >= world:
             raise ValueError(
                 f"rank {max(sender.ranks)} must send weights, but there are only {world} trainer "
@@ -114,6 +115,7 @@ class TrainerGroup:
         Raises:
             ValueError: a setting decides which models are built, or how.
         """
+        # Ranks build their models and buffers by these settings, and only once.
         for name in FIXED_AT_START:
             before = getattr(self._objective, name)
             after = getattr(algorithm, name)
@@ -142,6 +144,7 @@ class TrainerGroup:
         """Take one optimizer step on demonstrations."""
         inputs = self._inputs.store(samples, self._plan(samples))
         statistics = self._on_ranks("sft_step", inputs, [0], step)[0]
+        # Demonstrations are read in one pass, so no later pass needs the stored columns.
         self._inputs.release()
         return statistics
 
@@ -157,6 +160,7 @@ class TrainerGroup:
         results: list[dict[str, np.ndarray]] = self._on_ranks(
             "compute_values_and_reference_log_probs", inputs, self._result_ranks
         )
+        # All ranks return the same columns.
         return {
             name: plan.gather_results(
                 samples, [result[name] for result in results], name, TOKEN_COLUMNS[name].dtype
@@ -179,6 +183,7 @@ class TrainerGroup:
         """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
         plan = self._plan(samples, self._objective.mini_batches)
         inputs = self._inputs.store(samples, plan)
+        # Rank 0 returns the statistics, even if it is not on the last pipeline stage.
         result_ranks = sorted({0, *self._result_ranks})
         results = self._on_ranks("rl_step", inputs, result_ranks, step)
         # An update is the last pass over its samples.

@@ -69,15 +69,18 @@ def _load_base(
     source = settings.initial_weights
     if source is None:
         load_hf_weights(model, settings.model, _random_weights(settings, quantization))
+    # Only Hugging Face directories have this file. Runs and checkpoints do not.
     elif (source / "config.json").exists():
         load_hf_weights(model, settings.model, HfDirectory(source).view)
     else:
+        # ``source`` is a run, or one of its checkpoints.
         checkpoint = latest_checkpoint(source / "checkpoints") or source
         if settings.adapter is None:
             load_model_weights(checkpoint, model)
         else:
             # Megatron's loader would also look for the keys of adapters.
             check_undamaged(checkpoint)
+            # Not verified again: the ranks have just checked the files together.
             tensors = CheckpointTensors(MegatronCheckpoint(checkpoint, verify=False))
             load_hf_weights(model, settings.model, tensors.view)
 
@@ -102,6 +105,7 @@ def _random_weights(
     if settings.adapter is None or quantization is None:
         return draw
 
+    # A frozen base is stored as MXFP4, which cannot represent other values.
     return lambda name: rounded_to_mxfp4(name, draw(name))
 
 
@@ -125,6 +129,7 @@ class CheckpointTensors:
         mappings = self._mappings[name]
         if mappings[0].expert is None:
             return self._read(mappings[0], name)
+        # All experts of a layer would need several times the memory of one.
         return ExpertStack(
             self._shapes[name], read=lambda expert: self._read(mappings[expert], name)
         )

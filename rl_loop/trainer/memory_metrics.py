@@ -38,6 +38,7 @@ def max_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, 
     """
     if not values:
         return {}
+    # The fullest GPU decides whether a run fits.
     largest = torch.tensor(list(values.values()), dtype=torch.double, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(values, largest.tolist(), strict=True))

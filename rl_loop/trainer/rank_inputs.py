@@ -96,6 +96,8 @@ class RankInputs:
     def pack(self, align: int) -> list[list[PackedBatch]]:
         """Return the micro-batches of each mini-batch, see ``RankMiniBatch.pack``."""
         samples = self.samples
+        # Routes are loaded only while batches are built, because they are larger than all other
+        # columns.
         if samples.routed_experts is not None:
             samples = samples.with_routes(load_routes(samples.routed_experts))
         return [mini_batch.pack(samples, align) for mini_batch in self.mini_batches]
@@ -170,6 +172,8 @@ class StepPlan:
             episodes: episodes of all samples, if they are known.
         """
         mini_batches = []
+        # Rows count over all mini-batches, because ``RankInputs.samples`` has their sequences in
+        # order.
         taken = 0
         for plan in self.mini_batches:
             sample_ids = plan.schedule.micro_batches[rank]
@@ -253,6 +257,7 @@ class RankInputStore:
             routes = None
 
         stored = []
+        # Of all samples, because every rank normalizes by the whole mini-batch.
         loss_tokens = samples.loss_tokens
         for rank in range(plan.ranks):
             sequences = plan.sequences_of(rank)
@@ -282,6 +287,7 @@ class RankInputStore:
             and self._last_plan is plan
             and all(getattr(last, name) is getattr(samples, name) for name in INPUT_COLUMNS)
         )
+        # Released first, so that the store does not hold the columns of two steps.
         if not is_stored:
             self.release()
             inputs = (
@@ -302,6 +308,7 @@ def _chunks(
     size = 0
     for name in names:
         column_bytes = tokens * TOKEN_COLUMNS[name].dtype.itemsize
+        # A chunk has at least one column, even if that column alone exceeds the limit.
         if together and size + column_bytes > MAX_CHUNK_BYTES:
             yield {other: samples.gather(other, sequences) for other in together}
             together = []
@@ -344,6 +351,7 @@ def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: i
     # Cached, because many sequences have the same length and counting visits all layers.
     work = cache(lambda length: forward_flops(settings.model, [length]))
     plans = []
+    # Without the bound, the last mini-batches of few sequences would be empty.
     for number in range(min(mini_batches, len(samples))):
         # Every n-th sample, which spreads the samples of a task over the mini-batches.
         sequences = range(number, len(samples), mini_batches)

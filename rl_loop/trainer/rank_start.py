@@ -69,6 +69,7 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
     began = told = time.monotonic()
     waiting = list(calls)
     while waiting:
+        # A quarter of the interval, so that messages and the time limit are not late by more.
         _, waiting = ray.wait(
             waiting, num_returns=len(waiting), timeout=min(LOG_INTERVAL_SECONDS, limit) / 4
         )

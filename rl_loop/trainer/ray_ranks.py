@@ -79,6 +79,7 @@ class RayRanks:
         """Start the processes. ``ready`` waits for them."""
         world = settings.parallel.world_size
         cores = os.cpu_count() or 1
+        # All ranks have a GPU or none has, because they share one process group.
         has_gpus = ray.cluster_resources().get("GPU", 0) >= world
         if not has_gpus and not has_placement():
             check_local_ranks(world, cores)
@@ -86,12 +87,15 @@ class RayRanks:
         actor_class = ray.remote(with_logging(TrainerProcess))
         master, port = master_address()
         self._store_file: Path | None = None
+        # Only this user can read the file, while every user of the machine can connect to a port.
         if ranks_are_here(world):
             self._store_file = local_directory() / f"ranks-{uuid.uuid4().hex}"
+        # Ranks on one machine share its cores. By default torch uses all of them in every process.
         threads = max(1, cores // world)
         self.actors: list[Any] = []
         for rank in range(world):
             actor = actor_class.options(
+                # With a core for each, Ray would not start more ranks than there are cores.
                 num_cpus=0,
                 num_gpus=1 if has_gpus else 0,
                 **placement_options(TRAINER_RANK, rank),
@@ -105,6 +109,7 @@ class RayRanks:
         self._start_limit = start_limit(world, cores)
 
         # All ranks start at once, so that they load their weights while the rollouts start.
+        # An actor's calls run in order. The first one is short, so it shows that the process runs.
         self._started = [rank.__ray_call__.remote(_process) for rank in self.actors]
         self._loaded = [rank.start.remote() for rank in self.actors]
 
@@ -113,6 +118,7 @@ class RayRanks:
 
         An exception of a rank is raised here.
         """
+        # It only waits. The errors of ranks are raised when their results are read.
         wait_for_processes(self._started, self._start_limit)
         self._processes = self._join(self._started)
         return self._join(self._loaded)
@@ -168,6 +174,7 @@ class RayRanks:
         return stored
 
     def close(self) -> None:
+        # Killed, because a rank may wait in a collective call for a rank that has died.
         for actor in self.actors:
             ray.kill(actor)
         if self._store_file is not None:
@@ -200,6 +207,7 @@ class RayRanks:
                 raise RankDied(
                     f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}"
                 ) from error
+        # Later errors of other ranks usually follow from the first one.
         rank, error = next(iter(failures.items()))
         error.add_note(f"first on trainer rank {rank} on {self._processes[rank]}")
         raise error

@@ -31,8 +31,11 @@ def take_tokens(
         None if there are no results, as on pipeline stages before the last.
     """
     taken = [update.token_values for update in updates]
+    # The driver reads the statistics of rank 0 only, but these values belong to this rank's
+    # tokens.
     for update in updates:
         update.token_values = {}
+    # Stages before the last do not compute log-probs.
     if not any(taken):
         return None
 
@@ -41,6 +44,8 @@ def take_tokens(
         of_updates = iter(taken)
         rows: list[torch.Tensor] = []
         for mini_batch, batches in zip(inputs.mini_batches, packed, strict=True):
+            # Without an update there are no values. NaN marks them, so that they enter no mean
+            # unnoticed.
             if mini_batch.is_empty:
                 rows += [torch.full((batch.tokens,), torch.nan) for batch in batches]
             else:

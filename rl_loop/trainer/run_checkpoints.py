@@ -136,6 +136,7 @@ class RunCheckpoints:
             return None
 
         damages: list[str] = []
+        # A damaged checkpoint costs the steps since the one before it, not the whole run.
         for path in (newest, *earlier_checkpoints(newest)):
             damage = self._damage(path)
             if damage is None:
@@ -168,6 +169,7 @@ class RunCheckpoints:
 
     def _continue_from_adapters_of(self, checkpoint: Path | None) -> None:
         """Keep the adapters of the checkpoints up to this one, or none for None."""
+        # The directory is shared by all ranks.
         if dist.get_rank() == 0:
             step = 0 if checkpoint is None else step_of(checkpoint)
             self._run.delete_adapters_after(step)

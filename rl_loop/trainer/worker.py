@@ -76,6 +76,7 @@ class TrainerWorker:
         torch.set_num_threads(threads)
         self.settings = settings
         self.algorithm = settings.objective
+        # Groups authenticate when they are created, so this precedes the first one.
         authenticate_groups()
         distributed.initialize(settings.parallel, rank, master, port, store_file)
         self.memory = phase_memory()
@@ -99,6 +100,8 @@ class TrainerWorker:
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             # Values are not sampled, so a critic's trained weights stay as they are.
+            # With adapters, the critic's base is frozen like the policy's and can have the same
+            # format.
             base_format = None if settings.adapter is None else settings.quantization
             self.critic = ValueTrainer(
                 make_critic(build_initial_model(settings, base_format)),
@@ -106,6 +109,7 @@ class TrainerWorker:
             )
             self.critic.memory = self.memory
 
+        # Created before engines start, because NCCL allocates its buffers here.
         self._gathering = WeightGathering(self.model, settings.model)
         self._checkpoints = RunCheckpoints(settings, self.trainer, self.critic)
 
@@ -149,6 +153,8 @@ class TrainerWorker:
 
     def place(self) -> RankPosition:
         """Return the position of this rank."""
+        # Per-token results of updates exist only on the last stage. Tensor- and context-parallel
+        # ranks have the same results.
         answers = (
             parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
@@ -169,6 +175,7 @@ class TrainerWorker:
         if mini_batch.is_empty:
             count = len(mini_batch.loss_tokens)
             raise ValueError(f"none of the {count} samples has a token in the loss")
+        # Normalized by the tokens of all ranks, not of this one.
         loss = sft_objective(int(mini_batch.loss_tokens.sum()))
         return self._update(self.trainer, batches, loss, step)
 
@@ -217,6 +224,7 @@ class TrainerWorker:
 
         # Before the first update, so that all mini-batches are compared with the same weights.
         self._add_old_log_probs([batch for _, batches in mini_batches for batch in batches])
+        # A critic without training would give the policy arbitrary advantages.
         critic_only_steps = self.algorithm.critic.warmup_steps if self.algorithm.critic else 0
         for mini_batch, batches in mini_batches:
             if self.critic is not None:
@@ -251,6 +259,7 @@ class TrainerWorker:
         for batch, log_probs in zip(
             batches, self._score_batches(self.trainer, batches), strict=True
         ):
+            # Padding has no label, so its values are arbitrary. 0 keeps them finite.
             is_padding = batch.sample_ids < 0
             batch.old_log_probs = log_probs.cpu().float().masked_fill(is_padding, 0.0)
         if replay is not None and records_routes:
@@ -307,12 +316,14 @@ class TrainerWorker:
         # All ranks are synchronized here, so a checkpoint that is written by now can be published.
         self._checkpoints.publish_written()
 
+        # The policy's schedule begins after the warm-up of the critic.
         schedule_steps = self.settings.training.steps - first_step
         learning_rate = trainer.config.learning_rate_at(step - first_step, schedule_steps)
         with out_of_memory_explained(self.settings.memory_inputs):
             statistics = trainer.train_step(
                 batches, loss, learning_rate, self.settings.training_temperature
             )
+        # After the first update, when the optimizer's state exists. Later calls do nothing.
         exempt_from_collection()
 
         # The policy's figures include the memory of the critic's steps.
@@ -423,6 +434,8 @@ class TrainerWorker:
                 of one cannot be written. In the second case this checkpoint is complete.
         """
         self.memory.enter("checkpoint")
+        # The weights are in host memory afterwards, so engines can have the GPU while files are
+        # written.
         self._checkpoints.start(step, state)
         self._free_memory_for_engines()
         self.memory.enter("resting")

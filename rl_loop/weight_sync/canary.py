@@ -77,6 +77,7 @@ class Canary:
 
 def exceeds(gap: float, nats: float) -> bool:
     """Return True if a gap is above a tolerance, or NaN."""
+    # Not ``gap > nats``, which is False for NaN.
     return not gap <= nats
 
 

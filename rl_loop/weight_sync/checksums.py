@@ -89,6 +89,7 @@ class WeightSample:
             The names, with the server's fault description in parentheses if there is one. None if
             all parameters are equal.
         """
+        # Read several times below.
         known = list(ranks)
         for parameter, expected in self._expected.items():
             for rank in known:

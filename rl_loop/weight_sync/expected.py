@@ -66,6 +66,8 @@ class ExpectedTensors:
         Raises:
             WeightMismatch: at the first unexpected tensor, or at the end if one is missing.
         """
+        # Checked while sending, so that a wrong tensor stops the sync before a server can serve
+        # with it.
         for name, tensor in named:
             fault = self.fault_in(name, tensor)
             if fault is not None:

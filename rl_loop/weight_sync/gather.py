@@ -40,6 +40,7 @@ def send_gathered(
             # With several receivers, the broadcasts of the tensors already synchronize the ranks.
             paced=len(sender.ranks) == 1,
         )
+    # No rank has sent anything yet, so a further attempt may succeed with more free memory.
     except GatheringAborted as error:
         raise SyncFailed(str(error)) from error
 

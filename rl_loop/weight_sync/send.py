@@ -68,6 +68,7 @@ def _clear_locals(error: BaseException) -> None:
 
 async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers) -> None:
     plan = servers.plan
+    # Before the first tensor: no response may come from a mixture of old and new weights.
     await servers.begin()
 
     # A chain of generators: tensors are gathered, checked, hashed and sent one bucket at a time.
@@ -97,6 +98,7 @@ def _compared_versions(config: ModelConfig, servers: WeightServers) -> range:
         # Within this many versions every parameter is chosen: each layer, and each of the up to
         # three parameters outside the layers, one per version.
         return range(plan.version, plan.version + 3 * config.num_layers)
+    # Every sync compares another sample, so over a run all parameters are compared.
     return range(plan.version, plan.version + 1)
 
 

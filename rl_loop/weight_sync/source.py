@@ -95,6 +95,7 @@ class LoadedWeights:
         return self._named
 
     def packed_weights(self) -> "dict[str, torch.Tensor]":
+        # Imported here, because it loads torch.
         from converters.mxfp4_tensors import pack_experts
 
         return pack_experts(self._named)

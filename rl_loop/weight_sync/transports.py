@@ -67,6 +67,7 @@ async def send_by_disk(
 ) -> None:
     """Write a checkpoint and let servers load it. For machines that share only a disk."""
     directory = servers.plan.directory
+    # Writing takes long and would block the event loop, which runs the requests to the servers.
     await asyncio.to_thread(
         write_hf_directory,
         directory,
