@@ -26,6 +26,7 @@ from megatron_gptoss.planning.memory_inputs import EngineMemory
 from megatron_gptoss.user_error import UserError
 from rl_loop.weight_sync.source import WeightSource
 
+# Reading a configuration must not import torch, which takes seconds.
 if TYPE_CHECKING:
     import torch
 
@@ -210,6 +211,8 @@ class RolloutBackend(ABC):
         """
         self.settings = settings
         self.context = context
+        # Known from ``start`` on, because workers are built with this backend's
+        # ``engine_factory``.
         self.workers: EngineWorkers | None = None
 
     @abstractmethod
@@ -290,6 +293,7 @@ class RolloutBackend(ABC):
 
         At the end of the block the source has weights ``version``.
         """
+        # A backend without recovery requests no weights at other times than in ``sync_weights``.
         return nullcontext()
 
     @abstractmethod

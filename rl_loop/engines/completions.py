@@ -55,6 +55,7 @@ class CompletionsEngine:
         body = self._request_body(request)
         try:
             async with self._slots:
+                # After the wait for a slot, which must not count towards the episode's time limit.
                 if request.on_begin is not None:
                     request.on_begin()
                 choice = await self._post(body)
@@ -88,6 +89,7 @@ class CompletionsEngine:
             if response.status != 200:
                 text = await response.text()
                 raise EndpointError(f"{self._url} answered {response.status}: {text[:300]}")
+            # aiohttp would reject JSON with another content type.
             answer = await response.json(content_type=None)
         choice: dict[str, Any] = answer["choices"][0]
         return choice
@@ -125,6 +127,7 @@ def _read_choice(
         )
 
     token_log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    # Evaluation does not read log-probs, so missing ones can be 0.
     log_probs = [float(value or 0.0) for value in token_log_probs][: len(ids)]
 
     reason = FinishReason.LENGTH

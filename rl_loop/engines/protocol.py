@@ -58,6 +58,7 @@ class GenerateRequest:
     @property
     def episode(self) -> str:
         """Episode of the request. Each of its requests continues the tokens of the previous one."""
+        # From the right, because the name of an episode may contain slashes.
         return self.request_id.rsplit("/", 2)[0]
 
 
@@ -145,6 +146,7 @@ def weight_holder(engine: RolloutEngine) -> WeightHolder:
     Raises:
         TypeError: if it is a client of servers.
     """
+    # This checks only that the methods exist, not their signatures.
     if isinstance(engine, WeightHolder):
         return engine
     raise TypeError(
@@ -243,6 +245,7 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     log_probs = result.output_log_probs
     reason = result.finish_reason
 
+    # The agent loop sets all other reasons, such as a timeout.
     if reason not in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
         raise _InvalidResult(f"the finish reason {reason!r} is unknown")
     if len(ids) > sampling.max_new_tokens:
@@ -266,6 +269,7 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
         raise _InvalidResult(fault)
     if (fault := fault_in_log_probs(log_probs)) is not None:
         raise _InvalidResult(fault)
+    # They would be trained on as a part of the turn, which has ended before.
     if any(token in sampling.stop_token_ids for token in ids[:-1]):
         raise _InvalidResult("the engine returned tokens after a stop token")
 
@@ -278,6 +282,7 @@ def fault_in_ids(ids: list[int], vocabulary_size: int) -> str | None:
         vocabulary_size: exclusive upper bound of the ids.
     """
     array = np.asarray(ids)
+    # A list with a float, None or text becomes an array of another kind.
     if array.dtype.kind not in "iu" or array.ndim != 1:
         return f"token ids are not integers: {ids[:3]}"
 
@@ -301,6 +306,7 @@ def fault_in_log_probs(log_probs: list[float]) -> str | None:
     array = np.asarray(log_probs, dtype=np.float64)
     is_log_prob = np.isfinite(array) & (array <= POSITIVE_LOG_PROB)
     if not is_log_prob.all():
+        # argmin of booleans is the first False.
         position = int(is_log_prob.argmin())
         return (
             f"the log-prob of token {position} is {log_probs[position]}. The weights are "
@@ -331,6 +337,7 @@ def _check_versions(result: GenerateResult) -> None:
 
 def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
     """Check that ``routes`` are expert indices of ``tokens`` tokens for a model of this shape."""
+    # Without them, a trainer with routing replay would silently use its own routes.
     if routes is None:
         raise _InvalidResult(
             "the engine returned no routed experts, but the request asked for them"
@@ -338,6 +345,7 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
         raise _InvalidResult("routed experts are not uint8 or int16 [tokens, layers, top_k]")
 
+    # An unknown size fits every array.
     expected = (tokens, shape.layers or routes.shape[1], shape.top_k or routes.shape[2])
     if routes.shape != expected:
         raise _InvalidResult(f"routed experts have the shape {routes.shape}, expected {expected}")

@@ -34,6 +34,7 @@ class ExternalEngineConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Wrong options are then an error of the configuration, before a run starts anything.
         self.settings()
         return self
 

@@ -81,6 +81,7 @@ def weights_for_engine(
         trained: format in which experts are trained. None: not quantized.
         held: format in which engines hold experts. None: the trainer's.
     """
+    # Bits, so that engines can be compared with the trainer bit by bit.
     if trained is not None:
         return source.packed_weights()
     weights = source.weights()

@@ -31,6 +31,7 @@ from rl_loop.weight_sync.source import WeightMismatch
 MAX_REPORTED_FAULTS = 20
 """Maximum number of tensors that an error about weights names."""
 
+# On import, because ``set_attn_implementation`` accepts only registered names.
 AttentionInterface.register(ATTENTION_NAME, row_cache_attention)
 
 
@@ -117,6 +118,7 @@ class TransformersEngine:
         self._check_tokens(request.input_ids, name)
         if request.return_routed_experts and not self._has_experts:
             raise ValueError(f"{name} asks for routed experts, but the model has no experts")
+        # Rotary positions have no end, so the model would continue without an error, but badly.
         total = len(request.input_ids) + request.sampling.max_new_tokens
         limit = self._model.config.max_position_embeddings
         if total > limit:
@@ -191,6 +193,7 @@ class TransformersEngine:
 
     def _rounding_error(self, tokens: list[int]) -> float | None:
         rounded = self._scheduler.score(tokens, temperature=1.0)
+        # Only the data is exchanged. A second model would need twice the memory.
         held = {parameter: parameter.data for parameter in self._model.parameters()}
         try:
             for parameter, data in held.items():
@@ -229,6 +232,7 @@ class TransformersEngine:
             WeightMismatch: if tensors are missing, unknown, repeated or have a wrong shape. The
                 message lists them. The weights are then unchanged.
         """
+        # All tensors are needed at once, because none is written before all are checked.
         named = list(named_tensors)
         await self._call(lambda: self._replace_weights(named, version))
 
@@ -247,6 +251,7 @@ class TransformersEngine:
                 f"its earlier weights: {shown}"
             )
 
+        # All requests first, because the cache can be dropped only if no sequence is running.
         self._scheduler.abort(None)
         self._scheduler.drop_cache()
         self._packed = {}
@@ -275,6 +280,7 @@ class TransformersEngine:
             blocks_name, scales_name = stored_names(name)
             if blocks_name not in self._packed:
                 continue
+            # Digests cover the bits, but the engine computes with the values.
             values = _values(self._packed[blocks_name], self._packed[scales_name])
             if not torch.equal(parameter, values.to(parameter.dtype)):
                 raise RuntimeError(f"{name}: the values in the engine differ from its MXFP4 bits")
@@ -298,6 +304,7 @@ class TransformersEngine:
         return await asyncio.wrap_future(self._thread.submit(function))
 
     def _check_tokens(self, tokens: list[int], name: str) -> None:
+        # Within the model an unknown id would be an error of the whole batch.
         vocab_size = self._model.config.vocab_size
         if not tokens:
             raise ValueError(f"{name}: input_ids is empty")

@@ -75,6 +75,8 @@ class RowCache:
         # With doubling, the number of copies of the cache is logarithmic in the longest sequence.
         power_of_two = 1 << (length - 1).bit_length()
         added = max(MIN_CAPACITY, power_of_two) - capacity
+        # ``pad`` takes the dimensions from the last to the first, so the capacity is the second
+        # pair.
         self.keys_values = functional.pad(self.keys_values, (0, 0, 0, added))
         self.routes = functional.pad(self.routes, (0, 0, 0, 0, 0, added))
 
@@ -95,6 +97,8 @@ class RowCache:
             rows: [tokens], row of each token.
             positions: [tokens], position of each token in its row.
         """
+        # Two index tensors around a slice put their dimension first: [tokens, kv_heads,
+        # head_size].
         self.keys_values[layer, 0][rows, :, positions] = key.transpose(0, 1)
         self.keys_values[layer, 1][rows, :, positions] = value.transpose(0, 1)
 
@@ -119,6 +123,7 @@ class RowCache:
             self.keys_values[:, :, replaced, :, :length] = prefix
             self.routes[replaced, :length] = self.routes[source, :length]
 
+        # ``row`` may hold a finished sequence that is longer than the prefix.
         self._swap(replaced, row, length=max(length, len(self.tokens[row])))
         self.tokens[row] = []
 

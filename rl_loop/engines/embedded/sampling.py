@@ -15,6 +15,7 @@ def sampling_log_probs(logits: torch.Tensor, temperatures: torch.Tensor) -> torc
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
+    # Greedy sampling has no temperature to divide by.
     scale = torch.where(temperatures == 0, 1.0, temperatures).to(logits.dtype)
     return torch.log_softmax(logits / scale[:, None], dim=-1)
 
@@ -69,6 +70,7 @@ def _invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.T
     """
     cumulative = weights.cumsum(-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
+    # With right=True a token of weight 0 is never chosen, not even at a target of 0.
     indices = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     # Rounding can make the target equal to the total, which no index passes.
     return indices.clamp_(max=weights.shape[-1] - 1)

@@ -59,6 +59,7 @@ class RunningSequence:
         """Append the next sampled token. Return the finish reason if the sequence ends with it."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        # First the stop token: with it the turn is complete, even at the limit.
         if token in self.request.sampling.stop_token_ids:
             return FinishReason.STOP
         if len(self.log_probs) == self.request.sampling.max_new_tokens:
@@ -154,6 +155,7 @@ class Scheduler:
             new_tokens += self._running[segment.row].tokens[segment.past :]
 
         # The flat input: one token per decoding row, then the new tokens of admitted sequences.
+        # Before the layout is used: all rows of a step have one capacity.
         self._cache.reserve(max(len(sequence.tokens) for sequence in self._running))
         layout = StepLayout(decoding, segments, self._cache, self.model.device)
         with torch.inference_mode():
@@ -211,6 +213,7 @@ class Scheduler:
         temperatures = torch.tensor([p.temperature for p in params], device=device)
         greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
         top_ps = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        # Token i of a sequence takes its number i, in every batch.
         uniforms = [sequence.uniforms[len(sequence.log_probs)] for sequence in self._running]
 
         log_probs = sampling_log_probs(logits, temperatures)
@@ -333,6 +336,7 @@ class Scheduler:
             reason: its finish reason.
             routes: uint8 or int16 [processed tokens, layers, top_k]. None if it never ran.
         """
+        # From here on the future cannot be cancelled, so setting the result cannot fail.
         if not sequence.future.set_running_or_notify_cancel():
             return
 
@@ -377,6 +381,7 @@ class Scheduler:
 
     def fail(self, error: BaseException) -> None:
         """Fail every request with ``error``, and drop the cache, which may be partially written."""
+        # The cause is known, but not the request that caused it, so all of them fail.
         for sequence in (*self._running, *self._waiting):
             if sequence.future.set_running_or_notify_cancel():
                 request_id = sequence.request.request_id

@@ -30,6 +30,7 @@ class SglangBackend(RolloutBackend):
     def engine_factory(self) -> EngineFactory:
         return partial(
             connect_engine,
+            # Actors instead of addresses, because a restarted server has another address.
             servers=self.fleet.actors,
             model=self.context.model,
             wait_seconds=self.settings.start_seconds,
@@ -44,6 +45,7 @@ class SglangBackend(RolloutBackend):
         assert self.workers is not None
         self.fleet.sync(source, version)
 
+        # Last, because from then on clients use no server with older weights.
         self.workers.set_min_version(version)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:

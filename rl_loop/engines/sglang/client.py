@@ -89,6 +89,7 @@ class SglangClient:
 
         try:
             content = json.loads(text)
+        # Some endpoints, such as /flush_cache, respond with text.
         except ValueError:
             content = None
 
@@ -119,6 +120,7 @@ class SglangClient:
                         yield _read_chunk(where, payload)
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFailed(f"{where}: {_reason(error)}") from error
+        # A server that dies in the middle of a stream may close the connection without an error.
         raise ServerFailed(f"{where}: the response ended before its last chunk")
 
     async def healthy(self, seconds: float) -> bool:
@@ -146,6 +148,7 @@ async def _event_payloads(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]
     unread = bytearray()
     async for data in stream.iter_any():
         unread += data
+        # Without an end of line there is no whole event. Searching the long line again takes long.
         if b"\n" not in data:
             continue
         *events, unread = unread.split(b"\n\n")

@@ -146,6 +146,7 @@ class SglangConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _choose_weight_sync(self) -> Self:
+        # NCCL's ranks cannot share a GPU, so the default transport is impossible here.
         if self.colocated and "weight_sync" not in self.model_fields_set:
             self.weight_sync = "cuda_ipc"
         return self
@@ -165,6 +166,7 @@ class SglangConfig(EngineConfig):
         return self
 
     def _check_access(self) -> None:
+        # Options may be written as "--name=value".
         names = {argument.partition("=")[0] for argument in self.arguments}
         for name in sorted(names & RESERVED_ARGUMENTS.keys()):
             raise ValueError(
@@ -205,6 +207,7 @@ class SglangConfig(EngineConfig):
                 "with --moe-runner-backend triton_kernel and without expert parallelism. Leave "
                 "these options out of rollout.engine.arguments"
             )
+        # The layouts of the plugin are those of Hopper's tensor cores.
         if self.attention_backend in ("trtllm_mha", "intel_amx"):
             raise ValueError(
                 f"rollout.engine.quantization={self.quantization} supports weight syncs on "
@@ -273,6 +276,7 @@ class SglangConfig(EngineConfig):
 
     @property
     def _is_on_cpus(self) -> bool:
+        # The two spellings of SGLang's --device cpu.
         asks_for_cpus = "cpu" in self.arguments or "--device=cpu" in self.arguments
         return asks_for_cpus or self.attention_backend == "intel_amx"
 
@@ -361,6 +365,7 @@ class SglangConfig(EngineConfig):
 
     def _can_import(self, python: str, module: str) -> bool:
         """Return True if a server's interpreter, with a server's environment, finds ``module``."""
+        # ``find_spec`` does not import SGLang, which takes many seconds.
         find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         finding = subprocess.run(
             [python, "-c", find],
@@ -389,6 +394,7 @@ class SglangConfig(EngineConfig):
         if self.colocated:
             # Without it SGLang keeps the memory of its CUDA graphs while it sleeps.
             variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+        # A user may change the variables above, but not those below: servers would run unpatched.
         variables |= self.env
 
         variables["GPTOSS_SGLANG_PATCHES"] = ",".join(self._patches)
@@ -412,6 +418,7 @@ class SglangConfig(EngineConfig):
             if not self.deterministic:
                 # Its gates may differ from those of a prefill in the last bit.
                 patches.append("fused_routing")
+            # Their results have identical bits, so deterministic servers use them, too.
             patches += ["moe_occupancy", "small_batch_moe"]
 
         if not self.colocated:
@@ -458,6 +465,7 @@ class SglangConfig(EngineConfig):
         """
         options: dict[str, object] = {
             "--model-path": model,
+            # Random weights: the first sync replaces them, and the directory has none.
             "--load-format": "dummy",
             "--dtype": dtype,
             "--tp-size": self.tensor_parallel,
@@ -470,6 +478,7 @@ class SglangConfig(EngineConfig):
             "--cuda-graph-max-bs-decode": self.max_running_requests,
             # FlashInfer's sampling ignores the seed of a request.
             "--sampling-backend": "pytorch",
+            # No request constrains sampling.
             "--grammar-backend": "none",
         }
 
@@ -480,6 +489,7 @@ class SglangConfig(EngineConfig):
 
         def build(host: str, port: int) -> list[str]:
             # The user's arguments come last, because the last value of a repeated option counts.
+            # At every start, because a restarted server may find other free memory.
             place = self._place_and_memory(index, model, dtype)
             return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
 
@@ -487,6 +497,7 @@ class SglangConfig(EngineConfig):
 
     def _flags(self, routed_experts: bool) -> list[str]:
         """Return the arguments that depend on features of the run."""
+        # Chunks then have only new tokens. Requests are token ids, so servers need no tokenizer.
         flags = ["--incremental-streaming-output", "--skip-tokenizer-init"]
         if routed_experts:
             flags.append("--enable-return-routed-experts")
@@ -522,6 +533,7 @@ class SglangConfig(EngineConfig):
         if self.colocated:
             first = index * self.tensor_parallel
             if gpus:
+                # The index counts the servers of all nodes.
                 first %= len(gpus)
 
         fraction = self.memory_fraction

@@ -229,6 +229,7 @@ class SglangEngine:
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Score a text on any server that holds the policy (see ``score_on``)."""
+        # A scored text belongs to no episode.
         server = await self._route(episode="", failures=Counter())
         return await score_on(self._client(server.url), input_ids, temperature)
 
@@ -252,6 +253,7 @@ class SglangEngine:
             body = {"rid": turn.server_request_id, "abort_all": False}
             calls.append(turn.client.call("/abort_request", body, seconds=self._abort_seconds))
 
+        # A failed call needs no answer: the time limit ends the turn.
         await asyncio.gather(*calls, return_exceptions=True)
 
     def set_min_version(self, version: int) -> None:
@@ -260,6 +262,7 @@ class SglangEngine:
         The trainer sends weights to the servers (``weight_endpoints``), not to this engine.
         """
         self.min_version = version
+        # The known states are from before the sync.
         self._refreshed_at = -math.inf
 
     async def close(self) -> None:

@@ -123,6 +123,7 @@ class SglangFleet:
         settings = self._settings
         self._directory.mkdir(parents=True, exist_ok=True)
         architecture = settings.describe_model(context.model, context.dtype)
+        # Servers read the architecture from this directory, but no weights.
         (self._directory / "config.json").write_text(json.dumps(architecture, indent=2))
 
         # A cluster without GPUs (tests, SGLang on CPUs) has none to reserve. The ranks of the
@@ -131,6 +132,7 @@ class SglangFleet:
             ray.cluster_resources().get("GPU", 0) >= settings.servers * settings.tensor_parallel
         )
         gpus = settings.tensor_parallel if has_gpus and not settings.colocated else 0
+        # Ray restarts an actor without limit. The actor itself counts failed starts of its server.
         actor_class = ray.remote(num_cpus=0, num_gpus=gpus, max_restarts=-1)(
             with_logging(SglangServer)
         )
@@ -219,6 +221,7 @@ class SglangFleet:
 
     def close(self) -> None:
         for actor in self.actors:
+            # ``stop`` kills all processes of the server. ``ray.kill`` alone could leave some of them.
             _ask(actor.stop.remote())
             ray.kill(actor)
 
@@ -378,6 +381,7 @@ class SglangFleet:
     def _stores(self, urls: Sequence[str]) -> Path | None:
         """Return the directory of rendezvous files. None if trainer and servers need a port."""
         is_here = all(urlsplit(url).hostname == LOOPBACK for url in urls)
+        # Only the plugin opens a file. Without it, servers know ports only.
         return local_directory() if is_here and self._settings.has_plugin else None
 
     def _sending_rank(self, actor: Any) -> int:
@@ -428,6 +432,7 @@ class SglangFleet:
             except ServerFailed as failure:
                 return failure
 
+        # Servers may end, or lose a connection, while they score.
         for attempt in range(MAX_SCORINGS):
             synced = self._synced()
             if not synced and self._current is not None:
@@ -439,6 +444,7 @@ class SglangFleet:
             failures = [answer for answer in answers if isinstance(answer, ServerFailed)]
             scores = [answer for answer in answers if not isinstance(answer, ServerFailed)]
             if scores and not failures:
+                # Any server's scores, because all of them hold the same weights.
                 self._canary = Canary(token_ids, scores[0])
                 return scores
             if failures and attempt + 1 == MAX_SCORINGS:
@@ -492,6 +498,7 @@ class SglangFleet:
         seconds = self._settings.sync_seconds
         tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
         try:
+            # First, because running requests use the memory that is released next.
             await client.call("/pause_generation", {"mode": "abort"}, seconds=seconds)
             await client.call("/release_memory_occupation", tags, seconds=seconds)
         except (ServerFailed, RequestRejected) as failure:
@@ -513,6 +520,7 @@ class SglangFleet:
         """Make one call at every server, in parallel."""
 
         async def call_one(url: str) -> T:
+            # A client belongs to its event loop, and every ``asyncio.run`` creates another one.
             client = SglangClient(url, api_key=self.api_key)
             try:
                 return await call(client)

@@ -132,6 +132,7 @@ class ServerNeeds:
         per_token = layers * 2 * model.key_size * element / heads_shared
         weights = model.num_parameters * element // tensor_parallel
         if packed:
+            # MXFP4 packs only the experts.
             weights -= _expert_values(model) * element // tensor_parallel
             weights += packed_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
 
@@ -168,6 +169,8 @@ def packed_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
 
 
 def _packed_matrix_bytes(rows: int, inputs: int) -> int:
+    # As ``value_storage_shape`` and ``scale_storage_shape`` of the plugin, whose module needs
+    # Triton.
     values = _round_up_to(rows, 64) * _round_up_to(inputs // 2, 64)
     scales = _round_up_to(rows, 256) * _round_up_to(math.ceil(inputs / BLOCK), 2)
     return values + scales
@@ -201,6 +204,7 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
         NotEnoughGpuMemory: if the share is larger than the free memory, or too small for the
             server.
     """
+    # All ranks of a server get the same fraction.
     gpu = min(gpus, key=lambda gpu: gpu.free)
 
     # Round the limits inward, so that the messages never advise a share that would fail.
@@ -323,6 +327,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
                 f"of GPU {row['index']}: memory.used is {row['memory.used']!r}, memory.free "
                 f"{row['memory.free']!r}"
             )
+        # Not nvidia-smi's total, which includes memory that the driver reserves.
         memory = GpuMemory(name=f"GPU {row['index']}", total=used + free, free=free)
         gpus.append(_ListedGpu(row["index"], row["uuid"], memory))
 

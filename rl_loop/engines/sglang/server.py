@@ -259,6 +259,7 @@ class SglangServer:
         client = SglangClient(url, api_key=self._api_key)
         self._syncing = False
         self._process = None
+        # The time is unique even if Ray restarts this actor, which would reset a counter.
         self._status = ServerStatus(url, ServerState.STARTING, incarnation=time.time_ns())
 
         try:
@@ -344,6 +345,7 @@ class SglangServer:
         """Check the server's health until it fails. Return the reason."""
         loop = asyncio.get_running_loop()
         checked_at = loop.time()
+        # Polled often, because requests to a server that has ended fail at once.
         while process.poll() is None:
             await asyncio.sleep(min(0.2, self._health_seconds))
             if self._syncing or loop.time() < checked_at + self._health_seconds:

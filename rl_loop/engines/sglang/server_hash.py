@@ -98,6 +98,7 @@ def _byte_pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the bytes of all parts in order, uint8 [bytes], whole rows at a time."""
     for part in parts:
         rows = max(1, PIECE_BYTES * len(part) // part.nbytes)
+        # ``contiguous`` copies a transposed view, so it gets one piece at a time.
         for piece in part.split(rows):
             yield piece.contiguous().view(-1).view(torch.uint8)
 

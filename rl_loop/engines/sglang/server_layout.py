@@ -94,6 +94,7 @@ def sampled_parameters(
         {SGLang's parameter: names of the Hugging Face tensors that it consists of}.
     """
     outside_layers = ["model.norm.weight"]
+    # Otherwise the server's parameters have additional rows, whose values are not known here.
     if config.vocab_size % VOCABULARY_PADDING == 0:
         outside_layers.append("model.embed_tokens.weight")
         if not config.tied_embeddings:
@@ -191,6 +192,7 @@ class SglangLayout:
         dtype = self._dtype(parameter)
         shard = [part.to(dtype) for part in self._shard(parameter, parts, rank)]
         hash_parts = cpu_hash if self._info["device"] == "cpu" else gpu_hash
+        # SGLang reports 16 hexadecimal digits.
         return f"{hash_parts(shard):016x}"
 
     def _dtype(self, parameter: str) -> torch.dtype:
@@ -200,6 +202,7 @@ class SglangLayout:
         if parameter.endswith("_weight_bias"):
             return torch.float32
         if parameter.endswith("sinks"):
+            # SGLang chooses the dtype of sinks by the backend that reads them.
             if self._info["attention_backend"] == "trtllm_mha":
                 return torch.float32
             return torch.bfloat16

@@ -10,23 +10,27 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
-
 import numpy as np
-
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
-from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.engines.protocol import (
-    GenerateRequest,
-    GenerateResult,
-    check_routes,
-    fault_in_ids,
-    fault_in_log_probs,
-)
-from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.data.trajectory import FinishReason
+from rl_loop.data.trajectory import WeightVersionSpan
+from rl_loop.engines.protocol import GenerateRequest
+from rl_loop.engines.protocol import GenerateResult
+from rl_loop.engines.protocol import check_routes
+from rl_loop.engines.protocol import fault_in_ids
+from rl_loop.engines.protocol import fault_in_log_probs
+from rl_loop.engines.sglang.client import RequestRejected
+from rl_loop.engines.sglang.client import ServerFailed
+from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.infrastructure import describe
+
+
+
+
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -180,6 +184,8 @@ class ResponseReader:
                 # The last sampled token was never an input of the model, so it has no experts.
                 inputs = len(turn.request.input_ids) + len(result.output_ids) + len(chunk.ids) - 1
                 tokens = inputs - turn.request.routes_start
+                # Before the tokens are appended: if this raises, the turn continues without the
+                # chunk.
                 result.routed_experts = self._read_routes(chunk.meta, tokens)
 
         result.output_ids += chunk.ids
@@ -200,10 +206,13 @@ class ResponseReader:
             ServerFailed: if they cannot be read or belong to another number of tokens.
             RuntimeError: if an index is out of range.
         """
+        # ``check_routes_present`` reports missing experts, because it is not a fault of this
+        # server.
         if tokens == 0 or "routed_experts" not in meta:
             return None
 
         try:
+            # SGLang sends int32 numbers as base64.
             data = base64.b64decode(meta["routed_experts"])
             routes = np.frombuffer(data, dtype=np.int32).reshape(self._routes_shape)
         except (TypeError, ValueError) as error:
@@ -296,6 +305,7 @@ def check_routes_present(turn: Turn, url: str) -> None:
         RequestRejected: if the indices are missing.
     """
     asked = turn.request.return_routed_experts and turn.result.output_ids
+    # All servers have the same options, so another server would not return them either.
     if asked and turn.result.routed_experts is None:
         raise RequestRejected(
             f"{url} returned no routed experts for request {turn.request.request_id}. Start the "

@@ -87,6 +87,7 @@ class SglangSender:
         """
         plans = list(self.plans.values())
         urls = tuple(url for plan in plans for url in plan.urls)
+        # The plans differ in servers and rendezvous files. A disk needs no rendezvous.
         plan = replace(plans[0], urls=urls, transport="disk")
         asyncio.run(send_weights(named, self.model, plan))
 
@@ -138,6 +139,7 @@ class SglangServers:
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],
+            # ``publish`` flushes the cache once, after all buckets.
             "flush_cache": False,
             "group_name": group,
         }
@@ -193,6 +195,8 @@ class SglangServers:
             The decoded responses, in the order of the plan's servers.
         """
         async with asyncio.TaskGroup() as tasks:
+            # If one server fails, the others are not waited for, because the whole sync is
+            # repeated.
             answers = self._ask_all(tasks, path, [body] * len(self._clients))
         return [answer.result() for answer in answers]
 

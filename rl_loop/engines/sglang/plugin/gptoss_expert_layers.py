@@ -36,6 +36,7 @@ def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
 
         delattr(layer, f"{name}_weight")
         delattr(layer, f"{name}_weight_bias")
+        # SGLang keeps the biases of experts in fp32.
         bias = torch.zeros(experts, rows, dtype=torch.float32, device=device)
         parameter = torch.nn.Parameter(bias, requires_grad=False)
         layer.register_parameter(f"{name}_weight_bias", parameter)

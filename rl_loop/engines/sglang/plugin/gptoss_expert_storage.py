@@ -52,6 +52,8 @@ class Shard:
 
         Equal to that of SGLang's ``GptOssForCausalLM._load_mxfp4_experts_weights``.
         """
+        # Floor divisions of a negative number round up. The last ranks may have fewer blocks, or
+        # none.
         per_rank = -(-intermediate_size // BLOCK // ranks) * BLOCK
         return cls(
             first=min(rank * per_rank, intermediate_size),
@@ -161,6 +163,7 @@ class Experts:
         elif name.endswith("_scale"):
             rows, inputs = self.shape(name, padded=True)
             layout.swizzle_scales(part, (rows, inputs // BLOCK), storage)
+            # Of the whole tensor, so that all ranks reject the same scales.
             return whole.max()
         else:
             layout.swizzle_values(part, storage)

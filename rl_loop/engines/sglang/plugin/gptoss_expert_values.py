@@ -76,6 +76,7 @@ def scaled_values(x, scale, mx_axis: tl.constexpr):
         bf16 [rows, inputs].
     """
     tl.static_assert(mx_axis == 1)
+    # pack=4: the assembly reads four bytes as one 32-bit register.
     first, second = tl.inline_asm_elementwise(
         asm=UNPACK,
         constraints="=r,=r,=r,=r,r",

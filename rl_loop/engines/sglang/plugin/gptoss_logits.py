@@ -39,6 +39,7 @@ def compute_in_fp32(logits_processor: Any) -> Callable[..., Tensor]:
     def _compute_lm_head(
         self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None
     ) -> Tensor:
+        # All other cases compute something else than one product.
         is_plain = (
             embedding_bias is None
             and not self.use_fp32_lm_head

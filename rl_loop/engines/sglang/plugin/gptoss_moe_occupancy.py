@@ -98,6 +98,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
         *arguments: Any,
         **options: Any,
     ) -> Any:
+        # triton_kernels chooses the rows of a block and all flags that are not replaced below.
         flags = original(
             out_dtype,
             lhs_dtype,
@@ -109,6 +110,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
             *arguments,
             **options,
         )
+        # Other scales need the shapes of their own layout.
         if not has_plugin_layout(precision_config) or flags.block_m not in SHAPES:
             return flags
 

@@ -75,6 +75,7 @@ def installed_assemblers() -> Iterator[str]:
         package = files(PACKAGE) or []
     except PackageNotFoundError:
         package = []
+    # The environment's package comes first, because it may be newer than the machine's toolkit.
     for file in package:
         if file.name == "ptxas":
             yield str(file.locate())
@@ -89,7 +90,9 @@ def version_of(path: str) -> tuple[int, int]:
     try:
         told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
+        # Older than every version, so that the next candidate is tried.
         return 0, 0
+    # The output has a line such as "Cuda compilation tools, release 13.3, V13.3.33".
     version = re.search(r"release (\d+)\.(\d+)", told.stdout)
     return (int(version[1]), int(version[2])) if version else (0, 0)
 

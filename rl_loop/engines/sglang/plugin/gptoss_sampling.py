@@ -89,6 +89,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
         tokens,
         log_probs,
         SLICE_LOGITS=SLICE_LOGITS,
+        # ``tl.arange`` needs a power of two.
         SLICES=triton.next_power_of_2(slices),
         num_warps=CHOOSING_WARPS,
     )
@@ -172,6 +173,7 @@ def _weights(logit, largest, temperature):
     """
     # If all logits are -inf, their difference would be NaN. The weights must be 0.
     reference = tl.where(largest == float("-inf"), 0.0, largest)
+    # div_rn, because Triton's division of fp32 numbers is not rounded correctly.
     return tl.exp2((logit - reference) * tl.div_rn(LOG2_E, temperature))
 
 
@@ -191,8 +193,7 @@ def _choose(weight, uniform, SIZE: tl.constexpr):
     return tl.minimum(first, last)
 
 
-# -- SGLang's sampler
-# -------------------------------------------------------------------------------
+# -- SGLang's sampler ------------------------------------------------------------------------------
 
 
 def install() -> None:
@@ -219,6 +220,7 @@ def fused_forward(sampler: Any) -> Callable[..., Tensor]:
         token_ids_logprobs: Any,
         positions: Tensor,
     ) -> Tensor:
+        # These kernels return the log-prob of the sampled token only.
         wants_more = return_logprob and (
             sampler.SGLANG_RETURN_ORIGINAL_LOGPROB
             or any(number > 0 for number in top_logprobs_nums)

@@ -82,6 +82,7 @@ def register() -> None:
     from sglang.version import __version__
 
     names = os.environ["GPTOSS_SGLANG_PATCHES"].split(",")
+    # All patches are checked before any is applied, so that no server runs half patched.
     has_version = __version__ == VERSION
     for name in names:
         advice = PATCHES[name].advice
@@ -125,6 +126,7 @@ def bind_store() -> None:
     """
     from torch.distributed import FileStore
 
+    # Before a group exists in this process, because groups authenticate when they are created.
     _module_at(GROUP_AUTHENTICATION).authenticate_groups()
 
     # import_module returns the module. The package also has a function of this name.
@@ -137,7 +139,9 @@ def bind_store() -> None:
     ) -> Any:  # fmt: skip
         if host_name == FILE_HOST:
             path = os.path.join(os.environ["GPTOSS_STORE_DIR"], f"store-{port}")
+            # -1 is torch's value for an unknown number of processes.
             store = FileStore(path, world_size or -1)
+            # FileStore's constructor has no such argument.
             if "timeout" in options:
                 store.set_timeout(options["timeout"])
             return store
@@ -168,6 +172,7 @@ def decode_with_whole_window() -> None:
     @wraps(original_init)
     def with_the_query(self: Any, *arguments: Any, **options: Any) -> None:
         original_init(self, *arguments, **options)
+        # Models without windows have none.
         if self.sliding_window_size:
             self.sliding_window_size += 1
 
@@ -195,6 +200,7 @@ def free_cache_while_sleeping() -> None:
 
 def sync_mxfp4_experts() -> None:
     """Let servers with MXFP4 experts load weight syncs."""
+    # Imported only if requested, because such a module needs parts of SGLang's environment.
     import gptoss_mxfp4_experts
 
     gptoss_mxfp4_experts.install()

@@ -133,6 +133,7 @@ def multiply(
         columns,
         *values.shape[1:],
         *scales.shape[1:],
+        # Not read without an activation, but a kernel's arguments cannot be left out.
         0.0 if swiglu is None else swiglu.alpha,
         0.0 if swiglu is None else swiglu.limit,
         SIZE=x.shape[1],
@@ -224,6 +225,7 @@ def _value_offsets(column, value_rows, value_bytes, COLUMNS: tl.constexpr, INPUT
     # The storage of values has 1/4 of the matrix's rows, padded to 64 matrix rows. Storage rows of
     # the last program wrap around to the first ones, and their results are not stored.
     value_row = (column * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)) % value_rows
+    # The modulo hides from Triton that the rows are adjacent.
     value_row = tl.max_contiguous(tl.multiple_of(value_row, COLUMNS // 4), COLUMNS // 4)
     value_at = value_row[:, None] * value_bytes + tl.arange(0, INPUTS)[None, :]
     return value_at.to(tl.uint32)
@@ -373,8 +375,7 @@ def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_colu
     tl.store(out + row[:, None] * width + column[None, :], result.to(tl.bfloat16), mask=is_inside)
 
 
-# -- calls by SGLang
-# --------------------------------------------------------------------------------
+# -- calls by SGLang -------------------------------------------------------------------------------
 
 
 def install() -> None:

@@ -26,6 +26,7 @@ class SyncedModel:
         # The parameters without those of the experts.
         names = {name for name, _ in model.named_parameters()}
         for prefix, module in model.named_modules():
+            # Only MoE layers whose experts ``allocate`` has created have this attribute.
             experts = getattr(getattr(module, "quant_method", None), "gptoss_experts", None)
             if experts is not None:
                 self._add_experts(f"{prefix}.", experts)
@@ -50,6 +51,7 @@ class SyncedModel:
         Raises:
             WrongWeights: if a tensor is missing or has a scale above ``MAX_SCALE``.
         """
+        # Cleared before the checks, so that a failed sync does not affect the next one.
         received = set(self._received)
         largest_scales = dict(self._largest_scales)
         self.begin_sync()

@@ -86,6 +86,7 @@ def attend_to_window(
     """
     requests, heads, head_size = queries.shape
     group = heads // keys.shape[1]
+    # A matrix instruction needs at least 16 keys.
     chunk = max(16, min(CHUNK, triton.next_power_of_2(window)))
 
     # The heads of a request are adjacent in the grid, because they read the same slots, whose data
@@ -148,6 +149,7 @@ def _attend_to_window_kernel(
     column = tl.arange(0, HEAD_SIZE)[None, :]
     query_head = head * GROUP + row
     place = (request * tl.num_programs(0) * GROUP + query_head[:, None]) * HEAD_SIZE + column
+    # Rows without a head only fill the matrix instruction. They are not stored.
     query = tl.load(queries + place, mask=is_head[:, None], other=0.0)
 
     largest, total = _initial_softmax(sinks, query_head, is_head, ROWS)
@@ -165,9 +167,11 @@ def _attend_to_window_kernel(
         key = tl.load(key_head + slot * key_slot_stride, mask=in_window[:, None], other=0.0)
         value = tl.load(value_head + slot * value_slot_stride, mask=in_window[:, None], other=0.0)
 
+        # "ieee", because Triton would otherwise multiply fp32 inputs in TF32.
         score = tl.dot(query, key.trans(), input_precision="ieee") * (scale * LOG2_E)
         score = tl.where(in_window[None, :], score, float("-inf"))
         weight, shrinking, largest, total = _update_softmax(score, largest, total)
+        # Earlier weights are relative to an earlier largest score.
         sums = sums * shrinking[:, None]
         sums = tl.dot(weight.to(value.dtype), value, sums, input_precision="ieee")
 
@@ -280,6 +284,7 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
 
     The check reads no data from the GPU. In CUDA graphs it runs when they are captured.
     """
+    # An option that is not known here could change the result.
     if options.keys() - {"sinks"} != DECODING_OPTIONS:
         return False
 
