@@ -95,7 +95,7 @@ def in_call_order(
     place_of = {id(call): place for place, call in enumerate(calls)}
     order = sorted(range(len(answers)), key=lambda i: place_of[id(matched[i])])
 
-    # Rendered calls of one function have nothing but their order to tell their answers apart.
+    # Answers of calls of one function differ only in their order once they are rendered.
     answered = {id(call) for call in matched}
     missing: set[str] = set()
     for call in calls:

@@ -158,7 +158,12 @@ class EngineWorkers(Protocol):
     """
 
     def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
-        """Call ``WeightHolder.sync_weights`` in every worker."""
+        """Call ``WeightHolder.sync_weights`` in every worker.
+
+        Args:
+            weights: tensors by Hugging Face name, in the shapes of their names.
+            version: version of the weights.
+        """
         ...
 
     def set_min_version(self, version: int) -> None:

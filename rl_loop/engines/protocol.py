@@ -123,7 +123,8 @@ class WeightHolder(Protocol):
         In a run with ``quantization`` the embedded engine receives experts as blocks and scales.
 
         Args:
-            named_tensors: (Hugging Face name, tensor).
+            named_tensors: (Hugging Face name, tensor in the shape of this name). Floats of any
+                dtype, and uint8 for blocks and scales.
             version: version of the weights.
 
         Raises:

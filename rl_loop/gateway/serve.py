@@ -64,6 +64,7 @@ class LocalEngine:
         self._engine = engine
 
     def load_weights(self, weights: "Mapping[str, torch.Tensor]", version: int) -> None:
+        """Replace the weights by tensors by Hugging Face name, in the shapes of their names."""
         asyncio.run(weight_holder(self._engine).sync_weights(weights.items(), version))
 
     def set_min_version(self, version: int) -> None:

@@ -146,7 +146,7 @@ class Session:
         equal = self.forest.answers(request.fingerprint)
         for node in equal:
             if node.delivered is False:
-                # Being sent. An equal request in the meantime gets a sample of its own.
+                # None means that it is being sent. A further equal request then gets a new sample.
                 node.delivered = None
                 return node
         if is_retry and self._pending.remove_abandoned(request.fingerprint):

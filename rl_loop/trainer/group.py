@@ -77,9 +77,14 @@ class TrainerGroup:
         return self._all("route_agreement")
 
     def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return all weights by Hugging Face name, in the shapes of their names."""
         return StoredTensors(self.ranks.call_and_store("weights"))
 
     def packed_weights(self) -> Mapping[str, torch.Tensor]:
+        """Return all weights like ``weights``, but quantized experts as blocks and scales.
+
+        Blocks are uint8 [experts, rows, inputs / 32, 16], scales uint8 [experts, rows, inputs / 32].
+        """
         return StoredTensors(self.ranks.call_and_store("packed_weights"))
 
     def packed_digests(self) -> Digests:
@@ -151,7 +156,7 @@ class TrainerGroup:
     def compute_values_and_reference_log_probs(
         self, samples: TrainingSamples
     ) -> dict[str, np.ndarray]:
-        """Compute the columns that advantages need.
+        """Compute the columns that advantages need, float32 [tokens] each.
 
         They are ``values`` with a critic, and ``reference_log_probs`` with a KL penalty.
         """

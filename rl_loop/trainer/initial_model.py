@@ -121,7 +121,7 @@ class CheckpointTensors:
                 self._mappings.setdefault(name, []).append(mapping)
 
     def view(self, name: str) -> torch.Tensor | ExpertStack:
-        """Return a tensor, or for experts a stack that reads each expert on access.
+        """Return a tensor in its Hugging Face shape, or a stack that reads each expert on access.
 
         Raises:
             KeyError: the checkpoint's model has no tensor of this name.

@@ -168,8 +168,8 @@ class StepPlan:
 
         Args:
             rank: a data-parallel rank.
-            loss_tokens: loss tokens of all samples.
-            episodes: episodes of all samples, if they are known.
+            loss_tokens: int64 [samples], loss tokens of all samples.
+            episodes: int64 [samples], episodes of all samples. None if they are not known.
         """
         mini_batches = []
         # Rows count over all mini-batches, because ``RankInputs.samples`` has their sequences in
@@ -257,7 +257,7 @@ class RankInputStore:
             routes = None
 
         stored = []
-        # Of all samples, because every rank normalizes by the whole mini-batch.
+        # All samples count, because every rank normalizes by the whole mini-batch.
         loss_tokens = samples.loss_tokens
         for rank in range(plan.ranks):
             sequences = plan.sequences_of(rank)
@@ -327,7 +327,10 @@ def _load(values: list[Any]) -> list[Any]:
 
 
 def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
-    """Return the routes of sequences as arrays. Stored routes are views into Ray's store."""
+    """Return the routes of sequences, uint8 or int16 [tokens, layers, top_k] each.
+
+    Stored routes are views into Ray's store.
+    """
     # One ``get`` for all sequences, which may be thousands.
     references = [row.reference for row in rows if isinstance(row, StoredRoutes)]
     if not references:

@@ -180,7 +180,7 @@ class TrainerWorker:
         return self._update(self.trainer, batches, loss, step)
 
     def compute_values_and_reference_log_probs(self, inputs: RankInputs) -> dict[str, np.ndarray]:
-        """Compute the columns of this rank's sequences that advantages need.
+        """Compute the columns of this rank's sequences that advantages need, float32 [tokens] each.
 
         They are ``values`` with a critic, and ``reference_log_probs`` with a KL penalty.
         """

@@ -43,7 +43,9 @@ class CanaryError(UserError, RuntimeError):
 class CheckedTrainer(Protocol):
     """Trainer whose scores and quantized experts are the reference, such as a TrainerGroup."""
 
-    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
+    def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray:
+        """Return log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
+        ...
 
     def packed_digests(self) -> Digests: ...
 

@@ -33,7 +33,7 @@ class ServerLayout(Protocol):
 
         Args:
             parameter: name in the server.
-            parts: its Hugging Face tensors, in the order of ``parameters``.
+            parts: its Hugging Face tensors in their shapes, in the order of ``parameters``.
         """
         ...
 
@@ -60,7 +60,11 @@ class WeightSample:
         self,
         named: Iterable[tuple[str, torch.Tensor]],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same tensors, and hash those of the sample."""
+        """Yield the same tensors, and hash those of the sample.
+
+        Args:
+            named: (Hugging Face name, tensor in the shape of this name).
+        """
         # Hashed during the transfer, because a second pass would have to gather the weights again,
         # which costs more than hashing.
         for name, tensor in named:

@@ -29,7 +29,10 @@ class ExpectedTensors:
         self._came: set[str] = set()
 
     def fault_in(self, name: str, tensor: torch.Tensor) -> str | None:
-        """Record the next tensor. Return a description of its fault, None if it is expected."""
+        """Record the next tensor. Return a description of its fault, None if it is expected.
+
+        The shape must be the one of its name. MXFP4 blocks and scales must be uint8.
+        """
         expected = self._shapes.get(name)
         if expected is None:
             return f"tensor {name} is not in {self._model}"
@@ -53,7 +56,7 @@ class ExpectedTensors:
         return [name for name in self._shapes if name not in self._came]
 
     def faults(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Record all tensors. Return a description of every wrong or missing one."""
+        """Record all tensors. Return a description of every missing one or wrong shape or dtype."""
         found = [self.fault_in(name, tensor) for name, tensor in named]
         faults = [fault for fault in found if fault is not None]
         return faults + [f"tensor {name} is missing" for name in self.missing()]
@@ -62,6 +65,9 @@ class ExpectedTensors:
         self, named: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same tensors.
+
+        Args:
+            named: (Hugging Face name, tensor in the shape of this name).
 
         Raises:
             WeightMismatch: at the first unexpected tensor, or at the end if one is missing.

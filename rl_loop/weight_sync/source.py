@@ -49,7 +49,8 @@ class WeightSender(Protocol):
         """Send all tensors from one trainer rank to its engines.
 
         Args:
-            named: (Hugging Face name, tensor). Need not be read to its end after an error.
+            named: (Hugging Face name, tensor in the shape of this name). Need not be read to its
+                end after an error.
             rank: trainer rank of this process.
 
         Raises:
@@ -58,7 +59,11 @@ class WeightSender(Protocol):
         ...
 
     def send_from_driver(self, named: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Send all tensors from the driver, which has no GPU and is in no process group."""
+        """Send all tensors from the driver, which has no GPU and is in no process group.
+
+        Args:
+            named: (Hugging Face name, tensor in the shape of this name).
+        """
         ...
 
 
@@ -66,12 +71,13 @@ class WeightSource(Protocol):
     """The policy's weights: the trainer, or tensors from files."""
 
     def weights(self) -> "Mapping[str, torch.Tensor]":
-        """Return all weights by Hugging Face name."""
+        """Return all weights by Hugging Face name, in the shapes of their names."""
         ...
 
     def packed_weights(self) -> "Mapping[str, torch.Tensor]":
         """Return all weights by stored name: the experts' matrices are MXFP4 blocks and scales.
 
+        Blocks are uint8 [experts, rows, inputs / 32, 16], scales uint8 [experts, rows, inputs / 32].
         Only available in a run with ``quantization``.
         """
         ...
@@ -92,9 +98,11 @@ class LoadedWeights:
         self._named = named
 
     def weights(self) -> "Mapping[str, torch.Tensor]":
+        """Return the tensors by Hugging Face name, in the shapes of their names."""
         return self._named
 
     def packed_weights(self) -> "dict[str, torch.Tensor]":
+        """Return the tensors by stored name, with the shapes of ``WeightSource.packed_weights``."""
         # Imported here, because it loads torch.
         from converters.mxfp4_tensors import pack_experts
 

@@ -80,6 +80,10 @@ def weights_for_engine(
         source: trainer that has the weights.
         trained: format in which experts are trained. None: not quantized.
         held: format in which engines hold experts. None: the trainer's.
+
+    Returns:
+        Tensors in the shapes of their names. If experts are trained in MXFP4, their matrices are
+        uint8 blocks [experts, rows, inputs / 32, 16] and scales [experts, rows, inputs / 32].
     """
     # Bits, so that engines can be compared with the trainer bit by bit.
     if trained is not None:

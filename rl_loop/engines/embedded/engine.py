@@ -225,7 +225,8 @@ class TransformersEngine:
         blocks and scales: the engine keeps them and computes with their values.
 
         Args:
-            named_tensors: (Hugging Face name, tensor).
+            named_tensors: (Hugging Face name, tensor in the shape of this name). Floats of any
+                dtype, and uint8 for blocks and scales.
             version: version of the weights.
 
         Raises:

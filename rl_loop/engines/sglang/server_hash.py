@@ -53,7 +53,11 @@ MURMUR_STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
 
 
 def cpu_hash(parts: list[torch.Tensor]) -> int:
-    """Hash ``parts``, joined along dim 0, as SGLang does on a CPU."""
+    """Hash ``parts``, joined along dim 0, as SGLang does on a CPU.
+
+    Args:
+        parts: [rows, ...] each, of one dtype and with equal shapes behind dim 0.
+    """
     digest = hashlib.sha256()
     for piece in _byte_pieces(parts):
         digest.update(piece.cpu().numpy())
@@ -61,7 +65,11 @@ def cpu_hash(parts: list[torch.Tensor]) -> int:
 
 
 def gpu_hash(parts: list[torch.Tensor]) -> int:
-    """Hash ``parts``, joined along dim 0, as SGLang does on a GPU. They may be on any device."""
+    """Hash ``parts``, joined along dim 0, as SGLang does on a GPU.
+
+    Args:
+        parts: [rows, ...] each, on any device, of one dtype and with equal shapes behind dim 0.
+    """
     total_bytes = sum(part.nbytes for part in parts)
     size = -(-total_bytes // 4) * 4  # padded to whole words
 

@@ -185,7 +185,12 @@ class SglangLayout:
         return sources
 
     def checksums(self, parameter: str, parts: Sequence[torch.Tensor]) -> list[str]:
-        """Return the checksum of a parameter on each rank, as ``/weights_checker`` reports it."""
+        """Return the checksum of a parameter on each rank, as ``/weights_checker`` reports it.
+
+        Args:
+            parameter: SGLang's name of the parameter.
+            parts: its Hugging Face tensors in their shapes, in the order of ``parameters``.
+        """
         return [self._checksum(parameter, list(parts), rank) for rank in range(self._ranks)]
 
     def _checksum(self, parameter: str, parts: list[torch.Tensor], rank: int) -> str:

@@ -29,7 +29,7 @@ async def send_weights(
     """Send all weights to the servers of a plan.
 
     Args:
-        named: weights as (Hugging Face name, tensor).
+        named: weights as (Hugging Face name, tensor in the shape of this name).
         model: configuration of the weights.
         plan: servers and transport.
 
@@ -71,6 +71,10 @@ class SglangSender:
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         """Send the weights of ``rank`` to its servers.
 
+        Args:
+            named: (Hugging Face name, tensor in the shape of this name).
+            rank: trainer rank of this process.
+
         Raises:
             SyncFailed: if a server fails. The message names it.
             WeightMismatch: if the weights do not fit the model, or a server holds other weights
@@ -84,6 +88,9 @@ class SglangSender:
 
         The plans' transport is ignored, because the driver has no GPU. Raises the errors of
         ``send``.
+
+        Args:
+            named: (Hugging Face name, tensor in the shape of this name).
         """
         plans = list(self.plans.values())
         urls = tuple(url for plan in plans for url in plan.urls)

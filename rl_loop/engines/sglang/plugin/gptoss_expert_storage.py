@@ -66,7 +66,7 @@ class Shard:
 
         Args:
             source: end of the tensor's Hugging Face name.
-            whole: tensor of all ranks.
+            whole: tensor of all ranks, [*whole_shape(name)].
 
         Returns:
             The part. Blocks are flattened to [experts, rows, bytes].
@@ -134,7 +134,7 @@ class Experts:
 
         Args:
             name: SGLang's name of the tensor.
-            whole: tensor of all ranks.
+            whole: tensor of all ranks, [*whole_shape(name)]. uint8, or floats for biases.
 
         Returns:
             For scales: the largest byte, a uint8 scalar on the device of the storage. The caller
@@ -163,7 +163,7 @@ class Experts:
         elif name.endswith("_scale"):
             rows, inputs = self.shape(name, padded=True)
             layout.swizzle_scales(part, (rows, inputs // BLOCK), storage)
-            # Of the whole tensor, so that all ranks reject the same scales.
+            # The maximum of the whole tensor, so that all ranks reject the same scales.
             return whole.max()
         else:
             layout.swizzle_values(part, storage)
@@ -174,7 +174,8 @@ class Experts:
 
         Returns:
             The part, and the number of padding elements that differ from those that ``load``
-            writes.
+            writes. Blocks are uint8 [experts, rows, inputs / 2], scales uint8 [experts, rows,
+            inputs / 32], biases fp32 [experts, rows].
         """
         # Read from the kernels' memory, not from a copy, because the hash must cover that memory.
         storage = self.storage[name]

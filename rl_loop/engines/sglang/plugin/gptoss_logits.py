@@ -27,7 +27,9 @@ def install() -> None:
 
 
 def compute_in_fp32(logits_processor: Any) -> Callable[..., Tensor]:
-    """Return a replacement of ``LogitsProcessor._compute_lm_head`` with fp32 logits.
+    """Return a replacement of ``LogitsProcessor._compute_lm_head``.
+
+    Its results are fp32 [tokens, vocabulary].
 
     Args:
         logits_processor: SGLang's module of this name. The original method is called for output

@@ -110,7 +110,7 @@ def with_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
             *arguments,
             **options,
         )
-        # Other scales need the shapes of their own layout.
+        # ``SHAPES`` are for the plugin's layout of scales only.
         if not has_plugin_layout(precision_config) or flags.block_m not in SHAPES:
             return flags
 

@@ -206,7 +206,8 @@ def install() -> None:
 def fused_forward(sampler: Any) -> Callable[..., Tensor]:
     """Return a replacement of ``Sampler.forward`` in SGLang's module ``sampler``.
 
-    It calls the original for batches that the kernels do not support.
+    It returns int32 [requests]: tokens. It calls the original for batches that the kernels do not
+    support.
     """
     original = sampler.Sampler.forward
 

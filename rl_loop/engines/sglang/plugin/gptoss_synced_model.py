@@ -69,6 +69,9 @@ class SyncedModel:
 
         ``end_sync`` checks the size of the scales.
 
+        Args:
+            weights: (Hugging Face name, whole tensor in the shape of this name).
+
         Raises:
             WrongWeights: if a tensor is unknown, comes twice, or does not fit. The message names
                 it.
