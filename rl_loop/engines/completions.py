@@ -47,6 +47,7 @@ class CompletionsEngine:
             async with asyncio.timeout(None) as self._limits[request.request_id]:
                 return await self._complete(request)
         except TimeoutError:
+            # The response comes as a whole, so an aborted request has no partial tokens.
             return GenerateResult([], [], FinishReason.ABORT)
         finally:
             del self._limits[request.request_id]

@@ -130,6 +130,7 @@ class Checkpointer:
         self._on_save()
         # First the data outside of the checkpoint, which must exist if a run resumes from it.
         self.before_save(self.state.step)
+        # Only a saved state needs the time and the cursor, so they are computed here.
         self.state.seconds = self.seconds
         self.state.tasks = self._task_cursor(self.state)
         self._trainer.save(self.state.step, self.state.to_checkpoint(), block)

@@ -80,6 +80,7 @@ class RankInputs:
         Raises:
             ColumnError: a column does not belong to these sequences.
         """
+        # One ``get`` for all columns. They stay in the store, and the arrays are views of it.
         inputs, *chunks = _load([self.inputs, *self.chunks])
         columns = {name: column for chunk in chunks for name, column in chunk.items()}
         samples: TrainingSamples = inputs.with_columns(**columns)

@@ -50,6 +50,7 @@ class TrainerProcess:
         # Imported here, because the driver reads this file, too. Megatron's import takes over 1 s.
         from rl_loop.trainer.worker import TrainerWorker
 
+        # The model is built later, in ``start``: until then this process can report that it runs.
         self._make_worker = partial(TrainerWorker, *arguments)
 
     def start(self) -> RankPosition:

@@ -41,6 +41,7 @@ def take_tokens(
 
     columns = {}
     for name in RETURNED_VALUES:
+        # Empty mini-batches have no update, so updates are matched with the others in order.
         of_updates = iter(taken)
         rows: list[torch.Tensor] = []
         for mini_batch, batches in zip(inputs.mini_batches, packed, strict=True):

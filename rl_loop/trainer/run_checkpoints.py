@@ -161,6 +161,7 @@ class RunCheckpoints:
 
     def _load(self, path: Path) -> dict[str, Any]:
         """Load policy and critic from undamaged files, and return the saved state."""
+        # ``_damage`` has read all files. Another check would take as long as loading.
         if self._critic is not None:
             of_critic = find_checkpoint(self._run.critic_checkpoints, path.name)
             assert of_critic is not None, path

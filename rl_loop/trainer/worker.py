@@ -79,6 +79,7 @@ class TrainerWorker:
         # Groups authenticate when they are created, so this precedes the first one.
         authenticate_groups()
         distributed.initialize(settings.parallel, rank, master, port, store_file)
+        # Before the model is built, so that its memory is counted.
         self.memory = phase_memory()
         self.memory.enter("start")
 

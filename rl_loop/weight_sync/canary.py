@@ -192,6 +192,7 @@ def check_canary(
     measured: list[float | None] = []
     if tolerance.is_default:
         measured = engines.rounding_errors(token_ids)
+    # No measurement means that no engine can measure it.
     roundings = measured or [None] * len(gaps)
     for worker, (gap, rounding) in enumerate(zip(gaps, roundings, strict=True)):
         if exceeds(gap, tolerance.with_rounding(rounding)):

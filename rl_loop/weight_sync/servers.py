@@ -46,6 +46,7 @@ class SyncPlan:
     """Whether to compare checksums of a sample afterwards."""
     packed: bool = False
     """True if experts are sent as MXFP4 blocks and scales, to servers that hold this format."""
+    # repr=False keeps the key out of logs and errors.
     api_key: str | None = field(default=None, repr=False)
     """Key of the servers. None if they have none."""
 

@@ -275,6 +275,7 @@ class _Handles:
         self._tensors = [(name, _SharedTensor(tensor)) for name, tensor in bucket]
         buffer = io.BytesIO()
         ForkingPickler(buffer).dump(self._tensors)
+        # Base64, because the request has a JSON body.
         self.payload = base64.b64encode(buffer.getvalue()).decode()
 
     def disown(self) -> None:
@@ -302,6 +303,7 @@ class _SharedTensor:
             # (srt/utils/patch_torch.py).
             device = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
             arguments = (*arguments[:6], device, *arguments[7:])
+            # ``ref_counter_handle`` and ``ref_counter_offset`` of rebuild_cuda_tensor.
             self.use_count = (arguments[11], arguments[12])
         return rebuild, arguments
 
@@ -313,6 +315,7 @@ class _SharedTensor:
         """
         if self.use_count is None or users_of_memory(*self.use_count) == 0:
             return
+        # torch has no public function for this.
         torch.UntypedStorage._release_ipc_counter(*self.use_count, device=self.tensor.device)
 
 

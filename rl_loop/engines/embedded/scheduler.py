@@ -370,6 +370,7 @@ class Scheduler:
 
     def abort(self, request_id: str | None) -> None:
         """Return the tokens so far as the result of one request, or of all if None."""
+        # From the end, because ``_finish`` moves the last row into the gap.
         for row in reversed(range(len(self._running))):
             if request_id in (None, self._running[row].request.request_id):
                 self._finish(row, FinishReason.ABORT)

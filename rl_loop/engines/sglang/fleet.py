@@ -329,6 +329,8 @@ class SglangFleet:
         paused = tuple(
             status.url for status in servers.values() if status.incarnation in self._paused
         )
+        # Cleared before the attempt: if it fails, all these servers are killed, so none of them
+        # sleeps.
         self._paused.clear()
 
         # Weights first: the trainer uses memory while it sends, which the caches may need later.

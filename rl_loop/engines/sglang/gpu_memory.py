@@ -332,6 +332,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
         gpus.append(_ListedGpu(row["index"], row["uuid"], memory))
 
     visible = environment.get("CUDA_VISIBLE_DEVICES")
+    # Without the variable, CUDA shows all GPUs.
     if visible is None:
         return [gpu.memory for gpu in gpus]
     return _chosen_gpus(visible, gpus)

@@ -332,6 +332,7 @@ def _unswizzle_kernel(
         tl.store(target, x.to(tl.uint8), mask=is_data)
         stale_bytes += ((x != 0) & inside & (is_data == 0)).to(tl.int32)
 
+    # One addition per program, and usually none, because stale bytes are a fault.
     found = tl.sum(stale_bytes, 0)
     tl.atomic_add(stale, found, mask=found > 0)
 

@@ -345,6 +345,7 @@ def _places_of(
     """Return the offsets of the first inputs of entries (sorted by expert): [entries, INPUTS]."""
     row = entry
     if gates is None:
+        # The first GEMM reads tokens, of which each has TOP_K entries.
         row = tl.load(entries + entry) // TOP_K
     return (row[:, None] * SIZE + tl.arange(0, INPUTS)[None, :]).to(tl.uint32)
 
