@@ -11,16 +11,13 @@ from typing import Any, Literal
 
 from openai_harmony import (
     Author,
-    ChannelConfig,
     Conversation,
     DeveloperContent,
     Message,
     ReasoningEffort,
     RenderConversationConfig,
     Role,
-    SystemContent,
     ToolDescription,
-    ToolNamespaceConfig,
 )
 
 from rl_loop.chat.codec import Effort, without_surrogates
@@ -30,7 +27,6 @@ from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.harmony import chat_template
 from rl_loop.harmony.bounded_rendering import developer_text, takes_long
 from rl_loop.harmony.conversation import (
-    CHANNELS,
     CONSTRAIN,
     message_text,
     prompt_messages,
@@ -40,8 +36,8 @@ from rl_loop.harmony.conversation import (
     without_finished_analysis,
 )
 from rl_loop.harmony.history import History
-from rl_loop.harmony.json_schema import harmony_schema
 from rl_loop.harmony.prompt_config import PromptConfig
+from rl_loop.harmony.prompt_prefix import system_message, with_tools
 from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
 from rl_loop.harmony.sampled_turn import parse_turn
 from rl_loop.harmony.vocabulary import Vocabulary, harmony_encoding, special_id
@@ -130,12 +126,12 @@ class Harmony:
         if drop_analysis:
             rendered = without_finished_analysis(rendered)
         if tools:
-            rendered = _with_tools(rendered, tools)
+            rendered = with_tools(rendered, tools)
         effort = None
         if reasoning_effort is not None:
             # The values of openai-harmony's enum are capitalized.
             effort = ReasoningEffort(reasoning_effort.capitalize())
-        system = self._system_message(builtin_tools, effort)
+        system = system_message(self._prompt, builtin_tools, self._python_seconds, effort)
         if system is not None:
             rendered.insert(0, system)
 
@@ -175,9 +171,9 @@ class Harmony:
         check_names(tools)
         # Before the system message is added, because the tools belong to the first developer
         # message.
-        prefix = _with_tools(messages, tools) if tools else list(messages)
+        prefix = with_tools(messages, tools) if tools else list(messages)
         if system is None:
-            system = self._system_message((), reasoning_effort)
+            system = system_message(self._prompt, (), self._python_seconds, reasoning_effort)
         if system is not None:
             prefix.insert(0, system)
 
@@ -372,43 +368,6 @@ class Harmony:
         kind = content_type.removeprefix(CONSTRAIN)
         return encode_text(" ") + self._special(CONSTRAIN) + encode_text(kind)
 
-    def _system_message(
-        self,
-        builtin_tools: Sequence[BuiltinTool | PythonTool],
-        effort: ReasoningEffort | None = None,
-    ) -> Message | None:
-        """Return the system message. None if the configuration leaves it empty.
-
-        ``effort`` replaces the configured effort.
-        """
-        prompt = self._prompt
-        if effort is None and prompt.reasoning_effort:
-            effort = ReasoningEffort(prompt.reasoning_effort.capitalize())
-
-        channel_config = None
-        if prompt.channels:
-            channels = list(CHANNELS) if prompt.channels is True else prompt.channels
-            channel_config = ChannelConfig.require_channels(channels)
-
-        content = SystemContent(
-            model_identity=prompt.model_identity,
-            knowledge_cutoff=prompt.knowledge_cutoff,
-            conversation_start_date=prompt.current_date,
-            reasoning_effort=effort,
-            channel_config=channel_config,
-        )
-        if prompt.python_tool:
-            for tool in builtin_tools:
-                # The description has the sandbox's time limit, which is known only here.
-                if isinstance(tool, PythonTool):
-                    tool = tool.in_sandbox(self._python_seconds)
-                content = content.with_tools(described_builtin(tool))
-
-        # An empty message would only cost tokens.
-        if not content.model_dump(exclude_none=True):
-            return None
-        return Message.from_role_and_content(Role.SYSTEM, content)
-
     # ---- parsing
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
@@ -506,33 +465,3 @@ def _frame(
     message.recipient = recipient
     message.content_type = content_type
     return tuple(harmony_encoding().render(message))
-
-
-def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Describe functions in the first developer message. Add one in front if there is none."""
-    rendered = list(messages)
-    developer = [i for i, m in enumerate(rendered) if m.author.role is Role.DEVELOPER]
-    place = 0
-    content = DeveloperContent.new()
-    if developer:
-        place = developer[0]
-        # A developer message has one part, with instructions and tools.
-        content = rendered.pop(place).content[0]
-
-    content = content.with_function_tools([described_function(tool) for tool in tools])
-    rendered.insert(place, Message.from_role_and_content(Role.DEVELOPER, content))
-    return rendered
-
-
-def described_function(tool: Tool) -> ToolDescription:
-    """Return openai-harmony's description of a function."""
-    return ToolDescription.new(tool.name, tool.description, harmony_schema(tool.parameters))
-
-
-def described_builtin(tool: BuiltinTool) -> ToolNamespaceConfig:
-    """Return openai-harmony's description of a built-in tool."""
-    return ToolNamespaceConfig(
-        name=tool.name,
-        description=tool.description,
-        tools=[described_function(function) for function in tool.functions],
-    )

@@ -31,8 +31,8 @@ from rl_loop.harmony.codec import (
     PythonTool,
     Tool,
     ToolOutput,
-    described_function,
 )
+from rl_loop.harmony.prompt_prefix import described_function, system_message
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
 from rl_loop.sandbox import SandboxConfig
 from tests.support.rl_loop import harmony_reference as reference
@@ -775,15 +775,15 @@ def test_long_prompt_prefixes_equal_openai_harmonys(
     if is_long:
         instructions += " word" * 3000
     messages = [{"role": "developer", "content": instructions}, {"role": "user", "content": "q"}]
-    full = Harmony(TOKENS, PromptConfig(current_date="2026-01-01"))
-    ids = full.render_prompt(messages if instructions else messages[1:], tools)
+    prompt = PromptConfig(current_date="2026-01-01")
+    ids = Harmony(TOKENS, prompt).render_prompt(messages if instructions else messages[1:], tools)
 
     content = DeveloperContent.new()
     if instructions:
         content = content.with_instructions(instructions)
     if tools:
         content = content.with_function_tools([described_function(tool) for tool in tools])
-    rendered = [full._system_message(()), user("q")]
+    rendered = [system_message(prompt, (), python_seconds=10.0), user("q")]
     if instructions or tools:
         rendered.insert(1, Message.from_role_and_content(Role.DEVELOPER, content))
     assert ids == reference.render_for_completion(rendered)
