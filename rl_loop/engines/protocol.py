@@ -147,7 +147,7 @@ def weight_holder(engine: RolloutEngine) -> WeightHolder:
     Raises:
         TypeError: if it is a client of servers.
     """
-    # This checks only that the methods exist, not their signatures.
+    # ``isinstance`` checks only that the methods exist, not their signatures.
     if isinstance(engine, WeightHolder):
         return engine
     raise TypeError(
@@ -270,7 +270,7 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
         raise _InvalidResult(fault)
     if (fault := fault_in_log_probs(log_probs)) is not None:
         raise _InvalidResult(fault)
-    # They would be trained on as a part of the turn, which has ended before.
+    # Tokens behind the stop token would be trained on as a part of the turn.
     if any(token in sampling.stop_token_ids for token in ids[:-1]):
         raise _InvalidResult("the engine returned tokens after a stop token")
 
@@ -338,7 +338,7 @@ def _check_versions(result: GenerateResult) -> None:
 
 def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
     """Check that ``routes`` are expert indices of ``tokens`` tokens for a model of this shape."""
-    # Without them, a trainer with routing replay would silently use its own routes.
+    # Without routes, a trainer with routing replay would silently use its own routes.
     if routes is None:
         raise _InvalidResult(
             "the engine returned no routed experts, but the request asked for them"

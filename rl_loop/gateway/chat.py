@@ -214,7 +214,7 @@ def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
-    # No chat format can render them, and without them the conversation would silently be another.
+    # No chat format can render these keys. Leaving them out would silently change the conversation.
     for key in ("audio", "function_call", "refusal"):
         if entry.get(key) is not None:
             raise ApiError(

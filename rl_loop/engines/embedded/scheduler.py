@@ -154,9 +154,9 @@ class Scheduler:
         for segment in segments:
             new_tokens += self._running[segment.row].tokens[segment.past :]
 
-        # The flat input: one token per decoding row, then the new tokens of admitted sequences.
-        # Before the layout is used: all rows of a step have one capacity.
+        # All rows of a step have one capacity, so reserve it for the longest sequence.
         self._cache.reserve(max(len(sequence.tokens) for sequence in self._running))
+        # The flat input: one token per decoding row, then the new tokens of admitted sequences.
         layout = StepLayout(decoding, segments, self._cache, self.model.device)
         with torch.inference_mode():
             hidden = self._forward(new_tokens, layout)

@@ -462,7 +462,7 @@ def as_routing_data(topk: Any, routes: Routes, top_k: int) -> tuple[Any, Any, An
         routes.sizes, routes.starts, routes.block_starts, routes.schedule
     )
     data = topk.RoutingData(routes.gates, routes.sizes, len(routes.sizes), top_k, metadata)
-    # RoutingData has no field for them.
+    # RoutingData has no field for the experts of tokens.
     setattr(data, EXPERTS, routes.experts)
     gather = topk.GatherIndx(routes.by_expert, routes.places)
     scatter = topk.ScatterIndx(routes.places, routes.by_expert)

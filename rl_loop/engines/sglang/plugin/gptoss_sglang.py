@@ -172,7 +172,7 @@ def decode_with_whole_window() -> None:
     @wraps(original_init)
     def with_the_query(self: Any, *arguments: Any, **options: Any) -> None:
         original_init(self, *arguments, **options)
-        # Models without windows have none.
+        # None for models without windows.
         if self.sliding_window_size:
             self.sliding_window_size += 1
 

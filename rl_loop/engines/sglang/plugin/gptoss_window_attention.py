@@ -295,7 +295,7 @@ def is_decoding_of_window(options: dict[str, Any]) -> bool:
         or options["return_softmax_lse"]
         or options["scheduler_metadata"] is not None
     )
-    # -1 before means no window.
+    # -1 tokens before the query mean that there is no window.
     before, behind = options["window_size"]
     if asks_for_more or behind != 0 or not 0 <= before < MAX_WINDOW:
         return False
