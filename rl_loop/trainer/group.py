@@ -83,7 +83,7 @@ class TrainerGroup:
     def packed_weights(self) -> Mapping[str, torch.Tensor]:
         """Return all weights like ``weights``, but quantized experts as blocks and scales.
 
-        Blocks are uint8 [experts, rows, inputs / 32, 16], scales uint8 [experts, rows, inputs / 32].
+        Blocks: uint8 [experts, rows, inputs / 32, 16]. Scales: uint8 [experts, rows, inputs / 32].
         """
         return StoredTensors(self.ranks.call_and_store("packed_weights"))
 

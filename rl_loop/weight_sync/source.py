@@ -77,7 +77,7 @@ class WeightSource(Protocol):
     def packed_weights(self) -> "Mapping[str, torch.Tensor]":
         """Return all weights by stored name: the experts' matrices are MXFP4 blocks and scales.
 
-        Blocks are uint8 [experts, rows, inputs / 32, 16], scales uint8 [experts, rows, inputs / 32].
+        Blocks: uint8 [experts, rows, inputs / 32, 16]. Scales: uint8 [experts, rows, inputs / 32].
         Only available in a run with ``quantization``.
         """
         ...

@@ -221,7 +221,7 @@ class SglangFleet:
 
     def close(self) -> None:
         for actor in self.actors:
-            # ``stop`` kills all processes of the server. ``ray.kill`` alone could leave some of them.
+            # ``stop`` kills all processes of the server. ``ray.kill`` alone could leave some.
             _ask(actor.stop.remote())
             ray.kill(actor)
 
