@@ -54,6 +54,7 @@ from statistics import mean, median
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.loop.rollout_split import RolloutSplit, split_rollouts
 from benchmarks.sglang.server_log import decode_speeds
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
@@ -104,32 +105,33 @@ def main() -> None:
             # After a failure, report the steps that have finished.
             keep_server_logs(config, options.out)
             if watch.steps:
-                show_report(watch, report_text(config, watch, server_speeds(config)), options.out)
+                logs = [log.read_text(errors="replace") for log in server_logs(config)]
+                show_report(watch, report_text(config, watch, logs), options.out)
 
 
-def report_text(config: RlConfig, watch: Watch, speeds: list[tuple[int, float]]) -> str:
+def report_text(config: RlConfig, watch: Watch, logs: Sequence[str]) -> str:
     """Return the tables of a run, or those of each value of max_staleness with a comparison.
 
     Args:
         config: configuration of the run.
         watch: collected metrics and memory.
-        speeds: running requests and tokens per second, from the servers' logs.
+        logs: output of every server.
     """
     by_value: dict[int, list[dict[str, float]]] = defaultdict(list)
     for step in watch.steps:
         by_value[int(step[MAX_STALENESS])].append(step)
     if len(by_value) == 1:
-        return Report(config, watch.steps, watch.memory, speeds).text()
+        return Report(config, watch.steps, watch.memory, logs).text()
 
     reports = {
-        value: Report(config, steps, watch.memory, speeds, warm_up=value + 1)
+        value: Report(config, steps, watch.memory, logs, warm_up=value + 1)
         for value, steps in by_value.items()
     }
     first = next(iter(reports.values()))
     parts = [first.title(), "", comparison(list(reports.values())), ""]
     for value, report in reports.items():
         parts += [f"algorithm.max_staleness {value}:", "", *report.step_table()]
-    parts += first.decoding() + Report(config, watch.steps, watch.memory, speeds).memory_tables()
+    parts += first.decoding() + Report(config, watch.steps, watch.memory).memory_tables()
     return "\n".join(parts) + "\n"
 
 
@@ -553,7 +555,7 @@ class Report:
         config: RlConfig,
         steps: list[dict[str, float]],
         memory: dict[str, dict[int, int]],
-        speeds: list[tuple[int, float]],
+        logs: Sequence[str] = (),
         warm_up: int = 1,
     ) -> None:
         """Store the measurements of a run.
@@ -562,13 +564,13 @@ class Report:
             config: configuration of the run.
             steps: metrics of the finished steps.
             memory: largest used memory in MiB, by phase and GPU.
-            speeds: running requests and tokens per second, from the servers' logs.
+            logs: output of every server.
             warm_up: number of first steps that the medians leave out.
         """
         self.config = config
         self.steps = steps
         self.memory = memory
-        self.speeds = speeds
+        self.logs = logs
         self.warm_up = warm_up
         self.episodes = config.rollout.tasks_per_step * config.rollout.samples_per_task
 
@@ -579,6 +581,7 @@ class Report:
             "",
             *self.step_table(),
             *self.decoding(),
+            *self.rollout_split(),
             *self.memory_tables(),
         ]
         return "\n".join(lines) + "\n"
@@ -687,15 +690,23 @@ class Report:
 
     def decoding(self) -> list[str]:
         """Return the decoding speed of servers under full load, from their logs."""
-        if not self.speeds:
+        speeds = [pair for log in self.logs for pair in decode_speeds(log)]
+        if not speeds:
             return []
-        most = max(running for running, _ in self.speeds)
-        full = [(running, speed) for running, speed in self.speeds if running >= 0.9 * most]
+        most = max(running for running, _ in speeds)
+        full = [(running, speed) for running, speed in speeds if running >= 0.9 * most]
         return [
             f"Decoding by the servers' logs: {median(speed for _, speed in full):,.0f} tokens/s per server at "
             f"{median(running for running, _ in full):.0f} running requests (of {len(full)} lines)",
             "",
         ]
+
+    def rollout_split(self) -> list[str]:
+        """Return the table of the servers' seconds by activity. Empty without servers."""
+        if not self.logs:
+            return []
+        split: RolloutSplit | None = split_rollouts(self.logs, self.episodes / len(self.logs))
+        return [] if split is None else split.table()
 
     def memory_tables(self) -> list[str]:
         """Return the tables of memory: by nvidia-smi, and the ranks' measurements with the plan."""
@@ -792,11 +803,3 @@ def keep_server_logs(config: RlConfig, out: Path | None) -> None:
 def server_logs(config: RlConfig) -> list[Path]:
     """Return the log files of the SGLang servers."""
     return sorted((config.directory / "engine").glob("server_*.log"))
-
-
-def server_speeds(config: RlConfig) -> list[tuple[int, float]]:
-    """Return running requests and tokens per second of decoding from the servers' logs."""
-    speeds = []
-    for log in server_logs(config):
-        speeds += decode_speeds(log.read_text(errors="replace"))
-    return speeds

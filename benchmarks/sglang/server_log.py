@@ -1,14 +1,61 @@
-"""Decoding speeds from the logs of SGLang servers."""
+"""Decoding and prefills from the logs of SGLang servers (0.5.17, log level info)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STEPS_PER_LINE = 40
+"""Decoding steps between two lines about decoding (``--decode-log-interval``)."""
+MIN_LINES = 10
+"""Lines about decoding of a rollout. What has fewer is a test of the server or its warm-up."""
 
 DECODE_LINE = re.compile(r"#running-req: (\d+).*gen throughput \(token/s\): ([0-9.]+)")
+PREFILL_LINE = re.compile(
+    r"Prefill batch.*?#new-seq: (\d+), #new-token: (\d+).*#running-req: (\d+), #queue-req: (\d+)"
+    r".*cuda graph: (\w+), input throughput \(token/s\): ([0-9.]+)"
+)
+SYNC_LINE = "Cache flushed"
+"""Text of a line that a weight sync writes at its end."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One prefill batch."""
+
+    requests: int
+    """Requests of the batch."""
+    running: int
+    """Requests that were decoding before the batch."""
+    queued: int
+    """Requests that wait after the batch."""
+    has_graph: bool
+    """True if the batch ran as a CUDA graph."""
+    seconds: float
+    """Seconds since the previous prefill batch of the server."""
+
+
+@dataclass(frozen=True)
+class DecodeInterval:
+    """The decoding steps between two lines about decoding, and the prefills among them."""
+
+    running: float
+    """Requests that were decoding, on average."""
+    seconds: float
+    prefills: tuple[Prefill, ...]
+
+
+@dataclass(frozen=True)
+class ServerRollout:
+    """One rollout of one server: what it did between two weight syncs."""
+
+    intervals: tuple[DecodeInterval, ...]
+    prefills: tuple[Prefill, ...]
 
 
 def decode_speeds(log: str) -> list[tuple[int, float]]:
-    """Return running requests and tokens per second of every line about decoding (40 steps)."""
+    """Return running requests and tokens per second of every line about decoding."""
     return [(int(found[1]), float(found[2])) for found in DECODE_LINE.finditer(log)]
 
 
@@ -24,3 +71,54 @@ def step_seconds(log: str, running: int) -> list[float]:
     """
     speeds = [speed for requests, speed in decode_speeds(log) if requests == running]
     return [running / speed for speed in speeds if speed > max(speeds) / 2]
+
+
+def server_rollouts(log: str) -> list[ServerRollout]:
+    """Return the rollouts of a server in their order.
+
+    Args:
+        log: output of the server. A weight sync begins every rollout.
+    """
+    parts: list[list[str]] = []
+    for line in log.splitlines():
+        if SYNC_LINE in line:
+            parts.append([])
+        elif parts:
+            parts[-1].append(line)
+
+    rollouts = [_read_rollout(lines) for lines in parts]
+    return [rollout for rollout in rollouts if len(rollout.intervals) >= MIN_LINES]
+
+
+def _read_rollout(lines: Sequence[str]) -> ServerRollout:
+    intervals: list[DecodeInterval] = []
+    prefills: list[Prefill] = []
+    since_last: list[Prefill] = []
+    last_running: int | None = None
+    for line in lines:
+        if found := PREFILL_LINE.search(line):
+            prefill = _read_prefill(found)
+            prefills.append(prefill)
+            since_last.append(prefill)
+        elif found := DECODE_LINE.search(line):
+            running = int(found[1])
+            # The interval of the first line began before the rollout.
+            if last_running is not None:
+                counts = [last_running, *(prefill.running for prefill in since_last), running]
+                # The speed is the number of tokens over the seconds, and every running request
+                # samples a token in each step.
+                mean = sum(counts) / len(counts)
+                seconds = STEPS_PER_LINE * mean / float(found[2])
+                intervals.append(DecodeInterval(mean, seconds, tuple(since_last)))
+            since_last = []
+            last_running = running
+    return ServerRollout(tuple(intervals), tuple(prefills))
+
+
+def _read_prefill(found: re.Match[str]) -> Prefill:
+    requests, tokens, running, queued = (int(number) for number in found.groups()[:4])
+    speed = float(found[6])
+    # The speed is the number of tokens over the seconds since the previous line. It is exact,
+    # where the time stamps of the lines have whole seconds.
+    seconds = tokens / speed if speed > 0 else 0.0
+    return Prefill(requests, running, queued, found[5] == "True", seconds)
