@@ -10,27 +10,23 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
+
 import numpy as np
+
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.routes import route_dtype
-from rl_loop.data.trajectory import FinishReason
-from rl_loop.data.trajectory import WeightVersionSpan
-from rl_loop.engines.protocol import GenerateRequest
-from rl_loop.engines.protocol import GenerateResult
-from rl_loop.engines.protocol import check_routes
-from rl_loop.engines.protocol import fault_in_ids
-from rl_loop.engines.protocol import fault_in_log_probs
-from rl_loop.engines.sglang.client import RequestRejected
-from rl_loop.engines.sglang.client import ServerFailed
-from rl_loop.engines.sglang.client import SglangClient
+from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    check_routes,
+    fault_in_ids,
+    fault_in_log_probs,
+)
+from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.infrastructure import describe
-
-
-
-
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
