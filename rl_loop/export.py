@@ -115,6 +115,7 @@ def export_policy(
 def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, bytes]:
     """Return tokenizer and chat templates by file name. Log a warning if there are none."""
     with tempfile.TemporaryDirectory() as scratch:
+        # ``save`` writes files only for a vocabulary that was made for the run.
         files = codec.vocabulary.save(Path(scratch))
         if files:
             template = Path(scratch) / CHAT_TEMPLATE_FILE
@@ -136,6 +137,7 @@ def _extras_of(source: Path | None) -> ModelExtras | None:
     """Return the extras of a model directory, an imported checkpoint or a run with an export."""
     if source is None:
         return None
+    # In this order: a Hugging Face directory, a run, an imported checkpoint.
     for directory in (source, source / "export", source / EXTRAS_FOLDER):
         if (directory / "config.json").exists():
             return read_extras(directory)
@@ -201,6 +203,7 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
     if quantization is not None:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     torch_dtype = getattr(torch, dtype)
+    # transformers has no SDPA attention for GPT-OSS: `_supports_sdpa` is False.
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch_dtype, attn_implementation="eager", **options
     )
@@ -213,6 +216,7 @@ def _decode_greedily(model: Any, prompts: list[list[int]], stops: list[int]) -> 
     sequences = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
+        # transformers warns if mask or padding token are missing, though one prompt has no padding.
         generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

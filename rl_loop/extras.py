@@ -22,6 +22,7 @@ def install_command(extra: str, options: str = "") -> str:
         options: further options of pip, with a blank at the end.
     """
     root = Path(__file__).resolve().parents[1]
+    # An installed wheel has no pyproject.toml next to its packages, so the file marks a checkout.
     if (root / "pyproject.toml").exists():
         return f"pip install {options}-e '{root}[{extra}]'"
     return f'pip install {options}"$(ls megatron_gptoss-*.whl)[{extra}]"'

@@ -121,7 +121,10 @@ class ForkedPool:
             PoolFailure: no process starts, no process answers any question, or ``close`` was
                 called.
         """
+        # `close` during the question must not be followed by the start of new processes.
         closings = self._closings
+        # If the kernel kills processes during the question, the machine lacks memory, and the
+        # question is not the cause.
         killed_before = out_of_memory_kills()
         with self._slots:
             # An idle worker may have died since its last question. The second worker is new.
@@ -131,6 +134,7 @@ class ForkedPool:
                 except _WorkerDied:
                     continue
                 except TooExpensive:
+                    # A function that answers nothing looks like an expensive question.
                     if control is None or self._is_healthy(closings, control):
                         raise
                     raise PoolFailure(
@@ -155,6 +159,7 @@ class ForkedPool:
             self._stop_server()
 
     def _is_healthy(self, closings: int, control: Any) -> bool:
+        # A new worker, because an idle one may have died.
         worker = self._new_worker(closings)
         try:
             self._ask(worker, control)
@@ -194,6 +199,7 @@ class ForkedPool:
         if kind == "memory":
             worker.close()
             raise TooExpensive("processing it takes too much memory")
+        # An exception of the function leaves the worker usable.
         self._keep(worker)
         if kind == "error":
             raise content
@@ -209,6 +215,7 @@ class ForkedPool:
     def _keep(self, worker: socket.socket) -> None:
         """Keep a worker for the next question, or end it if enough workers are idle."""
         with self._lock:
+            # After `close` there is no server, and the worker is about to be killed.
             if len(self._idle) < self._idle_workers and self._server is not None:
                 self._idle.append(worker)
                 return
@@ -223,6 +230,8 @@ class ForkedPool:
         Raises:
             PoolFailure: no worker starts, or ``close`` was called.
         """
+        # The second attempt asks the same server if only the worker died. The third one has a new
+        # server.
         for attempt in range(3):
             with self._lock:
                 if self._closings != closings:
@@ -261,6 +270,7 @@ class ForkedPool:
         # The server's standard input is its end of the socket. When this process closes its end or
         # dies, the server reads the end of its input and exits, together with its workers.
         self._requests, servers_end = socket.socketpair()
+        # Standard input is taken by the socket, so the settings come through an open file.
         with tempfile.TemporaryFile() as setup:
             pickle.dump(self._setup, setup)
             setup.seek(0)
@@ -292,6 +302,7 @@ class ForkedPool:
             worker.close()
         self._idle.clear()
 
+        # The server takes the closed socket as the request to end, and kills its busy workers.
         if self._requests is not None:
             self._requests.close()
             self._requests = None
@@ -319,6 +330,7 @@ def _last_error(errors: IO[bytes]) -> str:
     """Return the last line that names an error, else the last line. Empty without output."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
+    # Other output may follow the traceback.
     named = [line for line in lines if "Error" in line] or lines
     return named[-1].strip() if named else ""
 
@@ -337,6 +349,8 @@ def _request_worker(requests: socket.socket) -> socket.socket | None:
         our_end.close()
         return None
     finally:
+        # The server has its own copy. With a copy here the worker's death would not end the
+        # connection.
         their_end.close()
 
 

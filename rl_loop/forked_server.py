@@ -75,6 +75,7 @@ def serve(requests: socket.socket, function: str, setup: Setup) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def reap(_signal: int, _frame: FrameType | None) -> None:
+        # One SIGCHLD may stand for several exits, so ask for every worker.
         for pid in list(workers):
             ended, _ = os.waitpid(pid, os.WNOHANG)
             if ended == pid:
@@ -92,12 +93,17 @@ def serve(requests: socket.socket, function: str, setup: Setup) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
+            # A copy of the server's end in a worker would keep the socket open after the server's
+            # death.
             requests.close()
             _run_worker(socket.socket(fileno=descriptors[0]), answer, setup, server_pid)
         workers.add(pid)
+        # The worker has its copy. A copy here would keep the connection open after the worker's
+        # death.
         os.close(descriptors[0])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
+    # This loop reaps the workers, so the handler must not take their exit statuses.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
@@ -118,6 +124,7 @@ def receive(connection: socket.socket) -> Any:
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:
+    # ``recv_into`` returns the bytes that have arrived, which may be a part of the message.
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -152,10 +159,12 @@ def _run_worker(
         largest = _peak_memory() + GROWTH_BYTES
         while _peak_memory() < largest:
             question = receive(questions)
+            # ITIMER_PROF counts the processor time of all threads, in user code and in the kernel.
             signal.setitimer(signal.ITIMER_PROF, setup.seconds)
             reply = _reply(answer, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(questions, reply)
+            # Large messages must not stay in memory while the worker waits.
             del question, reply
     except (EOFError, OSError):
         pass
@@ -175,6 +184,7 @@ def _reply(answer: Callable[[Any], Any], question: Any) -> Reply:
 
 def _picklable(error: Exception) -> Exception:
     """Return the error if it can be pickled and unpickled, else a RuntimeError with its message."""
+    # Unpickling fails if the exception's constructor takes other arguments than ``args``.
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -184,6 +194,7 @@ def _picklable(error: Exception) -> Exception:
 
 def _peak_memory() -> int:
     """Return the largest resident memory of this process so far, in bytes."""
+    # Linux reports kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -194,6 +205,7 @@ def _set_limits(memory_bytes: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    # Expensive questions kill workers on purpose, so a core dump would only fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

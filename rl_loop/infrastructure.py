@@ -70,6 +70,7 @@ def root_cause(error: BaseException) -> BaseException:
     if ray is None:
         return error
 
+    # Every actor on the way from the failure to this process adds a wrapper.
     while (
         isinstance(error, ray.RayTaskError)
         and isinstance(error.cause, BaseException)
@@ -83,6 +84,7 @@ def describe(error: BaseException) -> str:
     """Return the class of an exception's cause and the first line of its message, in one line."""
     error = root_cause(error)
     name = type(error).__name__
+    # Some libraries print whole tensors into their messages.
     first_line = str(error).split("\n")[0][:500]
     return f"{name}: {first_line}" if first_line else name
 
@@ -145,6 +147,8 @@ class CircuitBreaker:
         causes = []
         for component, count in components.most_common():
             of_component = [failure for failure in failures if failure.component == component]
+            # Name the most frequent source and its most frequent reason, because the first ones may
+            # be rare.
             failure_sources = Counter(failure.failure_source for failure in of_component)
             failure_source, times = failure_sources.most_common(1)[0]
 

@@ -74,10 +74,12 @@ def configure_logging(settings: LogSettings | None = None) -> None:
     handler.setFormatter(JsonFormatter() if settings.format == "json" else PlainFormatter())
 
     root = logging.getLogger()
+    # Keep the handlers of other programs. Two handlers of ours would print every line twice.
     for earlier in root.handlers[:]:
         if isinstance(earlier, StderrHandler):
             root.removeHandler(earlier)
     root.addHandler(handler)
+    # The root logger keeps its level, WARNING, which applies to all other libraries.
     for package in PACKAGES:
         logging.getLogger(package).setLevel(settings.level)
 

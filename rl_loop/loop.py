@@ -138,6 +138,8 @@ class RlLoop:
         self.checkpointer = checkpointer
         self.state = checkpointer.state
         self.canary_tolerance = CanaryTolerance.of(config.canary_tolerance, config.dtype)
+        # The same requests with the same seeds in every evaluation, so that curves differ by the
+        # weights only.
         self.held_out = held_out_requests(tasks, config.rollout.evaluation_temperature)
         self.group_store = group_store
         self.sampled_bits: Digests = {}
@@ -149,6 +151,8 @@ class RlLoop:
 
         self._first_step = self.state.step
         self.collector = self._make_collector(abort_rollouts)
+        # Groups are written before their checkpoint. If the run dies in between, a resume starts at
+        # an earlier checkpoint and deletes the file.
         checkpointer.before_save = self.save_finished_groups
 
     def _make_collector(self, abort_rollouts: Callable[[], bool]) -> RolloutCollector:
@@ -165,6 +169,8 @@ class RlLoop:
             first_step=step,
             first_task=self.state.next_task,
             finished=finished,
+            # Episodes of engines with wrong weights are useless, so a failed check ends the wait
+            # for them. `collect_episodes` then raises the error of the check.
             abandon=lambda: abort_rollouts() or self._sync_check_has_failed(),
             on_ended=self.recorder.progress.episodes,
         )
@@ -196,8 +202,11 @@ class RlLoop:
     def run_step(self, step: int) -> None:
         """Run one step. The trainer has weights ``step`` before and ``step + 1`` afterwards."""
         record = self.recorder.begin_step(step)
+        # Sampling with the weights that the update starts from makes the importance ratio 1.
         self.sync_engines(step, record)
         rollouts = self.collect_episodes(step, record)
+        # The check must end here: it scores with weights that the update changes, and with engines
+        # that may pause.
         self.finish_sync_check(record, record.metrics)
         self.switch_to_trainer(step)
         samples = self.build_samples(step, rollouts, record)
@@ -212,6 +221,7 @@ class RlLoop:
         record = self.recorder.begin_step(step)
         self.sync_engines(step, record)
         self.recorder.progress.phase("evaluate")
+        # The collector has ended with the last step, so the pool runs these episodes directly.
         groups = self.rollouts.run(self.held_out)
         self.finish_sync_check(record, record.evaluation)
         self.recorder.record_evaluation(record, groups)
@@ -235,6 +245,8 @@ class RlLoop:
                 version=version,
                 is_quantized=self.config.trained_quantization is not None,
             )
+            # Some engines give equal numbers under load. Their check runs while episodes begin, and
+            # costs no time. Other engines must be idle.
             if self.rollouts.scores_during_rollouts:
                 self._sync_check = self._checking.submit(check)
             else:
@@ -279,6 +291,7 @@ class RlLoop:
 
         Paused engines on the trainer's GPUs free their memory.
         """
+        # With staleness the engines sample episodes of later steps during the update.
         if self.algorithm.max_staleness == 0:
             self.rollouts.pause()
         self.trainer.enter_phase("scoring" if self._scores_samples(step) else "resting")
@@ -305,6 +318,8 @@ class RlLoop:
             if self.algorithm.critic is not None or self.algorithm.kl is not None:
                 estimates = self.trainer.compute_values_and_reference_log_probs(samples)
                 samples = samples.with_columns(**estimates)
+            # Without routes the trainer chooses the experts again, as it would without routing
+            # replay.
             if self._compares_routes(step):
                 scores = self.trainer.score(samples.without_routes())
                 add_mismatch_without_replay(record.metrics, samples, scores)
@@ -334,6 +349,7 @@ class RlLoop:
             # Engines that restart during the update wait for the new weights.
             with self.rollouts.updating_weights(step + 1):
                 updates = self.trainer.rl_step(samples, step)
+            # The ranks gather the new weights while this step is recorded.
             self.rollouts.prepare_sync(self.trainer)
 
         # Only with "detach" are the log-probs of the update those of the weights that sampled.
@@ -388,5 +404,7 @@ class RlLoop:
     def _save_finished_steps(self) -> None:
         """Save the steps of this attempt, and leave restored groups to the next one."""
         self.checkpointer.save_finished_steps()
+        # Called only if the groups are not the cause of the end. After other errors they stay
+        # marked, so that a resume samples them again.
         if self.group_store is not None:
             self.group_store.release(self._first_step)

@@ -14,5 +14,6 @@ def out_of_memory_kills() -> int:
         lines = VMSTAT.read_text().splitlines()
     except OSError:
         return 0
+    # The counter exists since Linux 4.13.
     counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
     return int(counts[0]) if counts else 0

@@ -37,5 +37,6 @@ def exempt_from_collection() -> None:
     A search of these objects takes up to 0.5 s, in which nothing else runs: a training step waits
     for every rank, and an engine waits for its rollout worker's event loop.
     """
+    # Collect first, because garbage that is frozen would never be freed.
     gc.collect()
     gc.freeze()

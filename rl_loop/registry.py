@@ -77,6 +77,8 @@ class Registry[T]:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             failure = f"{failure}: {error}"
+            # The module itself may be found and then fail to import another one, which is no
+            # question of paths.
             if error.name == module_name.partition(".")[0]:
                 failure += ". Is its directory in PYTHONPATH?"
             raise ValueError(failure) from error

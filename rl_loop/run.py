@@ -101,6 +101,8 @@ def run_sft(
         figures = data.summary() | _last_losses(session.run)
         seconds = round(session.checkpointer.seconds, 1)
         session.run.write_summary(steps=done, **figures, seconds=seconds)
+        # Full training on demonstrations writes no export. The card quotes the summary, so it comes
+        # last.
         if session.run.export.exists():
             write_model_card(session.run, training_of(config))
         if rejected := session.rejections.summary():
@@ -225,6 +227,7 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
     requests = evaluate.evaluation_requests(
         build_tasks(config), evaluation.samples_per_task, config.rollout.evaluation_temperature
     )
+    # An endpoint samples elsewhere, so neither Ray nor an engine starts.
     if evaluation.endpoint is not None:
         groups = asyncio.run(
             evaluate.run_at_endpoint(requests, evaluation.endpoint, evaluation, config)
@@ -236,6 +239,7 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
     with ExitStack() as stack:
         need = evaluation_need(config)
         stack.enter_context(ray_session(store_bytes(need)))
+        # A Ray that already ran keeps the store that it was started with.
         check_running_store(need)
         rollouts = build_rollouts(config)
         stack.callback(rollouts.close)
@@ -273,12 +277,14 @@ def run_server(
     loaded = load_weights(weights or config.initial_weights, config.dtype)
 
     with ExitStack() as stack:
+        # An embedded engine runs in this process and needs no Ray.
         if config.rollout.engine.server_processes is not None:
             stack.enter_context(ray_session())
         backend = build_backend(config.rollout.engine, backend_context(config))
         stack.callback(backend.close)
         engine = backend.engine_factory()()
         backend.start(LocalEngine(engine))
+        # Served weights never change, so this version is the only one.
         backend.sync_weights(loaded, 0)
 
         shape = model_shape(config.model)
@@ -400,6 +406,7 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
     gaps = curve(Name.LOGPROB_GAP)
     return {
         "steps": steps,
+        # The first evaluation measures the initial weights, which usually come from `gptoss sft`.
         "held_out_accuracy_sft": curve(Name.HELD_OUT_ACCURACY)[0],
         "held_out_accuracy_rl": final[Name.HELD_OUT_ACCURACY],
         "held_out_reward_sft": curve(Name.HELD_OUT_REWARD)[0],

@@ -89,6 +89,8 @@ class Session(ABC):
         self.interrupt = Interrupt()
 
     def __enter__(self) -> Self:
+        # Python does not call ``__exit__`` if ``__enter__`` raises, but some parts have started
+        # already.
         try:
             self._open()
         except BaseException as error:
@@ -114,6 +116,7 @@ class Session(ABC):
             message = str(error)
         else:
             return
+        # The user asked for the stop, so its traceback is not shown.
         stop = Interrupted(message)
         stop.exit_status = self.interrupt.exit_status
         raise stop from None
@@ -140,6 +143,7 @@ class Session(ABC):
 
     def _open(self) -> None:
         config, how, stack = self._config, self._how, self._stack
+        # First on the stack, so that signals are handled until all other parts are closed.
         stack.enter_context(self.interrupt.installed())
 
         # A previous attempt's node may have died, and its lock is then still held.
@@ -172,6 +176,7 @@ class Session(ABC):
         need = store_need(self._config)
         self._stack.enter_context(ray_session(store_bytes(need)))
         daemons.all_started()
+        # The Ray at RAY_ADDRESS has a store of a size that this run did not choose.
         check_running_store(need)
         self.interrupt.install()  # Ray has replaced the handler of SIGTERM.
 
@@ -260,6 +265,7 @@ class Session(ABC):
             on_save=self._begin_checkpoint,
             task_cursor=self._task_cursor,
         )
+        # Last on the stack, so that it runs first: the clean-up begins before any part is closed.
         self._stack.callback(self.interrupt.leave)
 
     def _begin_checkpoint(self) -> None:
@@ -282,6 +288,7 @@ class Session(ABC):
         latest = run.checkpoints / "latest"
         if not latest.exists():
             return f"{run.path} has no checkpoint yet, so --resume starts with step 1"
+        # The file has the name of a directory, such as step_000010.
         saved = int(latest.read_text().rpartition("_")[2])
         return (
             f"{run.path} has its newest checkpoint after step {saved} of "
@@ -446,6 +453,7 @@ def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, Input]) -> "
     pinned: dict[str, Any] = {}
     for key in WEIGHTS:
         path = getattr(settings, key)
+        # Inputs have absolute paths. Only a run directory was replaced, by its newest checkpoint.
         if key in inputs and os.path.abspath(path) != inputs[key].path:
             pinned[key] = Path(inputs[key].path)
     return settings.model_copy(update=pinned)
@@ -517,6 +525,7 @@ def build_loop(config: RlConfig, session: RlSession) -> "RlLoop":
     from rl_loop.loop import RlLoop
     from rl_loop.rollout.group_store import GroupStore
 
+    # The digest keeps a resume from training on episodes that were sampled with other settings.
     group_store = GroupStore(
         session.run.episodes_ahead,
         config.training.keep_checkpoints,

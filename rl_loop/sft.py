@@ -49,6 +49,7 @@ def train_supervised(
     interrupted = False
     while state.step < steps and not data.exhausted and not interrupted:
         record = recorder.begin_step(state.step)
+        # Validate before the update, so that the curve begins with the initial weights.
         if data.validation and state.step % data.validate_every == 0:
             add_validation_loss(record, trainer, data.validation, sequences_per_step)
 
@@ -62,8 +63,11 @@ def train_supervised(
         data.add_metrics(record.metrics)
         recorder.record_sft_step(record, tokens=samples.tokens)
 
+        # Set before ``end_step``, which may save the state.
         state.data = data.state()
         ends = checkpointer.end_step(data_exhausted=data.exhausted)
+        # ``end_step`` returns True at the end of steps or data, too. Only an interrupted run skips
+        # the final validation, because its resume takes it.
         interrupted = ends and state.step < steps and not data.exhausted
 
     if data.validation and not interrupted:
@@ -94,6 +98,7 @@ def add_validation_loss(
             for first in range(0, len(samples), sequences_at_a_time):
                 part = samples.take(range(first, min(len(samples), first + sequences_at_a_time)))
                 log_probs = trainer.score(part)[part.loss_mask]
+                # An fp32 sum over many tokens would lose digits.
                 total -= float(log_probs.sum(dtype=np.float64))
                 tokens += len(log_probs)
 

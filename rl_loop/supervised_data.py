@@ -140,6 +140,7 @@ class ConversationBatches:
         self.validate_every = data.config.validate_every
         self._data = data
         self._count = sequences_per_step
+        # Kept from ``continue_from`` until ``start``, which opens the stream.
         self._saved: Mapping[str, Any] | None = None
 
     def check(self) -> None:

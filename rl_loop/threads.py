@@ -63,6 +63,8 @@ async def call_user_code[T](function: Callable[[], T], name: str) -> T:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
     call = _Call(function, loop, result, name)
+    # The function sees the caller's context variables. A daemon thread does not keep the process
+    # from exiting, while threads of an executor are joined at exit.
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(call.run,), name=name[:60], daemon=True)
     thread.start()
@@ -96,6 +98,7 @@ class _Call:
         error: BaseException | None = None
         try:
             value = self._function()
+        # A thread swallows SystemExit, and the caller would wait without end.
         except BaseException as raised:
             error = raised
         with _lock:
@@ -117,10 +120,12 @@ class _Call:
         logger.warning("%s does not return; %d of its calls are hanging", self._name, hanging)
 
     def _hand_over(self, value: Any, error: BaseException | None) -> None:
+        # The caller was cancelled.
         if self._result.done():
             return
         if error is None:
             self._result.set_result(value)
+        # asyncio's futures reject StopIteration, because it would end the awaiting coroutine.
         elif isinstance(error, StopIteration):
             self._result.set_exception(RuntimeError(f"{self._name} raised StopIteration"))
         else:

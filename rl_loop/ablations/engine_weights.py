@@ -70,7 +70,11 @@ def engine_weights(
     if ablation.engine_noise:
         generator = torch.Generator().manual_seed(seed)
         for name, tensor in altered.items():
+            # Drawn on the CPU in fp32, so that a seed gives the same noise on any device and for
+            # any dtype.
             noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            # Relative to the spread of each tensor, so that one setting suits norms, biases and
+            # matrices.
             deviation = tensor.float().std(unbiased=False).item()
             altered[name] = tensor + ablation.engine_noise * deviation * noise
     return altered
