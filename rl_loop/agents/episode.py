@@ -87,6 +87,7 @@ class AgentRunner:
         )
 
         has_lost_process = False
+        # The slot is held during pauses, too, so that repeated episodes do not exceed the limit.
         async with self.processes.slot(agent):
             for attempt, pause in enumerate((*AGENT_PAUSES, None)):
                 # The engine may still know requests of a failed attempt by their names.
@@ -113,6 +114,7 @@ class AgentRunner:
             is_alone: whether to start a process for this episode alone.
         """
         killed_before = out_of_memory_kills()
+        # Stays like this if the time runs out: no value and no failure.
         returned = FunctionResult()
         try:
             async with AsyncExitStack() as stack:
@@ -132,6 +134,9 @@ class AgentRunner:
         finally:
             await self.gateway.close_session(session)
 
+        # The policy is to blame only with evidence: the process ended twice, the second time while
+        # it ran this episode alone, after a turn of the policy, and the kernel killed no process
+        # for memory.
         is_well = out_of_memory_kills() == killed_before
         has_lost_process = isinstance(returned.failure, ProcessEnded)
         if is_alone and has_lost_process and session.forest.nodes and is_well:
@@ -179,6 +184,7 @@ def ending_of(session: Session, failure: InfrastructureFailure | None) -> Ending
         return ending
     if session.episode.clock.is_over:
         return session.episode.out_of_time()
+    # The gateway refused a request that exceeded the context, and the agent raised an error.
     if failure is not None and session.was_too_long:
         allowed = f"{session.episode.limits.max_tokens} tokens"
         return LimitReached(FinishReason.MAX_CONTEXT, allowed)
@@ -210,6 +216,7 @@ async def outcome_of(
     has_returned = returned.failure is None
     if has_returned and returned.value is not None:
         return checked_end(await guard.ask(to_reward, returned.value))
+    # The return value has priority over a reward that the agent posted to the gateway.
     posted = session.reward_parts()
     if posted is not None:
         return checked_end(await guard.ask(to_reward, posted))
@@ -225,6 +232,7 @@ async def outcome_of(
 def invalid_episode(task_id: str, session: Session, failure: InfrastructureFailure) -> Trajectory:
     """Return the first sequence of an episode that infrastructure ended."""
     captured = session.trajectories(task_id)
+    # An invalid episode is not trained on. One sequence is enough to show it to people.
     if captured:
         _, sequence = captured[0]
     else:

@@ -45,6 +45,7 @@ class Host:
         self._is_async = inspect.iscoroutinefunction(run)
         self._answers = answers
         self._threads = ThreadPoolExecutor(threads, "episode")
+        # Also keeps the tasks alive, because asyncio itself has only weak references to them.
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def answer(self, line: dict[str, Any]) -> None:
@@ -73,6 +74,7 @@ class Host:
             else:
                 loop = asyncio.get_running_loop()
                 given = await loop.run_in_executor(self._threads, partial(self._run, *arguments))
+            # An agent may return the failure instead of raising it.
             if isinstance(given, InfrastructureFailure):
                 raise given
             self.answer({"call": number, "given": given})
@@ -92,6 +94,7 @@ async def serve(host: Host, commands: TextIO) -> None:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
+        # Reading blocks, so it has a thread. Only the event loop's thread may touch the episodes.
         for text in commands:
             loop.call_soon_threadsafe(host.execute, json.loads(text))
         # The rollout worker is gone, so no result is needed. Threads of plain functions cannot be
@@ -109,9 +112,12 @@ def main() -> None:
     # Output of an agent goes to the log, because standard output is only for result lines.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    # An agent that reads its standard input must not take commands away.
     commands = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
+    # RLIMIT_DATA counts the heap and private writable memory (since Linux 4.7). RLIMIT_AS would
+    # also count address space that libraries only reserve.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         memory_bytes = min(memory_bytes, hard)

@@ -82,6 +82,7 @@ class AgentProcess:
                 str(agent.concurrency),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                # asyncio's default limit of a line is 64 KiB. Longer ones raise a ValueError.
                 limit=MAX_LINE_BYTES,
                 # Ctrl-C in the user's terminal is for the run, which ends its agents.
                 start_new_session=True,
@@ -153,6 +154,7 @@ class AgentProcess:
         # Further requests to the policy are rejected, and most agents end because of that.
         await session.close()
         self._send({"cancel": number})
+        # The cancelled function may return its result in this time.
         await asyncio.wait({answer}, timeout=CANCEL_SECONDS)
         if not answer.done():
             # A plain function cannot be stopped from outside. Its process ends with its last
@@ -184,6 +186,7 @@ class AgentProcess:
 
         self.is_usable = False
         self._failure = self._failure or _ended(status)
+        # `start` waits for this event and must hear of the end, too.
         self._started.set()
         for answer in self._calls.values():
             if not answer.done():
@@ -195,6 +198,7 @@ class AgentProcess:
             self._started.set()
         elif "failed" in line:
             self._failure = line["failed"]
+        # An abandoned episode may still report a result.
         elif (answer := self._calls.get(line["call"])) is not None and not answer.done():
             answer.set_result(line)
 
@@ -220,6 +224,7 @@ ProcessKey = tuple[str, str | None, int, int]
 
 
 def _key_of(agent: ExternalAgent) -> ProcessKey:
+    # Task and history are settings of one episode, which need no separate process.
     return (agent.function, agent.python, agent.concurrency, agent.memory_bytes)
 
 
@@ -241,6 +246,7 @@ class AgentProcesses:
     async def process(self, agent: ExternalAgent) -> AgentProcess:
         """Return a process that may be given an episode. Raises InfrastructureFailure."""
         key = _key_of(agent)
+        # Episodes that begin at the same time must wait for one process, not start one each.
         async with self._starting.setdefault(key, asyncio.Lock()):
             current = self._current.get(key)
             if current is not None and current.is_usable:

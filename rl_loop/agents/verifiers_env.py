@@ -100,6 +100,7 @@ async def _served(env: dict[str, Any]) -> Any:
         serving = asyncio.create_task(_serve(env, ready))
         _serving.add(serving)
     try:
+        # Other episodes wait for the same environment, so a cancelled episode must not cancel it.
         return await asyncio.shield(_environments[key])
     except RuntimeError as error:
         # The next episode may try again.
@@ -110,6 +111,7 @@ async def _served(env: dict[str, Any]) -> Any:
 
 async def _serve(env: dict[str, Any], ready: "asyncio.Future[Any]") -> None:
     try:
+        # Imports and data sets take long, and other episodes run on this event loop.
         environment = await asyncio.to_thread(_load, env)
         async with environment.serving():
             ready.set_result(environment)

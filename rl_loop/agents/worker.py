@@ -44,6 +44,7 @@ class AgentRolloutWorker(RolloutWorker):
         self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
     ) -> Trajectory:
         environment = make_environment(task, self._execute, self.config.reward)
+        # The sources of one run may be with and without agents.
         if not environment.uses_external_agent:
             return await super()._run_episode(task, seed, temperature, purify, with_routes)
 

@@ -15,6 +15,7 @@ type ActorDeath = RayActorError | OutOfMemoryError
 
 def process_died(error: Exception) -> bool:
     """Return True if an actor's process died, False if its constructor raised an error."""
+    # Ray raises the same class for both. A constructor that raised an error would raise it again.
     if isinstance(error, RayActorError):
         return not error.actor_init_failed
     return isinstance(error, OutOfMemoryError)

@@ -62,12 +62,15 @@ class EncryptedStore(dist.Store):
         super().__init__()
         self._store = store
         self._token = token
+        # A separate key, because the token itself authenticates ranks.
         self._cipher = AESGCM(hmac.digest(token, b"values of a rendezvous store", "sha256"))
         self._clones: list[EncryptedStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         """Encrypt and write a value."""
         plain = value.encode() if isinstance(value, str) else value
+        # AES-GCM is broken by a repeated nonce. All processes share the key, so none of them can
+        # count.
         nonce = secrets.token_bytes(CIPHER_NONCE_BYTES)
         encrypted = nonce + self._cipher.encrypt(nonce, plain, key.encode())
         # torch takes bytes here, though its annotations name only str.
@@ -136,6 +139,7 @@ def authenticate_groups() -> None:
     """
     module: Any = dist.distributed_c10d
     make_group = module._new_process_group_helper
+    # A second call must not check every group twice.
     if hasattr(make_group, "without_authentication"):
         return
     parameters = inspect.signature(make_group)
@@ -146,11 +150,14 @@ def authenticate_groups() -> None:
             return make_group(*arguments, **options)
         token = Path(os.environ[TOKEN_PATH]).read_bytes()
 
+        # torch passes some arguments by position, so look the store up by its name.
         call = parameters.bind(*arguments, **options)
+        # Only this kind of store listens on the network.
         if isinstance(_innermost(call.arguments["store"]), dist.TCPStore):
             call.arguments["store"] = EncryptedStore(call.arguments["store"], token)
         made = make_group(*call.args, **call.kwargs)
 
+        # Ranks outside of the group get a placeholder.
         if isinstance(made[0], dist.ProcessGroup):
             if isinstance(call.arguments["store"], EncryptedStore):
                 _stores[made[0]] = call.arguments["store"]
@@ -186,6 +193,7 @@ def check_ranks(group: dist.ProcessGroup, token: bytes) -> None:
     answers = _exchange(group, proofs, PROOF_BYTES, PROOF_TAG)
     for peer in peers:
         expected = _proof(token, group, peer, me, nonces[peer] + received[peer])
+        # This comparison takes equal time for all inputs, so its time reveals nothing.
         if not hmac.compare_digest(answers[peer], expected):
             raise UnknownRank(
                 f"process group {group.group_name}: the process that connected as rank {peer} does "
@@ -217,5 +225,6 @@ def _proof(
     token: bytes, group: dist.ProcessGroup, sender: int, receiver: int, nonces: bytes
 ) -> bytes:
     """Return the proof of ``sender``. ``nonces``: of the receiver, then of the sender."""
+    # With sender and receiver in the proof, a process cannot send our proof back to us.
     place = struct.pack("<3I", group.size(), sender, receiver)
     return hmac.digest(token, place + nonces + group.group_name.encode(), "sha256")

@@ -130,5 +130,6 @@ def master_address() -> tuple[str, int]:
         return free_address()
     import ray
 
+    # Without CPUs, so that the task also runs on a node whose CPUs are all reserved.
     task = ray.remote(free_address).options(num_cpus=0, **placement_options(TRAINER_RANK, 0))
     return ray.get(task.remote())

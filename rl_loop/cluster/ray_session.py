@@ -190,14 +190,17 @@ def end_with_message_on_exit(processes: RayProcesses | None) -> Iterator[None]:
         if block_ends in ended:
             return
         if raylet in ended:
+            # The monitor must have printed before this process exits.
             notice.wait()
         else:
+            # Its message is about the raylet, which is killed below.
             notice.kill()
             sys.stderr.write(
                 describe_exit("control store", "gcs_server", processes.control_store) + "\n"
             )
             sys.stderr.flush()
             kill_tree(processes.raylet)
+        # sys.exit would end this thread only.
         os._exit(1)
 
     watching = Thread(target=watch, name="ray's processes", daemon=True)
@@ -262,6 +265,7 @@ def local_environment() -> dict[str, str]:
     """Return the environment of a local Ray, for a machine that runs other programs, too."""
     environment = ray_environment() | WITHOUT_METRICS
     environment |= loopback_environment()
+    # GOMP_SPINCOUNT would override the user's policy.
     if "OMP_WAIT_POLICY" not in os.environ:
         environment["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
     return environment
@@ -459,6 +463,7 @@ def _repeat_until_found(
 def _kill_processes(nodes: list[Any]) -> None:
     """Kill all processes of Ray nodes."""
     for node in nodes:
+        # With ``check_alive`` Ray raises an error for a part that has exited already.
         node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
