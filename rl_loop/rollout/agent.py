@@ -126,6 +126,7 @@ class EpisodeRunner:
                     raise
                 await self.episode.clock.pause(pause)
 
+        # After `open`, because a prompt may contain what the environment found there.
         prompt = await self.guard.ask(prompt_of, self.environment)
         limit = PromptLimit(self.codec, self.limits.max_tokens)
         ids = await run_in_thread(limit.render, self.draft.task_id, prompt)
@@ -141,6 +142,8 @@ class EpisodeRunner:
                 ending = MalformedTurn(result.format_error)
         except EpisodeOver as over:
             ending = over.ending
+            # A limit or a malformed turn ended the episode, so the environment has not rewarded it
+            # yet.
             result = await self.guard.outcome(ending)
         return self.finish(result, ending)
 
@@ -148,6 +151,7 @@ class EpisodeRunner:
         """Take turns until the environment ends the episode. Raises EpisodeOver."""
         while True:
             sampled = await self.sample_turn()
+            # Parsing a long turn here would delay all other episodes of the event loop.
             messages = await run_in_thread(self.codec.parse, sampled.output_ids)
             # A malformed turn is the policy's mistake. It ends the episode with a reward, not as
             # invalid.
@@ -223,6 +227,7 @@ class EpisodeRunner:
         for pause in (*TOOL_PAUSES, None):
             try:
                 if is_repeated:
+                    # The failure may have closed a connection, which `open` restores.
                     await self.guard.open()
                 result = await self.guard.step(runnable)
                 self.calls_run += result.tool_calls
@@ -264,6 +269,8 @@ class EpisodeRunner:
 
     def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
         """Return the invalid episode. The source of an unknown failure is the environment."""
+        # The engine's failure names its server. Routes are large, and nothing trains on this
+        # episode.
         failure_source = "" if failure.component == "engine" else self.guard.name
         return invalidated(self.draft.to_trajectory(with_routes=False), failure, failure_source)
 
@@ -285,6 +292,7 @@ class EpisodeRunner:
         calls = [i for i, message in enumerate(messages) if message.recipient is not None]
         if len(calls) <= left:
             return messages
+        # The turn ends with its last allowed call. Messages before and between the calls stay.
         return messages[: calls[left - 1] + 1]
 
 

@@ -207,6 +207,7 @@ class RolloutCollector:
         self._max_staleness = algorithm.max_staleness
         self._max_rounds = algorithm.dynamic_sampling_rounds
         self._is_filtered = self._max_rounds > 1
+        # Without further rounds nothing could replace a rejected group.
         self._keep = lambda group: not self._is_filtered or has_signal(group, algorithm)
         self._steps = steps
         self._abandon = abandon
@@ -265,18 +266,21 @@ class RolloutCollector:
                     raise self._error
                 if self._abandon():
                     raise RolloutsAbandoned
+                # With a timeout, because no message arrives when a reason to abandon occurs.
                 self._changed.wait(POLL_SECONDS)
                 self._report(groups)
 
             held_out = [self._held_out[number] for number in sorted(self._held_out)]
             self._held_out = {}
             self._held_out_count = 0
+            # Every step counts from 0, so that single failures of a long run never add up.
             self._streak = self._new_streak()
             check_groups([*held_out, *groups.ended.values()], self._rollout)
 
             next_task = groups.next_task
             assert next_task is not None, "a complete step knows its tasks"
             del self._open[step]
+            # No later step has begun, so the next one begins after this step's tasks.
             if self._next_step == step + 1:
                 self._next_task = next_task
             return RolloutBatch(
@@ -332,6 +336,7 @@ class RolloutCollector:
 
     def _note(self, number: int, group: TrajectoryGroup) -> None:
         """Keep an ended group, and begin the next round of its step if one is needed."""
+        # Held-out groups have negative numbers, which training groups cannot have.
         if number < 0:
             self._held_out[number] = group
             return
@@ -339,15 +344,20 @@ class RolloutCollector:
         for groups in self._open.values():
             if number in groups.begun_with:
                 groups.ended[number] = group
+                # A broken infrastructure would fail every further round, too, so check before a
+                # round begins.
                 if groups.needs_another_round:
                     check_groups(list(groups.ended.values()), self._rollout)
                     self._begin_round(groups)
 
     def _begin_steps(self) -> None:
         """Begin the steps that the bound on staleness allows."""
+        # The update of step s starts from weights s, so tokens of weights `version` become at most
+        # k versions old.
         last_step = min(self._steps - 1, self._version + self._max_staleness)
         while self._next_step <= last_step:
             before = self._open.get(self._next_step - 1)
+            # The step before is still open, so it knows by itself whether its tasks are final.
             if before is not None:
                 self._next_task = before.next_task
             if self._next_task is None:
@@ -356,6 +366,8 @@ class RolloutCollector:
             count = self._rollout.tasks_per_step
             groups = StepGroups(
                 first_task=self._next_task,
+                # Numbers are reserved for all rounds, so that seeds do not depend on the rounds of
+                # earlier steps.
                 first_number=self._next_step * self._max_rounds * count,
                 groups_per_round=count,
                 max_rounds=self._max_rounds,

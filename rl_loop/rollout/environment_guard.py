@@ -49,7 +49,8 @@ class EnvironmentGuard:
 
     async def open(self) -> None:
         """Open the environment, with the clock stopped. Raises InfrastructureFailure."""
-        # The time limit of an episode does not include the start of its environment.
+        # The time limit of an episode does not include the start of its environment. The clock runs
+        # if a failed step opens the environment again.
         was_running = self._clock.is_running
         self._clock.stop()
         try:
@@ -72,6 +73,7 @@ class EnvironmentGuard:
         """
         try:
             result = await self._clock.limit(self.environment.step(messages))
+        # Both have a meaning for the caller. Everything else is a fault of the environment.
         except (InfrastructureFailure, OutOfTime):
             raise
         except Exception as error:

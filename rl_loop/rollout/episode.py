@@ -242,6 +242,7 @@ class Episode:
             left = limits.max_sampled_tokens - self.sampled_tokens
             allowed = f"{limits.max_sampled_tokens} sampled tokens"
             budgets.append(TokenBudget.of(left, FinishReason.MAX_SAMPLED_TOKENS, allowed))
+        # If several limits are equal, the first one gives the reason.
         return min(budgets, key=lambda budget: budget.tokens)
 
     def out_of_time(self) -> LimitReached:
@@ -268,6 +269,7 @@ class Episode:
         is_truncated = isinstance(ending, LimitReached)
         masks = self.limits.truncated_episodes == "mask"
         for sequence in sequences:
+            # A branch may be truncated in an episode that its agent completed.
             sequence.excluded = masks and (is_truncated or sequence.truncated)
             sequence.finish_reason = ending.reason
             sequence.format_error = result.format_error
@@ -278,6 +280,7 @@ class Episode:
 
         first, *branches = sequences
         first.branches = branches
+        # A number of the whole episode, so only its first sequence has it.
         first.recomputed_tokens = self.sampler.recomputed_tokens
         return first
 

@@ -80,6 +80,7 @@ class EpisodeClock:
             OutOfTime: the time of the episode is over.
             InfrastructureFailure: other code cancelled the call.
         """
+        # The task that is created next copies the context, so the call sees this clock.
         _running_clock.set(self)
         task = asyncio.ensure_future(call)
         try:
@@ -90,6 +91,8 @@ class EpisodeClock:
 
             if not task.done():
                 raise OutOfTime
+            # A cancelled task raises CancelledError, which would look like a cancellation of this
+            # episode.
             if task.cancelled():
                 raise InfrastructureFailure("environment", "a call was cancelled from within")
             return task.result()
@@ -116,4 +119,5 @@ async def end_task(task: "asyncio.Future[Any]") -> None:
         with suppress(asyncio.CancelledError):
             task.exception()
     else:
+        # An abandoned task that ends later must not warn either.
         task.add_done_callback(lambda late: late.cancelled() or late.exception())

@@ -1,13 +1,17 @@
 """An episode in progress: lists that grow turn by turn, and become a Trajectory at the end."""
 
 from collections.abc import Sequence
-
 import numpy as np
-
 from megatron_gptoss.token_columns import as_column
-from rl_loop.data.trajectory import Trajectory, Turn, WeightVersionSpan
+from rl_loop.data.trajectory import Trajectory
+from rl_loop.data.trajectory import Turn
+from rl_loop.data.trajectory import WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.rollout.turn_sampler import shifted
+
+
+
+
 
 
 class EpisodeDraft:
@@ -67,6 +71,7 @@ class EpisodeDraft:
         Call it before the turn and the unread tokens before it are appended. All tokens so far have
         been processed once.
         """
+        # The unread tokens after them are new to the engine, so they cannot be in its cache.
         self.reusable_tokens += len(self)
         self.cached_tokens += min(len(self), sampled.cached_tokens)
 
@@ -81,6 +86,7 @@ class EpisodeDraft:
         # too.
         known = max(0, turn.start - 1)
         while self.routed_tokens > known:
+            # Pieces do not end where turns end, so the last one may need a cut.
             piece = self._routes.pop()
             self.routed_tokens -= len(piece)
             self.append_routes(piece[: max(0, known - self.routed_tokens)])

@@ -131,9 +131,12 @@ class GroupStore:
 
     def _write(self, file: BinaryIO, groups: FinishedGroups) -> None:
         """Write one array at a time, because all of them may have gigabytes."""
+        # The layout of np.savez, which np.load reads. np.savez itself needs all arrays at once.
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
             def write(name: str, array: np.ndarray) -> None:
+                # Without zip64 a member is limited to 2 GiB, and its size is unknown when it is
+                # opened.
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
 
@@ -152,8 +155,10 @@ class GroupStore:
             write(DESCRIPTION, np.frombuffer(text, np.uint8))
 
     def _read(self, path: Path, step: int) -> FinishedGroups:
+        # A small file from elsewhere could decompress to more than the machine's memory.
         check_archive(path)
         with np.load(path, allow_pickle=False) as arrays:
+            # np.load reads a member when it is asked for, so other settings cost only this one.
             content = json.loads(arrays[DESCRIPTION].tobytes())
             if content["sampled_with"] != self._sampled_with:
                 logger.info("%s: settings have changed; sampling its episodes again", path)
@@ -165,6 +170,7 @@ class GroupStore:
         return {
             number: (version, group)
             for number, (version, group) in groups.items()
+            # Weights that are newer than the checkpoint do not exist in a resumed run.
             if version <= step and is_trainable(group)
         }
 

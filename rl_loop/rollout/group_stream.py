@@ -169,6 +169,7 @@ def run_groups(
     episodes_ended = 0
 
     with runner.stream() as stream:
+        # All at once, so that the runner can balance them over its workers.
         for number, request in enumerate(requests):
             stream.admit(number, request)
         while len(results) < len(requests):

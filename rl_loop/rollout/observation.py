@@ -43,6 +43,7 @@ def fair_share(sizes: Sequence[int], total: int) -> int:
     """Return the largest limit so that ``sizes``, cut to it, have a sum of at most ``total``."""
     left = total
     for number, size in enumerate(sorted(sizes)):
+        # Shorter texts come first. The bytes that they leave are shared by the longer ones.
         share = left // (len(sizes) - number)
         if size > share:
             return share

@@ -120,6 +120,7 @@ class RolloutPool:
         self._alter_weights = alter_weights
         self._config = config
         self._worker_class = worker_class
+        # Workers with a thread per core each would slow each other down.
         self._threads = max(1, (os.cpu_count() or 1) // config.rollout.workers)
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
@@ -165,6 +166,7 @@ class RolloutPool:
             **placement_options(ROLLOUT_WORKER, index),
         )
         worker = actor.remote(self._config, self._engine_factory, self._threads)
+        # The first call, so that Slurm's signal does not end a worker that is starting.
         worker.__ray_call__.remote(ignore_sigterm)
         return worker
 
@@ -258,6 +260,7 @@ class RolloutPool:
         with self._changed:
             self._streams = [known for known in self._streams if not known.is_closed]
             self._streams.append(stream)
+            # The thread has ended, so no later message would reach this stream.
             if self._failure is not None:
                 stream.deliver(self._failure)
         return stream
@@ -307,6 +310,7 @@ class RolloutPool:
                 if not self._waiting:
                     return
                 waiting = heapq.heappop(self._waiting)
+            # No caller waits for this group.
             if waiting.admitted.stream.is_closed:
                 continue
             self._submit(waiting, index)
@@ -355,6 +359,7 @@ class RolloutPool:
             admitted.fail(error)
             return
 
+        # Counted only here, so that episodes of a dead worker, which run again, do not count twice.
         self._counters.count(assignment.index, group)
         admitted.end(_with_references(group, assignment.routes))
 
@@ -402,6 +407,7 @@ class RolloutPool:
             # process.
             reference = weights.stored
         else:
+            # Stored once. With the tensors as an argument Ray would store them for every worker.
             reference = ray.put(TensorBytes.of(weights))
         self._sync_workers("load_weights", reference, version)
 
@@ -412,6 +418,8 @@ class RolloutPool:
     def _sync_workers(self, method: str, *arguments: Any) -> None:
         """Call a method of all workers, and of every later worker before its first use."""
         with self._changing_workers:
+            # Set first, so that the successor of a worker that dies during the calls gets these
+            # weights.
             self._last_sync = (method, *arguments)
             self._call_all(method, *arguments)
 

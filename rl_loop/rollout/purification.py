@@ -80,6 +80,7 @@ class PurifyingRunner(EpisodeRunner):
         """Execute the turn that was sampled last, and retry it if a call fails."""
         number = self._turns
         self._turns += 1
+        # Saved before every turn, because only its result shows whether a call fails.
         before = self.environment.save_state()
         result = await self.act(messages)
         if result.tool_errors == 0 or result.done:
@@ -203,6 +204,7 @@ def _similarity(old: str, new: str) -> float:
     """Return difflib's ratio of two texts. Only the beginnings of long texts are compared."""
     old = old[:COMPARED_CHARACTERS]
     new = new[:COMPARED_CHARACTERS]
+    # From 200 characters on, autojunk would ignore all characters with a share above 1%.
     return SequenceMatcher(None, old, new, autojunk=False).ratio()
 
 

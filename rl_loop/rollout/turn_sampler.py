@@ -116,6 +116,7 @@ class TurnSampler:
             EngineFault: the engine failed repeatedly.
         """
         name = f"{self.episode}/score"
+        # Greedy sampling has a temperature of 0, at which log-probs are not defined.
         temperature = self.sampling.temperature or 1.0
         for pause in (*FAULT_PAUSES, None):
             try:
@@ -241,6 +242,7 @@ class TurnSampler:
                 await self.engine.abort(request_id)
 
         asking = asyncio.ensure_future(ask())
+        # Wait for the request, not for the answer to the abort, which may never come.
         await asyncio.wait({running}, timeout=ABORT_SECONDS)
         await end_task(asking)
         if not running.done():
@@ -283,4 +285,5 @@ def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
 def _seed_of(request_id: str) -> int:
     """Hash a name to 63 bits, the size of a torch generator's seed."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    # Python's hash() of strings differs between processes.
     return int.from_bytes(digest) >> 1

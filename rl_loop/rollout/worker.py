@@ -125,6 +125,7 @@ class RolloutWorker:
         episodes = [finished.result() for finished in tasks]
         for episode in episodes:
             for sequence in episode.sequences:
+                # For people who read the recorded episodes. Checkers have their own copy.
                 sequence.expected_answer = task.ground_truth or None
         valid = [episode for episode in episodes if episode.invalid is None]
         invalid = [episode for episode in episodes if episode.invalid is not None]
@@ -205,6 +206,7 @@ def _without_routes(episode: Trajectory) -> tuple[Trajectory, np.ndarray | None]
         arrays.append(array)
         start += len(array)
 
+    # One array per episode, because the number of Ray's results is fixed before the call.
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return with_routes(episode, placeholders), joined
 
