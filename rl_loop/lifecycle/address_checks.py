@@ -18,6 +18,7 @@ RAY_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 # HTTP/2 (RFC 9113): the preface of a client (section 3.4), and frames with a header of 9 bytes
 # (section 4.1).
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+# A frame's header has 3 bytes for the length, then type, flags and 4 bytes for the stream.
 EMPTY_SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 FRAME_HEADER_BYTES = 9
 FRAME_TYPE_OFFSET = 3
@@ -31,6 +32,7 @@ def check_ray_address() -> None:
         StartError: if it does not, or if another server answers.
     """
     address = os.environ.get("RAY_ADDRESS", "")
+    # For both values Ray starts an instance instead of connecting to one.
     if address in ("", "local"):
         return
     if address == "auto":
@@ -85,8 +87,10 @@ def check_endpoint(url: str, named_by: str = "evaluation.endpoint") -> None:
 
 def _host_and_port(address: str) -> tuple[str | None, int | None]:
     """Return host and port of an address with or without a scheme. None for a missing part."""
+    # Without a scheme, urlsplit takes the host of HOST:PORT for the scheme.
     where = urlsplit(address if "://" in address else f"ray://{address}")
     try:
+        # ``port`` raises ValueError if it is not a number, or out of range.
         return where.hostname, where.port
     except ValueError:
         return None, None
@@ -105,6 +109,7 @@ def _speaks_http2(host: str, port: int) -> bool:
             return True  # a TLS handshake would need Ray's certificates
         try:
             connection.sendall(HTTP2_PREFACE + EMPTY_SETTINGS_FRAME)
+            # A server must send its SETTINGS frame first (section 3.4), whatever it was sent.
             header = connection.recv(FRAME_HEADER_BYTES)
         except OSError:
             return False

@@ -103,6 +103,7 @@ def checkpoint_bytes(
     weight_bytes = WEIGHT_BYTES[dtype]
     master_bytes = 0 if dtype == "float32" else 4
     models = 2 if has_critic else 1
+    # A checkpoint of adapters does not contain the frozen base.
     trained = model.num_parameters if adapter is None else adapter.num_parameters(model)
     return models * trained * (weight_bytes + master_bytes + MOMENT_BYTES)
 
@@ -121,6 +122,7 @@ def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | No
     plain = model.num_parameters
     packed_bytes = 0.0
     if quantization is not None:
+        # The gate, up and down projections of one expert. Only these are quantized.
         matrices = 3 * model.hidden_size * model.intermediate_size
         packed = model.num_layers * model.num_experts * matrices
         plain -= packed
@@ -143,6 +145,7 @@ def checkpoints_of_run(training: TrainingConfig) -> int:
 
 def _missing_steps(directory: Path, wanted: int) -> int:
     """Return the number of step directories that are missing for ``wanted`` in total."""
+    # Unfinished directories have a suffix after the six digits, so the pattern excludes them.
     return max(0, wanted - len(list(directory.glob("step_??????"))))
 
 

@@ -52,9 +52,11 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     failure = find_cause(error)
     if failure.is_full_disk:
         return f"{failure.message}. Free disk space, then continue with --resume"
+    # The message of a user error is written for this place and already has a remedy.
     if failure.is_user_error and not failure.is_remote:
         return str(error)
 
+    # Messages of libraries may have several lines.
     line = " ".join(failure.message.split())
     if len(line) > MAX_MESSAGE_CHARACTERS:
         line = f"{line[:MAX_MESSAGE_CHARACTERS]} ..."
@@ -64,6 +66,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     if failure.notes:
         line += f" ({'; '.join(failure.notes)})"
 
+    # Everything else may be a fault of this project, for which the traceback is needed.
     log = _write_traceback(error, directory)
     if log is None:
         return line
@@ -79,6 +82,7 @@ def find_cause(error: BaseException) -> Failure:
     # there are no actors.
     ray: Any = sys.modules.get("ray.exceptions")
     if ray is not None and isinstance(cause, ray.RayActorError) and cause.actor_init_failed:
+        # The text is all there is, so the class is found by its name.
         kind, message = last_exception(str(cause))
         return Failure(
             kind=kind,
@@ -89,6 +93,7 @@ def find_cause(error: BaseException) -> Failure:
         )
 
     message = str(cause)
+    # Subclasses such as RunWriteError have a message that names the file and a remedy.
     is_full_disk = type(cause) is OSError and cause.errno in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(cause, OSError) and is_full_disk:
         message = ": ".join(filter(None, [str(cause.filename or ""), cause.strerror]))
@@ -107,6 +112,7 @@ def last_exception(text: str) -> tuple[str, str]:
 
     The text before may contain other tracebacks.
     """
+    # Ray colors the first line of an actor's traceback.
     without_colors = re.sub(r"\x1b\[[\d;]*m", "", text)
     lines = without_colors.strip().splitlines()
 
@@ -117,6 +123,8 @@ def last_exception(text: str) -> tuple[str, str]:
         first += 1
 
     kind, colon, message = "\n".join(lines[first:]).partition(": ")
+    # A text without a class may contain a colon, too. Ray's classes have parentheses, such as
+    # RayTaskError(ValueError).
     if not colon or not re.fullmatch(r"[\w.()]+", kind):
         return "", "\n".join(lines[first:])
     return kind, message
@@ -151,6 +159,7 @@ def _write_traceback(error: BaseException, directory: Path | None) -> Path | Non
     if directory is not None and directory.is_dir():
         log = directory / "error.log"
         try:
+            # Appended, because the tracebacks of earlier attempts may explain this one.
             with log.open("a") as file:
                 file.write(f"{text}\n")
             return log

@@ -75,6 +75,7 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
             continue
         try:
             inputs[key] = _read_input(key, place)
+        # A damaged ``latest``, which ``check_run_requirements`` reports, too.
         except CheckpointError:
             continue
         except OSError as error:
@@ -98,6 +99,7 @@ def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
             if isinstance(value, str) and value.endswith(DATA_SUFFIXES) and Path(value).is_file():
                 places[f"{key}.options.{option}"] = value
         options = environment_class(source.environment).Options.model_validate(source.options)
+        # Only environments with tool servers have this option.
         for server, config in getattr(options, "servers", {}).items():
             if isinstance(config, ToolServerConfig):
                 for number, script in enumerate(config.scripts()):
@@ -154,6 +156,8 @@ def weights_digest(directory: Path) -> str:
         return checksum_file(checksums).xxh3_128
 
     state = xxhash.xxh3_128()
+    # The file of adapters has their scale, which no tensor shows. A directory lists files in any
+    # order.
     files = sorted([*directory.glob("*.safetensors"), *directory.glob("adapter_config.json")])
     if not files:
         files = sorted(path for path in directory.iterdir() if path.is_file())
@@ -175,6 +179,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file that enter its digest, its size first."""
     size = path.stat().st_size
     yield str(size).encode()
+    # A buffer would read ahead after every seek.
     with path.open("rb", buffering=0) as file:
         if size <= WHOLE_FILE:
             yield file.read()
@@ -193,6 +198,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _safetensors_header(file: Any, size: int) -> bytes | None:
     """Return the header of a safetensors file. None if the file has another format."""
+    # The format: the length of the header as a 64-bit number, the header as JSON, then the tensors.
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(size, MAX_HEADER_BYTES):
         return None
@@ -210,7 +216,9 @@ def _middles(header: bytes) -> list[int]:
     for name, tensor in json.loads(header).items():
         if name == "__metadata__":
             continue
+        # Offsets count from the end of the header.
         begin, end = tensor["data_offsets"]
         offset = max(0, (end - begin - WEIGHT_BLOCK) // 2)
         starts.append(8 + len(header) + begin + offset)
+    # In the order of the file, so that disks and network file systems read forward.
     return sorted(starts)

@@ -60,6 +60,7 @@ class Interrupt:
         self._stopped_at: float | None = None
 
         self._handlers: dict[int, Any] = {}
+        # A SimpleQueue, because a signal handler may call its ``put`` while another ``put`` runs.
         self._announcements: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._on_request: Callable[[], None] = lambda: None
 
@@ -83,6 +84,7 @@ class Interrupt:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             previous = signal.signal(number, self._handle)
+            # A second call finds this handler or Ray's. The first one is restored at the end.
             self._handlers.setdefault(number, previous)
 
     @contextmanager
@@ -112,13 +114,16 @@ class Interrupt:
         if first:
             self.requested = True
             self._asked_at = now
+            # The launcher's request is no failure, so it has the status of Ctrl-C.
             reported = signal.SIGINT if number == signal.SIGUSR1 else number
             self.exit_status = 128 + reported
         if number == signal.SIGUSR1:
             self.abort_rollouts = True
 
+        # The clean-up has begun, and a signal must not interrupt it.
         if self._stopped_at is not None:
             self._end_if_stuck(number, now)
+        # Nothing would be lost, so stop at once.
         elif not self._in_step:
             self._stop(now)
         elif first:
@@ -139,6 +144,7 @@ class Interrupt:
     def _end_if_stuck(self, number: int, now: float) -> None:
         assert self._stopped_at is not None
         if number == signal.SIGINT and now - self._stopped_at > CLEAN_UP_SECONDS:
+            # Not print, because the interrupted code may hold the lock of the stream.
             os.write(2, b"gptoss: stopping took too long; ended without waiting for Ray\n")
             os._exit(self.exit_status)
 
@@ -179,6 +185,7 @@ class SeparateSessions:
         self.all_started()
         for process in processes():
             with suppress(ProcessLookupError):
+                # Workers inherit the session of the daemon that started them.
                 if os.getsid(process) in self._leaders:
                     os.kill(process, signal.SIGKILL)
 

@@ -86,6 +86,7 @@ def how_to_make_data(key: str, path: Path) -> str:
 def _training_of(path: Path) -> Path | None:
     """Return the shipped configuration of ``gptoss sft`` whose run directory contains ``path``."""
     for file in shipped_files("sft"):
+        # The path may be the run, one of its checkpoints or its export.
         if read_yaml(file).get("name") in path.parts:
             folder = file.parent.relative_to(next(shipped_directories()))
             return Path("configs") / folder / file.name

@@ -48,6 +48,7 @@ def places_of(config: RunConfig) -> dict[str, str]:
         "initial_weights": config.initial_weights,
         "initial_adapter": config.initial_adapter,
     }
+    # Other vocabularies depend on no tokenizer of the weights.
     if config.vocabulary == "tokenizer":
         places["tokenizer"] = tokenizer_directory(config.tokenizer or config.initial_weights)
     places |= places_of_tasks(config.tasks)
@@ -85,10 +86,12 @@ def changes_since(
     changes = [change for change in changes if change.key not in LOCATION]
     contents = _changes_of_content(run, inputs_of(config) if inputs is None else inputs)
 
+    # All rejected keys are reported at once, so that one attempt shows what to correct.
     rejected: list[Change] = []
     reasons: list[str] = []
     for change in changes:
         # Data may move if its content stays.
+        # A path is only a name of the content, which was compared above.
         has_same_content = change.key in contents and contents[change.key] is None
         reason = None if has_same_content else _rejection_reason(change, before, config, run)
         if reason is None:
@@ -104,6 +107,7 @@ def changes_since(
             f"{_beginning_from(run, before, rejected)}"
         )
 
+    # An unchanged path may lead to other content, so check every input, not only changed keys.
     for key, content in contents.items():
         if content is not None:
             _reject_changed_content(key, content, before, config, run)
@@ -115,6 +119,7 @@ def _changes_of_content(run: RunDirectory, inputs: Mapping[str, Input]) -> dict[
 
     Returns, for each key that both have, how the content changed. None if it did not.
     """
+    # The file is written after all parts are ready, so no step has been taken without it.
     if not run.inputs.exists():
         return {}
     recorded = from_json(read_json(run.inputs))
@@ -195,6 +200,7 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     raw: Any = OmegaConf.to_container(read_yaml(run.config))
+    # Every stored configuration of `gptoss rl` has this section, and no other one.
     command = "rl" if "algorithm" in raw else "sft"
     if command != kind.command:
         raise ConfigError(
@@ -216,6 +222,7 @@ def _rejection_reason(
     if rule.effect is Effect.REJECTED:
         return rule.reason
 
+    # With adapters the base is frozen. Without them the trained experts have this format.
     if change.key == "quantization" and config.adapter is None:
         return (
             "the policy was trained with the other expert format, so curves would not be comparable"
@@ -244,6 +251,7 @@ def _finished_steps(run: RunDirectory) -> int:
     latest = run.checkpoints / LATEST_FILE
     if not latest.exists():
         return 0
+    # The file names a directory such as step_000010. A damaged one is reported when it is loaded.
     number = latest.read_bytes().decode(errors="replace").strip().rpartition("_")[2]
     return int(number) if number.isdecimal() else 0
 

@@ -87,6 +87,7 @@ RULES: dict[str, Rule] = {
     "data.validate_every": MEASUREMENT,
     "data.workers": LAYOUT,
     # -- parallel ---------------------------------------------------------------------------------
+    # Checkpoints are sharded anew when they are loaded, for any layout.
     "parallel.context": LAYOUT,
     "parallel.context_scheme_full": LAYOUT,
     "parallel.context_scheme_window": LAYOUT,
@@ -102,6 +103,7 @@ RULES: dict[str, Rule] = {
     "parallel.virtual_pipeline": LAYOUT,
     "parallel.world_size": LAYOUT,
     # -- optimizer, training, tracking, evaluation ------------------------------------------------
+    # Adam's moments continue, and the values apply from the next step on.
     "optimizer.beta1": LEARNING,
     "optimizer.beta2": LEARNING,
     "optimizer.clip_grad": LEARNING,
@@ -109,6 +111,7 @@ RULES: dict[str, Rule] = {
     "optimizer.gradient_dtype": LEARNING,
     "optimizer.lr": LEARNING,
     "optimizer.moment_dtype": _rejected(STATE),
+    # Offloading moves the state between the GPU and the host, without other arithmetic.
     "optimizer.offload": LAYOUT,
     "optimizer.on_non_finite": LEARNING,
     "optimizer.schedule": LEARNING,
@@ -129,6 +132,7 @@ RULES: dict[str, Rule] = {
     "evaluate_every": MEASUREMENT,
     "canary_tolerance": ENDING,
     # -- rollout ----------------------------------------------------------------------------------
+    # Seeds follow from the run's seed and the number of a group, not from the worker or the order.
     "rollout.concurrent_tasks": LAYOUT,
     "rollout.episode_seconds": SAMPLING,
     "rollout.evaluation_temperature": MEASUREMENT,
@@ -144,11 +148,13 @@ RULES: dict[str, Rule] = {
     "rollout.purification.retries": SAMPLING,
     "rollout.routed_experts": SAMPLING,
     "rollout.samples_per_task": SAMPLING,
+    # The positions of all later tasks follow from it.
     "rollout.tasks_per_step": _rejected(DATA),
     "rollout.temperature": SAMPLING,
     "rollout.top_p": SAMPLING,
     "rollout.truncated_episodes": SAMPLING,
     "rollout.workers": LAYOUT,
+    # Settings of the engine that choose other kernels or precisions change the sampled tokens.
     "rollout.engine.arguments": SAMPLING,
     "rollout.engine.attention_backend": SAMPLING,
     "rollout.engine.bucket_bytes": LAYOUT,
@@ -176,6 +182,7 @@ RULES: dict[str, Rule] = {
     "sandbox.timeout_seconds": SAMPLING,
     "sandbox.total_memory_bytes": LAYOUT,
     "sandbox.workers": LAYOUT,
+    # An episode keeps the reward that it got at its end.
     "reward.correct": REWARD,
     "reward.format_error": REWARD,
     "reward.tool_use": REWARD,
@@ -198,12 +205,14 @@ RULES: dict[str, Rule] = {
     "algorithm.critic.lr": LEARNING,
     "algorithm.critic.value_clip": LEARNING,
     "algorithm.critic.warmup_steps": LEARNING,
+    # Every step reserves the numbers of all its rounds, so seeds and tasks would shift.
     "algorithm.dynamic_sampling_rounds": _rejected(DATA),
     "algorithm.entropy_bonus": LEARNING,
     "algorithm.kl": LEARNING,
     "algorithm.kl.coefficient": LEARNING,
     "algorithm.kl.estimator": LEARNING,
     "algorithm.kl.apply_to": LEARNING,
+    # Episodes that ran ahead may be too old for a smaller bound.
     "algorithm.max_staleness": SAMPLING,
     "algorithm.mini_batches": LEARNING,
     "algorithm.old_log_probs": SAMPLING,
@@ -219,6 +228,7 @@ RULES: dict[str, Rule] = {
     "algorithm.whiten_advantages": LEARNING,
     # -- ablation ---------------------------------------------------------------------------------
     "ablation.engine_noise": SAMPLING,
+    # The optimizer has no state of frozen parameters.
     "ablation.freeze": _rejected(STATE),
     "ablation.router_noise": LEARNING,
     "ablation.without": SAMPLING,
@@ -240,6 +250,7 @@ def rule_of(key: str, samples_episodes: bool = True) -> Rule:
     """
     if not samples_episodes and key.startswith(EPISODE_PREFIXES):
         return ELSEWHERE
+    # Walk up from the key, so that a section's rule applies to all keys without their own.
     place = key
     while place:
         if place in RULES:
@@ -262,4 +273,5 @@ def sampling_digest(config: Mapping[str, Any]) -> str:
     """Return a digest of all values of a configuration that affect the sampling of episodes."""
     values = flattened(config)
     sampled = {key: value for key, value in values.items() if rule_of(key).samples}
+    # Sorted, so that the order of keys in a file does not matter.
     return hashlib.sha256(json.dumps(sampled, sort_keys=True).encode()).hexdigest()

@@ -71,8 +71,10 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_weights("initial_weights", config.initial_weights, config.model)
     if config.initial_adapter is not None and config.adapter is not None:
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
+    # A resume continues from it. A new run has none, and the check passes.
     check_newest_checkpoint(RunDirectory(config.directory))
 
+    # Supervised fine-tuning reads either conversations or tasks.
     if isinstance(config, SftConfig) and config.data is not None:
         check_conversations(config.data)
     else:
@@ -82,6 +84,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         warn_about_sampling(config)
     check_tracking()
 
+    # The disk must also hold the checkpoints and exports that are written hours later.
     has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
     checkpoint = checkpoint_bytes(
         config.model, config.dtype, adapter=config.adapter, has_critic=has_critic
@@ -104,8 +107,10 @@ def check_chat_format(config: RunConfig) -> None:
         StartError: the chat format does not support a setting.
         VocabularyUnavailable: the vocabulary of the released models is needed and missing.
     """
+    # Both other vocabularies consist of tokens of o200k.
     if config.vocabulary != "tokenizer":
         ensure_o200k()
+    # openai-harmony renders to the ids of the released models and reads no tokenizer.
     if CHAT_FORMATS[type(config.model)] == "harmony":
         if config.vocabulary == "tokenizer":
             raise StartError(
@@ -153,6 +158,7 @@ def check_evaluation_requirements(config: RlConfig, weights: Path | None, output
     """
     endpoint = config.evaluation.endpoint
     check_chat_format(config)
+    # An endpoint needs no Ray. A running Ray keeps its store.
     if endpoint is None and not os.environ.get("RAY_ADDRESS"):
         check_local_store(evaluation_need(config))
     if endpoint is not None:
@@ -193,6 +199,7 @@ def check_server_requirements(config: RunConfig, weights: Path | None) -> None:
 
     if config.rollout.engine.server_processes is not None:
         check_ray_address()
+    # On a cluster the engine runs on another machine, which this process cannot check.
     if runs_here():
         config.rollout.engine.check_machine()
 
@@ -279,6 +286,7 @@ def runs_here() -> bool:
 
 def check_tracking() -> None:
     """Check that enabled trackers are installed, and that MLflow's server answers."""
+    # find_spec looks for a package without its import, which would take seconds.
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is not None and importlib.util.find_spec("mlflow") is None:
         raise StartError(

@@ -141,6 +141,7 @@ def rl_store_need(
         keys.append("tasks.held_out_tasks")
 
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
+    # Besides its episodes, a step holds the inputs and results of the ranks.
     shipped = trained * (_shipped_bytes(rollout, algorithm) + RETURNED_BYTES)
     return StoreNeed(
         episodes=episodes,
@@ -243,6 +244,7 @@ def check_local_store(need: StoreNeed) -> None:
         return
 
     lower = _listed(need.keys)
+    # The smaller of the two is the limit, so the message names it.
     if memory < shared:
         raise StartError(
             f"a step needs {need}, but only {_gb(memory)} of memory are free. Lower {lower}"
@@ -258,6 +260,7 @@ def check_running_store(need: StoreNeed) -> None:
     # Imported here, because reading a configuration does not need Ray.
     import ray
 
+    # Ray offers the size of each node's store as a resource.
     stores = {
         node["NodeID"]: int(node["Resources"].get("object_store_memory", 0))
         for node in ray.nodes()
@@ -267,8 +270,10 @@ def check_running_store(need: StoreNeed) -> None:
     total = sum(stores.values())
 
     advice = f"Lower {_listed(need.keys)}, or start Ray's nodes with a larger --object-store-memory"
+    # One node holds everything.
     if len(stores) == 1 and total < need.step:
         raise StartError(f"a step needs {need}, but the store has only {_gb(total)}. {advice}")
+    # Routes stay where they were sampled. All other columns and the weights pass the driver.
     if at_driver < need.through_driver:
         raise StartError(
             f"a step needs {need}, {_gb(need.through_driver)} of it on the driver's node, but "

@@ -33,6 +33,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
     Raises:
         StartError: the weights are missing, incomplete or of another model.
     """
+    # A Hugging Face directory has this file. Megatron checkpoints have others.
     hf_config = path / "config.json"
     if hf_config.exists():
         _check_safetensors(key, path)
@@ -50,6 +51,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
             f"{how_to_make_weights(path)}"
         )
 
+    # A checkpoint of adapters alone would leave the base at random values.
     if (checkpoint / ADAPTER_FILE).exists():
         raise StartError(
             f"{key}: {checkpoint} has adapters without their base model. Set initial_weights to "
@@ -114,6 +116,7 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
     for target in adapter.targets:
         kind: str = target
         rank = adapter.rank
+        # PEFT has one entry per matrix. Both matrices of the experts have one rank in this project.
         if target == "experts":
             kind = "gate_up"
             rank = adapter.rank_of_experts(model)
@@ -122,6 +125,7 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
                 f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, but the "
                 f"configuration has {rank}. Use the rank of the adapters"
             )
+        # Both are quotients of floats, which may differ in the last digit.
         if not math.isclose(settings.scale_of(kind), adapter.alpha / rank, rel_tol=1e-12):
             raise StartError(
                 f"{key}: {file} scales {target} like lora_alpha "
@@ -140,6 +144,7 @@ def _checkpoint_of(path: Path) -> Path:
 
 def _pointed_to(pointer: Path) -> str:
     """Return the name of the checkpoint in the file ``latest``."""
+    # A damaged file then names a directory that does not exist, and the caller reports it.
     return read_bytes(pointer).decode(errors="replace").strip()
 
 
@@ -149,6 +154,7 @@ def _read_model_config(file: Path) -> ModelConfig:
 
 def check_newest_checkpoint(run: RunDirectory) -> None:
     """Raise StartError if the checkpoint from which the run would continue is incomplete."""
+    # PPO saves policy and critic separately, and a resume needs both.
     for root in (run.checkpoints, run.critic_checkpoints):
         pointer = root / "latest"
         if not pointer.exists():
@@ -196,6 +202,7 @@ def _compare_models(
     except (OSError, ValueError) as error:
         raise _not_described(key, file, error) from None
 
+    # Compared field by field, so that the message can name all differences.
     ours = model.model_dump(exclude=NOT_COMPARED)
     different = [
         f"{name} is {theirs.get(name)} there and {value} in the configuration"
