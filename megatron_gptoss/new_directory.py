@@ -41,7 +41,8 @@ def new_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
 
     partial = partial_name(final)
     try:
-        restore(final)  # an earlier process may have been killed between two renames
+        # An earlier process may have been killed between two renames.
+        restore(final)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial

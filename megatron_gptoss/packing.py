@@ -173,7 +173,8 @@ class _Row:
         """
         source = getattr(self.samples, name)
         row = torch.empty(self.tokens, dtype=dtype)
-        filled = row.numpy()  # shares the memory; NumPy converts while it copies
+        # The array shares the row's memory, and NumPy converts dtypes while it copies.
+        filled = row.numpy()
         at = 0
         for i, length in zip(self.sequences, self.lengths, strict=True):
             start = self.samples.offsets[i] + first

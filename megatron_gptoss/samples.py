@@ -261,7 +261,8 @@ def _join_column(
         return None
 
     declared = TOKEN_COLUMNS[name]
-    rows = [np.zeros(0, declared.dtype)]  # concatenate needs at least one row
+    # np.concatenate needs at least one array.
+    rows = [np.zeros(0, declared.dtype)]
     for sequence, owner, length in zip(sequences, names, lengths, strict=True):
         values = sequence.get(name)
         if values is None and not is_required:

@@ -85,5 +85,6 @@ def _words(tensor: Tensor) -> Tensor:
     if padding:
         content = F.pad(content, (0, padding))
     elif content.storage_offset() % WORD_BYTES:
-        content = content.clone()  # a view as int64 must start at a multiple of 8 bytes
+        # A view as int64 must start at a multiple of 8 bytes.
+        content = content.clone()
     return content.view(torch.int64)

@@ -198,7 +198,8 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
     from transformers.utils.logging import disable_progress_bar
     from transformers.utils.quantization_config import Mxfp4Config
 
-    disable_progress_bar()  # it would write into the run's own display
+    # The bar would write into the run's own display.
+    disable_progress_bar()
     options: dict[str, Any] = {}
     if quantization is not None:
         options["quantization_config"] = Mxfp4Config(dequantize=True)

@@ -181,7 +181,8 @@ def run_rl(
         if config.rollout.engine.packs_experts:
             # All checksums. The export is compared with the engines and the trainer, too.
             session.rollouts.compare_weights()
-        session.rollouts.close()  # The export needs the memory.
+        # The export needs the memory of the engines.
+        session.rollouts.close()
 
         compared = _export(config, session, loop.sampled_bits)
         agreement = _compare_answers(config, session)
@@ -221,7 +222,8 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
         ConversionError: there are no weights, or they cannot be read.
         EndpointError: the endpoint cannot be used.
     """
-    from rl_loop.evaluation import evaluate  # Imports torch.
+    # Imports torch.
+    from rl_loop.evaluation import evaluate
 
     evaluation = config.evaluation
     requests = evaluate.evaluation_requests(
@@ -308,7 +310,8 @@ def run_engine_report(config: RlConfig) -> str:
         tasks = build_tasks(config)
         trainer = build_trainer(config)
         stack.callback(trainer.close)
-        trainer.ready()  # Engines on the same GPUs take a share of the memory that it leaves.
+        # Engines on the same GPUs take a share of the memory that the trainer leaves.
+        trainer.ready()
         rollouts = build_rollouts(config)
         stack.callback(rollouts.close)
         rollouts.ready()

@@ -178,7 +178,8 @@ class Session(ABC):
         daemons.all_started()
         # The Ray at RAY_ADDRESS has a store of a size that this run did not choose.
         check_running_store(need)
-        self.interrupt.install()  # Ray has replaced the handler of SIGTERM.
+        # Ray has replaced the handler of SIGTERM.
+        self.interrupt.install()
 
     def _start_trainer(self) -> None:
         """Start the ranks. They load their weights until ``trainer.ready()`` returns."""

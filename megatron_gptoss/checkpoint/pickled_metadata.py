@@ -84,7 +84,8 @@ def read_metadata(path: Path) -> dcp.Metadata:
         places = list(metadata.storage_data.values())
         _ = metadata.state_dict_metadata.items()
         names = {place.relative_path for place in places}
-    except Exception as error:  # unpickling a damaged file may raise any exception
+    except Exception as error:
+        # Unpickling a damaged file may raise any exception.
         raise ValueError(f"{path}: damaged ({error}); the checkpoint cannot be read") from None
 
     # key=str: the names of an untrusted file may have any type.

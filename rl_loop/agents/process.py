@@ -126,7 +126,8 @@ class AgentProcess:
         finally:
             del self._calls[number]
             if answer.done() and not answer.cancelled():
-                answer.exception()  # looked at, or asyncio warns
+                # asyncio warns of exceptions that no code has read.
+                answer.exception()
             else:
                 # The episode was cancelled, so no caller waits for its result.
                 with suppress(InfrastructureFailure):

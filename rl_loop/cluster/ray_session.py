@@ -394,7 +394,8 @@ def with_start_timeout(seconds: float = START_SECONDS) -> Iterator[None]:
     import ray
     from ray._private import services
 
-    internals: Any = ray  # its type hints lack these internals
+    # Ray's type hints lack these internals.
+    internals: Any = ray
     raylet, node_module = internals._raylet, internals._private.node
     node_class = node_module.Node
     start_gcs_server, start_raylet = node_class.start_gcs_server, node_class.start_raylet
@@ -409,7 +410,8 @@ def with_start_timeout(seconds: float = START_SECONDS) -> Iterator[None]:
     def start_raylet_without_waiting_for_agents(node: Any, *arguments: Any, **options: Any) -> None:
         _choose_agent_ports(node, raylet)
         start_raylet(node, *arguments, **options)
-        if node not in nodes:  # a node without the control store
+        # A node without the control store was not added before.
+        if node not in nodes:
             nodes.append(node)
 
     def check_start() -> None:

@@ -106,7 +106,8 @@ def _speaks_http2(host: str, port: int) -> bool:
     """
     with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
         if os.environ.get("RAY_USE_TLS", "0") not in ("0", ""):
-            return True  # a TLS handshake would need Ray's certificates
+            # A TLS handshake would need Ray's certificates.
+            return True
         try:
             connection.sendall(HTTP2_PREFACE + EMPTY_SETTINGS_FRAME)
             # A server must send its SETTINGS frame first (section 3.4), whatever it was sent.

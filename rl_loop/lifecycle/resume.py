@@ -210,7 +210,8 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
 
     try:
         return kind.model_validate(raw).model_dump(mode="json")
-    except ValueError:  # Written by another version of the code, so compare its values unmodified.
+    except ValueError:
+        # Written by another version of the code, so compare its values unmodified.
         return raw
 
 

@@ -242,7 +242,8 @@ def _check_file(key: str, path: Path) -> None:
 def _read_rows(source: SourceConfig, path: str) -> None:
     """Raise TaskFileError that names the line of the first wrong row."""
     if path.endswith(".parquet") or Path(path).stat().st_size > READ_NOW_BYTES:
-        return  # Readers of Parquet take seconds to import.
+        # Readers of Parquet take seconds to import.
+        return
     environment = environment_class(source.environment)
     TaskData(
         path,
@@ -274,7 +275,8 @@ def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:
     """Check the sandbox and the engine's environment if they will run on this machine."""
     if not runs_here():
         return
-    check_isolation(config.sandbox)  # Raises SandboxUnavailable with the packages to install.
+    # Raises SandboxUnavailable with the packages to install.
+    check_isolation(config.sandbox)
     if uses_engine:
         config.rollout.engine.check_machine()
 

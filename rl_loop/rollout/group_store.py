@@ -213,7 +213,8 @@ def _write(trajectories: list[Trajectory], prefix: str, write: WriteArray) -> li
 def _array(column: np.ndarray | StoredRoutes) -> np.ndarray:
     """Return a column as an array. Routes are fetched from Ray's store."""
     if isinstance(column, StoredRoutes):
-        import ray  # Only this function needs it.
+        # Only this function needs Ray.
+        import ray
 
         return column.rows_of(np.asarray(ray.get(column.reference)))
     return column

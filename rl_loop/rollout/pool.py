@@ -355,7 +355,8 @@ class RolloutPool:
             with self._changed:
                 heapq.heappush(self._waiting, assignment.waiting)
             return
-        except Exception as error:  # A fault of the agent loop or of an environment.
+        except Exception as error:
+            # A fault of the agent loop or of an environment, which another worker would repeat.
             admitted.fail(error)
             return
 

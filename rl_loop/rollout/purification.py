@@ -177,7 +177,8 @@ class PurifyingRunner(EpisodeRunner):
         """
         messages = self.codec.parse(sampled.output_ids)
         if isinstance(messages, FormatError) or not _calls(messages):
-            return None  # it gave up on the tool
+            # The policy gave up on the tool, or the turn is malformed.
+            return None
 
         kept = 0
         ids = sampled.output_ids

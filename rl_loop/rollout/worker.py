@@ -116,7 +116,8 @@ class RolloutWorker:
                     for seed in seeds
                 ]
         except ExceptionGroup as errors:
-            error = errors.exceptions[0]  # The others are equal, or were cancelled because of it.
+            # The other tasks raised an equal error, or were cancelled because of this one.
+            error = errors.exceptions[0]
             if isinstance(error, UnusablePrompt):
                 return TrajectoryGroup(task.task_id, [], skipped=str(error))
             raise error from None

@@ -152,7 +152,8 @@ def _enable(base: Path, controller: str) -> None:
 def _move_processes(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     for process in (source / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):  # the process has ended
+        # The process may have ended.
+        with contextlib.suppress(ProcessLookupError):
             _write(target / "cgroup.procs", process)
 
 
@@ -205,7 +206,8 @@ class ServerCgroup:
                 self.path.rmdir()
             except OSError:
                 if time.monotonic() > deadline:
-                    return  # the next server of another process retries
+                    # The next server of another process retries.
+                    return
                 time.sleep(0.01)
 
 
@@ -214,5 +216,6 @@ def remove_stale(base: Path) -> None:
     for path in base.glob("gptoss-sandbox-*"):
         match = SERVER_NAME.fullmatch(path.name)
         if match is not None and not Path("/proc", match[1]).exists():
-            with contextlib.suppress(OSError):  # it still has a process
+            # A group with a process cannot be removed.
+            with contextlib.suppress(OSError):
                 path.rmdir()

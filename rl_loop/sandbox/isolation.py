@@ -141,7 +141,8 @@ def _environment(executable: Path) -> list[str]:
     }
     libraries = executable.parent.parent / "lib"
     if libraries != Path("/usr/lib"):
-        variables["LD_LIBRARY_PATH"] = str(libraries)  # libpython, where it is a shared library
+        # For libpython, where it is a shared library.
+        variables["LD_LIBRARY_PATH"] = str(libraries)
 
     arguments = ["--clearenv"]
     for name, value in variables.items():

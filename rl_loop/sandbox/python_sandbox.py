@@ -112,7 +112,8 @@ class PythonSandbox:
 
         def begin() -> None:
             if on_begin is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
+                # The loop may be closed, and then no caller waits.
+                with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(on_begin)
 
         self._threads.submit(self._answer, code, history, future, begin)
@@ -200,7 +201,8 @@ class PythonSandbox:
         self._discard_server()
         if not self._closing:
             server = self._servers[threading.get_ident()] = ServerProcess(self.config, self.limits)
-            if not self._closing:  # otherwise ``close`` may have missed the new server
+            # While the sandbox closes, ``close`` may have missed the new server.
+            if not self._closing:
                 return server
         raise SandboxUnavailable(_CLOSED)
 

@@ -170,7 +170,8 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
     files = list_files(directory)
     for path in directory.glob("*-*.parquet"):
         if path not in {file.path for file in files}:
-            path.unlink()  # merged into another file
+            # A crash came between the merge and the deletion of its sources.
+            path.unlink()
     for file in files:
         kept = _is_kept(_read(file.path, ["step", "split"]), step)
         if not pc.any(kept).as_py():

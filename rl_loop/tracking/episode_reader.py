@@ -105,7 +105,8 @@ class EpisodeReader:
                     present.add((file.path, stamp))
                     loaded = known.get((file.path, stamp)) or self._load(file, stamp)
                 except FileNotFoundError:
-                    continue  # merged or dropped; the next refresh sees the result
+                    # The file was merged or dropped. The next refresh sees the result.
+                    continue
                 if loaded is not None:
                     files.append(loaded)
 
@@ -267,7 +268,8 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
             columns = ["id", TEXT_COLUMN]
             table = file.read_row_group(row_group, columns, use_threads=False)
     except FileNotFoundError:
-        return np.zeros(0, np.int64)  # merged; its new file is searched, too
+        # The file was merged, and the new file is searched, too.
+        return np.zeros(0, np.int64)
 
     found = []
     for batch in table.to_batches():

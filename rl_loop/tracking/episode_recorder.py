@@ -76,7 +76,8 @@ class EpisodeRecorder:
         except RunWriteError as failure:
             if error is None:
                 raise
-            logger.error("%s", failure)  # the other exception is more important
+            # The other exception is more important, and only one can be raised.
+            logger.error("%s", failure)
         finally:
             self._thread.shutdown()
 

@@ -27,7 +27,8 @@ class RolloutCounters:
             "tool_errors": sum(sequence.tool_errors for sequence in group.sequences),
         }
         for name, total in totals.items():
-            if total > 0:  # Ray rejects 0
+            # Ray's counters reject an increment of 0.
+            if total > 0:
                 self._counters[name].inc(total, tags={"worker": str(worker)})
 
 

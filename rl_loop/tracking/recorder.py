@@ -191,7 +191,8 @@ class StepRecorder:
     def _add_drift(self, metrics: StepMetrics) -> None:
         """Add the mismatch of engine and trainer relative to the first steps of the run."""
         gap = metrics.values().get(Name.LOGPROB_GAP)
-        if gap is None:  # the critic is warming up
+        # The critic is warming up, and no policy update measured the mismatch.
+        if gap is None:
             return
 
         # The first steps are compared with the mean of the steps until then.

@@ -30,7 +30,8 @@ class RunWriteError(UserError, OSError):
     """
 
     def __str__(self) -> str:
-        return str(self.strerror)  # without the prefix "[Errno 28]" of OSError
+        # OSError's own text would begin with "[Errno 28]".
+        return str(self.strerror)
 
 
 class Start(StrEnum):
@@ -333,7 +334,8 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
                 while written < len(data):
                     written += file.write(data[written:])
             except OSError:
-                with suppress(OSError):  # the first error is the one to report
+                # The first error is the one to report.
+                with suppress(OSError):
                     file.truncate(before)
                 raise
     except OSError as error:

@@ -51,11 +51,14 @@ def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
             yield
         finally:
             if missing and os.listdir(path) == [LOCK_FILE]:
-                (path / LOCK_FILE).unlink()  # while the lock is held, so that no other run starts
+                # Delete the file while the lock is held. A waiting process then sees that it is
+                # gone, and creates another one.
+                (path / LOCK_FILE).unlink()
             os.close(file)
     finally:
         for folder in missing:
-            with suppress(OSError):  # it was not created, or it is not empty
+            # The folder was not created, or is not empty.
+            with suppress(OSError):
                 folder.rmdir()
 
 
@@ -72,7 +75,8 @@ def _acquire(path: Path, wait_seconds: float) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return file  # a file system without locks
+                # The file system has no locks.
+                return file
             holder = os.read(file, 1000).decode(errors="replace").strip() or "another process"
             os.close(file)
             if time.monotonic() < deadline:

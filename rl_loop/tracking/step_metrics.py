@@ -207,7 +207,8 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
     for name, total in sums.items():
         if name == "mismatch/log_perplexity_gap":
             metrics.add_mean(name, total, sums["sequences"], "sequences")
-        elif name.startswith("mismatch/"):  # spliced tokens are not compared
+        # Spliced tokens are not compared, so the divisor is smaller.
+        elif name.startswith("mismatch/"):
             metrics.add_mean(name, total, sums["comparable"], "tokens")
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")

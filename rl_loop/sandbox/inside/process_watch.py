@@ -232,7 +232,8 @@ class ProcessWatch:
         """Return kernel memory for open descriptors, each counted as a full pipe."""
         count = 0
         for process in self._processes():
-            with contextlib.suppress(OSError):  # the process has ended
+            # The process may have ended.
+            with contextlib.suppress(OSError):
                 size = os.stat(f"{process}/fd", dir_fd=self._proc).st_size
                 # Since 6.2 Linux reports the number of descriptors as the size.
                 count += size or len(self._list(f"{process}/fd"))
@@ -294,7 +295,8 @@ class ProcessWatch:
                 try:
                     os.setpriority(os.PRIO_PROCESS, task_id, level)
                 except OSError:
-                    continue  # the task has ended
+                    # The task has ended.
+                    continue
 
     # ---- /proc
 

@@ -242,7 +242,8 @@ def print_traceback(error: BaseException) -> None:
         # Cut lines, because an error in a line of a megabyte would quote the whole line.
         lines = "".join(summary.format()).splitlines()
         text = "".join(f"{line[:LINE_CHARACTERS]}\n" for line in lines)
-    except BaseException:  # a hostile __str__, or no memory left
+    except BaseException:
+        # A hostile __str__, or no memory left.
         text = f"{type(error).__name__}\n"
     with contextlib.suppress(BaseException):
         print(text, end="", file=sys.stderr)
