@@ -126,6 +126,7 @@ def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
     Raises:
         RunWriteError: if it cannot be written. No partial file remains.
     """
+    # Further ids would belong to the next write.
     if table.num_rows >= IDS_PER_WRITE:
         raise ValueError(f"{table.num_rows:,} episodes in one write, the most is {IDS_PER_WRITE:,}")
     directory.mkdir(exist_ok=True)
@@ -142,15 +143,20 @@ def merge_small_files(directory: Path) -> bool:
     Returns:
         True if files were merged.
     """
+    # Like a carry in a counter, only the newest files can have become complete.
     newest = list_files(directory)[-FILES_PER_MERGE:]
     is_one_kind = len({file.merges for file in newest}) == 1
     if len(newest) < FILES_PER_MERGE or not is_one_kind:
         return False
+    # Merging keeps the number of files low. Large files are few, and rewriting them takes long.
     if sum(file.path.stat().st_size for file in newest) > MAX_MERGED_BYTES:
         return False
 
+    # A generator, so that only one row group at a time is in memory without compression.
     tables = (table for file in newest for table in read_row_groups(file.path))
     merged = _path_of(directory, newest[0].first, newest[-1].last)
+    # From here on the merged file hides the others, so a crash while they are deleted loses
+    # nothing.
     atomic_write_bytes(merged, _to_parquet(tables))
     for file in newest:
         file.path.unlink()
@@ -173,6 +179,7 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
             # A crash came between the merge and the deletion of its sources.
             path.unlink()
     for file in files:
+        # These two columns decide. Whole files are read only if they lose some of their rows.
         kept = _is_kept(_read(file.path, ["step", "split"]), step)
         if not pc.any(kept).as_py():
             file.path.unlink()
@@ -203,6 +210,7 @@ def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=pre_buffer) as file:
             yield file
+    # Another process may have merged the file. Callers look for the new one.
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -236,6 +244,7 @@ def write_vocabulary(directory: Path, size: int, decode_token: Callable[[int], s
     if path.exists():
         return
     directory.mkdir(exist_ok=True)
+    # Parquet stores UTF-8, and a token may be a part of a character.
     texts = [decode_token(token).encode(errors="replace").decode() for token in range(size)]
     table = pa.table({"text": pa.array(texts, pa.string())})
     sink = io.BytesIO()
@@ -262,6 +271,7 @@ def _path_of(directory: Path, first: int, last: int) -> Path:
 def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
     """Return tables as a Parquet file with row groups of about ROW_GROUP_TOKENS."""
     floats = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in FLOAT_COLUMNS}
+    # pyarrow refuses a column that has both a dictionary and an encoding.
     in_dictionary = [path for path in _leaf_paths() if path not in {TEXT_COLUMN, *floats}]
 
     sink = io.BytesIO()
@@ -271,6 +281,7 @@ def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
         compression="zstd",
         use_dictionary=in_dictionary,
         column_encoding=floats,
+        # Without checksums, damaged bytes may decode to other tokens.
         write_page_checksum=True,
     ) as writer:
         for row_group in _row_groups(tables):
@@ -280,6 +291,7 @@ def _to_parquet(tables: Iterable[pa.Table]) -> bytes:
 
 def _leaf_paths() -> list[str]:
     """Return Parquet's names of the columns."""
+    # The writer wants names such as token_ids.list.element, which Arrow's schema does not have.
     schema = pq.ParquetFile(_empty_file()).schema
     return [schema.column(i).path for i in range(len(schema))]
 
@@ -314,6 +326,7 @@ def _row_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 def _pieces(table: pa.Table) -> Iterator[pa.Table]:
     """Split a table after every ROW_GROUP_TOKENS tokens and every ROW_GROUP_EPISODES episodes."""
     tokens = np.cumsum(table.column("tokens").to_numpy(), dtype=np.int64)
+    # An episode belongs to the block of its last token, so no cut divides an episode.
     has_enough_tokens = np.diff((tokens - 1) // ROW_GROUP_TOKENS) > 0
     has_enough_rows = np.diff(np.arange(table.num_rows) // ROW_GROUP_EPISODES) > 0
     cuts = np.flatnonzero(has_enough_tokens | has_enough_rows) + 1

@@ -103,6 +103,7 @@ class EpisodeReader:
                     status = file.path.stat()
                     stamp = (status.st_mtime_ns, status.st_size)
                     present.add((file.path, stamp))
+                    # Only new files are read. A rewritten file has another stamp.
                     loaded = known.get((file.path, stamp)) or self._load(file, stamp)
                 except FileNotFoundError:
                     # The file was merged or dropped. The next refresh sees the result.
@@ -149,6 +150,7 @@ class EpisodeReader:
         with self._lock:
             for loaded in self._files:
                 ids = loaded.figures.column("id").to_numpy()
+                # Ids increase within a file.
                 row = int(np.searchsorted(ids, episode_id))
                 if row < len(ids) and ids[row] == episode_id:
                     return self._read_row(loaded, row)
@@ -162,11 +164,13 @@ class EpisodeReader:
                 table = file.read_row_group(group).slice(row - first, 1)
         except FileNotFoundError:
             return None
+        # pyarrow's default for a map, such as reward_parts, is a list of pairs.
         (episode,) = table.to_pylist(maps_as_pydicts="strict")
         episode["texts"] = self._texts(episode["token_ids"])
         return dict(episode)
 
     def _texts(self, token_ids: list[int]) -> list[str]:
+        # A new run writes the file with its first episodes, so try again until it is there.
         if not self._vocabulary:
             path = self._directory / VOCABULARY_FILE
             try:
@@ -192,6 +196,7 @@ class EpisodeReader:
     def _search(self, text: str, deadline: float) -> TextSearch:
         hits = self._searches.setdefault(text, {})
         self._searches.move_to_end(text)
+        # The search that was not used for the longest time is dropped.
         while len(self._searches) > CACHED_SEARCHES:
             self._searches.popitem(last=False)
 
@@ -237,6 +242,7 @@ class EpisodeReader:
 
         threads = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(threads, "episode-search") as pool:
+            # The list raises the exceptions of the threads.
             list(pool.map(scan_next, range(threads)))
 
     def _row_groups_newest_first(self) -> Iterator[tuple[_LoadedFile, int]]:
@@ -276,6 +282,7 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
         turns = batch.column("turns")
         is_hit = _contains(turns.flatten().field("text"), text)
         rows = pc.list_parent_indices(turns).filter(is_hit).to_numpy()
+        # Several turns of one episode may contain the text.
         found.append(batch.column("id").to_numpy()[np.unique(rows)])
     return np.concatenate(found)
 

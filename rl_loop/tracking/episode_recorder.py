@@ -59,6 +59,7 @@ class EpisodeRecorder:
         if resume_after is not None:
             keep_steps_up_to(directory, resume_after)
         self._number = next_number(directory)
+        # One thread, so that files appear in the order of their numbers.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="episodes")
         self._in_flight: Future[None] | None = None
 
@@ -90,6 +91,8 @@ class EpisodeRecorder:
         if self._at_most == 0:
             return
         self.finish_writing()
+        # Routes are not recorded, and Ray's store would hold them until the thread has written the
+        # step.
         kept = [
             replace(split, groups=[group.without_routes() for group in split.groups])
             for split in splits
@@ -108,5 +111,6 @@ class EpisodeRecorder:
         write_vocabulary(self._directory, vocabulary.size, lambda i: vocabulary.decode([i]))
         table = episode_table(step, splits, first_id(number), self._at_most)
         write_episodes(self._directory, number, table)
+        # A merged file may complete the next level.
         while merge_small_files(self._directory):
             pass

@@ -20,18 +20,24 @@ FIGURES = pa.schema(
         # Unique in a run, and increasing. See ``episode_files.first_id``.
         pa.field("id", pa.int64(), nullable=False),
         pa.field("step", pa.int32(), nullable=False),
-        pa.field("split", pa.string(), nullable=False),  # "train", "held_out" or "replaced"
-        pa.field("group", pa.int32(), nullable=False),  # number of the task in its step and split
-        pa.field("sample", pa.int32(), nullable=False),  # number of the episode in its group
+        # One of "train", "held_out" and "replaced".
+        pa.field("split", pa.string(), nullable=False),
+        # Number of the task in its step and split.
+        pa.field("group", pa.int32(), nullable=False),
+        # Number of the episode in its group.
+        pa.field("sample", pa.int32(), nullable=False),
         pa.field("task_id", pa.string(), nullable=False),
-        pa.field("reward", pa.float64()),  # null of an invalid episode
+        # Null for an invalid episode.
+        pa.field("reward", pa.float64()),
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
-        # Mean over the tokens in the loss; null if there are none.
+        # Mean over the tokens in the loss. Null if there are none.
         pa.field("advantage", pa.float32()),
         pa.field("finish_reason", pa.string(), nullable=False),
         pa.field("format_error", pa.string()),
-        pa.field("excluded", pa.bool_(), nullable=False),  # masked: a limit cut it short
-        pa.field("invalid", pa.string()),  # which component failed; null if none did
+        # True if a limit truncated the episode and it is masked.
+        pa.field("excluded", pa.bool_(), nullable=False),
+        # Component that failed. Null if none did.
+        pa.field("invalid", pa.string()),
         pa.field("invalid_reason", pa.string()),
         pa.field("answer", pa.string()),
         pa.field("expected_answer", pa.string()),
@@ -40,10 +46,10 @@ FIGURES = pa.schema(
         pa.field("tool_errors", pa.int32(), nullable=False),
         pa.field("tokens", pa.int32(), nullable=False),
         pa.field("sampled_tokens", pa.int32(), nullable=False),
-        # Versions of the weights that sampled it; null if the engine did not report them.
+        # Versions of the weights that sampled the episode. Null if the engine did not report them.
         pa.field("oldest_version", pa.int32()),
         pa.field("newest_version", pa.int32()),
-        # Mean |trainer - engine| of the log-probs of sampled tokens, nats; null if unknown.
+        # Mean |trainer - engine| of the log-probs of sampled tokens, in nats. Null if unknown.
         pa.field("logprob_gap", pa.float32()),
     ]
 )
@@ -51,7 +57,8 @@ FIGURES = pa.schema(
 
 CONTENTS = pa.schema(
     [
-        pa.field("turns", pa.list_(TURN), nullable=False),  # token ranges [start, end)
+        # Token ranges [start, end).
+        pa.field("turns", pa.list_(TURN), nullable=False),
         pa.field("weight_versions", pa.list_(VERSION_SPAN), nullable=False),
         pa.field("spliced", pa.list_(SPAN), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
@@ -216,6 +223,7 @@ def _rows_of(step: int, split: SplitEpisodes) -> list[_Row]:
         ]
 
         for i, trajectory in numbered:
+            # Samples have only the sequences of valid episodes, in this order.
             tokens = None
             if split.samples is not None and trajectory.invalid is None:
                 first, last = split.samples.offsets[sequence : sequence + 2].tolist()
@@ -239,6 +247,7 @@ def _thinned(rows: list[_Row], at_most: int | None) -> list[_Row]:
         return rows
     if at_most == 0:
         return []
+    # Rows are ordered by task, so the first ones would show few tasks.
     stride = len(rows) // at_most
     return rows[::stride][:at_most]
 
@@ -357,13 +366,16 @@ def _token_column(field: pa.Field, rows: Sequence[_Row]) -> pa.Array:
         else:
             parts.append(row.estimate(field.name))
 
+    # np.concatenate needs at least one array.
     if all(part is None for part in parts):
         return pa.nulls(len(rows), field.type)
     present = [part for part in parts if part is not None]
     lengths = [0 if part is None else len(part) for part in parts]
+    # Arrow's lists have offsets of 32 bits.
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
     values = pa.array(np.concatenate(present), field.type.value_type)
     is_missing = pa.array([part is None for part in parts], pa.bool_())
+    # One array for all values is faster than a list of Python numbers per episode.
     return pa.ListArray.from_arrays(pa.array(offsets), values, field.type, mask=is_missing)
 
 

@@ -56,6 +56,7 @@ class WandbTracker:
                 "unset the variable"
             ) from None
         self._table: Callable[..., Any] = wandb.Table
+        # With its name as id, a resumed run finds the earlier one.
         self._run: Any = wandb.init(
             name=run_name, id=run_name, resume="allow", config=yaml.safe_load(config_yaml)
         )
@@ -136,12 +137,14 @@ class MlflowTracker:
         for first in range(0, len(parameters), MAX_PARAMETERS):
             self._client.log_batch(identity, params=parameters[first : first + MAX_PARAMETERS])
         self._client.log_text(identity, config_yaml, "config.yaml")
+        # Last, so that a resume does not continue a run of which only a part was created.
         run.mlflow_run.write_text(identity)
         return identity
 
     def log_step(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
+        # MLflow's unit is the millisecond.
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._try(
@@ -176,6 +179,7 @@ class MlflowTracker:
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested mappings by dotted key."""
     for key, value in tree.items():
+        # An empty section is a value.
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:

@@ -39,6 +39,7 @@ def prometheus_listener(run_name: str) -> Listener:
     def listen(step: int, values: dict[str, float]) -> None:
         for name, value in {"step": float(step), **values}.items():
             if name not in gauges:
+                # Prometheus allows letters, digits, underscores and colons in names.
                 metric = "gptoss_" + re.sub(r"\W", "_", name)
                 gauges[name] = Gauge(
                     metric, description=f"{name} of the newest step", tag_keys=("run",)

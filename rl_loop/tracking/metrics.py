@@ -21,45 +21,58 @@ class Name:
     Metrics with other names are written and plotted, too.
     """
 
-    REWARD = "reward"  # mean over sequences
-    ACCURACY = "accuracy"  # mean over sequences of the training tasks
-    HELD_OUT_ACCURACY = "held_out/accuracy"  # mean over sequences, on steps that evaluate
-    HELD_OUT_REWARD = "held_out/reward"  # mean over sequences, on steps that evaluate
+    # Mean over sequences.
+    REWARD = "reward"
+    # Mean over sequences of the training tasks.
+    ACCURACY = "accuracy"
+    # Mean over sequences, on steps that evaluate.
+    HELD_OUT_ACCURACY = "held_out/accuracy"
+    # Mean over sequences, on steps that evaluate.
+    HELD_OUT_REWARD = "held_out/reward"
     HELD_OUT_TOOL_CALL_RATE = "held_out/tool_call_rate"
     HELD_OUT_TURNS = "held_out/turns"
-    TOOL_CALL_RATE = "tool_call_rate"  # share of sequences with at least one tool call
-    TURNS = "turns"  # assistant turns, mean over sequences
-    RESPONSE_TOKENS = "response_tokens"  # sampled tokens, mean over sequences
-    LOSS = "loss"  # as aggregated, mean over optimizer steps
-    VALIDATION_LOSS = "validation/loss"  # nats, mean over loss tokens, on steps that validate
-    LOGPROB_GAP = (
-        "mismatch/logprob_gap"  # |log pi_train - log pi_rollout|, mean over sampled tokens, nats
-    )
-    KL = "mismatch/kl_k3"  # k3 estimate of KL(rollout || train), mean over sampled tokens, nats
-    CLIP_FRACTION = "clip_fraction"  # share of sampled tokens whose ratio was clipped
-    GROUPS_WITHOUT_SIGNAL = (
-        "rollout/groups_without_signal"  # share of tasks in which every advantage is 0
-    )
-    GRAD_NORM = "grad_norm"  # before clipping, last
-    ENTROPY = "entropy"  # of the sampling distribution, mean over sampled tokens, nats
-    LEARNING_RATE = "learning_rate"  # last
-    TOKENS_PER_SECOND = (
-        "tokens_per_second"  # sampled and trained tokens of the step per second of wall time
-    )
-    STEP_SECONDS = "seconds/step"  # wall time of the step
+    # Share of sequences with at least one tool call.
+    TOOL_CALL_RATE = "tool_call_rate"
+    # Assistant turns, mean over sequences.
+    TURNS = "turns"
+    # Sampled tokens, mean over sequences.
+    RESPONSE_TOKENS = "response_tokens"
+    # Aggregated loss, mean over optimizer steps.
+    LOSS = "loss"
+    # Nats, mean over loss tokens, on steps that validate.
+    VALIDATION_LOSS = "validation/loss"
+    # |log pi_train - log pi_rollout|, mean over sampled tokens, nats.
+    LOGPROB_GAP = "mismatch/logprob_gap"
+    # k3 estimate of KL(rollout || train), mean over sampled tokens, nats.
+    KL = "mismatch/kl_k3"
+    # Share of sampled tokens whose ratio was clipped.
+    CLIP_FRACTION = "clip_fraction"
+    # Share of tasks in which every advantage is 0.
+    GROUPS_WITHOUT_SIGNAL = "rollout/groups_without_signal"
+    # Norm before clipping, newest value of the step.
+    GRAD_NORM = "grad_norm"
+    # Entropy of the sampling distribution, mean over sampled tokens, nats.
+    ENTROPY = "entropy"
+    # Newest value of the step.
+    LEARNING_RATE = "learning_rate"
+    # Sampled and trained tokens of the step per second of wall time.
+    TOKENS_PER_SECOND = "tokens_per_second"
+    # Wall time of the step.
+    STEP_SECONDS = "seconds/step"
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """One metric of one step, which can be merged with further parts.
-
-    ``total`` is a sum for mean and sum, otherwise the value.
-    """
+    """One metric of one step, which can be merged with further parts."""
 
     total: float
-    count: float  # divisor of a mean, otherwise 1
-    reduction: Literal["mean", "sum", "max", "last"]  # reduction of the parts of one step
-    over: str  # noun for one count: "tokens", "sequences", "steps"
+    """Sum of a mean or sum. The value otherwise."""
+    count: float
+    """Divisor of a mean. 1 otherwise."""
+    reduction: Literal["mean", "sum", "max", "last"]
+    """Reduction of the parts of one step."""
+    over: str
+    """Noun for one count: "tokens", "sequences" or "steps"."""
 
     @property
     def value(self) -> float:
@@ -133,6 +146,8 @@ class StepMetrics:
                 "this key"
             )
         before = self.scalars.get(name)
+        # Merging a mean with a maximum, or tokens with sequences, would give a number without
+        # meaning.
         if before and before.description != scalar.description:
             raise ValueError(
                 f"metric {name}: {scalar.description} cannot be merged with {before.description}"
@@ -168,6 +183,7 @@ class MetricsWriter:
             run.keep_steps_up_to(resume_after)
             if run.metric_descriptions.exists():
                 self._descriptions = read_json(run.metric_descriptions)
+        # TensorBoard's files cannot be shortened, but its reader can hide later steps.
         hidden_from = None if resume_after is None else resume_after + 1
         self._tensorboard: SummaryWriter = SummaryWriter(
             str(run.tensorboard), purge_step=hidden_from
@@ -182,12 +198,14 @@ class MetricsWriter:
         values = metrics.values()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record = {"step": metrics.step, "time": round(time.time(), 3), **finite}
+        # First, because a resume reads this file. json.dumps would write NaN, which is not JSON.
         append_lines(self._run.metrics, [json.dumps(record, allow_nan=False)])
         if not metrics.descriptions().items() <= self._descriptions.items():
             self._descriptions |= metrics.descriptions()
             write_json(self._run.metric_descriptions, self._descriptions, indent=1)
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, metrics.step)
+        # The writer's default is to flush every 120 s.
         self._tensorboard.flush()
         for listener in self._listeners:
             listener(metrics.step, values)

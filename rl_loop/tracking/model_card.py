@@ -77,6 +77,7 @@ def model_card(training: Training, figures: Mapping[str, Any], has_template: boo
 
 
 def _header(training: Training) -> dict[str, Any]:
+    # The hub reads these fields to show and to find the model.
     header: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

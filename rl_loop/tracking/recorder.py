@@ -106,6 +106,7 @@ class StepRecorder:
         self._episodes = episodes
         self._trackers = trackers
         self._samples = samples
+        # A resumed run is compared with the first steps of the whole run, which the file has.
         self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][
             :DRIFT_STEPS
         ]
@@ -132,6 +133,7 @@ class StepRecorder:
         """
         metrics = record.metrics
         metrics.add("rollout/staleness_max", max_staleness(samples), "max", "tokens")
+        # None without dynamic sampling. With it, 0 replaced groups are a result.
         if rollouts.replaced is not None:
             metrics.add("rollout/groups_replaced", len(rollouts.replaced), "sum", "groups")
         if rollouts.ahead is not None:
@@ -153,6 +155,7 @@ class StepRecorder:
         self._write_evaluation(record)
         self._record_episodes(metrics.step, recorded)
 
+        # Last, so that the time of the step includes the writing of its episodes.
         record.add_speed(sum(map(len, rollouts.sequences)))
         self._writer.write(metrics)
 

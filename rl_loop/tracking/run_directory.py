@@ -138,6 +138,8 @@ class RunDirectory:
 
     def existing(self) -> list[Path]:
         """Return the existing paths of the run, including leftovers of a killed export."""
+        # Every attribute is a path of the run. A broken link would be in the way of a new file,
+        # too.
         listed = [path for path in vars(self).values() if path != self.path]
         return [path for path in listed + self._beside_exports() if os.path.lexists(path)]
 
@@ -156,6 +158,7 @@ class RunDirectory:
         found: list[Path] = []
         for root in (self.checkpoints, self.critic_checkpoints, self.adapters):
             found += root.glob(f"*{PARTIAL}")
+        # The old export stays, because the new one may never be completed.
         exports = [path for path in self._beside_exports() if path.name.endswith(PARTIAL)]
         return found + [path for path in exports if path.exists()]
 
@@ -196,6 +199,7 @@ class RunDirectory:
     def delete_adapters_after(self, step: int) -> None:
         """Delete adapters of later steps, because a resume after ``step`` repeats those steps."""
         for directory in self.adapters.glob("step_*"):
+            # Unfinished directories have a suffix after a dot.
             number = directory.name.removeprefix("step_").partition(".")[0]
             if number.isdecimal() and int(number) > step:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -223,6 +227,7 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
     if run.path.exists() and not run.path.is_dir():
         raise RunDirectoryError(f"{run.path} is a file. Name a directory")
 
+    # A start that failed before its first step left only files that may be replaced.
     if how is Start.NEW and run.has_begun:
         steps = len(read_training_steps(run.metrics))
         raise RunDirectoryError(
@@ -251,6 +256,7 @@ def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> Run
     run = check_start(path, how)
     if how in (Start.NEW, Start.OVERWRITE):
         for old in run.existing():
+            # Only the link is deleted, because its target may not belong to the run.
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
             else:
@@ -277,6 +283,7 @@ def make_run_directory(path: Path) -> None:
 def _other_runs(path: Path) -> str:
     """Return a text that lists other runs, in case of a mistyped name."""
     try:
+        # A directory with a configuration is a run.
         names = sorted(
             folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").exists()
         )
@@ -330,6 +337,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
         with open(path, "ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
             try:
+                # An unbuffered write may write only a part.
                 written = 0
                 while written < len(data):
                     written += file.write(data[written:])
@@ -353,6 +361,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
 
+    # As bytes, because splitlines of text also splits at characters such as U+2028.
     lines = path.read_bytes().splitlines()
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -395,6 +404,7 @@ def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int
 
 def _write_error(path: Path, error: OSError) -> RunWriteError:
     hint = "Fix that"
+    # The disk, the user's quota or the limit of a file's size (`ulimit -f`) is exhausted.
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free_mib = shutil.disk_usage(path.parent).free / 2**20
         hint = f"Only {free_mib:.0f} MiB are free there. Delete some files"

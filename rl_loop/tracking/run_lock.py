@@ -67,6 +67,8 @@ def _acquire(path: Path, wait_seconds: float) -> int:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
+            # The lock belongs to the open file. A child that inherited it would hold the lock after
+            # the death of this process.
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunDirectoryError(f"cannot write in {path.parent}: {error.strerror}") from None
@@ -74,9 +76,11 @@ def _acquire(path: Path, wait_seconds: float) -> int:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            # Linux turns flock on NFS into a lock of fcntl, which may report EACCES.
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 # The file system has no locks.
                 return file
+            # The holder has written its name, unless it acquired the lock just now.
             holder = os.read(file, 1000).decode(errors="replace").strip() or "another process"
             os.close(file)
             if time.monotonic() < deadline:

@@ -35,6 +35,7 @@ class SignalWatch:
         Returns:
             A warning when it is due, else None.
         """
+        # The share is a quotient of counts, so it is exactly 1 if no group has a signal.
         has_signal = values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1
         if has_signal and any(gradient != 0 for gradient in gradients):
             self._steps = 0
@@ -48,6 +49,7 @@ class SignalWatch:
 
 
 def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
+    # No gradient norm means that no optimizer step was taken.
     if not gradients:
         return (
             "every token is masked, so the policy is not updated. With rollout.truncated_episodes mask, episodes "

@@ -68,6 +68,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
 
     sequences = [sequence for episode in episodes for sequence in episode.sequences]
     reusable = sum(sequence.reusable_tokens for sequence in sequences)
+    # Episodes of one turn have nothing to reuse, which is no failure of the cache.
     if reusable > 0:
         cached = sum(sequence.cached_tokens for sequence in sequences)
         metrics.add_mean("rollout/cache_hit_rate", cached, reusable, "tokens")
@@ -97,6 +98,7 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
     episodes = len(lost) + sum(len(group.trajectories) for group in groups)
 
     name = f"{prefix}/invalid"
+    # Components are plotted with 0, too, so that their curves begin before the first failure.
     shares = Counter({name: len(lost)} | {f"{name}/{component}": 0 for component in COMPONENTS})
     shares.update(f"{name}/{reason.component}" for reason in invalid)
     # Plot only causes that occurred, because they have names of servers and functions.
@@ -134,6 +136,7 @@ def add_signal_metrics(
         # Samples have the order of the groups' sequences.
         last = first + len(group.sequences)
         tokens = slice(int(samples.offsets[first]), int(samples.offsets[last]))
+        # Advantages of equal rewards are exactly 0, see `rl_loop.algorithms.advantages`.
         has_advantage = samples.advantages[tokens] != 0
         silent += not (has_advantage & samples.loss_mask[tokens]).any()
         first = last
@@ -184,6 +187,7 @@ def add_mismatch_without_replay(
     assert samples.rollout_log_probs is not None
     rollout = torch.from_numpy(samples.rollout_log_probs[samples.loss_mask])
     scored = torch.from_numpy(scores[samples.loss_mask])
+    # A step has millions of tokens, whose sum would lose digits in fp32.
     k3 = kl_estimate(rollout, scored, "k3").sum(dtype=torch.float64)
     metrics.add_mean("routing/kl_k3_without_replay", float(k3), len(rollout), "tokens")
 
