@@ -140,6 +140,7 @@ def group_advantages(
     Raises:
         ValueError: ``rewards`` is not a non-empty vector of finite numbers.
     """
+    # A matrix would be centered over all groups at once.
     if rewards.ndim != 1 or len(rewards) == 0:
         raise ValueError(f"rewards must be a non-empty vector (got shape {tuple(rewards.shape)})")
 
@@ -148,6 +149,8 @@ def group_advantages(
     if estimator == "dr_grpo" or not centered.any():
         return centered
     if estimator == "leave_one_out":
+        # The sum of the others is n mean - R, so R - (n mean - R) / (n - 1) = n / (n - 1) (R -
+        # mean).
         return centered * (len(rewards) / (len(rewards) - 1))
     if estimator == "grpo":
         return centered / (standard_deviation_of(rewards.double(), standard_deviation) + epsilon)
@@ -200,6 +203,7 @@ def generalized_advantages(
         gamma: discount per token.
         lam: lambda of the estimator.
     """
+    # The function below fills both in place. ``numpy()`` shares the memory of the tensors.
     estimates = torch.empty_like(values)
     returns = values.clone()
     generalized_advantages_in_place(
@@ -234,7 +238,6 @@ def generalized_advantages_in_place(
         lam: lambda of the estimator.
     """
     # Sort by decreasing length, so that the samples of a block of time are its first rows.
-    # The longest first, so that those which reach a block of time are the first rows of it.
     unsorted_lengths = np.array([len(row) for row in values], dtype=np.int64)
     order = np.argsort(-unsorted_lengths, kind="stable")
     lengths = unsorted_lengths[order]
@@ -249,12 +252,15 @@ def generalized_advantages_in_place(
     # Go backwards in blocks of time, because one fp64 array would be larger than all columns.
     longest = int(lengths.max(initial=0))
     for begin in reversed(range(0, longest, TIME_BLOCK)):
+        # Samples that end before this block are the last rows, so the others are a slice.
         rows = int(np.count_nonzero(lengths > begin))
         counts = np.minimum(lengths[:rows] - begin, TIME_BLOCK)
         block_values = _cut_block(values[:rows], begin, counts, running.dtype)
+        # V_{t+1}: within the block, and behind its last column the first column of the later block.
         delta = np.concatenate([block_values[:, 1:], next_values[:rows, None]], axis=1)
         delta *= gamma
 
+        # The samples whose last token is in this block. Longer ones fill it and go on.
         ending = np.flatnonzero(lengths[:rows] - begin == counts)
         last_tokens = (ending, counts[ending] - 1)
         if token_rewards is None:
@@ -263,12 +269,15 @@ def generalized_advantages_in_place(
             rewards = _cut_block(token_rewards[:rows], begin, counts, running.dtype)
             rewards[last_tokens] += final_rewards[ending]
             delta += rewards
+        # Padding stays 0: its values are 0, and no later block has changed the state of its row.
         delta -= block_values
 
         _sum_backwards(delta, running[:rows], gamma * lam)
+        # The block before needs the value at the beginning of this one.
         next_values[:rows] = block_values[:, 0]
 
         _paste_block(delta, estimates[:rows], begin, counts)
+        # return_t = A_t + V_t, after the advantages have been copied out.
         delta += block_values
         _paste_block(delta, values[:rows], begin, counts)
 
@@ -283,6 +292,7 @@ def _sum_backwards(delta: np.ndarray, running: np.ndarray, decay: float) -> None
     by_time = np.ascontiguousarray(delta.T)
     later = running
     discounted = np.empty_like(running)
+    # One step per token for all samples at once, because A_t needs A_{t+1}.
     for now in by_time[::-1]:
         np.multiply(decay, later, out=discounted)
         now += discounted
@@ -299,6 +309,7 @@ def _cut_block(
 
     Shorter rows are padded with zeros.
     """
+    # Rows have different lengths, so a block is copied row by row.
     block = np.zeros((len(rows), int(counts.max())), dtype)
     for target, row, count in zip(block, rows, counts.tolist(), strict=True):
         target[:count] = row[begin : begin + count]
@@ -350,6 +361,7 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
         limit: maximum length of a response.
         buffer: number of tokens before the limit over which the penalty grows.
     """
+    # The share of the buffer that is used: 0 at its beginning, 1 at the limit.
     overlong = (tokens - (limit - buffer)) / buffer
     return -min(1.0, max(0.0, overlong))
 
@@ -361,6 +373,7 @@ def are_equal(values: torch.Tensor) -> bool:
     """Return True if all of ``values`` [n] are equal except for rounding, or if n is at most 1."""
     if len(values) < 2:
         return True
+    # Relative to the largest value, because rewards may have any scale.
     spread = values.max() - values.min()
     return bool(spread <= EQUAL * values.abs().max())
 

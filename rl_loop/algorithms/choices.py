@@ -184,6 +184,7 @@ def _tag_of(value: Any, known: object, default: str) -> str:
     name = (
         value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
     )
+    # Every other name belongs to the member for custom functions, whose check reports it.
     is_known = isinstance(name, str) and name in known  # type: ignore[operator]
     return f"{TAG}{name}" if is_known else f"{TAG}custom"
 
@@ -196,6 +197,7 @@ def _advantage_tag(value: Any) -> str:
     return _tag_of(value, ADVANTAGES, "grpo")
 
 
+# MODULE:FUNCTION is no literal by which pydantic could choose, so a function returns the tag.
 AnyPolicyLoss = Annotated[
     Annotated[PpoLoss, Tag(f"{TAG}ppo")]
     | Annotated[GspoLoss, Tag(f"{TAG}gspo")]

@@ -74,6 +74,7 @@ class CorrectionConfig(StrictModel):
 
         for name in ("bounds", "geometric_bounds"):
             bounds = getattr(self, name)
+            # Bounds without 1 would drop exactly the tokens on which both policies agree.
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
                 raise ValueError(
                     f"{name} must contain 1, the ratio of equal policies (got {bounds}). Change "
@@ -187,12 +188,14 @@ class AlgorithmConfig(StrictModel):
         """Value of ``old_log_probs`` with auto resolved."""
         if self.old_log_probs != "auto":
             return self.old_log_probs
+        # Only then does every token come from the weights that the update starts from.
         on_policy = self.mini_batches == 1 and self.max_staleness == 0
         return "detach" if on_policy else "forward"
 
     @property
     def whitens_over(self) -> str | None:
         """Value of ``whiten_advantages`` with the advantage's default. None without whitening."""
+        # The sum of normalized parts grows with their number, so the paper whitens the batch.
         if self.whiten_advantages is None and self.advantage.type == "gdpo":
             return "samples"
         return self.whiten_advantages
@@ -200,6 +203,7 @@ class AlgorithmConfig(StrictModel):
     @property
     def advantage_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the advantage estimator."""
+        # Only these two divide by a standard deviation.
         if isinstance(self.advantage, GrpoAdvantage | GdpoAdvantage):
             return {"standard_deviation": self.standard_deviation}
         if isinstance(self.advantage, CustomAdvantage):

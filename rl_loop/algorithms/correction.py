@@ -79,6 +79,7 @@ def rollout_correction(
     dropped.update(_rejected(config, log_rho, mask, sequences))
 
     if config.off_policy_limit and log_old_over_new is not None:
+        # Spliced tokens count here, because both sides are the trainer's.
         drift = sequences.mean(log_old_over_new, mask if moved_mask is None else moved_mask)
         # Not "drift > limit", so that a NaN drops its sequence.
         drifted = sequences.to_tokens(~(drift <= config.off_policy_limit))
@@ -106,6 +107,7 @@ def _rejected(
         dropped["k3"] = sequences.to_tokens(~(k3 <= config.k3_limit))
 
     if config.veto:
+        # Compared as logarithms, because bounded exponentials end at e^-20.
         vetoed = ~(log_rho >= math.log(config.veto))
         dropped["veto"] = sequences.to_tokens(sequences.sum(vetoed, mask) > 0)
     return dropped
@@ -119,6 +121,7 @@ def _weigh(
     if config.weight == "none":
         return Correction(weights=torch.ones_like(rho), dropped={})
     if config.weight == "token_tis":
+        # Truncation bounds the variance of the weights at the price of a bias.
         return Correction(weights=rho.clamp(max=config.cap), dropped={})
     if config.weight == "icepop":
         outside = ~within(rho, config.bounds or (0.5, 5.0))
@@ -170,6 +173,7 @@ def mismatch_sums(
         "mismatch/kl_k1": (-d).sum(),
         "mismatch/kl_k2": (d.square() / 2).sum(),
         "mismatch/kl_k3": (ratio_minus_one - d).sum(),
+        # exp(0) is 1, so tokens outside the mask are left out once more.
         "mismatch/prob_ratio": torch.where(mask, bounded_exp(d.abs()), 0.0).sum(),
         "mismatch/chi_square": ratio_minus_one.square().sum(),
         "mismatch/log_perplexity_train": torch.where(mask, -log_probs.detach(), 0.0).sum(),

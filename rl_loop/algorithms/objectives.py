@@ -45,7 +45,10 @@ def sft_objective(loss_tokens: int) -> LossFunction:
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         in_loss = batch.loss_mask
+        # Selected, not multiplied, because 0 times an infinite log-prob is NaN.
         total = -torch.where(in_loss, log_probs, 0.0).sum()
+        # The gradient is of the mean over the global batch. The metric is divided when all ranks
+        # are known.
         return LossOutput(total / loss_tokens, {"loss": total, "tokens": in_loss.sum()})
 
     return loss
@@ -75,11 +78,13 @@ def policy_objective(
         episodes: int64 [samples], index of the episode of each sample. None if each sample is an
             episode.
     """
+    # Computed once from counts of all ranks, so that micro-batches need no communication.
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
         masks = token_masks(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
+        # The counts are on the CPU, and the tokens of a micro-batch are on the device of the rank.
         weight = sequences.to_tokens(sample_weight.to(log_probs.device))
 
         trainer_log_probs = _trainer_log_probs(config, log_probs, batch)
@@ -166,6 +171,7 @@ def _correct(
     """Apply rollout correction to the tokens of a micro-batch."""
     log_old_over_new = None
     if batch.old_log_probs is not None:
+        # A rejection decides which tokens count. No gradient may flow through the decision.
         log_old_over_new = batch.old_log_probs - log_probs.detach()
 
     return rollout_correction(
@@ -248,6 +254,7 @@ def _policy_sums(
 ) -> dict[str, torch.Tensor]:
     """Return the sums of the policy's metrics."""
     sampled = masks.sampled
+    # Divided by the number of sampled tokens later, so that all micro-batches count alike.
     sums = {
         "tokens": sampled.sum(),
         "comparable": masks.comparable.sum(),
@@ -270,6 +277,7 @@ def _correction_sums(
     masks: TokenMasks,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of the correction's metrics: weights and dropped tokens."""
+    # Computed again, because the weights of the correction are capped already.
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
         "correction/weight": _only(masks.fresh, correction.weights).sum(),
@@ -288,6 +296,7 @@ def _sums_by_age(
 
     Effects of staleness show only in stale tokens. Other faults show in fresh tokens, too.
     """
+    # Samples without a column of ages are all fresh.
     is_stale = torch.zeros_like(masks.comparable)
     if batch.staleness is not None:
         is_stale = batch.staleness > 0
@@ -328,6 +337,7 @@ def value_objective(
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
+        # Values and returns from before the update. ``values`` are those of this forward pass.
         batch_values, batch_returns = batch.column("values"), batch.column("returns")
         masks = token_masks(batch, config.max_staleness)
         sequences = _sequences(batch, len(loss_tokens), group)
@@ -345,6 +355,7 @@ def value_objective(
         )
         total = _only(learns, token_losses * weight).sum()
 
+        # Sums instead of means, so that ranks and micro-batches can be added.
         error = (batch_returns - values.detach()).square()
         sums = {
             "error": _only(masks.sampled, error).sum(),

@@ -117,6 +117,7 @@ def ppo_loss(
 
     bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)
+    # Strictly greater, so that equal losses within the bounds do not count as clipped.
     clipped = bounded > plain
 
     # For A < 0 the maximum above does not bound a growing ratio, so one token could dominate an
@@ -143,6 +144,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
     """
     if inputs.old_log_probs is not None:
         sequences = inputs.sequences
+        # The mean is constant to autograd, so the gradient flows through the token's own p.
         mean = sequences.mean(inputs.log_ratio(), inputs.mask)
         log_ratio = sequences.to_tokens(mean).to(inputs.log_probs.dtype)
 
@@ -171,6 +173,7 @@ def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Poli
 def reinforce_loss(inputs: LossInputs) -> PolicyLoss:
     """Weight log-probs by advantages, without a ratio: L = -A log pi (Williams, 1992)."""
     loss = -inputs.advantages * inputs.log_probs
+    # For the metrics, which every loss has.
     ratio = torch.ones_like(inputs.log_probs)
     return PolicyLoss(loss=loss, ratio=ratio, clipped=torch.zeros_like(ratio, dtype=torch.bool))
 
@@ -218,5 +221,6 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
         return d.square() / 2
     if estimator == "k3":
         d = d.clamp(min=-LOG_RATIO_LIMIT)
+        # expm1 keeps the digits of small d, where exp(-d) - 1 cancels.
         return torch.expm1(-d) + d
     raise ValueError(f"unknown KL estimator {estimator!r}")

@@ -62,6 +62,7 @@ def check_function(
     """
     signature = inspect.signature(registry.resolve(name))
     try:
+        # The first argument stands for the inputs, which only exist in a step.
         signature.bind(None, **options)
     except TypeError as error:
         raise ValueError(

@@ -19,10 +19,12 @@ class Sequences:
 
     def sum(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Sum values [tokens] where mask, bool [tokens], is true -> [count], fp64."""
+        # fp64, because packing changes the order of the terms, which would show in an fp32 sum.
         total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         total.index_add_(0, self.index, torch.where(mask, values.detach(), 0).double())
 
         if self.group is not None and self.group.size() > 1:
+            # Every rank takes part for every sequence, also if it has none of its tokens.
             dist.all_reduce(total, group=self.group)
         return total
 
@@ -64,6 +66,7 @@ def sample_weights(
     of_episode = tokens
     count = (tokens > 0).sum().clamp(min=1)
     if episodes is not None and len(episodes) > 0:
+        # Samples of one episode share a divisor, so branching does not raise its weight.
         sums = torch.zeros(int(episodes.max()) + 1, dtype=torch.float64)
         sums.index_add_(0, episodes, tokens)
         of_episode = sums[episodes]
