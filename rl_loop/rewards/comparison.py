@@ -62,6 +62,7 @@ def are_equivalent(answer: str, truth: str) -> bool:
 
 def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> bool:
     """Return True if an answer means the same as the truth. Values may differ by ``modulus``."""
+    # Relations come first, because a chain may describe a set or name a value.
     if isinstance(answer, Congruence) or isinstance(truth, Congruence):
         return _equal_congruences(answer, truth)
     if isinstance(answer, Chain) or isinstance(truth, Chain):
@@ -82,6 +83,7 @@ def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> b
 
 def _equal_rest(answer: Statement, truth: Statement) -> bool:
     """Compare statements of all other types."""
+    # Empty words stand for a missing side, which says nothing.
     if isinstance(answer, Words) and isinstance(truth, Words):
         return bool(answer.text) and answer.text == truth.text
     if isinstance(answer, Builder) and isinstance(truth, Builder):
@@ -102,6 +104,7 @@ def _equal_rest(answer: Statement, truth: Statement) -> bool:
 def _equal_signs(answer: Value, truth: Value, modulus: Expr | None) -> bool:
     r"""Compare values, including both values of \pm."""
     values, true_values = signs_expanded(answer), signs_expanded(truth)
+    # "3" does not equal "\pm 3", which has two values.
     if len(values) != len(true_values):
         return False
     return _match(values, true_values, lambda a, b: _equal_values(a, b, modulus))
@@ -110,6 +113,7 @@ def _equal_signs(answer: Value, truth: Value, modulus: Expr | None) -> bool:
 def _equal_values(answer: Value, truth: Value, modulus: Expr | None) -> bool:
     if not same_units(answer.units, truth.units):
         return False
+    # Equal modulo m: the difference is a multiple of m.
     if modulus is not None:
         difference = answer.value - truth.value
         return same_value(answer.value, truth.value) or bool(
@@ -117,6 +121,7 @@ def _equal_values(answer: Value, truth: Value, modulus: Expr | None) -> bool:
         )
     if answer.number is not None and truth.number is not None:
         return same_number(answer.number, truth.number)
+    # The truth is rounded, so an expression such as \sqrt{2} may equal 1.414214.
     if truth.number is not None and truth.number.places >= ROUNDED_PLACES:
         number = as_number(answer.value)
         return number is not None and same_number(number, truth.number)
@@ -148,9 +153,11 @@ def _equal_collections(
     modulus: Expr | None,
 ) -> bool:
     connectives = [x.connective if isinstance(x, Listing) else "," for x in (answer, truth)]
+    # "x < 1 or x > 3" does not equal "x < 1, x > 3".
     if connectives[0] != connectives[1]:
         return False
     if isinstance(answer, Collection) and isinstance(truth, Collection):
+        # A set has no duplicates: \{1, 1, 2\} is \{1, 2\}.
         items, true_items = _distinct(items), _distinct(true_items)
     # The order of a sequence with an ellipsis determines its continuation.
     if any(isinstance(item, Dots) for item in (*items, *true_items)):
@@ -170,6 +177,7 @@ def _match[T](items: Sequence[T], others: Sequence[T], same: Callable[[T, T], bo
     """Return True if items and others can be paired."""
     if len(items) != len(others):
         return False
+    # Every other item is used once, so that 1, 1, 2 does not match 1, 2, 2.
     left = list(others)
     for item in items:
         for i, other in enumerate(left):
@@ -193,6 +201,7 @@ def _equal_brackets(answer: Statement, truth: Statement, modulus: Expr | None) -
     """Compare points, intervals and matrices. "1, 2" may mean (1, 2)."""
     items, true_items = _ordered(answer), _ordered(truth)
     if isinstance(answer, Brackets) and isinstance(truth, Brackets):
+        # (1, 2) and [1, 2] are different intervals.
         if (answer.opening, answer.closing) != (truth.opening, truth.closing):
             return False
         return _equal_in_order(answer.items, truth.items, modulus)
@@ -223,6 +232,7 @@ def _ordered(statement: Statement) -> tuple[Statement, ...] | None:
 def _equal_operations(answer: SetOperation, truth: SetOperation) -> bool:
     if answer.operation != truth.operation:
         return False
+    # The only operation in which the order matters.
     if answer.operation == "minus":
         return _equal_in_order(answer.parts, truth.parts)
     return _match(answer.parts, truth.parts, equal)
@@ -268,6 +278,7 @@ def _equal_congruences(answer: Statement, truth: Statement) -> bool:
     modulus, true_modulus = answer.modulus, truth.modulus
     if not isinstance(modulus, Value) or not isinstance(true_modulus, Value):
         return False
+    # Modulo 0 has no meaning, and would divide by zero.
     if not same_value(modulus.value, true_modulus.value) or modulus.value == 0:
         return False
     statement, true_statement = answer.statement, truth.statement
@@ -334,6 +345,7 @@ def _chain_implies(answer: Chain, truth: Statement, modulus: Expr | None) -> boo
 def _equal_relations(answer: Chain, truth: Chain) -> bool:
     if _same_sides(answer, truth):
         return True
+    # 3 > x is x < 3.
     turned = reversed_chain(answer)
     if turned is not None and _same_sides(turned, truth):
         return True
@@ -375,4 +387,5 @@ def _same_inequality(answer: Chain, truth: Chain) -> bool:
     ratio = constant_ratio(difference, true_difference)
     if ratio is None:
         return False
+    # A negative factor turns the relation: -x < 1 is x > -1.
     return relation == true_relation if ratio > 0 else FLIPPED[relation] == true_relation

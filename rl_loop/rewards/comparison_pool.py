@@ -38,6 +38,7 @@ class ComparisonPool:
             CheckerFailure: if no process can be started, none answers any question, or two die
                 while the machine is out of memory.
         """
+        # Checked here, so that a huge text does not even reach a process.
         if max(len(answer), len(truth)) > MAX_CHARACTERS:
             return False
         return bool(self.processes.judge((answer, truth), too_expensive=False))

@@ -38,13 +38,16 @@ def same_value(one: Expr, other: Expr) -> bool:
     """Return True if two expressions are equal for all values of their variables."""
     if one == other:
         return True
+    # ``is_finite`` is None if sympy does not know it. Infinite values equal only themselves, above.
     if not (one.is_finite is not False and other.is_finite is not False):
         return False
+    # sympy reduces rationals, so different ones have been found unequal above.
     if one.is_Rational and other.is_Rational:
         return False
 
     if one.has(*OPAQUE) or other.has(*OPAQUE):
         one, other = _without_functions(one, other)
+    # Sorted, so that a verdict does not depend on the order of a set.
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if one == 0 or other == 0:
         # Relative to 0 no difference is small, so algebra must show that it is 0.
@@ -66,6 +69,7 @@ def _without_functions(one: Expr, other: Expr) -> tuple[Expr, Expr]:
     dummies: dict[Expr, Expr] = {}
 
     def replaced(function: Expr) -> Expr:
+        # Expanded, so that f(x + x) and f(2x) become the same variable.
         key = function.func(*map(sympy.expand, function.args))
         return dummies.setdefault(key, Dummy(f"z{len(dummies)}"))
 
@@ -79,6 +83,7 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
     compared = 0
     for point in POINTS if symbols else POINTS[:1]:
         values = {
+            # Different for every variable, so that x - y does not vanish.
             symbol: Rational(point + Fraction(i * i + i, 7 * i + 29))
             for i, symbol in enumerate(symbols)
         }
@@ -92,6 +97,7 @@ def _agree_at_points(one: Expr, other: Expr, symbols: Sequence[Expr]) -> bool:
         size = max(abs(here), abs(there))
         if size != 0 and abs(here - there) > EQUAL * size:
             return False
+    # Expressions that are defined at one point only could agree there by chance.
     return compared >= (2 if symbols else 1)
 
 
@@ -121,6 +127,7 @@ def _has_usual_numbers(value: Expr) -> bool:
         ):
             return False
     for exponent in (power.exp for power in value.atoms(sympy.Pow)):
+        # x^100 is tiny or huge at some points, and hides other terms there.
         if exponent.is_number and abs(exponent.evalf(15)) > 60:
             return False
     return not value.has(sympy.factorial, sympy.exp)
@@ -135,4 +142,5 @@ def as_number(value: Expr) -> Number | None:
     digits = value.evalf(DIGITS)
     if not digits.is_Float or not digits.is_finite:
         return None
+    # By its decimal digits, because sympy's Float is binary.
     return Number(Fraction(str(digits)))

@@ -91,6 +91,7 @@ class _Reader:
 
     def _take(self) -> Token:
         token = self._tokens[self._at]
+        # Stays at the end token, so that no caller has to check for the end.
         self._at = min(self._at + 1, len(self._tokens) - 1)
         return token
 
@@ -110,6 +111,7 @@ class _Reader:
     # ---- sums and products
 
     def _sum(self) -> Expr:
+        # Every nested group passes here, so one counter bounds the recursion.
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise self._unreadable()
@@ -149,6 +151,7 @@ class _Reader:
 
     def _mixed_number(self) -> Expr | None:
         r"""Parse 1\frac{1}{2} and "1 1/2". Returns None if no mixed number is next."""
+        # Without this, 1\frac{1}{2} would be the product of 1 and 1/2.
         pattern = r"([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+) ([0-9]+)/([0-9]+)"
         text = ""
         for token in self._tokens[self._at : self._at + 9]:
@@ -159,8 +162,10 @@ class _Reader:
         if match is None:
             return None
         whole, above, below = (int(digits) for digits in match.groups() if digits is not None)
+        # "1 3/2" may be a mixed number or a product.
         if not 0 < above < below:
             raise self._unreadable()
+        # The number of tokens of the two forms.
         self._at += 8 if match[1] is not None else 4
         return Rational(whole * below + above, below)
 
@@ -180,6 +185,7 @@ class _Reader:
         if token.kind == "letter":
             return True
         if token.kind == "mark":
+            # A bar ends an absolute value if one is open, and begins one otherwise.
             return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
         return token.kind == "command" and token.text[1:] in FACTORS
 
@@ -201,6 +207,7 @@ class _Reader:
         return value
 
     def _raised(self, base: Expr, exponent: Expr) -> Expr:
+        # sympy would return infinity for 0^{-1}, and 1 for 0^0.
         if base == 0 and (exponent.is_negative or exponent == 0):
             raise self._unreadable()
         return sympy.Pow(base, exponent)
@@ -219,10 +226,12 @@ class _Reader:
     def _postfix(self, value: Expr) -> Expr:
         while True:
             if self._skip("!"):
+                # "5!!" is the double factorial, and not the factorial of 5!.
                 doubled = self._next.text == "!" and not self._next.after_space
                 if doubled:
                     self._take()
                 value = sympy.factorial2(value) if doubled else sympy.factorial(value)
+                # (-1)! is not defined, but sympy has a value for it.
                 if value.has(S.ComplexInfinity):
                     raise self._unreadable()
             elif self._skip(r"\degree"):
@@ -249,6 +258,7 @@ class _Reader:
 
     def _group(self, opening: str, closing: str) -> Expr:
         self._expect(opening)
+        # Bars within brackets belong to the brackets: |(|x|)|.
         bars, self._bars = self._bars, 0
         value = self._sum()
         self._bars = bars
@@ -257,6 +267,7 @@ class _Reader:
 
     def _absolute(self, closing: str) -> Expr:
         self._bars += 1
+        # ||x|| may be nested or a norm.
         if self._bars > 1:
             raise self._unreadable()
         value = self._sum()
@@ -265,6 +276,7 @@ class _Reader:
         return sympy.Abs(value)
 
     def _number(self, digits: str) -> Expr:
+        # Digits in a base, such as 101_2, are no part of an expression.
         if self._next.text == "_":
             raise self._unreadable()
         if "." in digits and self._next.text == r"\overline":
@@ -272,6 +284,7 @@ class _Reader:
             block = self._raw_group()
             if not block.isdigit():
                 raise self._unreadable()
+            # 0.1\overline{6}: the block divided by as many nines, behind the places before it.
             places = len(digits.partition(".")[2])
             nines = (10 ** len(block) - 1) * 10**places
             return Rational(Fraction(digits.rstrip(".") or "0") + Fraction(int(block), nines))
@@ -395,7 +408,9 @@ class _Reader:
 
         argument = self._function_argument()
         if name in TRIGONOMETRY or name == "exp":
+            # Functions take radians.
             argument = argument.subs(DEGREE, sympy.pi / 180)
+        # \sin^{-1} x is the inverse function, but \sin^2 x is a power.
         if name in TRIGONOMETRY and exponent == -1:
             inverse = "arc" + name if not name.endswith("h") else "ar" + name
             if inverse not in INVERSES:
@@ -421,8 +436,10 @@ class _Reader:
             return self._group(opening, {"(": ")", "[": "]", "{": "}"}[opening])
         negative = self._skip("-")
         value = self._power()
+        # "\sin x \cos x" is a product of two functions.
         while self._begins_factor() and self._next.text.removeprefix("\\") not in FUNCTIONS:
             value = value * self._power()
+        # "\sin \pi/2" is \sin(\pi/2), but "\sin x/2" is ambiguous and usually a half of \sin x.
         if self._next.text == "/" and value.is_number:
             self._take()
             value = self._quotient(value, self._power())
@@ -455,4 +472,5 @@ class _Reader:
         self._expect("^")
         last = self._exponent()
         body = self._product()
+        # Evaluated, so that it is compared as a value.
         return kind(body, (Symbol(variable), read_expression(first), last)).doit()

@@ -157,6 +157,7 @@ def is_equivalent(answer: str, truth: str) -> bool:
         # Up to three letters may be a product: ab is ba.
         if len(plain_truth) > MAX_PRODUCT_LETTERS:
             return False
+    # The texts differ, see above, and 10:15 is not 2:3.
     if CLOCK.fullmatch(_without_spaces(answer)) and CLOCK.fullmatch(_without_spaces(truth)):
         return False
 
@@ -184,6 +185,7 @@ def _choice(text: str) -> str | None:
 
     letter = choice["bracketed"] or choice["marked"] or choice["bare"]
     rest = choice["rest"] or ""
+    # "a" may be a variable, and "(A) or (B)" names two options.
     if not letter.isupper() or re.search(r"\([A-Z]\)|\b(?:or|and|not)\b", rest):
         return None
     return str(letter)
@@ -246,6 +248,7 @@ def _is_too_large(text: str) -> bool:
     time.
     """
     for _ in range(MAX_POWERS):
+        # Replace operations by their values, from the inside out.
         text = BRACKETED_LITERAL.sub(r"\1", text)
         operation = _innermost(text)
         if operation is None:
@@ -272,6 +275,7 @@ def _factorial(factorial: re.Match[str]) -> str | None:
     digits = factorial[1]
     if len(digits) >= 8 or int(digits) > MAX_FACTORIAL:
         return None
+    # Only its size matters for the operations around it.
     return str(10 ** min(int(digits), 2000))
 
 

@@ -224,6 +224,7 @@ def standard_notation(text: str) -> str:
     text = without_punctuation(text)
     text = without_punctuation(_without_introduction(text))
     text = _without_box(text)
+    # Braces around everything only group.
     while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
@@ -297,6 +298,7 @@ def _without_commands(text: str) -> str:
     """Replace the commands of packages by their contents."""
     for command in SHOWN:
         text = replace_command(text, command, 1, lambda shown: shown)
+    # \textcolor{red}{x} has two arguments, and \color{red} alone is a switch.
     for command in ("textcolor", "color"):
         text = replace_command(text, command, 2, lambda _color, shown: shown)
         text = replace_command(text, command, 1, lambda _color: "")

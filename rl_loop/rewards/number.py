@@ -116,12 +116,14 @@ def _signed(text: str) -> Number | None:
     text = text.strip()
     sign = text[:1] if text[:1] in ("-", "+") else ""
     number = _unsigned(text[len(sign) :].strip())
+    # A negated number keeps its places, and percent signs were removed before.
     if number is None or sign != "-":
         return number
     return Number(-number.value, number.places)
 
 
 def _unsigned(text: str) -> Number | None:
+    # A number in one pair of braces, such as {12}. With more braces it is an expression.
     while text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()
 
@@ -135,6 +137,7 @@ def _unsigned(text: str) -> Number | None:
 def _decimal(text: str) -> Number | None:
     """Parse 12, 12., .5, 1 234.5, 1,234,567 and 1.234,5."""
     grouped = GROUPED.fullmatch(text)
+    # With a comma at the end, points separate thousands: 1.234,5.
     if CONTINENTAL.fullmatch(text):
         text = text.replace(".", "").replace(",", ".")
     elif grouped is not None:
@@ -191,6 +194,7 @@ def _mixed(text: str) -> Number | None:
     if written is None:
         return None
     part = _fraction(written["part"])
+    # The part of a mixed number is a proper fraction.
     if part is None or not 0 < part.value < 1:
         return None
     return Number(int(written["whole"]) + part.value)

@@ -48,6 +48,7 @@ def rounds_to(exact: Statement, rounded: Statement) -> bool:
     if number is None or not same_units(exact.units, rounded.units):
         return False
     difference = abs(number.value - rounded.number.value)
+    # At most half a unit of the last place.
     return difference * 2 * 10**rounded.number.places <= 1
 
 
@@ -75,6 +76,7 @@ def constant_ratio(one: Expr, other: Expr) -> Rational | None:
     """Return one / other if it is a rational number other than 0."""
     if other == 0 or not one.free_symbols or one.free_symbols != other.free_symbols:
         return None
+    # 2x - 2y = 4 and x - y = 2 have differences with the ratio 2.
     ratio = sympy.cancel(sympy.together(one / other))
     return ratio if ratio.is_Rational and ratio != 0 else None
 
@@ -111,6 +113,7 @@ def interval_of(chain: Chain) -> Statement | None:
     if len(places) != 1 or len(bounds) != len(sides) - 1:
         return None
     (place,) = places
+    # 1 < 2 < x says more about x than its interval.
     if len(sides) == 3 and place != 1:
         return None
 

@@ -237,6 +237,7 @@ def _read(text: str, depth: int) -> Statement:
     for level in SEPARATORS:
         parts, separators = _split(text, level)
         if separators:
+            # "a, b or c" may group in two ways.
             if len(set(separators)) > 1:
                 raise Unreadable(text)
             return Listing(tuple(_read(part, depth + 1) for part in parts), separators[0])
@@ -245,6 +246,7 @@ def _read(text: str, depth: int) -> Statement:
         return Chain(tuple(_read(part, depth + 1) for part in parts), tuple(relations))
     parts, operations = _split(text, OPERATIONS)
     if operations:
+        # Without brackets the order of different operations is ambiguous.
         if len(set(operations)) > 1 or (operations[0] == "minus" and len(parts) > 2):
             raise Unreadable(text)
         sets = tuple(_read(part, depth + 1) for part in parts)
@@ -266,6 +268,7 @@ def _single(text: str, depth: int) -> Statement:
         if (opening, closing) == (r"\{", r"\}"):
             return _set(inside, depth)
         parts, separators = _split(inside, {",": ",", ";": ","})
+        # Brackets around one item only group it. With separators they are a point or an interval.
         is_group = (opening, closing) in (("(", ")"), ("[", "]")) and not separators
         if not is_group:
             items = tuple(_read(part, depth + 1) for part in parts)
@@ -295,6 +298,7 @@ def _value(text: str) -> Statement:
         return Value(text, Rational(number.value), number, quantity.units)
 
     words = TEXT.fullmatch(text)
+    # \text{A} is a name in another font.
     if words is not None and len(words[1].strip()) == 1:
         return Value(text, read_expression(words[1]))
     if words is not None:
@@ -317,6 +321,7 @@ def _value(text: str) -> Statement:
 def _set(inside: str, depth: int) -> Statement:
     if not inside.strip():
         return NamedSet(r"\emptyset")
+    # All three separate a member from its condition: \{x : x > 3\}.
     for separator in (":", r"\mid", "|"):
         parts, found = _split(inside, {separator: separator})
         if len(found) == 1:
@@ -357,6 +362,7 @@ def _grid(body: str, depth: int) -> Grid:
 def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
     parts = row.split("&")
     if len(parts) == 1:
+        # Some write the condition behind a comma instead of "&".
         parts = re.split(r",\s*(?=\\text\{\s*(?:if|for|when|otherwise))", row, maxsplit=1)
     if len(parts) != 2:
         raise Unreadable(row)
@@ -371,6 +377,7 @@ def _based(based: re.Match[str]) -> Statement:
     digits = based["digits"].lstrip("0") or "0"
     if not 2 <= base <= MAX_BASE or any(int(digit, 36) >= base for digit in digits):
         raise Unreadable(based[0])
+    # The usual base is a plain value.
     if base == 10:
         number = int(based["sign"] + digits)
         return Value(based[0], Rational(number))
@@ -444,6 +451,7 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
     if len(pieces) < 2:
         return None
     opening, closing = pieces[0][0], pieces[-1][0]
+    # "]1, 2[" is another notation of an open interval.
     round_ones = ("(", "[", "]")
     is_half_open = opening in round_ones and closing in (")", "]", "[")
     if not is_half_open and (opening, closing) not in (

@@ -78,6 +78,7 @@ def tokens_of(text: str) -> Iterator[Token]:
             yield from _tokens_of_word(match[0], after_space)
         elif kind != "space":
             yield Token(match[0], kind, after_space)
+        # For "!!", see the parser. Otherwise spaces have no meaning.
         after_space = kind == "space"
     yield Token("", "end", after_space)
 

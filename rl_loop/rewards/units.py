@@ -175,6 +175,7 @@ def parse_units(text: str) -> tuple[str, Units]:
     body = text
     units = Units()
     for rest, collected in _without_units(text, takes_words=False):
+        # "2 million" is a number, which ``parse_quantity`` reads.
         if collected.scale != 1:
             break
         body = rest
@@ -189,6 +190,7 @@ def same_units(answer: Units, truth: Units) -> bool:
     """
     if not answer.is_given or not truth.is_given:
         return True
+    # 5 m is not 5 cm: units are compared, not converted.
     if answer.powers != truth.powers:
         return False
     return answer.words <= truth.words or truth.words <= answer.words
@@ -198,6 +200,7 @@ def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Coll
     """Yield a text with none, one, two, ... units removed from its end."""
     collected = _Collected()
     yield text, collected
+    # From the end, because the number comes first.
     for _ in range(MAX_UNITS):
         last = LAST_UNIT.search(text)
         if last is None or (last["word"] and not takes_words):
@@ -248,6 +251,7 @@ def _take_text(collected: _Collected, text: str, sign: int, power: int) -> bool:
         if match is None:
             return False
         position = match.end()
+        # Everything behind "per" or "/" is divided by.
         if match["over"]:
             direction = -sign
             continue
@@ -281,6 +285,7 @@ def _take_word(collected: _Collected, word: str, power: int) -> bool:
             collected.powers[unit] += own * power
         if name in KINDS_OF_DEGREES:
             collected.words.add(name)
+    # "Meters" is a unit, but the case of short names has a meaning.
     elif name in UNITS and len(name) > 2:
         collected.powers[UNITS[name]] += power
     else:

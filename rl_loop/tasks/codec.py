@@ -50,6 +50,7 @@ def tokenizer_directory(source: Path | None) -> Path | None:
     """Return the directory with the tokenizer of a Hugging Face directory or a run's export."""
     if source is None:
         return None
+    # A run has its tokenizer in the export.
     for directory in (source, source / "export"):
         if (directory / TOKENIZER_FILE).exists():
             return directory
@@ -80,6 +81,7 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
             "of the checkpoint, or vocabulary=tiny"
         )
     if config.vocabulary == "tiny":
+        # As above: demonstrations need a separate event loop.
         with ThreadPoolExecutor(1) as thread:
             corpus = thread.submit(_chatml_corpus, config).result()
         return ChatMl(tiny_vocabulary(size, corpus), config.chatml, seconds)
@@ -119,6 +121,7 @@ def vocabulary_corpus(config: EpisodesConfig) -> str:
         text = environment_class(source.environment).vocabulary_text()
         if text and text not in lines:
             lines.append(text)
+        # Sources with files need no generator, so only other sources can be demonstrated.
         if not text and source.held_out_path is None:
             lines += _demonstrated_texts(source, harmony)
     return "\n".join(lines)

@@ -101,6 +101,7 @@ async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Epis
         turns=[],
     )
     try:
+        # The first turn has no result before it. Later ones are sent the result of the turn before.
         messages = next(script)
         while True:
             result = await environment.step(messages)
@@ -121,6 +122,7 @@ def render_as_sampled(episode: Episode, codec: ChatCodec) -> Demonstration:
     shown = Demonstration(result=episode.turns[-1].result)
     shown.add(codec.render_prompt(episode.prompt, episode.tools, episode.builtin_tools), mask=0)
 
+    # No turn follows the last result, so a rollout would not contain it either.
     last = len(episode.turns) - 1
     for i, turn in enumerate(episode.turns):
         shown.add(codec.render_assistant(turn.messages), mask=1)
@@ -138,6 +140,8 @@ def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstratio
 
     for turn in episode.turns:
         current.append(turn)
+        # Harmony drops the reasoning of earlier turns when the user speaks, which changes the
+        # tokens.
         if turn.result.done or turn.result.user is not None:
             demonstrations.append(
                 render_as_sampled(replace(episode, prompt=prompt, turns=current), codec)

@@ -18,6 +18,7 @@ KEYS = {"task_id", "sample", "reward_parts", "answer", "category"}
 def read_evaluation(path: Path) -> list[dict[str, Any]]:
     """Read the records of an evaluation. Raises TaskFileError if the file has none."""
     try:
+        # Not splitlines, which also splits at characters such as U+2028 within a text.
         records = [json.loads(line) for line in path.read_text().split("\n") if line]
         complete = all(set(record) >= KEYS for record in records)
     except (OSError, ValueError, TypeError) as error:
@@ -31,6 +32,7 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Group records by task_id and sort each group by sample."""
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    # Episodes end in any order.
     for record in sorted(records, key=lambda record: record["sample"]):
         tasks[record["task_id"]].append(record)
     return tasks

@@ -68,6 +68,7 @@ class PromptLimit:
                 f"the prompt of task {task_id} cannot be rendered: {describe(error)}"
             ) from error
 
+        # At the limit there is no token left for an answer.
         if len(ids) >= self._max_tokens:
             raise self._too_long(task_id, str(len(ids)))
         return ids

@@ -66,6 +66,7 @@ class TaskSource:
         self._held_out = [task for source in self.sources.values() for task in source.held_out]
         held_out_texts = [prompt_text(task) for task in self._held_out]
         for source in self.sources.values():
+            # Sources with weight 0 are only evaluated.
             if source.config.weight > 0:
                 source.decontaminate(held_out_texts)
 
@@ -118,9 +119,11 @@ class TaskSource:
 
     def reward_parts(self) -> set[str]:
         """Return the names of the parts of rewards in all sources' environments."""
+        # The base class of environments adds these parts.
         names = {"correct", "format_error", "score"}
         for source in self.sources.values():
             if source.held_out:
+                # Environments name their parts only in results. A truncated episode needs no turn.
                 environment = make_offline_environment(source.held_out[0])
                 names |= environment.end_truncated().reward_parts.keys()
         return names
@@ -145,6 +148,7 @@ class TaskSource:
         for source in self.sources.values():
             if source.config.weight == 0:
                 continue
+            # A script may work for one of the two only.
             for expert in (1.0, 0.0):
                 mixture = DemonstrationConfig(expert_share=expert)
                 try:
@@ -179,6 +183,7 @@ class TaskSource:
                 self.unusable.append(reason)
             return reason is None
 
+        # All at the start, so that a run does not meet an unusable task hours later.
         for source in self.sources.values():
             source.keep_usable(is_usable)
 
@@ -247,6 +252,7 @@ class Source:
 
         if self._data is not None:
             self._data.keep(mask)
+            # The orders contain the tasks that were just left out.
             self._kept_orders = {}
 
     def decontaminate(self, held_out: list[str]) -> None:
@@ -275,6 +281,7 @@ class Source:
     def place_of(self, index: int) -> int:
         """Return the position in the data of training task ``index``."""
         assert self._data is not None
+        # An epoch has the tasks that are not left out, each once.
         epoch, rank = divmod(index + self._offset, len(self._data))
         return self._kept_order(epoch)[rank]
 
@@ -284,6 +291,7 @@ class Source:
             return self._passed
         assert self._data is not None
         epoch = (index - 1 + self._offset) // len(self._data)
+        # Everything up to the last used task is used, including tasks that are left out in between.
         place = self._order(epoch).index(self.place_of(index - 1))
         # An earlier attempt may have used positions behind its last task.
         return max(self._passed, epoch * self._data.total + place + 1)
@@ -293,6 +301,7 @@ class Source:
         assert self._data is not None
         epoch, offset = divmod(passed, self._data.total)
         kept = set(self._data.places)
+        # Number of usable tasks of the epoch that come before the position.
         rank = sum(place in kept for place in self._order(epoch)[:offset])
         self._passed = passed
         self._offset = epoch * len(kept) + rank - index

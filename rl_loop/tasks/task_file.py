@@ -74,8 +74,10 @@ class TaskData:
         Raises:
             TaskFileError: for a bad row, for a duplicate id, or if there is no task.
         """
+        # Pass rates, cursors and groups find tasks by their ids.
         first_rows: dict[str, int] = {}
         for number in range(len(self._rows)):
+            # Tasks are read again when they are used, so only positions stay in memory.
             task = self._read(number)
             if task is None:
                 continue
@@ -149,6 +151,7 @@ class TaskData:
             raise ValueError(f"a task must be a JSON object, not {_kind(record)}")
 
         record = rename_columns(record, self._columns)
+        # Data of others has no ids of tasks, so the number of the row is its id.
         if "messages" in self._columns and "task_id" not in self._columns:
             record["task_id"] = str(number)
 
@@ -158,6 +161,7 @@ class TaskData:
             return replace(task, task_id=f"{self._prefix}{task.task_id}")
 
         made = self._environment.from_record(record, f"{self._prefix}{number}", self._options)
+        # Environments of users get the checks of files, too.
         return None if made is None else checked_task(vars(made), self._name)
 
     def _where(self, number: int) -> str:
@@ -177,6 +181,7 @@ class JsonLines:
     """Values of a JSONL file. Empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
+        # Kept open, so that a file that is replaced meanwhile does not change the data.
         self._file = path.open("rb")
         self.lines: list[int] = []
         """Line number of every value, from 1."""
@@ -240,6 +245,7 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
         prompt_messages(task.messages)
     except ValueError as error:
         raise ValueError(f"'messages': {error}") from None
+    # Raises ValueError for an unknown environment.
     environment_class(task.environment)
     return task
 
@@ -258,7 +264,9 @@ def _open_rows(place: str) -> Any:
             from datasets.table import InMemoryTable
             from pyarrow.parquet import read_table
 
+            # First, because a small file could decode to more than the memory of the machine.
             check_parquet(Path(place))
+            # Dataset.from_parquet would write a copy in its own cache.
             return Dataset(InMemoryTable(read_table(place, memory_map=True)))
 
         return JsonLines(Path(place))
@@ -269,6 +277,7 @@ def _open_rows(place: str) -> Any:
 
 def _explain(error: Exception, record: Any, environment: str) -> str:
     """Return why a row is not a task, in one line. ``record`` is None if it could not be read."""
+    # Most specific first: JSONDecodeError and UnicodeDecodeError are ValueErrors.
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at character {error.colno}"
     if isinstance(error, UnicodeDecodeError):
