@@ -22,7 +22,8 @@ MAIN = "gptoss-main"
 SERVER_NAME = re.compile(r"gptoss-sandbox-(\d+)-\d+")
 # The kernel returns the memory of dead processes shortly after they are gone.
 REMOVE_SECONDS = 2.0
-WEIGHT = 100  # as the kernel's default, and so as MAIN with all other processes of the owner
+# The kernel's default, which MAIN has with all other processes of the owner.
+WEIGHT = 100
 
 _base_lock = threading.Lock()
 _numbers = count()
@@ -54,7 +55,8 @@ class Protection:
 
     memory: str
     processors: str
-    advice: str  # how to get missing features; empty if there are none
+    advice: str
+    """Way to get the missing features. Empty if none is missing."""
 
 
 def describe_protection() -> Protection:
@@ -84,6 +86,8 @@ def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:
     """
     mount = None
     for line in (proc / "mountinfo").read_text().splitlines():
+        # Optional fields end with " - ". Then come the type of the file system and its source
+        # (proc(5)).
         fields, _, source = line.partition(" - ")
         if source.split()[0] == "cgroup2":
             mount = Path(fields.split()[4])
@@ -181,6 +185,7 @@ class ServerCgroup:
 
         All children of the command are in the cgroup, too.
         """
+        # The shell joins before it becomes the command, so no child can be outside of the cgroup.
         script = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
 
@@ -190,6 +195,7 @@ class ServerCgroup:
         Call it when the server is ready. The kernel kills the program instead of the server,
         because the program's oom_score_adj is 1000.
         """
+        # With swap a call could hold more than its limit.
         if (self.path / "memory.swap.max").exists():
             _write(self.path / "memory.swap.max", "0")
         used = int((self.path / "memory.current").read_text())

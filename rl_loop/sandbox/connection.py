@@ -107,7 +107,9 @@ class ServerProcess:
         send_timeout = struct.pack("@ll", START_SECONDS, 0)
         host_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout)
         self._connection = Connection(host_end.detach())
+        # A file, because a full pipe would stop the server.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
+        # Without a copy here, the connection ends when the server dies.
         with server_end:
             self._init_process = self._start_bubblewrap(server_end)
 
@@ -163,6 +165,7 @@ class ServerProcess:
                     self._cgroup.remove()
                 raise
             finally:
+                # With a copy here, the read below would never see the end of the pipe.
                 os.close(info_write)
 
             # Empty if bubblewrap failed before it forked.

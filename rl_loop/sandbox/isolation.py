@@ -131,6 +131,7 @@ def _server_files(source_descriptors: dict[str, int]) -> list[str]:
 
 
 def _environment(executable: Path) -> list[str]:
+    # Hash seed 0 gives equal programs the same order of sets in every call.
     variables = {
         "PATH": f"{executable.parent}:/usr/bin:/bin",
         "HOME": "/tmp",
@@ -144,6 +145,7 @@ def _environment(executable: Path) -> list[str]:
         # For libpython, where it is a shared library.
         variables["LD_LIBRARY_PATH"] = str(libraries)
 
+    # The host's variables may contain secrets.
     arguments = ["--clearenv"]
     for name, value in variables.items():
         arguments += ["--setenv", name, value]

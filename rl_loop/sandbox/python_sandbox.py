@@ -58,9 +58,8 @@ class PythonSandbox:
         self.config = config or SandboxConfig()
         self.limits = limits or SandboxLimits()
         self._threads: ThreadPoolExecutor | None = None
-        self._servers: dict[
-            int, ServerProcess
-        ] = {}  # by the thread that started it, because a server dies with its thread
+        # By the thread that started the server, because a server dies with its thread.
+        self._servers: dict[int, ServerProcess] = {}
         self._closing = False
 
     async def start(self) -> None:
@@ -70,6 +69,8 @@ class PythonSandbox:
         await asyncio.to_thread(check_isolation, self.config, self.limits)
         self._closing = False
         self._threads = ThreadPoolExecutor(self.config.workers, "python-sandbox")
+        # One thread could otherwise take two of these tasks, and another would start without a
+        # server.
         every_thread = threading.Barrier(self.config.workers)
 
         def first_server() -> None:

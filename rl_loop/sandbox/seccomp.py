@@ -91,14 +91,18 @@ class ArgumentRule:
     meaning above bit 31.
     """
 
-    numbers: tuple[int, int]  # on x86_64, on aarch64
-    argument: int  # counted from 0
-    values: tuple[
-        int, ...
-    ]  # the argument is one of these, or has every bit of one of them if ``bits``
-    error: int  # errno of the refusal; 0 for a success that does nothing
+    numbers: tuple[int, int]
+    """Number of the call on x86_64 and on aarch64."""
+    argument: int
+    """Index of the argument, from 0."""
+    values: tuple[int, ...]
+    """Values of the argument to reject."""
+    error: int
+    """errno of a rejected call. 0 for a success that does nothing."""
     bits: bool = False
-    others: bool = False  # reject all other values instead
+    """Whether to reject arguments that have every bit of one of the values."""
+    others: bool = False
+    """Whether to reject all other values instead."""
 
 
 AF_UNIX = 1

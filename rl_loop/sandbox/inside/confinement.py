@@ -103,6 +103,7 @@ def enter_namespaces() -> None:
     The process namespace applies to the next fork.
     """
     check(libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC), "unshare")
+    # The kernel requires this before an ordinary user writes gid_map (user_namespaces(7)).
     write_file("/proc/self/setgroups", "deny")
     write_file("/proc/self/uid_map", f"{NOBODY} {NOBODY} 1")
     write_file("/proc/self/gid_map", f"{NOBODY} {NOBODY} 1")
@@ -145,6 +146,7 @@ def set_resource_limits(settings: ServerSettings, programs: int) -> None:
 
 def drop_capabilities() -> None:
     """Drop all capabilities in the new user namespace, and prevent gaining new ones."""
+    # Version 3 has three masks of 64 bits, each in two halves: 24 bytes.
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     check(libc.capset(header, bytes(24)), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")

@@ -107,6 +107,7 @@ def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
     try:
         exit_code = run_code(call.code, main)
         progress.reach_end()
+        # The interpreter waits for these threads at its exit, but os._exit does not.
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
@@ -127,6 +128,7 @@ def make_main_module() -> types.ModuleType:
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     sys.argv = [PROGRAM_NAME]
+    # The place of a script's directory, as if the program were a file there.
     sys.path[0] = "/tmp"
 
     servers = [name for name in sys.modules if name.partition(".")[0] == "rl_loop"]

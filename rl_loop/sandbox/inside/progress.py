@@ -27,7 +27,8 @@ class Progress:
     time. It cannot get more than ``timeout_seconds`` for each program of the call.
     """
 
-    _FORMAT = "=IId"  # the fields of ``CallProgress``
+    # The fields of ``CallProgress``.
+    _FORMAT = "=IId"
     _REACHED_END_OFFSET = 4
 
     def __init__(self) -> None:

@@ -50,6 +50,7 @@ def serve_call(settings: ServerSettings, seccomp: SeccompProgram) -> None:
     """Fork the supervisor of the next call and wait for it. Exit if the supervisor failed."""
     supervisor = os.fork()
     if supervisor == 0:
+        # The child must never return into the loop of the server, whatever happens.
         try:
             supervise(settings, seccomp)
             os._exit(0)

@@ -128,6 +128,7 @@ def start_program(
     program = os.fork()
     if program == 0:
         run_program(call, settings, seccomp, progress, output_write, setup_write)
+    # With copies here, both pipes would stay open after the program.
     os.close(output_write)
     os.close(setup_write)
 
