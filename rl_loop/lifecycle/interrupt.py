@@ -183,6 +183,7 @@ class SeparateSessions:
 
     def __exit__(self, *_: object) -> None:
         self.all_started()
+        # Ray's own shutdown has ended its daemons before. Their workers end a little later.
         for process in processes():
             with suppress(ProcessLookupError):
                 # Workers inherit the session of the daemon that started them.

@@ -169,6 +169,7 @@ def check_newest_checkpoint(run: RunDirectory) -> None:
 
 def _check_safetensors(key: str, path: Path) -> None:
     """Raise StartError if a file of weights is missing, or there is a second set of weights."""
+    # A model in one file has no index.
     has_index = (path / INDEX_FILE).exists()
     if not has_index and not any(path.glob("model*.safetensors")):
         raise StartError(

@@ -249,6 +249,7 @@ class EpisodeRunner:
     async def render(self, result: StepResult) -> list[int]:
         """Return the token ids of tool results and user messages, cut to the limit."""
         limit = self.limits.max_observation_bytes
+        # Before rendering, because tokenizing megabytes would take minutes.
         outputs, user = truncate_observation(result.tool_outputs, result.user, limit)
         try:
             return await run_in_thread(self.codec.render_observation, outputs, user)

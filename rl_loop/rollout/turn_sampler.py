@@ -241,6 +241,7 @@ class TurnSampler:
             with suppress(Exception):
                 await self.engine.abort(request_id)
 
+        # A task, because an engine that hangs would not answer the abort either.
         asking = asyncio.ensure_future(ask())
         # Wait for the request, not for the answer to the abort, which may never come.
         await asyncio.wait({running}, timeout=ABORT_SECONDS)

@@ -80,6 +80,7 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
             "vocabulary=gptoss is for GPT-OSS only. Set vocabulary=tokenizer for the tokenizer "
             "of the checkpoint, or vocabulary=tiny"
         )
+    # As for Harmony, demonstrations need a separate event loop.
     if config.vocabulary == "tiny":
         # As above: demonstrations need a separate event loop.
         with ThreadPoolExecutor(1) as thread:

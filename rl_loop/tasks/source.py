@@ -71,6 +71,8 @@ class TaskSource:
                 source.decontaminate(held_out_texts)
 
         weights = [source.config.weight for source in self.sources.values()]
+        # The suffix makes the order of sources independent of the order of data, which has this
+        # seed, too.
         self._mixture = Mixture(weights, f"{config.seed}/mixture")
 
     def train(self, position: int, count: int) -> list[Task]:
@@ -130,6 +132,7 @@ class TaskSource:
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Render the prompt of a task."""
+        # Offline, because a prompt needs neither a sandbox nor a server of tools.
         prompt = prompt_of(make_offline_environment(task))
         return self.codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
 
@@ -145,6 +148,7 @@ class TaskSource:
         Raises:
             TaskFileError: if no script can solve a source's tasks.
         """
+        # Only sources that are trained on need demonstrations.
         for source in self.sources.values():
             if source.config.weight == 0:
                 continue
@@ -170,6 +174,7 @@ class TaskSource:
             for demonstration in demonstrations_of(task, self.codec, mixture, seed):
                 ids, mask = demonstration.token_ids, demonstration.loss_mask
                 sequences.append({"token_ids": ids, "loss_mask": mask})
+                # Names for messages about a sample, such as one that is too long.
                 names.append(task.task_id)
         return TrainingSamples.join(sequences, names)
 
@@ -233,6 +238,7 @@ class Source:
 
         if config.held_out_path is not None:
             data = self._read("held_out", config.held_out_path)
+            # The first tasks of the file, so that every run with this file has the same evaluation.
             self.held_out = list(islice(data, tasks.held_out_tasks))
         else:
             self.held_out = [self._generate("held_out", i) for i in range(tasks.held_out_tasks)]
@@ -262,6 +268,7 @@ class Source:
         ``find_contaminated`` finds a copy of a held-out prompt in its question, or the reverse.
         """
         self._excluded = frozenset(held_out)
+        # Generated tasks are compared when they are generated.
         if self._data is None:
             return
 
@@ -364,6 +371,7 @@ class Source:
         """
         rates = pass_rates(read_evaluation(limits.episodes))
         of_rows = [self._pass_rate(row_id, rates) for row_id in data.row_ids]
+        # A file of another evaluation would silently keep every task.
         if all(rate is None for rate in of_rows):
             example = f"{self.name}-held_out-{data.row_ids[0]}"
             raise TaskFileError(

@@ -190,6 +190,7 @@ class JsonLines:
 
         offset = 0
         number = 1
+        # Offsets instead of text stay in memory. ``read_line`` bounds the length of a line.
         while line := read_line(self._file, number):
             if line.strip():
                 self.lines.append(number)
@@ -219,6 +220,7 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
     # Parquet has null for a missing key.
     present = {key: value for key, value in record.items() if value is not None or key in REQUIRED}
     missing = [key for key in REQUIRED if key not in present]
+    # A mistyped key would otherwise be ignored, and the task would run without its value.
     unknown = [str(key) for key in present if key not in KEYS]
     if missing:
         raise ValueError(
@@ -230,6 +232,7 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
         )
 
     task = Task(**{"environment": environment} | present)
+    # These texts reach files and processes that take UTF-8 only.
     for key in ("task_id", "ground_truth", "environment"):
         _check_text(key, getattr(task, key))
     if not task.task_id:
@@ -284,6 +287,7 @@ def _explain(error: Exception, record: Any, environment: str) -> str:
         return f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
     if isinstance(error, RecursionError):
         return "not JSON that can be read: maximum recursion depth exceeded"
+    # Usual for data whose columns have other names.
     if isinstance(error, KeyError):
         keys = ", ".join(map(str, record or ())) or "no keys"
         return f"{environment} misses {error}; the row has {keys}"
