@@ -46,6 +46,7 @@ def directory_syncing(directory: Path) -> Iterator[Callable[[], float]]:
     with ThreadPoolExecutor(1, "sync") as pool:
         end_time = pool.submit(sync)
         yield end_time.result
+        # Raises the error of the thread if the block did not ask for its result.
         end_time.result()
 
 

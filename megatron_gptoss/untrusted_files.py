@@ -26,6 +26,7 @@ def is_plain_name(name: object) -> bool:
     """Return True if ``name`` is a file name without a path."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
+    # The system's functions end a path at a null character, and Python refuses it.
     return os.path.basename(name) == name and "\0" not in name
 
 

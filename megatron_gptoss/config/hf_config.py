@@ -115,6 +115,7 @@ class HfKeys:
         for key, value in raw.items():
             if key in fixed:
                 _check_fixed(key, value, fixed[key], where)
+            # Null means the default of transformers, as if the key were missing.
             elif key not in known and value is not None:
                 raise ValueError(
                     f"{where}: {key} is unknown ({value!r}) and may change what the model "
@@ -163,6 +164,7 @@ class HfKeys:
         try:
             return model(**fields)
         except ValidationError as error:
+            # One mistake at a time, because the message has one line.
             first = error.errors()[0]
             message = first["msg"].removeprefix("Value error, ")
             if not first["loc"]:
@@ -262,6 +264,7 @@ class RopeSettings:
         given = self.scaling.get("attention_factor")
         if given is None:
             return
+        # YaRN's factor (arXiv 2309.00071), which transformers computes if the file has none.
         expected = 0.1 * math.log(scaling.factor) + 1.0
         if isinstance(given, bool) or not isinstance(given, int | float):
             given = math.nan
@@ -307,6 +310,7 @@ def read_rope(raw: Mapping[str, Any], where: str) -> RopeSettings:
             "those that are wrong"
         )
 
+    # The name that the user finds in the file, for errors. A section with content comes first.
     section = next((name for name in _ROPE_SECTIONS if name in raw), "rope_scaling")
     section = next(iter(sections), section)
     scaling = found[0] if found else {"rope_type": "default"}

@@ -88,6 +88,7 @@ class ModelConfig(StrictModel, ABC):
     @classmethod
     def _check_bound(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject values above UPPER_BOUNDS."""
+        # The validator runs for every field, and most fields have no bound.
         bound = UPPER_BOUNDS.get(info.field_name or "")
         if bound is not None and value > bound:
             raise ValueError(f"exceeds {bound:,}, the maximum")
@@ -189,6 +190,7 @@ class ModelConfig(StrictModel, ABC):
     def num_parameters(self) -> int:
         """Number of all parameters with embedding and output layer. Tied weights count once."""
         layer = int(self.layer_parameters()) + self.num_experts * self.expert_parameters
+        # The last term below is the norm before the output layer.
         vocabularies = 1 if self.tied_embeddings else 2
         vocabulary = vocabularies * self.vocab_size * self.hidden_size
         return self.num_layers * layer + vocabulary + self.hidden_size

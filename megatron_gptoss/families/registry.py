@@ -54,6 +54,7 @@ def read_hf_config(source: Path | str | dict[str, Any]) -> ModelConfig:
         ValueError: a key is missing or unsupported. The message names file and key.
     """
     raw, where = load_hf_config(source)
+    # OpenAI's own format has this key, and Hugging Face's has num_local_experts.
     if "num_experts" in raw and "model_type" not in raw:
         raw = openai_config(raw, where)
     return family_of(raw.get("model_type"), where).from_hf_dict(raw, where)

@@ -151,6 +151,7 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the sharded tensors of base and adapters."""
+        # Column-parallel layers split the rows of the weight, and with them the bias.
         dims = {"weight": 0, "bias": 0, **self.tensor_parallel_dims()}
         return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
@@ -167,6 +168,7 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         **options: Any,
     ) -> None:
         RowParallelLinear.__init__(self, input_size, output_size, config=config, **options)
+        # A is split like the columns of the weight. Every rank has the whole B.
         adapter = low_rank(config, output_size, input_size, split=1)
         self.adapters = torch.nn.ModuleDict({"o": adapter})
 
@@ -187,6 +189,7 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the sharded tensors of base and adapter."""
+        # Row-parallel layers split the columns of the weight. Every rank has the whole bias.
         dims = {"weight": 1, **self.tensor_parallel_dims()}
         return sharded_state(self, dims, prefix, sharded_offsets, metadata)
 
@@ -196,6 +199,7 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
 
     def __init__(self, config: PolicyTransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
+        # The router is not split, because every rank routes its own tokens.
         adapter = low_rank(config, config.architecture.num_experts, config.architecture.hidden_size)
         self.adapters = torch.nn.ModuleDict({"router": adapter})
 

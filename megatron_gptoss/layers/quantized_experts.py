@@ -271,6 +271,7 @@ def _weight_gradients(
 
 def _gradient_buffer(weight: Tensor) -> Tensor | None:
     """Return the buffer in which Megatron accumulates the gradient of a weight; None if none."""
+    # Megatron sets the attribute on the parameters of models that it wraps for training.
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     return getattr(weight, "main_grad", None)

@@ -98,6 +98,7 @@ class DenseModelConfig(ModelConfig):
 
         projections = inputs * (self.query_size + 2 * self.key_size) / tensor
         output_projection = self.query_size * hidden / tensor
+        # The gate, up and down projections.
         mlp = 3 * hidden * self.intermediate_size / tensor
         norms = 2 * hidden
         return projections + output_projection + mlp + norms
@@ -106,6 +107,7 @@ class DenseModelConfig(ModelConfig):
         """Return the content of ``config.json``, with ``extra`` keys such as eos_token_id."""
         rope_scaling = None if self.rope_scaling is None else self.rope_scaling.model_dump()
 
+        # Each family writes the keys that its files usually have.
         if self.model_type == "llama":
             own = {"attention_bias": False, "mlp_bias": False}
         else:

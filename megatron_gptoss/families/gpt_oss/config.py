@@ -63,6 +63,7 @@ class GptOssModelConfig(ModelConfig):
             "architectures": (["GptOssForCausalLM"],),
             "attention_bias": (True,),
             "hidden_act": ("silu",),
+            # The sigmoid's slope, which the kernels contain as a constant.
             "swiglu_alpha": (1.702,),
             "tie_word_embeddings": (False,),
         },
@@ -147,6 +148,7 @@ class GptOssModelConfig(ModelConfig):
     @property
     def layer_types(self) -> list[str]:
         """Type of each layer, "sliding_attention" or "full_attention", as in config.json."""
+        # The order of the released models. Files with another order are rejected.
         pair = ("sliding_attention", "full_attention")
         return [pair[layer % 2] for layer in range(self.num_layers)]
 
@@ -186,6 +188,7 @@ class GptOssModelConfig(ModelConfig):
             if name not in _ROPE_NAMES:
                 fields[keys.get(name, name)] = value
 
+        # transformers rounds the ramp unless this is written.
         rope_scaling = {"rope_type": "yarn", "truncate": False}
         for name, key in _ROPE_NAMES.items():
             rope_scaling[key] = getattr(self, name)
@@ -193,6 +196,7 @@ class GptOssModelConfig(ModelConfig):
         return {
             "architectures": ["GptOssForCausalLM"],
             **fields,
+            # A second spelling that the released files have, next to num_experts_per_tok.
             "experts_per_token": self.experts_per_token,
             "layer_types": self.layer_types,
             "rope_scaling": rope_scaling,
@@ -234,6 +238,7 @@ class GptOssModelConfig(ModelConfig):
             )
         scaling = rope.build(TypeAdapter(YarnScaling), where)
         assert isinstance(scaling, YarnScaling)
+        # A rounded ramp gives other frequencies, and the layers compute only one of the two.
         if scaling.truncate:
             raise ValueError(
                 f"{where}: {rope.section}.truncate must be false, as in the released models"
@@ -272,6 +277,7 @@ def _check_quantization(settings: Any, where: str) -> None:
                 "or MXFP4 as it was released"
             )
 
+    # The released files list attention, router, embedding and output layer here.
     for module in settings.get("modules_to_not_convert") or ():
         if _EXPERT_PATTERN in str(module):
             raise ValueError(
@@ -311,10 +317,12 @@ def openai_config(raw: dict[str, Any], where: str) -> dict[str, Any]:
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": factor,
+            # OpenAI's names: alpha is the smaller number of rotations, and beta the larger one.
             "beta_slow": raw["rope_ntk_alpha"],
             "beta_fast": raw["rope_ntk_beta"],
             "original_max_position_embeddings": original_length,
             "truncate": False,
         },
+        # OpenAI's file has no maximum. Hugging Face's file of the same release has this product.
         "max_position_embeddings": int(original_length * factor),
     }
