@@ -1,7 +1,7 @@
 // Merges low-rank updates into frozen weights: out = bf16(W + scale * (B A)), W in bf16 or in MXFP4.
 //
 // Who owns what   A thread owns 8 columns of ROWS rows of one expert's weight. Nothing is shared, so
-//                 nothing waits: no shared memory, no barrier. Neighbouring threads own neighbouring
+//                 nothing waits: no shared memory, no barrier. Neighboring threads own neighboring
 //                 columns: a warp reads and writes 512 consecutive bytes of a row.
 // Grid            one thread for each (expert, ROWS rows, 8 columns), columns fastest.
 // Registers       the update of all its values in fp32, and of 8 ranks at a time B of its rows. A is

@@ -187,7 +187,7 @@ class RecordingRanks:
 
 
 def test_ranks_share_inputs_and_only_owners_return_results() -> None:
-    # Two data-parallel ranks of two neighbours each, in Megatron's order.
+    # Two data-parallel ranks of two neighbors each, in Megatron's order.
     places = [RankPosition(data=rank // 2, returns_results=rank % 2 == 1) for rank in range(4)]
     ranks = RecordingRanks(places)
     trainer = TrainerGroup(settings_of(2), ranks)

@@ -82,7 +82,7 @@ __device__ __forceinline__ float2 load_stats(u32 stats, int half, int j) {
 
 // -- the order of the steps -----------------------------------------------------------------------
 //
-// Neighbouring blocks of a sequence need mostly the same rows. They find them in L2 if they visit
+// Neighboring blocks of a sequence need mostly the same rows. They find them in L2 if they visit
 // them at the same time, so the order is chosen by the place in the sequence and not by the block.
 //
 // Full attention: from the sequence's last rows, which all of its blocks need, down to the block's.

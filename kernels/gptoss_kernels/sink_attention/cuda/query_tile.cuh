@@ -94,7 +94,7 @@ struct WarpRows {
 // Store accumulated rows, each of this lane's two times a factor, into a [tokens, heads, D] tensor.
 //
 // A lane holds 4 bytes of every chunk of a row. Transposing within the quad gives each of the four
-// lanes one whole chunk, so that they write 64 neighbouring bytes together.
+// lanes one whole chunk, so that they write 64 neighboring bytes together.
 __device__ __forceinline__ void store_rows(bf16* x, const float (&c)[CHUNKS][4],
                                            const float (&factors)[2], int position, int head,
                                            int end, int heads, int lane) {

@@ -125,7 +125,7 @@ __device__ __forceinline__ void shared_store4(u32 address, u32 value) {
 // -- m16n8k16 products ----------------------------------------------------------------------------
 //
 // Register layouts ("Matrix Fragments for mma.m16n8k16" in the PTX manual). With g = lane / 4 and
-// i = lane % 4, that is eight groups ("quads") of four neighbouring lanes:
+// i = lane % 4, that is eight groups ("quads") of four neighboring lanes:
 //   accumulator c[4]   c[0], c[1]: row g, columns 2i and 2i + 1;  c[2], c[3]: row g + 8, same
 //   columns left operand a[4]  words of two bf16. a[0]: row g, k 2i and 2i + 1;  a[1]: row g + 8;
 //                      a[2], a[3]: the same rows, k + 8

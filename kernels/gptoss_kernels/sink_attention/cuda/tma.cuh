@@ -4,7 +4,7 @@
 //
 // A tile that reaches past the end of its sequence brings rows of the next sequence; zeros come
 // only past the end of the tensor. The weights of such rows are 0, but 0 * NaN is not 0:
-// zero_rows() overwrites them, so that whatever a neighbouring sequence holds stays out of the
+// zero_rows() overwrites them, so that whatever a neighboring sequence holds stays out of the
 // sums. (The last tile of dQ in full attention also has later rows of its own sequence: what is not
 // finite there reaches the dQ of up to 63 positions before it.)
 #pragma once
