@@ -313,7 +313,7 @@ def gather_hidden_states(hidden_states: Tensor, output_layer: Any) -> Tensor:
         output_layer: output layer of the model, which defines sequence parallelism and the group.
 
     Returns:
-        [tokens, hidden_size].
+        [tokens, hidden_size], of the dtype of the input.
     """
     group = output_layer.tp_group
     if output_layer.sequence_parallel:

@@ -48,7 +48,7 @@ class OffloadedState:
                 self._step_in_parts(inner, _split(offloaded, part_elements))
 
     def offload(self, parameter: torch.Tensor) -> None:
-        """Move the state of a parameter [...] to the host if it is offloaded."""
+        """Move the state of a parameter [...] of any dtype to the host, if it is offloaded."""
         inner = self._optimizer_of.get(parameter)
         if inner is None:
             return

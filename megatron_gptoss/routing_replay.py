@@ -61,7 +61,9 @@ class LayerReplay:
         """Number of prescribed routes."""
 
     def take(self) -> Tensor | None:
-        """Return the routes [tokens, top_k] of the current micro-batch; None if it has none.
+        """Return the routes of the current micro-batch, integers [tokens, top_k] of any dtype.
+
+        None if it has none.
 
         Raises:
             RuntimeError: no routes are left, because a micro-batch was routed too often.

@@ -89,7 +89,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         return self.names[sequence] if self.names else f"sample {sequence}"
 
     def rows(self, name: str) -> list[np.ndarray]:
-        """Cut a per-token column into views, one per sequence."""
+        """Cut a column into views, [tokens of the sequence] each, of the column's dtype."""
         # Without sequences, np.split would return one empty piece.
         return np.split(getattr(self, name), self.offsets[1:-1]) if len(self) else []
 
@@ -166,7 +166,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         )
 
     def gather(self, name: str, sequences: Sequence[int]) -> np.ndarray:
-        """Return a copy of a per-token column of some sequences, end to end."""
+        """Copy a column of some sequences, end to end: [tokens], of the column's dtype."""
         column: np.ndarray = getattr(self, name)
         if len(sequences) == 0:
             return column[:0].copy()

@@ -48,7 +48,7 @@ class Scorer:
             temperature: divisor of the logits.
 
         Returns:
-            [tokens] per micro-batch, in nats, on all ranks with the same micro-batches.
+            fp32 [tokens] per micro-batch, in nats, on all ranks with the same micro-batches.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
@@ -201,7 +201,7 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
         batches: the micro-batches.
 
     Returns:
-        [tokens] values of each micro-batch.
+        [tokens] values of each micro-batch, of the dtype of the shards.
     """
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:

@@ -119,7 +119,7 @@ class TimedMoELayer(MoELayer):
         """Send tokens to their experts.
 
         Args:
-            hidden_states: [tokens, hidden_size].
+            hidden_states: [tokens, hidden_size] in the model's dtype.
             probs: [tokens, experts] gate values.
 
         Returns:
@@ -129,14 +129,14 @@ class TimedMoELayer(MoELayer):
         return self._stop_timer(tokens), probs
 
     def combine(self, output: Tensor) -> Tensor:
-        """Send the experts' output [rows, hidden_size] back to the ranks of the tokens."""
+        """Send the output [rows, hidden_size], of any dtype, back to the ranks of the tokens."""
         return self._stop_timer(super().combine(self._start_timer(output)))
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Return the output of the layer, [tokens, 1, hidden_size], and release its tensors.
 
         Args:
-            output: combined output of the experts.
+            output: combined output of the experts, in the model's dtype.
             shared_expert_output: [tokens, 1, hidden_size]; None without shared experts.
         """
         result: Tensor = super().postprocess(output, shared_expert_output)

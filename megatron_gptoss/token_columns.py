@@ -156,6 +156,9 @@ def as_column(name: str, values: Any, tokens: int, owner: str) -> np.ndarray:
         tokens: expected number of entries.
         owner: name of the sequence in messages.
 
+    Returns:
+        [tokens], of the dtype of the column in TOKEN_COLUMNS.
+
     Raises:
         ColumnError: the number of values differs, or the column cannot hold them without loss:
             integer columns take integers in range, and masks take 0 and 1.

@@ -332,8 +332,8 @@ def reduce_scalars(
     """Reduce named scalars over micro-batches, data- and context-parallel ranks. Collective.
 
     Args:
-        values: scalars [] of every micro-batch, with the same names in all. Empty on pipeline
-            stages before the last.
+        values: scalars [] of any dtype of every micro-batch, with the same names in all. Empty on
+            pipeline stages before the last.
         operation: SUM or MAX.
 
     Returns:

@@ -29,14 +29,17 @@ class Weight(Protocol):
         """Data type of the result of ``read``."""
 
     def load(self, tensor: Tensor) -> None:
-        """Set the weight from a tensor [*shape]. With an adapter this sets the base.
+        """Set the weight, or the base of an adapter, from a tensor [*shape] of any float dtype.
 
         Raises:
             ValueError: a value cannot be represented, for example in a packed base.
         """
 
     def read(self) -> Tensor:
-        """Return the weight [*shape] of the model's products. It may be the parameter's memory."""
+        """Return the weight [*shape] of the model's products, of dtype ``dtype``.
+
+        It may be the parameter's memory.
+        """
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,11 @@ class ParameterWeight:
 
     @torch.no_grad()
     def load(self, tensor: Tensor) -> None:
-        """Copy a tensor [*shape] to the parameter."""
+        """Copy a tensor [*shape] of any float dtype to the parameter."""
         self.parameter.copy_(tensor)
 
     def read(self) -> Tensor:
-        """Return the parameter [*shape], in its own memory."""
+        """Return the parameter [*shape], in its own memory and dtype."""
         return self.parameter.detach()
 
 
@@ -85,15 +88,15 @@ class QuantizedWeight:
 
     @torch.no_grad()
     def load(self, tensor: Tensor) -> None:
-        """Copy a tensor [out, in] to the unrounded weight."""
+        """Copy a tensor [out, in] of any float dtype to the unrounded weight."""
         self.layer.weight.copy_(tensor)
 
     def read(self) -> Tensor:
-        """Return the rounded weight [out, in] as a new tensor."""
+        """Return the rounded weight [out, in] of dtype ``dtype``, as a new tensor."""
         return self.layer.quantized_weight()
 
     def unrounded(self) -> Tensor:
-        """Return the unrounded weight [out, in], in the memory of the parameter."""
+        """Return the unrounded weight [out, in], in the memory and dtype of the parameter."""
         return self.layer.weight.detach()
 
     def read_packed(self) -> tuple[Tensor, Tensor]:
@@ -124,7 +127,7 @@ class AdaptedWeight:
 
     @torch.no_grad()
     def load(self, tensor: Tensor) -> None:
-        """Set the base from a tensor [out, in].
+        """Set the base from a tensor [out, in] of any float dtype.
 
         Raises:
             ValueError: the base is packed and a value is not an MXFP4 value.
@@ -135,7 +138,7 @@ class AdaptedWeight:
             self.layer.weight.copy_(tensor)
 
     def read(self) -> Tensor:
-        """Return the merged weight [out, in] as a new tensor."""
+        """Return the merged weight [out, in] of dtype ``dtype``, as a new tensor."""
         return self.layer.merged_weight()
 
 

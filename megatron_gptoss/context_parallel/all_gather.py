@@ -71,7 +71,7 @@ class AllGatherAttention(torch.autograd.Function):
         group: ProcessGroup,
         settings: AttentionSettings,
     ) -> Tensor:
-        """Compute O [tokens, heads, head_size].
+        """Compute O [tokens, heads, head_size], of the dtype of q, k and v.
 
         Args:
             ctx: context of autograd.
@@ -118,7 +118,10 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of q, k, v and sinks from dO [tokens, heads, head_size]."""
+        """Compute the gradients of q, k, v and sinks, of their dtypes.
+
+        ``grad_o`` is dO [tokens, heads, head_size], of the dtype of O.
+        """
         q, k, v, sinks, o, lse = ctx.saved_tensors
         plan: GatherPlan = ctx.plan
         group: ProcessGroup = ctx.group

@@ -77,7 +77,7 @@ class HaloAttention(torch.autograd.Function):
         group: ProcessGroup,
         settings: AttentionSettings,
     ) -> Tensor:
-        """Compute O [tokens, heads, head_size].
+        """Compute O [tokens, heads, head_size], of the dtype of q, k and v.
 
         Args:
             ctx: context of autograd.
@@ -125,7 +125,10 @@ class HaloAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of q, k, v and sinks from dO [tokens, heads, head_size]."""
+        """Compute the gradients of q, k, v and sinks, of their dtypes.
+
+        ``grad_o`` is dO [tokens, heads, head_size], of the dtype of O.
+        """
         q, k, v, sinks, o, lse, *border = ctx.saved_tensors
         plan: HaloPlan = ctx.plan
         settings: AttentionSettings = ctx.settings

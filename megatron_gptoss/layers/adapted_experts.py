@@ -33,7 +33,7 @@ class ExpertAdapter:
     """Index of the expert on this rank."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [rank, in] and B [out, rank]."""
+        """Return A [rank, in] and B [out, rank] in the model's dtype."""
         a, b = self.adapters()
         return a[self.index], b[self.index]
 
@@ -87,14 +87,14 @@ class AdaptedExpertLinear(AdaptedLinear):
         return 0.0 if self.adapter is None else self.adapter.adapters.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [rank, in] and B [out, rank]. Without an adapter the rank is 0."""
+        """Return A [rank, in] and B [out, rank], in the model's dtype; rank 0 without adapter."""
         if self.adapter is not None:
             return self.adapter.factors()
         # Rank 0 lets the merge dequantize a packed base without a special case.
         return self.bias.new_empty(0, self.weight.shape[1]), self.bias.new_empty(len(self.bias), 0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product of x [rows, in] as [rows, out], and the bias [out] to add to it."""
+        """Return the product [rows, out] of x [rows, in], and the bias [out], in the dtype of x."""
         return self.multiply(x), self.bias
 
     def sharded_state_dict(

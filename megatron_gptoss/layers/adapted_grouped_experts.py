@@ -73,12 +73,12 @@ class ExpertStack:
         Differentiable in x and the adapters, see ``merged_linear``.
 
         Args:
-            x: [rows, in], sorted by expert.
+            x: [rows, in] in the model's dtype, sorted by expert.
             row_counts: number of rows of each expert.
             with_bias: whether to add the biases, which have no gradient.
 
         Returns:
-            [rows, out].
+            [rows, out] in the dtype of x.
         """
         # A and B are arguments of the function, because autograd tracks only tensors among them.
         a, b = self.factors()
@@ -86,7 +86,10 @@ class ExpertStack:
         return product
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [experts, rank, in] and B [experts, out, rank]. Without adapters rank is 0."""
+        """Return A [experts, rank, in] and B [experts, out, rank], in the model's dtype.
+
+        The rank is 0 without adapters.
+        """
         if self.adapters is not None:
             factors: tuple[Tensor, Tensor] = self.adapters()
             return factors
@@ -97,7 +100,7 @@ class ExpertStack:
         return bias.new_empty(experts, 0, columns), bias.new_empty(experts, rows, 0)
 
     def biases(self) -> Tensor:
-        """Return all biases, [experts, out], without a copy."""
+        """Return all biases, [experts, out] in the model's dtype, without a copy."""
         return self._stacked([linear.bias for linear in self.linears])
 
     @property
@@ -109,8 +112,8 @@ class ExpertStack:
         """Merge the base with updates in scratch memory.
 
         Args:
-            a: [experts, rank, in].
-            b: [experts, out, rank].
+            a: [experts, rank, in] in the model's dtype.
+            b: [experts, out, rank] in the model's dtype.
             scale: scale of the updates.
 
         Returns:

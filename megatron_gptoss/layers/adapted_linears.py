@@ -45,23 +45,26 @@ class AdaptedLinear(torch.nn.Module):
         return float(adapters[0].scale) if adapters else 0.0
 
     def read_base(self) -> Tensor:
-        """Return the base [out, in]. A packed base is in memory that the next read overwrites."""
+        """Return the base [out, in], in its own dtype or bf16 if it is packed.
+
+        A packed base is in memory that the next read overwrites.
+        """
         if isinstance(self.weight, PackedWeight):
             return self.weight.read()
         return self.weight
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [rank, in] and B [out, rank] of the update of the whole weight."""
+        """Return A [rank, in] and B [out, rank] of the whole update, in the model's dtype."""
         raise NotImplementedError
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """Return the merged weight [out, in] as a new tensor."""
+        """Return the merged weight [out, in] in the model's dtype, as a new tensor."""
         dtype = self.config.params_dtype
         return merge_in_pieces(self.read_base(), *self.factors(), self.scale, dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return the product of x [..., in] and the merged weight, [..., out]."""
+        """Return the product of x [..., in] and the merged weight, [..., out] in the dtype of x."""
         return merged_linear(x, self.read_base, *self.factors(), self.scale)
 
     def tensor_parallel_dims(self) -> dict[str, int]:
@@ -110,7 +113,10 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
                 self.adapters[target] = low_rank(config, size, input_size, split=0)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return the update of the fused weight: A [sum of ranks, in] and B [out, sum of ranks]."""
+        """Return the update of the fused weight, in the model's dtype.
+
+        A is [sum of ranks, in], and B is [out, sum of ranks].
+        """
         # Stack the A factors. B is 0 except for the columns of the adapter of each row.
         factors = {target: adapter() for target, adapter in self.adapters.items()}
         a = torch.cat([a for a, _ in factors.values()])
@@ -173,7 +179,7 @@ class AdaptedProjection(AdaptedLinear, RowParallelLinear):
         self.adapters = torch.nn.ModuleDict({"o": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [rank, in / tensor] and B [out, rank]."""
+        """Return A [rank, in / tensor] and B [out, rank], in the model's dtype."""
         factors: tuple[Tensor, Tensor] = self.adapters["o"]()
         return factors
 
@@ -204,12 +210,12 @@ class AdaptedRouter(AdaptedLinear, GptOssRouter):
         self.adapters = torch.nn.ModuleDict({"router": adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [rank, hidden_size] and B [experts, rank]."""
+        """Return A [rank, hidden_size] and B [experts, rank], in the model's dtype."""
         factors: tuple[Tensor, Tensor] = self.adapters["router"]()
         return factors
 
     def gating_weight(self) -> Tensor:
-        """Return the merged weight [experts, hidden_size]."""
+        """Return the merged weight [experts, hidden_size], in the dtype of the base."""
         return merged_weight(self.read_base(), *self.factors(), self.scale)
 
 

@@ -71,7 +71,7 @@ class AdaptedVocabulary(AdaptedLinear):
         self.adapters = torch.nn.ModuleDict({target: adapter})
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A [rank, hidden_size] and this rank's B [vocab_size / tensor, rank]."""
+        """Return A [rank, hidden_size] and B [vocab_size / tensor, rank], in the model's dtype."""
         [adapter] = self.adapters.values()
         factors: tuple[Tensor, Tensor] = adapter()
         return factors
@@ -138,9 +138,10 @@ class AdaptedHead(AdaptedVocabulary):
         self.sequence_parallel = layer.sequence_parallel
 
     def output_weight(self) -> Tensor:
-        """Return the merged weight [vocab_size / tensor, hidden_size], differentiable in A and B.
+        """Return the merged weight [vocab_size / tensor, hidden_size], in the dtype of the base.
 
-        For code that computes log-probs in blocks and never has all logits.
+        It is differentiable in A and B. For code that computes log-probs in blocks and never has
+        all logits.
         """
         return merged_weight(self.read_base(), *self.factors(), self.scale)
 
@@ -153,7 +154,7 @@ class AdaptedHead(AdaptedVocabulary):
             unused: options of Megatron's layer.
 
         Returns:
-            [tokens, 1, vocab_size / tensor], and None for the bias.
+            [tokens, 1, vocab_size / tensor] in the dtype of the input, and None for the bias.
         """
         # Both functions sum the gradient of the input over ranks in the backward pass.
         if self.sequence_parallel:

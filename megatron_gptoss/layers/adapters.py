@@ -106,6 +106,8 @@ class LowRank(torch.nn.Module):
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank], or with a first dimension of experts.
 
+        Both have the dtype of the constructor.
+
         Read the factors through this call: Megatron's distributed optimizer gathers a module's
         parameters when the module is called.
         """
@@ -219,6 +221,7 @@ def copy_factors(model: torch.nn.Module) -> list[Tensor]:
 
     Returns:
         A and B of each adapter in order, with the shapes of ``LowRank``: [rank, in], [out, rank].
+        They keep their dtype.
     """
     return [factor.detach().to("cpu", copy=True) for factor in _factors(model)]
 
@@ -230,7 +233,7 @@ def replaced_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> Itera
     Args:
         model: model with adapters.
         factors: earlier result of ``copy_factors`` for this model: A [rank, in] and B [out, rank]
-            of each adapter.
+            of each adapter, of any float dtype.
     """
     # Copy instead of swapping tensors: Megatron's buffers own the memory of the parameters.
     own = copy_factors(model)

@@ -89,7 +89,7 @@ class SinkAttention(DotProductAttention):
         """Compute attention within each sequence of a packed row. Tensors are those of this rank.
 
         Args:
-            query: [tokens, heads, head_size].
+            query: [tokens, heads, head_size] in the model's dtype, and so are key and value.
             key: [tokens, kv_heads, head_size].
             value: [tokens, kv_heads, head_size].
             unused: arguments of Megatron's attention.

@@ -39,13 +39,13 @@ class GptOssGroupedMLP(TEGroupedMLP):
         """Compute the weighted output of each expert for its rows.
 
         Args:
-            permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
+            permuted_local_hidden_states: [rows, hidden_size] in any float dtype, sorted by expert.
             tokens_per_expert: [experts] number of rows of each local expert.
             permuted_probs: [rows] gate value of each row.
             unused: arguments of Megatron's experts.
 
         Returns:
-            [rows, hidden_size], and None for the bias, which is already added.
+            [rows, hidden_size] in this dtype, and None for the bias, which is already added.
         """
         row_counts: list[int] = tokens_per_expert.tolist()
 
@@ -78,7 +78,7 @@ def run_experts(
     """Compute the weighted output of each expert for its rows.
 
     Args:
-        hidden_states: [rows, hidden_size], sorted by expert.
+        hidden_states: [rows, hidden_size] in any float dtype, sorted by expert.
         probs: [rows] gate value of each row.
         row_counts: number of rows of each expert.
         gate_up: first product, bias included: [rows, hidden_size] -> [rows, 2 * width].

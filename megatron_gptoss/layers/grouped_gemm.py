@@ -23,12 +23,12 @@ def multiply_by_weights(
 
     Args:
         x: [rows, in], contiguous, sorted by expert.
-        weights: [experts, out, in].
+        weights: [experts, out, in], of the dtype of x.
         row_counts: number of rows of each expert.
         biases: [experts, out]; None to add nothing.
 
     Returns:
-        [rows, out].
+        [rows, out], of the dtype of x.
     """
     if _is_grouped(x):
         return _transformer_engine(x, weights, row_counts, "TN", biases)
@@ -46,11 +46,11 @@ def multiply_by_transposed_weights(x: Tensor, weights: Tensor, row_counts: Seque
 
     Args:
         x: [rows, out], contiguous, sorted by expert.
-        weights: [experts, out, in].
+        weights: [experts, out, in], of the dtype of x.
         row_counts: number of rows of each expert.
 
     Returns:
-        [rows, in].
+        [rows, in], of the dtype of x.
     """
     if _is_grouped(x):
         return _transformer_engine(x, weights, row_counts, "NN")
@@ -62,11 +62,11 @@ def project(x: Tensor, factors: Tensor, row_counts: Sequence[int]) -> Tensor:
 
     Args:
         x: [rows, in], contiguous, sorted by expert.
-        factors: [experts, in, out]. On GPUs both sizes are multiples of 8.
+        factors: [experts, in, out], of the dtype of x. On GPUs both sizes are multiples of 8.
         row_counts: number of rows of each expert.
 
     Returns:
-        [rows, out].
+        [rows, out], of the dtype of x.
     """
     if _is_grouped(x):
         return torch.nn.functional.grouped_mm(x, factors, offs=_ends(row_counts, x.device))
@@ -86,7 +86,7 @@ def outer_products(left: Tensor, right: Tensor, row_counts: Sequence[int]) -> Te
         row_counts: number of rows of each expert.
 
     Returns:
-        [experts, m, n]; 0 for experts without rows.
+        [experts, m, n], of the dtype of both; 0 for experts without rows.
     """
     # Here `offs` splits the dimension of the sum, which gives one [m, n] per expert.
     if _is_grouped(left):

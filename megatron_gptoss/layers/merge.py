@@ -223,13 +223,13 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     For uses other than ``merged_linear``. The backward pass needs the gradient [out, in] of W'.
 
     Args:
-        weight: [out, in].
+        weight: [out, in], of any float dtype.
         a: [rank, in].
         b: [out, rank].
         scale: scale of the update.
 
     Returns:
-        [out, in], the bits of ``merge``.
+        [out, in], of the dtype of ``weight``, with the bits of ``merge``.
     """
     merged: Tensor = _MergedWeight.apply(weight, a, b, scale)
     return merged

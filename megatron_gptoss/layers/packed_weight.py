@@ -49,7 +49,7 @@ class PackedWeight(torch.nn.Module):
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
-        """Pack ``weight`` [rows, columns], whose values must be MXFP4 values.
+        """Pack ``weight`` [rows, columns] of any float dtype. Its values must be MXFP4 values.
 
         Raises:
             ValueError: a value would change.

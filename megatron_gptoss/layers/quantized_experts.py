@@ -79,7 +79,7 @@ class QuantizedExpertLinear(torch.nn.Module):
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return weight [out, in] and bias [out].
+        """Return weight [out, in] and bias [out], in the model's dtype.
 
         Read them through this call: Megatron's distributed optimizer gathers a module's parameters
         when the module is called.
@@ -88,7 +88,7 @@ class QuantizedExpertLinear(torch.nn.Module):
 
     @torch.no_grad()
     def quantized_weight(self) -> Tensor:
-        """Return the rounded weight [out, in] as a new tensor."""
+        """Return the rounded weight [out, in] in the model's dtype, as a new tensor."""
         rounded = torch.empty_like(self.weight)
         mxfp4.fake_quantize([self.weight], rounded[None])
         return rounded
@@ -155,12 +155,12 @@ class QuantizedStack:
         accumulated in Megatron's buffers if these exist.
 
         Args:
-            x: [rows, in], sorted by expert.
+            x: [rows, in] in the model's dtype, sorted by expert.
             row_counts: number of rows of each expert.
             with_bias: whether to add the biases.
 
         Returns:
-            [rows, out].
+            [rows, out] in the dtype of x.
         """
         # The parameters are arguments of the function, because autograd tracks only these.
         weights = []
@@ -174,14 +174,14 @@ class QuantizedStack:
         return product
 
     def biases(self) -> Tensor:
-        """Return the biases of all experts, [experts, out]."""
+        """Return the biases of all experts, [experts, out] in the model's dtype."""
         return torch.stack([linear()[1] for linear in self.linears])
 
     def round(self, weights: Sequence[Tensor]) -> BufferLease:
         """Round weights to MXFP4 values in scratch memory.
 
         Args:
-            weights: unrounded weight [out, in] of each expert.
+            weights: unrounded weight [out, in] of each expert, in the model's dtype.
 
         Returns:
             Rounded weights [experts, out, in], valid until another layer rounds.

@@ -36,7 +36,7 @@ class GptOssRouter(TopKRouter):
         return logits + self.bias.to(dtype)
 
     def gating_weight(self) -> Tensor:
-        """Return the weight [experts, hidden_size] of the product."""
+        """Return the weight [experts, hidden_size] of the product, in the parameter's dtype."""
         weight: Tensor = self.weight
         return weight
 

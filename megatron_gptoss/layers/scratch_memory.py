@@ -25,7 +25,10 @@ class BufferLease:
         """Leased memory. The caller must write it before the next lease."""
 
     def read(self) -> Tensor | None:
-        """Return the tensor [*shape]; None if another lease may have overwritten it."""
+        """Return the tensor [*shape], or None if another lease may have overwritten it.
+
+        The tensor has the dtype of the memory.
+        """
         return self.tensor if self._memory.last_lease == self._number else None
 
 

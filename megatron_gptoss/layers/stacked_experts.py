@@ -17,16 +17,16 @@ class ExpertMatrices(Protocol):
         """Compute x W^T with the weight of the expert of each row.
 
         Args:
-            x: [rows, in], sorted by expert.
+            x: [rows, in] in the model's dtype, sorted by expert.
             row_counts: number of rows of each expert.
             with_bias: whether to add the biases.
 
         Returns:
-            [rows, out].
+            [rows, out] in the dtype of x.
         """
 
     def biases(self) -> Tensor:
-        """Return the biases of all experts, [experts, out]."""
+        """Return the biases of all experts, [experts, out] in the model's dtype."""
 
 
 class StackedExperts(SequentialMLP):
@@ -63,12 +63,12 @@ class StackedExperts(SequentialMLP):
         """Compute the weighted output of each expert for its rows.
 
         Args:
-            permuted_local_hidden_states: [rows, hidden_size], sorted by expert.
+            permuted_local_hidden_states: [rows, hidden_size] in any float dtype, sorted by expert.
             tokens_per_expert: [experts] number of rows of each local expert.
             permuted_probs: [rows] gate value of each row.
 
         Returns:
-            [rows, hidden_size], and None for the bias, which is already added.
+            [rows, hidden_size] in this dtype, and None for the bias, which is already added.
         """
         # The second bias is weighted by the router, so it is added after the second product.
         # Grouped products need the counts on the host. The dispatcher has copied them already.

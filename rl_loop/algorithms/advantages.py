@@ -198,8 +198,8 @@ def generalized_advantages(
     with zeros, which change nothing.
 
     Args:
-        rewards: [samples, time].
-        values: [samples, time].
+        rewards: [samples, time], of the dtype of ``values``.
+        values: [samples, time], fp32 or fp64. The computation has this dtype.
         gamma: discount per token.
         lam: lambda of the estimator.
     """
@@ -370,7 +370,7 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
 
 
 def are_equal(values: torch.Tensor) -> bool:
-    """Return True if all of ``values`` [n] are equal except for rounding, or if n is at most 1."""
+    """Return True if ``values``, float [n], are equal except for rounding, or if n is at most 1."""
     if len(values) < 2:
         return True
     # Relative to the largest value, because rewards may have any scale.
@@ -397,5 +397,5 @@ def center(values: torch.Tensor) -> torch.Tensor:
 def standard_deviation_of(
     values: torch.Tensor, standard_deviation: StandardDeviation
 ) -> torch.Tensor:
-    """Compute the standard deviation of values [n], n > 1 -> scalar."""
+    """Compute the standard deviation of values, float [n] with n > 1 -> scalar of their dtype."""
     return values.std(correction=1 if standard_deviation == "sample" else 0)

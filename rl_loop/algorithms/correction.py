@@ -34,7 +34,7 @@ class Correction:
 
 
 def within(ratio: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
-    """Return True where a ratio is within bounds, both included. False for NaN."""
+    """Return bool [...]: True where a ratio [...] is within both bounds, inclusive. NaN: False."""
     return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
@@ -151,7 +151,8 @@ def mismatch_sums(
     - ``chi_square`` averages (exp(d) - 1)^2, the variance of the importance weight.
     - ``log_perplexity`` sums give both perplexities: exp of their averages.
     - ``log_perplexity_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
-      log-perplexities. ``log_perplexity_gap``, divided by ``sequences``, is the average over sequences.
+      log-perplexities. ``log_perplexity_gap``, divided by ``sequences``, is the average over
+      sequences.
 
     Args:
         log_probs: [tokens], the trainer's natural logs.

@@ -328,7 +328,10 @@ def value_objective(
     group: dist.ProcessGroup | None = None,
     episodes: torch.Tensor | None = None,
 ) -> LossFunction:
-    """Return the critic's clipped squared error. Arguments are those of ``policy_objective``.
+    """Return the critic's clipped squared error.
+
+    Arguments are those of ``policy_objective``: ``loss_tokens`` int64 [samples] and ``episodes``
+    int64 [samples].
 
     Tokens that are stale, or dropped by rollout correction before the update, are left out, as in
     the policy loss. OPSM is not applied, because it depends on the update of the policy.

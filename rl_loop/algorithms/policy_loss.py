@@ -40,7 +40,7 @@ class LossInputs:
     masked: a loss reads them with ``column``."""
 
     def column(self, name: str) -> Tensor:
-        """Return a per-token column, with 0 where ``mask`` is False.
+        """Return a per-token column [tokens] of its own dtype, with 0 where ``mask`` is False.
 
         Raises:
             ColumnError: no sequence of the step has the column.
@@ -49,7 +49,7 @@ class LossInputs:
         return torch.where(self.mask, column, torch.zeros_like(column))
 
     def log_ratio(self) -> Tensor:
-        """Compute log(pi / pi_old) [tokens] with a gradient to ``log_probs``.
+        """Compute log(pi / pi_old) [tokens], in the dtype of ``log_probs``, with a gradient to it.
 
         On-policy, the old log-probs are the detached new ones. With a second forward pass the ratio
         would differ from 1, because a mixture of experts may route a token differently in it.
@@ -59,7 +59,10 @@ class LossInputs:
         return self.log_probs - self.old_log_probs
 
     def ratio(self) -> Tensor:
-        """Compute pi / pi_old [tokens] with a gradient to ``log_probs``, from e^-20 to e^20."""
+        """Compute pi / pi_old [tokens], e^-20 to e^20, in the dtype of ``log_probs``.
+
+        It has a gradient to ``log_probs``.
+        """
         return bounded_exp(self.log_ratio())
 
 
@@ -80,12 +83,15 @@ class PolicyLoss:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Exponentiate without overflow, with results from e^-20 to e^20. NaN remains NaN."""
+    """Exponentiate a float [...] without overflow, to e^-20 at least and e^20 at most.
+
+    NaN remains NaN.
+    """
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def bounded_expm1(log_ratio: Tensor) -> Tensor:
-    """Compute ``bounded_exp`` minus 1, exact for logarithms near 0."""
+    """Compute ``bounded_exp`` minus 1 of a float [...], exact for logarithms near 0."""
     return torch.expm1(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -186,7 +192,7 @@ def value_loss(
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2, as in OpenAI's PPO.
 
     Args:
-        values: [tokens], V.
+        values: [tokens], V, of any float dtype, which all inputs have.
         old_values: [tokens], V_old, the values before the update.
         returns: [tokens], R.
         clip: c.
@@ -207,7 +213,7 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
     has no gradient below.
 
     Args:
-        log_probs: [tokens], log pi.
+        log_probs: [tokens], log pi, of any float dtype.
         reference_log_probs: [tokens], log pi_reference.
         estimator: k1, k2 or k3.
 

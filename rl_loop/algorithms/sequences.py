@@ -33,7 +33,7 @@ class Sequences:
         return self.sum(values, mask) / self.sum(mask, mask).clamp(min=1)
 
     def to_tokens(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """Return for every token the value of its sequence: [count] -> [tokens]."""
+        """Return for every token the value of its sequence: [count] -> [tokens], of any dtype."""
         return per_sequence[self.index]
 
 

@@ -41,7 +41,8 @@ class SinkAttention(Function):
             passes: the passes of the backend.
 
         Returns:
-            O [tokens, heads, head_size], and LSE [tokens, heads], which is not differentiable.
+            O [tokens, heads, head_size] of the dtype of q, and LSE [tokens, heads], which is not
+            differentiable.
         """
         o, lse = passes.forward(q, k, v, sinks)
         ctx.backward_pass = passes.backward
@@ -52,7 +53,10 @@ class SinkAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of q, k, v and the sinks from dO [tokens, heads, head_size]."""
+        """Compute the gradients of q, k, v and the sinks, each of the dtype of its tensor.
+
+        ``grad_o`` is dO [tokens, heads, head_size], of the dtype of O.
+        """
         # Autograd may pass an expanded gradient, for example from a sum. Kernels need it in memory.
         gradients = ctx.backward_pass(ctx.saved_tensors, grad_o.contiguous())
         return (*gradients, None)

@@ -106,7 +106,7 @@ def folded_backward(
 
     Args:
         saved: q, k, v, sinks, O [tokens, heads, head_size] and LSE [tokens, heads].
-        grad_o: [tokens, heads, head_size] gradient of O.
+        grad_o: [tokens, heads, head_size] gradient of O, of its dtype.
         kernels: kernels of the package.
         segments: queries, and the keys that they see.
         window: number of keys that a query sees, including its own; None for all earlier keys.

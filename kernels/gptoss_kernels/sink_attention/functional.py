@@ -35,7 +35,7 @@ class AttentionSettings:
         """Return the backend for these tensors.
 
         Args:
-            q: [queries, heads, head_size].
+            q: [queries, heads, head_size], of any dtype.
             k: [keys, kv_heads, head_size].
 
         Raises:

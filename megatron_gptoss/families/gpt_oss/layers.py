@@ -40,7 +40,7 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
 
 def swish_1702(x: torch.Tensor) -> torch.Tensor:
-    """Compute x * sigmoid(1.702 x), the gate of GPT-OSS's SwiGLU, for x [...]."""
+    """Compute x * sigmoid(1.702 x), GPT-OSS's SwiGLU gate, for x [...] of any float dtype."""
     # Megatron's quick_gelu is the same function, but it always uses torch.compile.
     return x * torch.sigmoid(1.702 * x)
 
