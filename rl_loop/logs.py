@@ -74,7 +74,7 @@ def configure_logging(settings: LogSettings | None = None) -> None:
     handler.setFormatter(JsonFormatter() if settings.format == "json" else PlainFormatter())
 
     root = logging.getLogger()
-    # Keep the handlers of other programs. Two handlers of ours would print every line twice.
+    # Keep the handlers of other programs. A second StderrHandler would print every line twice.
     for earlier in root.handlers[:]:
         if isinstance(earlier, StderrHandler):
             root.removeHandler(earlier)

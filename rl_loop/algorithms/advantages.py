@@ -149,8 +149,7 @@ def group_advantages(
     if estimator == "dr_grpo" or not centered.any():
         return centered
     if estimator == "leave_one_out":
-        # The sum of the others is n mean - R, so R - (n mean - R) / (n - 1) = n / (n - 1) (R -
-        # mean).
+        # The others have the sum n mean - R, and R - (n mean - R) / (n - 1) is the line below.
         return centered * (len(rewards) / (len(rewards) - 1))
     if estimator == "grpo":
         return centered / (standard_deviation_of(rewards.double(), standard_deviation) + epsilon)

@@ -40,7 +40,7 @@ class LossInputs:
     masked: a loss reads them with ``column``."""
 
     def column(self, name: str) -> Tensor:
-        """Return a per-token column [tokens] of its own dtype, with 0 where ``mask`` is False.
+        """Return a column [tokens] in its dtype, with 0 where ``mask`` is False.
 
         Raises:
             ColumnError: no sequence of the step has the column.

@@ -86,7 +86,7 @@ def changes_since(
     changes = [change for change in changes if change.key not in LOCATION]
     contents = _changes_of_content(run, inputs_of(config) if inputs is None else inputs)
 
-    # All rejected keys are reported at once, so that one attempt shows what to correct.
+    # All rejected keys are reported at once, so that one attempt shows all mistakes.
     rejected: list[Change] = []
     reasons: list[str] = []
     for change in changes:

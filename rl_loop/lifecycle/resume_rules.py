@@ -87,7 +87,7 @@ RULES: dict[str, Rule] = {
     "data.validate_every": MEASUREMENT,
     "data.workers": LAYOUT,
     # -- parallel ---------------------------------------------------------------------------------
-    # Checkpoints are sharded anew when they are loaded, for any layout.
+    # Loading a checkpoint divides its tensors for the layout of the run.
     "parallel.context": LAYOUT,
     "parallel.context_scheme_full": LAYOUT,
     "parallel.context_scheme_window": LAYOUT,

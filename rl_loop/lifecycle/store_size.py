@@ -141,7 +141,7 @@ def rl_store_need(
         keys.append("tasks.held_out_tasks")
 
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
-    # Besides its episodes, a step holds the inputs and results of the ranks.
+    # A step also holds the inputs and results of the ranks.
     shipped = trained * (_shipped_bytes(rollout, algorithm) + RETURNED_BYTES)
     return StoreNeed(
         episodes=episodes,

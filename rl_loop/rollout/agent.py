@@ -126,7 +126,7 @@ class EpisodeRunner:
                     raise
                 await self.episode.clock.pause(pause)
 
-        # After `open`, because a prompt may contain what the environment found there.
+        # After `open`, because a prompt may depend on an open environment.
         prompt = await self.guard.ask(prompt_of, self.environment)
         limit = PromptLimit(self.codec, self.limits.max_tokens)
         ids = await run_in_thread(limit.render, self.draft.task_id, prompt)

@@ -357,7 +357,7 @@ class RolloutCollector:
         last_step = min(self._steps - 1, self._version + self._max_staleness)
         while self._next_step <= last_step:
             before = self._open.get(self._next_step - 1)
-            # The step before is still open, so it knows by itself whether its tasks are final.
+            # The step before is still open, and it knows whether its tasks are final.
             if before is not None:
                 self._next_task = before.next_task
             if self._next_task is None:

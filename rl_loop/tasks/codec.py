@@ -82,7 +82,6 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
         )
     # As for Harmony, demonstrations need a separate event loop.
     if config.vocabulary == "tiny":
-        # As above: demonstrations need a separate event loop.
         with ThreadPoolExecutor(1) as thread:
             corpus = thread.submit(_chatml_corpus, config).result()
         return ChatMl(tiny_vocabulary(size, corpus), config.chatml, seconds)

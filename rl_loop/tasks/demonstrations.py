@@ -141,7 +141,7 @@ def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstratio
 
     for turn in episode.turns:
         current.append(turn)
-        # Harmony drops the reasoning of earlier turns when the user speaks, which changes the
+        # A new message of the user makes Harmony drop earlier reasoning, which changes the
         # tokens.
         if turn.result.done or turn.result.user is not None:
             demonstrations.append(

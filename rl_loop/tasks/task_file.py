@@ -181,7 +181,7 @@ class JsonLines:
     """Values of a JSONL file. Empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        # Kept open, so that a file that is replaced meanwhile does not change the data.
+        # Kept open, so that replacing the file does not change the data of this run.
         self._file = path.open("rb")
         self.lines: list[int] = []
         """Line number of every value, from 1."""

@@ -196,7 +196,7 @@ class EpisodeReader:
     def _search(self, text: str, deadline: float) -> TextSearch:
         hits = self._searches.setdefault(text, {})
         self._searches.move_to_end(text)
-        # The search that was not used for the longest time is dropped.
+        # Drop the least recently used search.
         while len(self._searches) > CACHED_SEARCHES:
             self._searches.popitem(last=False)
 
