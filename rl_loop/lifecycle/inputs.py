@@ -214,6 +214,7 @@ def _middles(header: bytes) -> list[int]:
     """Return the start of the middle block of each tensor, in bytes."""
     starts = []
     for name, tensor in json.loads(header).items():
+        # The only entry that is not a tensor.
         if name == "__metadata__":
             continue
         # Offsets count from the end of the header.

@@ -229,6 +229,7 @@ def _take(collected: _Collected, last: re.Match[str], sign: int) -> bool:
     if last["degree"]:
         collected.powers["deg"] += sign * power
         return True
+    # 5' may be feet or minutes of arc, so a mark is compared as a separate unit.
     if last["mark"]:
         collected.powers[last["mark"]] += sign * power
         return True

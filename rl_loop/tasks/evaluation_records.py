@@ -20,6 +20,7 @@ def read_evaluation(path: Path) -> list[dict[str, Any]]:
     try:
         # Not splitlines, which also splits at characters such as U+2028 within a text.
         records = [json.loads(line) for line in path.read_text().split("\n") if line]
+        # Any file of JSON lines may be named here by mistake.
         complete = all(set(record) >= KEYS for record in records)
     except (OSError, ValueError, TypeError) as error:
         raise TaskFileError(f"{path}: cannot be read: {error}") from None

@@ -231,6 +231,7 @@ def checked_task(record: dict[str, Any], environment: str) -> Task:
             f"{', '.join(unknown)}: unknown key of a task. Known keys: {', '.join(KEYS)}"
         )
 
+    # A row may name another environment than its source.
     task = Task(**{"environment": environment} | present)
     # These texts reach files and processes that take UTF-8 only.
     for key in ("task_id", "ground_truth", "environment"):

@@ -241,6 +241,7 @@ def _damaged(path: Path, error: Exception) -> RunDirectoryError:
 def write_vocabulary(directory: Path, size: int, decode_token: Callable[[int], str]) -> None:
     """Write the text of every token id below ``size``, unless the file exists."""
     path = directory / VOCABULARY_FILE
+    # A resume cannot change the vocabulary, so a run needs one file.
     if path.exists():
         return
     directory.mkdir(exist_ok=True)
