@@ -1,17 +1,13 @@
 """An episode in progress: lists that grow turn by turn, and become a Trajectory at the end."""
 
 from collections.abc import Sequence
+
 import numpy as np
+
 from megatron_gptoss.token_columns import as_column
-from rl_loop.data.trajectory import Trajectory
-from rl_loop.data.trajectory import Turn
-from rl_loop.data.trajectory import WeightVersionSpan
+from rl_loop.data.trajectory import Trajectory, Turn, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.rollout.turn_sampler import shifted
-
-
-
-
 
 
 class EpisodeDraft:
