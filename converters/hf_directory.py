@@ -91,6 +91,7 @@ class HfDirectory:
         weight_map = read_index(self.path)
         file_names = weight_files(self.path, weight_map)
         self._files = {file: SafetensorsFile(self.path / file, from_disk) for file in file_names}
+        # Without an index, the headers name the tensors of each file.
         self._file_of = weight_map or {
             name: file for file, content in self._files.items() for name in content.entries
         }
@@ -168,6 +169,7 @@ class HfDirectory:
                     f"above {LARGEST_FINITE_SCALE}, which give values beyond bf16"
                 )
 
+        # A view: converting it to contiguous memory here would copy every expert once more.
         if stored.output_major:
             return tensor.transpose(-1, -2)
         return tensor
@@ -201,6 +203,7 @@ class HfDirectory:
 
     def _read(self, stored_name: str, stored: StoredTensor, expert: int | None) -> torch.Tensor:
         start, stop = _rows(stored, expert)
+        # Experts are rows of a stacked tensor, so one expert's slice is contiguous in the file.
         rows = self._file(stored_name).read(stored_name, start, stop)
         if expert is None:
             return rows
@@ -214,6 +217,7 @@ class HfDirectory:
 
     def _check_index(self) -> None:
         """Check that the files hold exactly the tensors of the index."""
+        # A file of an interrupted download or of another revision may lack tensors of the index.
         for name, file in self._file_of.items():
             if name not in self._files[file].entries:
                 raise ConversionError(
@@ -238,6 +242,7 @@ class HfDirectory:
 
     def _drop_tied_output_layer(self) -> None:
         """Ignore a stored output layer that is tied to the embedding, if both are equal."""
+        # Some writers save the tied output layer, too. The model has no such parameter.
         if not self.config.tied_embeddings or OUTPUT_LAYER not in self._file_of:
             return
         stored = self._file(OUTPUT_LAYER)
@@ -338,6 +343,7 @@ def _read_model_config(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
     except ConversionError:
         raise
     except (ValueError, OSError) as error:
+        # An error about a key does not name the file.
         message = str(error)
         if str(path) not in message:
             message = f"{path}: {message.removeprefix('config: ')}"
@@ -420,6 +426,7 @@ def _write_settings(
     if quantized:
         keys["quantization_config"] = hf_layouts.QUANTIZATION_CONFIG
     keys |= extras.config
+    # Engines read generation_config.json or config.json, so write the same end tokens to both.
     if eos_token_ids:
         generation["eos_token_id"] = keys["eos_token_id"] = eos_token_ids
     # Engines read these keys from config.json if there is no generation_config.json.

@@ -115,14 +115,17 @@ def _stored_expert_matrix(
         name = openai_name(name)
     packed_shapes = mxfp4_shapes(name, shape)
     if openai:
+        # OpenAI separates the suffix with a dot: mlp1_weight.blocks.
         packed_shapes = {
             re.sub("_(blocks|scales)$", r".\1", key): packed_shape
             for key, packed_shape in packed_shapes.items()
         }
 
+    # If only the blocks or only the scales are present, report the other as missing.
     if any(key in present for key in packed_shapes):
         return StoredTensor(packed_shapes, output_major=True)
     if openai:
+        # OpenAI's bf16 matrices are output-major, unlike Hugging Face's.
         experts, inputs, outputs = shape
         return StoredTensor({name: (experts, outputs, inputs)}, output_major=True)
     return StoredTensor({name: shape})
@@ -134,6 +137,7 @@ def _stored_by_openai(config: ModelConfig, name: str, shape: Shape) -> StoredTen
     if not stored_name.endswith(("qkv.weight", "qkv.bias")):
         return StoredTensor({stored_name: shape})
 
+    # OpenAI stacks all queries, then all keys, then all values along the rows.
     query_rows = config.num_attention_heads * config.head_size
     key_rows = config.num_key_value_heads * config.head_size
     first_value_row = query_rows + key_rows
@@ -153,6 +157,7 @@ def openai_name(name: str) -> str:
 
     name = re.sub(r"^model\.layers\.", "block.", name)
     for pattern, replacement in _OPENAI_IN_LAYER:
+        # Match whole components: gate_up_proj is also the start of gate_up_proj_bias.
         renamed, count = re.subn(rf"(?<=\d\.){pattern}(?=\.|$)", replacement, name)
         if count:
             return renamed

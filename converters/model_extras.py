@@ -77,15 +77,19 @@ def read_extras(directory: Path) -> ModelExtras:
     paths = [
         path for path in directory.iterdir() if is_tokenizer_file(path.name) and not path.is_dir()
     ]
+    # transformers stores named chat templates here, one file per name.
     folder = directory / TEMPLATE_FOLDER
     if folder.is_dir():
         paths += folder.glob("*.jinja")
     files = {str(path.relative_to(directory)): _read_file(path) for path in sorted(paths)}
+
+    # In this order: _check_templates relies on tokenizer_config.json being a JSON object.
     _check_tokenizer_code(directory, files)
     _check_templates(directory, files)
 
     raw = read_object(directory / CONFIG_FILE)
     family = known_family(raw.get("model_type"))
+    # A directory of only a tokenizer may have the config.json of an unsupported model.
     if family is None:
         copied = {key: value for key, value in raw.items() if key in COPIED}
     else:
@@ -102,6 +106,7 @@ def copy_extras(extras: ModelExtras, source: Path, folder: Path) -> None:
         folder: folder to create.
     """
     folder.mkdir()
+    # The whole config.json, because ``read_extras`` selects its keys by the model's family.
     settings = {CONFIG_FILE: read_object(source / CONFIG_FILE), GENERATION_FILE: extras.generation}
     for name, content in settings.items():
         if content:
@@ -113,6 +118,7 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
     """Write extra files to ``directory``, by relative path."""
     for name, content in files.items():
         path = directory / name
+        # Named chat templates lie in a subfolder.
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
 
@@ -124,6 +130,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 def _read_file(path: Path) -> bytes:
     try:
+        # Parse here, so that a truncated download fails now and not when the model is served.
         content = read_bytes(path, MAX_LISTING_BYTES)
         if path.suffix == ".json":
             parse_json(content, path)
@@ -146,6 +153,7 @@ def _check_templates(directory: Path, files: Mapping[str, bytes]) -> None:
     """
     content = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), directory)
     templates = content.get("chat_template")
+    # transformers writes a string for one template, and a list for several named ones.
     if isinstance(templates, str):
         templates = [{"name": "default", "template": templates}]
     if not isinstance(templates, list):

@@ -120,9 +120,11 @@ class AdapterMapping:
     def peft_shapes(self) -> tuple[Shape, Shape]:
         """PEFT's shapes of A and B."""
         rows, columns = self.shape
+        # PEFT's factors of an embedding are swapped: A is our B transposed.
         if self.kind == "embedding":
             return (self.rank, rows), (columns, self.rank)
 
+        # PEFT stores the factors of all experts of a layer in one pair.
         width = self.rank * (self.experts or 1)
         if self.exchanged:
             return (width, rows), (columns, width)
@@ -142,6 +144,8 @@ class AdapterMapping:
             return b.T.contiguous(), a.T.contiguous()
         if self.experts is None:
             return a, b
+
+        # Only B has the outputs. Megatron has all gates first, Hugging Face alternates.
         if self.kind == "gate_up":
             b = torch.stack([interleave_gate_up(of_expert) for of_expert in b])
 
@@ -155,10 +159,13 @@ class AdapterMapping:
         if self.experts is None:
             return a, b
 
+        # A is expert-major, B is rank-major (module docstring).
         a = a.view(self.experts, self.rank, -1)
         b = b.view(-1, self.rank, self.experts).permute(2, 0, 1).contiguous()
+        # PEFT adapted the transposed matrix: the factors are transposed and swap places.
         if self.exchanged:
             a, b = b.mT.contiguous(), a.mT.contiguous()
+        # After the exchange, because only now B has the outputs.
         if self.kind == "gate_up":
             b = torch.stack([separate_gate_up(of_expert) for of_expert in b])
         return a, b
@@ -180,6 +187,7 @@ def adapter_mappings(model: ModelConfig, adapter: AdapterConfig) -> Iterator[Ada
         adapter: adapter settings.
     """
     for kind, layer in _places(model):
+        # One target of our settings covers both expert matrices.
         target = "experts" if kind in EXPERTS else kind
         if target in adapter.targets:
             rank = adapter.rank_of_experts(model) if kind in EXPERTS else adapter.rank
@@ -237,6 +245,7 @@ class PeftDirectory:
         self._model = model
         self._file = path / WEIGHTS_FILE
         self._settings = read_settings(path / CONFIG_FILE)
+        # A dangling link gets the more exact error of SafetensorsFile.
         if not self._file.exists() and not self._file.is_symlink():
             raise ConversionError(f"{self._file}: missing. Only safetensors files are supported")
 
@@ -265,6 +274,7 @@ class PeftDirectory:
         """Read A [rank, in] and B [out, rank]; for experts, with a leading [experts]."""
         factors = []
         for name in mapping.names:
+            # NaN in one factor would spread over a whole row or column of the merged matrix.
             factor = self._weights.read(name)
             require_finite(factor, name, self._file)
             factors.append(factor)
@@ -282,6 +292,7 @@ class PeftDirectory:
         for name, hf_name in _BASE_COPIES.items():
             if name not in self._weights.entries:
                 continue
+            # The copy may have another dtype than the base.
             saved = self._weights.read(name)
             if not same_bits(saved, get_tensor(hf_name).to(saved.dtype)):
                 raise ConversionError(
@@ -292,6 +303,7 @@ class PeftDirectory:
     def _adapter_config(self) -> AdapterConfig:
         file = self._settings.file
         advice = "Merge it into the base (gptoss convert merge) and start with the merged model"
+        # A trainer adapts both expert matrices, in all layers, or none.
         for mapping in self.mappings:
             if mapping.is_unpaired:
                 raise ConversionError(
@@ -309,12 +321,17 @@ class PeftDirectory:
                     f"adapts all layers or none. {advice}"
                 )
 
+        # A trainer has one rank for experts and one for all other weights.
         others = [mapping for mapping in self.mappings if mapping.experts is None]
         experts = [mapping for mapping in self.mappings if mapping.experts is not None]
         rank = self._one_rank(others, "adapters outside of experts", advice)
         expert_rank = self._one_rank(experts, "adapters of experts", advice)
+
+        # rsLoRA and alpha_pattern give other scales than lora_alpha / rank. Find the alpha that
+        # gives the first adapter's scale, and require that it gives the others'.
         first = self.mappings[0]
         alpha = self._settings.alpha
+        # Dividing by a rank rounds in fp64, so compare with a tolerance.
         if not math.isclose(alpha / first.rank, first.scale, rel_tol=1e-12):
             alpha = first.scale * first.rank
         for mapping in self.mappings:
@@ -325,7 +342,9 @@ class PeftDirectory:
                     f"has one alpha for all. {advice}"
                 )
 
+        # gate_up and down are one target. dict.fromkeys drops the duplicate and keeps the order.
         targets: list[Any] = ["experts" if kind in EXPERTS else kind for kind in layers]
+        # If only experts are adapted, no tensor shows another rank. Keep r of the file.
         config = AdapterConfig(
             rank=rank or self._settings.rank, alpha=alpha, targets=tuple(dict.fromkeys(targets))
         )
@@ -376,11 +395,13 @@ class PeftDirectory:
                     f"adapted; available: {available}"
                 )
 
+        # The only adapted matrix of a layer has one wrapper, so its names have no base_layer.
         places = {(mapping.kind, mapping.layer) for mapping in mappings}
         for number, mapping in enumerate(mappings):
             if mapping.kind in EXPERTS:
                 has_both = all((kind, mapping.layer) in places for kind in EXPERTS)
                 mappings[number] = replace(mapping, is_unpaired=not has_both)
+        # No setting names the layout of experts, so the shapes of the tensors decide.
         exchanged = [
             replace(mapping, exchanged=mapping.experts is not None) for mapping in mappings
         ]
@@ -412,6 +433,7 @@ class PeftDirectory:
         for mapping in mappings:
             for name, shape in zip(mapping.names, mapping.peft_shapes, strict=True):
                 entry = self._weights.entries.get(name)
+                # Only experts have two layouts. ``_check_tensors`` reports other wrong shapes.
                 if mapping.experts is not None and (entry is None or entry.shape != shape):
                     return False
         return True
@@ -421,10 +443,12 @@ class PeftDirectory:
         expected: dict[str, Shape] = {}
         for mapping in self.mappings:
             expected.update(zip(mapping.names, mapping.peft_shapes, strict=True))
+        # Missing tensors first: of a misspelled tensor, the expected name tells more.
         for name in expected:
             if name not in self._weights.entries:
                 raise ConversionError(f"{self._file}: tensor {name} is missing")
 
+        # Copies of the base's tensors may be present, but are not required.
         vocabulary_shape = (self._model.vocab_size, self._model.hidden_size)
         expected |= dict.fromkeys(_BASE_COPIES, vocabulary_shape)
         for name, entry in self._weights.entries.items():
@@ -445,6 +469,7 @@ class PeftDirectory:
 
     def _reason_against(self, name: str) -> str:
         """Return why the settings have no adapter for a tensor, as the end of an error."""
+        # Explain the two usual causes: another base, and settings that do not fit the tensors.
         match = _LAYER.match(name)
         if match is not None and int(match[1]) >= self._model.num_layers:
             layers = self._model.num_layers

@@ -97,6 +97,7 @@ def peft_config(model: ModelConfig, adapter: AdapterConfig, base: str | None) ->
     rank_pattern = {}
     if "experts" in adapter.targets:
         parameters += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        # PEFT accepts any prefix before a pattern, so a suffix selects a matrix in every layer.
         if adapter.rank_of_experts(model) != adapter.rank:
             rank_pattern = dict.fromkeys(parameters, adapter.rank_of_experts(model))
     if "router" in adapter.targets:
@@ -155,6 +156,7 @@ class PeftSettings:
 
     def scale_of(self, kind: str, layer: int | None = 0) -> float:
         """Return the factor of the product B A."""
+        # rank_pattern and alpha_pattern are independent: one may change without the other.
         alpha = _by_pattern(self.alpha_pattern, _name(kind, layer), self.alpha)
         rank = self.rank_of(kind, layer)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
@@ -165,8 +167,10 @@ class PeftSettings:
         See check_target_module_exists and _inject_parameters in PEFT's tuners_utils.py.
         """
         name = _name(kind, layer)
+        # Parameters have their own rules: suffixes only, without exclusions and layers.
         if kind in PARAMETERS:
             return _ends_with_any(name, self.parameters or [])
+        # As in PEFT, exclude_modules has precedence over target_modules.
         if isinstance(self.excluded, str):
             if re.fullmatch(self.excluded, name):
                 return False
@@ -177,6 +181,7 @@ class PeftSettings:
             return False
         if isinstance(self.modules, str):
             return re.fullmatch(self.modules, name) is not None
+        # As in PEFT, a complete name is exempt from layers_to_transform.
         if name in self.modules:
             return True
         return _ends_with_any(name, self.modules) and self._has_layer(name)
@@ -187,6 +192,7 @@ class PeftSettings:
         patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in self.layers_patterns]
         for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."]:
             match = re.match(pattern, name)
+            # The pattern may have groups, too. The layer's number is the last group.
             if match is not None:
                 return int(match[match.lastindex or 1]) in self.layers
         return False
@@ -204,6 +210,7 @@ def _by_pattern[Number: (int, float)](
     patterns: Mapping[str, Number], name: str, default: Number
 ) -> Number:
     for pattern, value in patterns.items():
+        # As in PEFT's get_pattern_key: the first pattern that matches wins.
         if re.fullmatch(rf"(.*\.)?({pattern})", name):
             return value
     return default
@@ -224,6 +231,7 @@ def read_settings(file: Path) -> PeftSettings:
         )
     _check_plain_lora(file, settings)
 
+    # PEFT accepts a single layer. true is an int in Python, but no layer.
     layers = settings.get("layers_to_transform")
     if isinstance(layers, int) and not isinstance(layers, bool):
         layers = [layers]
@@ -250,6 +258,7 @@ def _list_of(file: Path, key: str, value: Any, kind: type) -> Any:
     Raises:
         ConversionError: if ``value`` is anything else.
     """
+    # type() instead of isinstance(), because true is an int in Python.
     if value is None or (
         isinstance(value, list) and all(type(element) is kind for element in value)
     ):
@@ -308,6 +317,7 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
     """Count the repetitions of a parsed regular expression; infinity if they are nested."""
     total = 0.0
     for operation, argument in parsed:
+        # An optional part "x?" repeats at most once, so it costs no more than its content.
         if str(operation) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             _, most, repeated = argument
             if most == 1:
@@ -339,6 +349,7 @@ def _check_plain_lora(file: Path, settings: Mapping[str, Any]) -> None:
             "converts it to a plain adapter"
         )
 
+    # PEFT writes every key of its version. Keys that are null, false or empty change nothing.
     for key, value in settings.items():
         if key not in _SUPPORTED and value:
             reason = _REASONS.get(key, "the key is unknown and may change the results")
@@ -361,6 +372,7 @@ def _positive(
     if (kind or key) == "lora_alpha":
         kinds = (int, float)
         expected = "a positive number"
+    # true would pass as the integer 1, and JSON readers accept Infinity.
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         raise ConversionError(f"{file}: {key} is {value!r}, expected {expected}")
     return value

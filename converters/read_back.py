@@ -85,6 +85,7 @@ class _ImportComparison:
     def __init__(
         self, hf_dir: Path, partial: Path, dtype: torch.dtype | None, from_disk: bool
     ) -> None:
+        # Opened a second time, because the object used for writing may have a wrong state.
         self.source = HfDirectory(hf_dir)
         self._written = MegatronCheckpoint(partial, unfinished=True, from_disk=from_disk)
         self._final = final_name(partial)
@@ -92,8 +93,10 @@ class _ImportComparison:
         self._from_disk = from_disk
         self._codec = threading.Lock()
 
+        # Names and shapes of all parameters follow from the configuration, so compare it first.
         if self._written.config != self.source.config:
             raise ConversionError(f"{self._final}: its model configuration differs from {hf_dir}")
+        # A sample reads few chunks. Place and length of all of them are cheap to check.
         self._written.check_chunk_ranges()
 
     def compare(self, mapping: ParameterMapping) -> None:
@@ -105,6 +108,7 @@ class _ImportComparison:
             if _same_ranges(written_range, source_range, self._from_disk):
                 return
 
+        # Convert with the inverse of the direction that wrote the file.
         where = _Location(mapping, self._final, self._written.file_of(mapping))
         with where.named_in_errors():
             parts = mapping.named_parts(self._written.parameter(mapping))
@@ -202,6 +206,7 @@ class _ExportComparison:
         reference: Path | None,
         from_disk: bool,
     ) -> None:
+        # The export verified the checksums of the source when it opened it.
         self.source = MegatronCheckpoint(megatron_dir, verify=False)
         self._written = HfDirectory(partial, unfinished=True, from_disk=from_disk)
         self._reference = None if reference is None else HfDirectory(reference)
@@ -209,12 +214,15 @@ class _ExportComparison:
         self._to_mxfp4 = dtype is None
         self._dtype = dtype or torch.bfloat16
         self._from_disk = from_disk
+        # Serializes the codec, as in _ImportComparison.
         self._codec = threading.Lock()
 
     def compare(self, mapping: ParameterMapping) -> QuantizationLoss | None:
         name = mapping.hf_names[0]
+        # Compare the bytes of large unchanged tensors in the files, without loading them.
         if mapping.is_unchanged:
             source_range = self.source.tensor_range(mapping)
+            # Bytes are comparable only if the export did not change the dtype.
             is_copy = source_range is not None and source_range.dtype == self._dtype
             written_range = self._written.tensor_range(name)
             if is_copy and _same_ranges(written_range, source_range, self._from_disk):
@@ -234,6 +242,7 @@ class _ExportComparison:
     ) -> None:
         with where.named_in_errors():
             parts = {name: self._written.get(name, mapping.expert) for name in mapping.hf_names}
+        # Merge the written parts: the export split them, and splitting again would hide a mistake.
         if same_bits(mapping.to_megatron(*parts.values()), expected):
             return
 
@@ -257,6 +266,7 @@ class _ExportComparison:
             where.file = self._written.file_of(stored_name)
             where.require_same(stored_name, written, values)
 
+        # The codec computed both sides above. The definition is independent of it.
         blocks, scales = (some_rows(tensor) for tensor in packed)
         defined = defined_values(blocks, scales)
         exact = some_rows(matrix.mT.to(torch.bfloat16))
@@ -361,6 +371,7 @@ def _compare_selected[Result](
         results = ordered_map(
             compare, selected, size=lambda mapping: mapping.bf16_bytes, progress=progress
         )
+        # closing() ends the threads at the first difference, which raises from this loop.
         with contextlib.closing(results):
             for mapping, result in zip(selected, results, strict=True):
                 use(mapping, result)
@@ -371,6 +382,7 @@ def _compare_selected[Result](
     if selection.layer is not None:
         remember_layer(kind, config, selection.layer)
 
+    # The sync takes its time without the comparison, too. Count only the time beyond it.
     waited_for_disk = min(max(0.0, synced - began), ended - began)
     return ReadBack(
         check=selection.check,
@@ -390,6 +402,7 @@ def _same_ranges(written: TensorRange | None, source: TensorRange | None, from_d
     """
     if written is None or source is None:
         return False
+    # An unreadable file counts as different: reading the tensor then names the cause.
     try:
         return same_in_files(written, source, from_disk)
     except OSError:
@@ -440,6 +453,7 @@ def _difference(written: torch.Tensor, expected: torch.Tensor) -> str:
             f"was written as {written.dtype} {list(written.shape)}, not {expected.dtype} "
             f"{list(expected.shape)}"
         )
+    # Count values, not bytes: a value differs if one of its bytes does.
     differs = as_bytes(written) != as_bytes(expected)
     differs = differs.reshape(-1, written.element_size()).any(-1)
     return (

@@ -77,6 +77,7 @@ class QuantizationLoss:
 
     def is_close_to(self, other: "QuantizationLoss | None") -> bool:
         """Return True if both are of the same experts and equal up to the order of fp32 sums."""
+        # Rounding never changes how many experts keep their bytes, so compare the counts exactly.
         if other is None or (self.experts, self.changed) != (other.experts, other.changed):
             return False
         return (
@@ -106,6 +107,8 @@ class ExportReport:
             for name, loss in self.losses.items()
             if loss.changed
         ]
+
+        # Counted over all tensors: the lines above omit tensors without a change.
         experts = sum(loss.experts for loss in self.losses.values())
         kept = experts - sum(loss.changed for loss in self.losses.values())
         lines.append(f"{kept} of {experts} expert matrices have the reference's bytes")
@@ -205,6 +208,8 @@ class MergeReport:
     def __str__(self) -> str:
         lines = [f"warning: {warning}" for warning in self.warnings]
         lines += self._quantization_lines()
+
+        # Only adapters of PEFT have such losses, because PEFT does not round the merged weight.
         if self.updates:
             total = UpdateLoss()
             for update in self.updates.values():
@@ -214,6 +219,7 @@ class MergeReport:
                 f"rounding the merged weights loses {total.relative:.1%} of the adapter's updates, "
                 f"most in {worst}: {self.updates[worst].relative:.1%}"
             )
+        # Without quantization, the merge repeats the trainer's arithmetic.
         elif not self.layers:
             lines.append("the merged weights equal the trainer's bit for bit")
         return "\n".join(lines)
@@ -222,6 +228,7 @@ class MergeReport:
         if not self.layers:
             return []
         lines = [f"layer {layer}: {loss}" for layer, loss in self.layers.items()]
+        # One bad tensor hardly changes the mean of its layer, so name the worst tensor.
         worst = max(self.tensors, key=lambda name: self.tensors[name].relative)
         lines.append(f"worst tensor: {worst}, {self.tensors[worst]}")
 
