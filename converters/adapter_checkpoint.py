@@ -105,6 +105,8 @@ def open_adapters(path: Path, base: HfDirectory) -> Adapters:
     check_directory_exists(
         path, "a torch_dist checkpoint of adapters, or an adapter in PEFT's format"
     )
+
+    # A checkpoint of adapters has the model's configuration, a PEFT directory does not.
     if not (path / MODEL_CONFIG_FILE).exists():
         check_not_run(path)
         peft = PeftDirectory(path, base.config)
@@ -147,6 +149,7 @@ def adapters_digest(adapters: Adapters) -> str:
     for mapping in adapters.mappings:
         state.update(f"{mapping.kind} {mapping.layer} {mapping.scale!r}".encode())
         for factor in adapters.read(mapping):
+            # Dtypes may differ between the two formats. fp32 represents all of them exactly.
             state.update(as_bytes(factor.float()))
     return state.hexdigest()
 
@@ -173,6 +176,7 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
     if os.path.exists(name) and base.exists():
         is_same = os.path.samefile(name, base)
     else:
+        # A name such as openai/gpt-oss-20b: compare its last part with the resolved path.
         is_same = name.rstrip("/").rpartition("/")[2].lower() in str(base.resolve()).lower()
     if is_same:
         return []
@@ -207,12 +211,14 @@ def export_adapter(
     with new_directory(peft_dir, overwrite) as partial:
         settings = peft_config(source.model, source.adapter, base)
         (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2))
+        # The digest lets a merge reject another base.
         writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected, {BASE_KEY: source.base})
         for mapping in source.mappings:
             factors = mapping.to_peft(*source.read(mapping))
             for name, factor in zip(mapping.names, factors, strict=True):
                 writer.add(name, factor)
         writer.close()
+        # Open the directory as a stranger's adapter, with all checks of the import.
         _check_written(PeftDirectory(partial, source.model), source)
 
 
@@ -270,6 +276,7 @@ def import_adapter(
     """
     source = HfDirectory(base)
     adapters = PeftDirectory(peft_dir, source.config)
+    # Fails for adapters that a trainer cannot continue, before the base is read.
     settings = adapters.adapter.model_dump(mode="json")
 
     with new_directory(checkpoint) as partial:
@@ -280,6 +287,7 @@ def import_adapter(
             state = {"checkpoint_version": 3.0, "iteration": 0}
             writer.add_object("common_state", (1,), (0,), state)
 
+        # Reads the whole base, so it comes after the cheap checks.
         digest = directory_digest(source, DTYPES[dtype], progress)
         check_base_digest(adapters, digest, f"{base} in {dtype}")
         content = {"base": digest, "settings": settings}

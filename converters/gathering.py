@@ -61,6 +61,7 @@ class WeightGathering:
             ranks=self._gather_on_hosts(own_contents),
             tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         )
+        # Plans depend on the receivers only, so every weight sync reuses them.
         self._plans: dict[tuple[tuple[int, ...], bool], GatheringPlan] = {}
 
     def begin(
@@ -86,6 +87,8 @@ class WeightGathering:
         """
         buffer = None
         reason = ""
+        # Allocate before the first message: a failure between two messages would block other
+        # ranks.
         try:
             plan = self.plan(tuple(receivers), packed=packed)
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
@@ -117,6 +120,7 @@ class WeightGathering:
         failure: Exception | None = None
         try:
             yield from weights
+        # After a failed message, the ranks could not exchange the reasons below either.
         except GatheringFailed:
             raise
         except Exception as error:
@@ -147,6 +151,7 @@ class WeightGathering:
             ConversionError: naming a matrix of which two ranks hold different copies.
         """
         digests: Digests = {}
+        # Ranks with copies of one matrix must agree, or they would train different models.
         for rank_digests in self._gather_on_hosts(self.local.packed_digests()):
             for name, digest in rank_digests.items():
                 if digests.setdefault(name, digest) != digest:
@@ -229,6 +234,7 @@ class GatheredWeights(Iterator[NamedTensor]):
 
         The other ranks received arbitrary values, so the caller must check it after all messages.
         """
+        # Packed experts are stored output-major already.
         self._assembled = stack_experts(
             gathering.config, self._received_parts(), transposed=transposed and not packed
         )
@@ -244,6 +250,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             return next(self._assembled)
         except (StopIteration, GatheringFailed):
             raise
+        # The other ranks still expect this rank's messages.
         except Exception:
             self.finish()
             raise
@@ -258,6 +265,8 @@ class GatheredWeights(Iterator[NamedTensor]):
         for step in self._steps:
             mapping = step.mapping
             arrived = self._exchange(step)
+            # Arbitrary values were sent in place of this rank's weights, so stop assembling
+            # tensors.
             if self.failure is not None:
                 raise self.failure
 
@@ -404,4 +413,5 @@ class GatheredWeights(Iterator[NamedTensor]):
 
 
 def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    # Views at any offset share the storage.
     return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

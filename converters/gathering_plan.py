@@ -32,6 +32,7 @@ class RankContents:
 
     def holds(self, mapping: ParameterMapping, shard: int | None) -> bool:
         """Return True if the rank has the shard of a parameter (None: all of it)."""
+        # A parameter without shards (None) is whole on every rank that has it.
         return mapping.name in self.dtypes and shard in (None, self.tensor_rank)
 
 
@@ -95,6 +96,7 @@ class GatheringPlan:
     @property
     def buffer_bytes(self) -> int:
         """Size of the largest step, which is the size of the receive buffer."""
+        # Steps follow one another, so they can share one buffer.
         ends = [message.end for step in self.steps for message in step.messages if message]
         return max(ends, default=0)
 
@@ -158,16 +160,20 @@ class GatheringPlanner:
         """
         # About 40 kernels and messages per expert would take longer than the transfer itself.
         shapes = self._stacked_shapes(experts[0], is_quantized)
+        # The first expert stands for all, because experts do not differ in dtype.
         dtype = self._ranks[self._find_source(experts[0], None)].dtypes[experts[0].name]
         expert_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
         most = max(1, STACK_BYTES // expert_bytes)
 
         steps: list[GatheringStep] = []
+        # Consecutive experts lie on the same rank, because Megatron splits them in order.
         for source, group in groupby(experts, lambda one: self._sender(one, receivers)):
             neighbors = tuple(group)
+            # No message: every receiver reads the experts from its own model.
             if source is None:
                 steps.append(GatheringStep(neighbors[0], is_quantized, [], neighbors))
                 continue
+            # Several messages if the stack exceeds the receive buffer's bound.
             for some in batched(neighbors, most):
                 messages: list[Message | None] = []
                 offset = 0
@@ -215,6 +221,7 @@ class GatheringPlanner:
         return messages
 
     def _is_quantized(self, mapping: ParameterMapping) -> bool:
+        # Only ranks that hold the parameter know whether it is trained through MXFP4.
         dtypes = (rank.dtypes.get(mapping.name) for rank in self._ranks)
         return torch.uint8 in dtypes
 

@@ -99,17 +99,20 @@ class ParameterMapping:
         dim = self.tensor_parallel_dim
         if self.tensor_parallel_blocks == 1:
             return full.chunk(ranks, dim)[rank]
+        # A plain split would give the first ranks only gates, the last ranks only ups.
         blocks = full.chunk(self.tensor_parallel_blocks, dim)
         return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
 
     def unshard(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Join the shards of all tensor-parallel ranks, in rank order, to the full parameter."""
+        # Ranks without a split hold equal copies, of which one is passed.
         if self.tensor_parallel_dim is None or len(shards) == 1:
             return shards[0]
 
         dim = self.tensor_parallel_dim
         if self.tensor_parallel_blocks == 1:
             return torch.cat(shards, dim)
+        # Transpose the order [rank][block] to [block][rank] before joining.
         blocks_of_ranks = [shard.chunk(self.tensor_parallel_blocks, dim) for shard in shards]
         blocks = [torch.cat(block, dim) for block in zip(*blocks_of_ranks, strict=True)]
         return torch.cat(blocks, dim)

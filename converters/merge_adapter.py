@@ -89,6 +89,7 @@ def merge_adapter(
     report = MergeReport(warnings=base_warnings(adapters, Path(hf_dir)))
 
     def check(partial: Path) -> None:
+        # Known only after the whole base was read. No directory appears if it fails.
         merger.check_base()
         merger.read_back(partial, report, check_progress)
 
@@ -208,6 +209,7 @@ class _Merger:
             ConversionError: naming a tensor that differs, or if the losses differ.
         """
         written = HfDirectory(partial, unfinished=True)
+        # A second computation of all losses, to compare with the first.
         again = MergeReport()
         with contextlib.closing(self._results(again, progress)) as results:
             for merged in results:
@@ -257,6 +259,7 @@ class _Merger:
 
     def _merge(self, mapping: ParameterMapping) -> _Merged:
         parts = read_base(self._source, mapping, self._dtype)
+        # The digest is of the base as the trainer held it: merged QKV, in the trainer's dtype.
         base = mapping.to_megatron(*parts)
         digest = parameter_digest(mapping, base)
 
@@ -314,7 +317,9 @@ class _Merger:
         if mapping.expert is not None:
             a = a[mapping.expert]
             b = b[mapping.expert]
+        # The trainer's own function, so that the merged weight has the bits of the forward pass.
         merged = merge_in_pieces(weight, a, b, adapter.scale)
+        # Only this project's checkpoints and exports have a digest of the base.
         if self._adapters.base is None:
             update = adapter.scale * (b.float() @ a.float())
             error = (merged.float() - weight.float()) - update

@@ -166,6 +166,8 @@ def _describe_truncation(path: Path) -> str:
         with open(path, "rb") as file:
             header = _read_header(file, path)
         data_bytes = path.stat().st_size - header.data_start
+
+        # The first tensor beyond the end of the file is the one that was cut.
         by_offset = sorted(header.tensors.items(), key=lambda item: item[1]["data_offsets"])
         for name, entry in by_offset:
             start, stop = entry["data_offsets"]
@@ -182,6 +184,7 @@ def _describe_incomplete_tensor(
     name: str, shape: list[int], present_bytes: int, tensor_bytes: int
 ) -> str:
     rows = shape[0] if shape else 1
+    # Users know how far a download came by the expert, so name its index.
     row = max(0, present_bytes) * rows // max(1, tensor_bytes)
     unit = "expert" if ".experts." in name else "row"
     return f"; it ends in tensor {name}, {unit} {row} of {rows}"
@@ -227,6 +230,7 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
         """Append ``tensor`` (any shape and device) and return its byte range in the file."""
+        # Values are written in C order, which a transposed view does not have.
         data = tensor.detach().cpu().contiguous().flatten()
         stop = self.size + data.nbytes
         self._entries[name] = self._entry(NAMES[data.dtype], tuple(tensor.shape), self.size, stop)

@@ -80,6 +80,7 @@ def import_checkpoint(
     Raises:
         ConversionError: naming the file, key or tensor.
     """
+    # Read and check all settings before the first byte is written.
     source = HfDirectory(hf_dir)
     extras = read_extras(hf_dir)
     selection = select_parameters("import", source.config, check)
@@ -90,11 +91,14 @@ def import_checkpoint(
             _write_parameters(source, writer, converted_dtype, selection, progress)
             for key, shape, index in _empty_entries(source.config):
                 writer.add_object(key, shape, index, None)
+            # A trainer that starts from an import begins at iteration 0.
             state = {"checkpoint_version": 3.0, "iteration": 0}
             writer.add_object("common_state", (1,), (0,), state)
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
+        # The writer hashed the bytes on their way to the file, which saves a second pass.
         write_checksums(partial, writer.checksum())
         copy_extras(extras, Path(hf_dir), partial / EXTRAS_FOLDER)
+        # Before the directory gets its final name: a wrong checkpoint must not become visible.
         result = check_import(hf_dir, partial, converted_dtype, selection, check_progress)
     return result
 
@@ -117,6 +121,7 @@ def _write_parameters(
 
         def convert(mapping: ParameterMapping) -> torch.Tensor:
             parts = [source.get(name, mapping.expert) for name in mapping.hf_names]
+            # Pages that are not read back would evict the sample from the page cache.
             if not selection.includes(mapping):
                 for name in mapping.hf_names:
                     read.add(source.file_ranges(name, mapping.expert))
@@ -127,6 +132,7 @@ def _write_parameters(
             return tensor.contiguous()
 
         tensors = ordered_map(convert, table, size=written_bytes, progress=progress)
+        # closing() stops the threads if writing fails, for example on a full disk.
         with contextlib.closing(tensors):
             for mapping, tensor in zip(table, tensors, strict=True):
                 index = mapping.checkpoint_index
@@ -191,6 +197,7 @@ def export_checkpoint(
     Raises:
         ConversionError: naming the file, key or tensor.
     """
+    # Check formats and the reference before the first byte is written.
     checkpoint = MegatronCheckpoint(megatron_dir)
     _check_format(checkpoint, dtype)
     quantized = dtype == "mxfp4"
@@ -365,5 +372,6 @@ class _Exporter:
             return _Converted(mapping, packed, loss)
 
         float_dtype = self._dtype or torch.bfloat16
+        # Copy here, in parallel. Otherwise the only writing thread would copy.
         converted = {name: part.to(float_dtype).contiguous() for name, part in parts.items()}
         return _Converted(mapping, converted, loss=None)

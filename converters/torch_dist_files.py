@@ -55,6 +55,8 @@ class TorchDistWriter:
         self._file = open(directory / DATA_FILE, "wb")  # noqa: SIM115 (closed by close)
         self._metadata: dict[str, Any] = {}
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        # Hash the bytes on their way to the file: reading them back would hash the disk's
+        # mistakes, too.
         self._hash = xxhash.xxh3_128()
         self._size = 0
 
@@ -121,6 +123,7 @@ class TorchDistWriter:
         try:
             torch.save(value, cast(Any, sink))
         finally:
+            # The option is global to the process, so restore torch's default.
             torch.serialization.set_crc32_options(True)
 
         path = self.directory / DATA_FILE
@@ -136,6 +139,7 @@ class TorchDistWriter:
         """Close the data file and write the metadata."""
         with name_file_in_errors(self.directory / DATA_FILE):
             self._file.close()
+        # Written after all chunks: readers take a directory with these two files for complete.
         places: Any = {"storage_data": self._places, "storage_meta": dcp.StorageMeta()}
         metadata = dcp.Metadata(self._metadata, **places, version="1.0.0")
         (self.directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
@@ -168,6 +172,7 @@ class _ErrorKeepingFile:
         self.error: OSError | None = None
 
     def write(self, data: memoryview) -> int:
+        # After the first error, drop the rest. torch ends the archive with further writes.
         if self.error is None:
             try:
                 self._file.write(data)
@@ -183,6 +188,7 @@ class _ErrorKeepingFile:
 
 def check_not_run(path: Path) -> None:
     """Raise ConversionError, naming the newest checkpoint, if ``path`` is a run's directory."""
+    # A user may give the run's directory or its folder of checkpoints.
     for root in (path / "checkpoints", path):
         try:
             newest = latest_checkpoint(root)
@@ -219,6 +225,9 @@ class TorchDistReader:
         """
         self.directory = Path(directory)
         self._from_disk = from_disk
+
+        # The most likely mistakes first: a wrong path, a run instead of a checkpoint, an
+        # unfinished one.
         check_directory_exists(self.directory, "a torch_dist checkpoint")
         check_not_run(self.directory)
         if not unfinished:
@@ -238,6 +247,7 @@ class TorchDistReader:
         except ValueError as error:
             raise ConversionError(str(error)) from None
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
+        # Objects such as ``_extra_state`` have no values to convert.
         self._tensors: dict[str, dcp.TensorStorageMetadata] = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -286,6 +296,7 @@ class TorchDistReader:
             result[tuple(slice(start, start + count) for start, count in ranges)] = part
             filled += part.numel()
 
+        # Chunks of one element do not overlap, so counting values finds a missing chunk.
         if filled != result.numel():
             raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete")
         return result
@@ -375,6 +386,8 @@ class TorchDistReader:
                         "project's checkpoints"
                     )
                 by_index.setdefault(tuple(chunk.offsets[:axes]), []).append(chunk)
+            # Indexed once: a key of a large model has thousands of chunks, one per layer and
+            # expert.
             self._chunks_by_index[key] = by_index
         return self._chunks_by_index[key].get(leading_index, [])
 
@@ -385,13 +398,16 @@ class TorchDistReader:
         place = self._place(key, chunk)
         path = self.directory / place.relative_path
         try:
+            # open() of a FIFO would block.
             check_regular(path)
             with open(path, "rb") as file:
+                # Drop the pages of this range, so that the read below cannot come from the cache.
                 if self._from_disk:
                     os.posix_fadvise(
                         file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED
                     )
                 view = _create_file_view(file, place.offset, place.length)
+                # weights_only: an untrusted pickle could run any code.
                 tensor = torch.load(cast(Any, view), map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise ConversionError(
@@ -402,6 +418,7 @@ class TorchDistReader:
                 f"{path}: truncated or damaged where {key} should be ({error})"
             ) from None
 
+        # An intact archive may still hold another tensor than the metadata says.
         if tensor.shape != chunk.sizes:
             raise ConversionError(
                 f"{path}: {key} has shape {list(tensor.shape)}, not {list(chunk.sizes)}"
@@ -427,6 +444,7 @@ def _check_ranges_in_file(path: Path, places: list[_NamedRange]) -> None:
             f"{path}: missing, but {METADATA_FILE} places {places[0].name} in it"
         ) from None
 
+    # Sorted by start, so that two ranges overlap only if neighbors do.
     for before, place in pairwise(places):
         if place.start < before.end:
             raise ConversionError(f"{path}: {place.name} and {before.name} overlap")
