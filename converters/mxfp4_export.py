@@ -31,6 +31,7 @@ def quantize(
     """
     original = None
     scale_hint = None
+    is_unchanged = False
     if reference is not None:
         original = reference.read_mxfp4(name, expert)
     if original is not None:
@@ -49,12 +50,17 @@ def quantize(
     packed = {blocks_name: blocks, scales_name: scales}
     if original is not None:
         original_blocks, original_scales = original
-        if same_bits(blocks, original_blocks) and same_bits(scales, original_scales):
-            return packed, QuantizationLoss(experts=1)
+        is_unchanged = same_bits(blocks, original_blocks) and same_bits(scales, original_scales)
+
+    # A small update can round to the reference's bytes. Equal bytes alone do not mean no loss.
+    restored = mxfp4.dequantize(blocks, scales)
+    is_exact = same_bits(restored, exact) and same_bits(exact.to(matrix.dtype), matrix.T)
+    if is_unchanged and is_exact:
+        return packed, QuantizationLoss(experts=1)
 
     # Compare with the original matrix: rounding fp32 to bf16 is part of the loss.
     values = matrix.T.float()
-    difference = mxfp4.dequantize(blocks, scales).float() - values
+    difference = restored.float() - values
     loss = QuantizationLoss(
         experts=1,
         changed=1,

@@ -52,7 +52,10 @@ class QuantizationLoss:
     experts: int = 0
     """Number of experts."""
     changed: int = 0
-    """Number of experts whose bytes differ from the reference; all without an MXFP4 reference."""
+    """Number of experts that differ from the reference before or after quantization.
+
+    All experts without an MXFP4 reference.
+    """
     squared_error: float = 0.0
     """Sum of (quantized - exact)**2 over the elements of the changed experts."""
     squared: float = 0.0
@@ -111,7 +114,7 @@ class ExportReport:
         # Counted over all tensors: the lines above omit tensors without a change.
         experts = sum(loss.experts for loss in self.losses.values())
         kept = experts - sum(loss.changed for loss in self.losses.values())
-        lines.append(f"{kept} of {experts} expert matrices have the reference's bytes")
+        lines.append(f"{kept} of {experts} expert matrices equal the reference's")
         return "\n".join(lines)
 
 

@@ -157,6 +157,26 @@ def test_only_the_changed_expert_loses_its_bytes_and_is_reported(
     ] == [1, 0, 1]
 
 
+def test_export_reports_loss_of_change_too_small_for_bytes(tmp_path: Path, quantized: Path) -> None:
+    """A value that moved by one bf16 step rounds to its old code: equal bytes, but a loss."""
+    import_checkpoint(quantized, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "bf16", "bf16")
+    weights = load_file(tmp_path / "bf16/model.safetensors")
+    first_row = weights[DOWN][1, :, 0]
+    moved = int((first_row.abs() == first_row.abs().max() / 2).nonzero()[0])
+    before = float(first_row[moved])
+    first_row[moved] *= 1 + 2**-7
+    save_file(weights, tmp_path / "bf16/model.safetensors")
+    import_checkpoint(tmp_path / "bf16", tmp_path / "trained")
+
+    report = export_checkpoint(
+        tmp_path / "trained", tmp_path / "out", "mxfp4", quantized, check="all"
+    )
+    same_bytes(tmp_path / "out", load_file(quantized / "model.safetensors"))
+    assert {name: loss.changed for name, loss in report.losses.items() if loss.changed} == {DOWN: 1}
+    assert report.losses[DOWN].largest == abs(float(first_row[moved]) - before) > 0
+
+
 def test_openai_names_give_the_same_checkpoint(tmp_path: Path, quantized: Path) -> None:
     weights = load_file(quantized / "model.safetensors")
     original: Weights = {}
