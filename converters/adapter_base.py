@@ -24,6 +24,7 @@ def read_base(
     Returns:
         The parts, in the order of ``mapping.hf_names``.
     """
+    # The trainer's router keeps its bias in fp32 (megatron_gptoss.layers.router).
     if mapping.name.endswith(".router.bias"):
         dtype = torch.promote_types(dtype, torch.float32)
     return [source.get(name, mapping.expert).to(dtype) for name in mapping.hf_names]
@@ -31,6 +32,7 @@ def read_base(
 
 def parameter_digest(mapping: ParameterMapping, parameter: torch.Tensor) -> torch.Tensor:
     """Return the contribution of a parameter to the digest of the base, int64 []."""
+    # Parameters outside of layers count as layer 0, so layers start at 1.
     layer = 0 if mapping.layer is None else mapping.layer + 1
     return digest_of_values(parameter, layer)
 
@@ -51,6 +53,7 @@ def directory_digest(
     def digest(mapping: ParameterMapping) -> torch.Tensor:
         return parameter_digest(mapping, mapping.to_megatron(*read_base(source, mapping, dtype)))
 
+    # The digest is a sum, so threads may finish in any order.
     table = list(parameter_mappings(source.config).values())
     digests = ordered_map(digest, table, size=lambda mapping: mapping.bf16_bytes, progress=progress)
     total = torch.zeros((), dtype=torch.int64)

@@ -28,6 +28,7 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
     first_bytes = as_bytes(first)
     second_bytes = as_bytes(second)
+    # Stops at the first piece that differs, and keeps both pieces in the cache.
     for start in range(0, len(first_bytes), PIECE_BYTES):
         piece = slice(start, start + PIECE_BYTES)
         if not np.array_equal(first_bytes[piece], second_bytes[piece]):
@@ -46,6 +47,7 @@ def require_finite(
         where: file or directory of the tensor.
         expert: index of the slice if ``tensor`` is one expert's slice; None for a whole tensor.
     """
+    # aminmax rejects empty tensors.
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return
     # NaN propagates to both results. aminmax reads 10 GB/s.
@@ -53,6 +55,7 @@ def require_finite(
     if low.isfinite() and high.isfinite():
         return
 
+    # Slow and exact: only for the error.
     bad = (~tensor.isfinite()).nonzero()
     first = bad[0].tolist()
     value = tensor[tuple(first)].item()
@@ -109,6 +112,7 @@ def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) ->
     ):
         written_descriptor = written_file.fileno()
         source_descriptor = source_file.fileno()
+        # Drop the pages of this range, so that the reads below cannot come from the cache.
         if from_disk:
             os.posix_fadvise(
                 written_descriptor, written.offset, written.length, os.POSIX_FADV_DONTNEED

@@ -54,6 +54,7 @@ def check_directory_exists(path: Path, expected: str) -> None:
     """
     if path.is_dir():
         return
+    # Replacing a directory renames the old one first, so a kill in between leaves only that one.
     old = old_name(path)
     if old.is_dir():
         raise ConversionError(

@@ -49,6 +49,7 @@ class ShardWriter:
                 f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"
             )
 
+        # Engines load NaN without an error and then sample garbage.
         require_finite(tensor, name, "the weights to write")
         self._sizes[name] = tensor.nbytes
         self._dtype = self._dtype or tensor.dtype
@@ -80,6 +81,7 @@ class ShardWriter:
             raise ConversionError(f"{count_tensors(missing)} missing from the weights to write")
         self._writer.close()
 
+        # transformers looks for a single file under this name, without an index.
         if len(self._shards) == 1:
             (self._directory / "shard-0").rename(self._directory / SINGLE_FILE)
             return self._dtype

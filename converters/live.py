@@ -85,6 +85,7 @@ def _parts(
     for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
         tensor = tensors[name]
         expected = shape if mapping.expert is None else (num_experts, *shape)
+        # Check before slicing: slices of a tensor with more experts would load without an error.
         if tuple(tensor.shape) != expected:
             raise ConversionError(
                 f"tensor {name} has shape {list(tensor.shape)}, but the model configuration says "
@@ -93,6 +94,7 @@ def _parts(
         if mapping.expert is None:
             parts.append(tensor)
         else:
+            # An ExpertStack reads only this expert here.
             parts.append(tensor[mapping.expert])
     return parts
 

@@ -30,6 +30,7 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
             another base.
     """
     _check_same_settings(model, source, config)
+    # PEFT's adapters have no digest of their base.
     if source.base is not None:
         check_base_digest(source, base_digest(model), "that of the model")
 
@@ -42,6 +43,8 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
         factors = source.read(mappings[None if layer is None else int(layer), kind])
 
         for factor, full in zip("ab", factors, strict=True):
+            # Expert-parallel ranks hold a range of the experts, tensor-parallel ranks a slice of a
+            # factor.
             if adapter.experts is not None:
                 full = full[adapter.experts.start : adapter.experts.stop]
             dim = adapter.tensor_parallel_dims.get(factor)

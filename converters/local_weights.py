@@ -40,6 +40,7 @@ def find_local_weights(
         ConversionError: naming a parameter that the table does not have.
     """
     table = parameter_mappings(config)
+    # Megatron gives every expert-parallel rank consecutive experts, in rank order.
     experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts * parallel_state.get_expert_model_parallel_rank()
 
@@ -100,6 +101,7 @@ class LocalWeights:
         last = first + matrices_at_once(self._weights[name].shape)
         names = []
         for mapping in self._mappings[first:last]:
+            # Only experts of the same tensor have the same shape and can share a launch.
             if mapping.hf_names == self._mappings[first].hf_names:
                 names.append(mapping.name)
         joined = join(*mxfp4.quantize(stacked_in_bf16(self._unrounded(names))))
@@ -135,6 +137,7 @@ class LocalWeights:
             weight = self._weights[mapping.name]
             if isinstance(weight, QuantizedWeight):
                 assert mapping.expert is not None
+                # In Hugging Face's row order, like the digests of directories.
                 blocks, scales = packed_parts(mapping, *weight.read_packed()).values()
                 name = matrix_name(mapping.hf_names[0], mapping.expert)
                 digests[name] = matrix_digest(blocks, scales)

@@ -45,6 +45,7 @@ class MegatronCheckpoint:
         self._reader = TorchDistReader(self.path, unfinished, from_disk, verify)
         self.config = read_model_config(self.path / MODEL_CONFIG_FILE)
 
+        # A missing key fails when its parameter is read. An additional key would go unnoticed.
         known = {mapping.checkpoint_key for mapping in parameter_mappings(self.config).values()}
         for key in self._reader.keys() - known:
             if key.startswith(MODEL_KEYS):

@@ -31,6 +31,7 @@ Digests = dict[str, str]
 
 def join(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Append each block's scale: [..., n, 16] and [..., n] give [..., n, 17], all uint8."""
+    # One tensor instead of two, so that a matrix is one message.
     return torch.cat([blocks, scales[..., None]], dim=-1)
 
 
@@ -82,7 +83,9 @@ def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
     if len(mapping.shape) == 1:
         [order] = mapping.to_hf(rows)
         return order
+    # Send row numbers through the table's own transform, so that both cannot disagree.
     [order] = mapping.to_hf(rows[:, None])
+    # The transform of a matrix also transposes: [out, 1] becomes [1, out].
     return order[0]
 
 
@@ -112,6 +115,8 @@ def pack_stack(
     """
     place: Any = {"dtype": torch.uint8, "device": weights[0].device}
     blocks_shape, scales_shape = packed_shapes(mapping.shape)
+
+    # Allocate the whole stack once. Concatenating pieces would need its memory twice.
     blocks = torch.empty(len(weights), *blocks_shape, **place)
     scales = torch.empty(len(weights), *scales_shape, **place)
 
@@ -121,6 +126,7 @@ def pack_stack(
         some = stacked_in_bf16(weights[first : first + at_once])
         some_blocks, some_scales = mxfp4.quantize(some)
         some_place = slice(first, first + len(some))
+        # index_select writes to its place without a temporary copy.
         torch.index_select(some_blocks, 1, order, out=blocks[some_place])
         torch.index_select(some_scales, 1, order, out=scales[some_place])
 
@@ -133,6 +139,7 @@ def pack_stack(
 
 def stored_names(name: str) -> tuple[str, str]:
     """Return the stored names of the blocks and the scales of a Hugging Face tensor."""
+    # Only the names are used, so any valid shape will do.
     blocks_name, scales_name = mxfp4_shapes(name, (1, BLOCK, 1))
     return blocks_name, scales_name
 
@@ -142,6 +149,7 @@ def pack_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         if is_expert_matrix(name):
+            # Hugging Face stores experts input-major, but blocks run along the inputs.
             blocks, scales = mxfp4.quantize(tensor.mT.contiguous().to(torch.bfloat16))
             packed |= zip(stored_names(name), (blocks, scales), strict=True)
         else:
@@ -197,6 +205,7 @@ def stack_digests(named: Iterable[NamedTensor]) -> Digests:
     tensors = dict(named)
     digests = {}
     for blocks_name, stack in tensors.items():
+        # Visit each matrix once, by its blocks.
         if not blocks_name.endswith("_blocks"):
             continue
         name = blocks_name.removesuffix("_blocks")
@@ -208,6 +217,7 @@ def stack_digests(named: Iterable[NamedTensor]) -> Digests:
 
 def first_difference(expected: Digests, found: Digests) -> str | None:
     """Return the first matrix that differs or that only one side has; None if all are equal."""
+    # Sorted, so that all ranks name the same matrix.
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             return name
@@ -220,6 +230,7 @@ def directory_digests(directory: HfDirectory) -> Digests:
     for name in directory.names():
         if not is_expert_matrix(name):
             continue
+        # One expert at a time, to bound memory.
         for expert in range(directory.config.num_experts):
             packed = directory.read_mxfp4(name, expert)
             if packed is not None:

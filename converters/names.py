@@ -28,6 +28,7 @@ def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for mapping in tensors_of(config).mappings(config):
         for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
+            # Hugging Face stacks the experts of a layer in one tensor.
             if mapping.expert is not None:
                 shape = (config.num_experts, *shape)
             shapes[name] = shape
@@ -71,6 +72,7 @@ def stack_experts(
             continue
 
         for name, part in named_parts.items():
+            # The table lists experts in order, so the first one begins the stack.
             if mapping.expert == 0:
                 stacks[name] = _empty_stack(part, config.num_experts, transposed)
             stacks[name][mapping.expert] = part
@@ -78,6 +80,7 @@ def stack_experts(
         # Weights and biases are different parameters: the last expert completes each stack.
         if mapping.expert == config.num_experts - 1:
             yield from stacks.items()
+            # Release the layer's experts before the next layer's are read.
             stacks = {}
 
 

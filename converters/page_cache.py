@@ -52,6 +52,7 @@ class StreamedPages:
         """Add file ranges that were read or written and will not be needed again."""
         with self._lock:
             for used in ranges:
+                # The descriptor stays valid when the file is renamed.
                 if used.path not in self._descriptors:
                     self._descriptors[used.path] = os.open(used.path, os.O_RDONLY)
                 for left_first in self._used.add(used):

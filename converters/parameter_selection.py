@@ -32,6 +32,7 @@ def select_parameters(kind: str, config: ModelConfig, check: Check) -> Selection
         config: model configuration.
         check: ``all``, or ``sample`` for the experts of one layer.
     """
+    # A sample leaves out experts only, so without experts everything is compared.
     if check == "all" or not config.num_experts:
         return Selection(check, layer=None)
     return Selection(check, layer=next_layer(kind, config))
@@ -46,7 +47,9 @@ def next_layer(kind: str, config: ModelConfig) -> int:
     try:
         last = int(_last_layer_file(kind, config).read_text())
     except (OSError, ValueError):
+        # A random start, so that machines with an empty cache do not all compare the same layer.
         return random.SystemRandom().randrange(config.num_layers)
+    # Modulo: another model of this size may have had the last layer.
     return (last + 1) % config.num_layers
 
 
@@ -60,5 +63,6 @@ def remember_layer(kind: str, config: ModelConfig, layer: int) -> None:
 
 
 def _last_layer_file(kind: str, config: ModelConfig) -> Path:
+    # A directory's path changes between conversions, so the model is identified by its size.
     size = f"{config.num_layers}_layers_{config.num_experts}_experts_{config.hidden_size}_wide"
     return cache_directory() / "layer_read_back_last" / f"{kind}_{size}"

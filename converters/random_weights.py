@@ -27,6 +27,7 @@ def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.T
         if name.endswith(("bias", "sinks")):
             return torch.zeros(shape)
 
+        # A generator per name: every rank draws only its own tensors, and still gets equal values.
         return torch.randn(shape, generator=named_generator(seed, name)) * config.initializer_std
 
     return draw

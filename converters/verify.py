@@ -102,6 +102,8 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
     check_same_model(source, checkpoint.config, megatron_dir)
 
     differences = _compare_tensors(source, checkpoint, progress)
+
+    # Equal tensors show only that the table is invertible. Equal outputs show that it is right.
     family = tensors_of(checkpoint.config)
     megatron = family.megatron_layout(checkpoint.config, checkpoint.get)
     with torch.no_grad():
@@ -118,6 +120,7 @@ def _compare_tensors(
     def compare(mapping: ParameterMapping) -> list[Difference]:
         parts = mapping.named_parts(checkpoint.parameter(mapping))
         for name, part in parts.items():
+            # NaN would be equal on both sides and give no useful output.
             require_finite(part, name, checkpoint.path, mapping.expert)
         return [
             _difference(name, source.get(name, mapping.expert), part)

@@ -33,6 +33,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
             f"{index}: key weight_map is missing or does not map tensor names to files. Download "
             "the index again"
         )
+    # An untrusted index must not name files outside of the directory.
     for file in weight_map.values():
         if not is_plain_name(file):
             raise ConversionError(
@@ -89,6 +90,7 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
 def _holds_weights(name: str) -> bool:
     if name == INDEX_FILE:
         return False
+    # Another index counts, too: loaders may prefer it.
     if name.endswith((".safetensors", ".safetensors.index.json")):
         return True
     return name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json"))

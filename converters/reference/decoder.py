@@ -44,6 +44,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up tokens [tokens]; [tokens, hidden]."""
+        # Index first: converting the whole embedding to ``dtype`` would need much memory.
         embedding = self.layout.stored(self.layout.names["embedding"])
         return embedding[tokens].to(self.layout.dtype)
 
@@ -129,6 +130,7 @@ class Decoder:
         query_index = torch.arange(queries.start, queries.stop)
         key_index = torch.arange(keys.start, keys.stop)
         distance = query_index[:, None] - key_index
+        # A token sees itself and earlier tokens.
         visible = distance >= 0
         if self.has_window(layer):
             assert self.config.sliding_window is not None
@@ -172,6 +174,7 @@ def compare_stages(first: Decoder, second: Decoder) -> Iterator[tuple[str, float
     yield "embedding", _relative_difference(x, second.embed(tokens))
 
     for layer in range(config.num_layers):
+        # Compare updates: in the sum, the residual stream would hide a small layer's difference.
         update = first.layer(layer, x) - x
         other_update = second.layer(layer, x) - x
         yield f"layer {layer}", _relative_difference(update, other_update)
@@ -181,5 +184,6 @@ def compare_stages(first: Decoder, second: Decoder) -> Iterator[tuple[str, float
 
 
 def _relative_difference(first: Tensor, second: Tensor) -> float:
+    # The bound avoids 0 / 0 for an update of zero.
     largest = first.abs().max().clamp_min(1e-30)
     return ((first - second).abs().max() / largest).item()

@@ -35,9 +35,11 @@ class GptOss(Decoder):
         weights = self.expert_weights(logits, chosen)
 
         outputs = []
+        # Visit each chosen expert once, so that its weights are read once.
         for expert in chosen.unique().tolist():
             tokens, slots = (chosen == expert).nonzero(as_tuple=True)
             output = self.expert(layer, expert, x[tokens]) * weights[tokens, slots, None]
+            # One summand per expert, so that the order of tokens cannot affect the sum.
             outputs.append(torch.zeros_like(x).index_add(0, tokens, output))
         return torch.stack(outputs).sum(0)
 
@@ -59,6 +61,7 @@ class GptOss(Decoder):
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """Apply the clamped activation of GPT-OSS."""
+    # The gate is clamped from above only, as in OpenAI's model.py.
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1)

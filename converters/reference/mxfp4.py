@@ -20,6 +20,7 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns:
         fp32 [rows, n * 32], which represents all values exactly.
     """
+    # The first of two values is in the low nibble.
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
     magnitudes = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes & 7]
     signs = 1.0 - 2.0 * (codes >> 3)
@@ -41,6 +42,7 @@ def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> 
         scales: uint8 [rows, n].
     """
     unit = _powers(scales)
+    # In units of the block's scale, in which the distances of neighbors are those below.
     error = (values.double() - exact.double()).abs().unflatten(-1, (-1, BLOCK)) / unit
     magnitude = exact.double().abs().unflatten(-1, (-1, BLOCK)) / unit
 

@@ -45,6 +45,7 @@ def yarn_frequencies(plain: Tensor, theta: float, scaling: YarnScaling) -> tuple
     """
     size = 2 * len(plain)
 
+    # The channel that makes this number of rotations within the original length.
     def channel_of(rotations: float) -> float:
         length = scaling.original_max_position_embeddings
         return size * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -56,6 +57,7 @@ def yarn_frequencies(plain: Tensor, theta: float, scaling: YarnScaling) -> tuple
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, size - 1)
+    # Avoids a division by 0, like the published implementations.
     if low == high:
         high += 0.001
 

@@ -63,6 +63,7 @@ def _mlp_mappings(config: DenseModelConfig, layer: int) -> Iterator[ParameterMap
     unchanged = partial(unchanged_in_layer, layer)
 
     norm = unchanged("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,))
+    # Transformer Engine fuses this norm into linear_fc1, and checkpoints have its key.
     yield replace(norm, checkpoint_key="decoder.layers.mlp.linear_fc1.layer_norm_weight")
     yield ParameterMapping(
         name=f"decoder.layers.{layer}.mlp.linear_fc1.weight",
@@ -70,6 +71,7 @@ def _mlp_mappings(config: DenseModelConfig, layer: int) -> Iterator[ParameterMap
         hf_names=tuple(f"model.layers.{layer}.mlp.{x}_proj.weight" for x in ("gate", "up")),
         part_shapes=((intermediate, hidden), (intermediate, hidden)),
         tensor_parallel_dim=0,
+        # Every rank needs the gate and the up channels of its share.
         tensor_parallel_blocks=2,
         layer=layer,
         expert=None,

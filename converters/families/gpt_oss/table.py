@@ -67,6 +67,7 @@ def _attention_mappings(config: GptOssModelConfig, layer: int) -> Iterator[Param
         (hidden, config.query_size),
         tensor_parallel_dim=1,
     )
+    # Not split: the bias is added once, after the sum over tensor-parallel ranks.
     yield unchanged("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,))
 
 
@@ -77,6 +78,7 @@ def _mlp_mappings(config: GptOssModelConfig, layer: int) -> Iterator[ParameterMa
     unchanged = partial(unchanged_in_layer, layer)
 
     yield unchanged("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,))
+    # Every rank routes its own tokens, so the router is whole on each.
     yield unchanged("mlp.router.weight", "mlp.router.weight", (experts, hidden))
     yield unchanged("mlp.router.bias", "mlp.router.bias", (experts,))
     yield from _expert_mappings(
