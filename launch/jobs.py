@@ -68,6 +68,7 @@ class Launch:
 
 def registry() -> Path:
     """Return the directory with one file per launched run."""
+    # As in the XDG Base Directory Specification.
     return Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "gptoss"
 
 
@@ -142,8 +143,10 @@ def format_script(
         variables: shell variables to set at the beginning.
         arguments: positional parameters of the script.
     """
+    # Quoted, because names and paths may contain spaces.
     assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
     body = Path(__file__).with_name(name).read_text()
+    # `set --` gives the script its $1, $2, ... also over standard input.
     return "\n".join([*assignments, shlex.join(["set", "--", *arguments]), body])
 
 
@@ -199,6 +202,7 @@ def query(launch: Launch) -> Status:
     elif state == "RUNNING" and attempts and attempts[-1].is_finished:
         state = "COMPLETING"  # the run is complete, its processes stop
 
+    # The file is missing until the first step is complete.
     step = int(json.loads(metrics[0])["step"]) if metrics else 0
     return Status(state=state, detail=detail, step=step, attempts=attempts)
 
@@ -229,6 +233,7 @@ def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tup
 def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
     """Parse the section of an attempt: one line each for outcome.json and head.json, if present."""
     attempt = AttemptStatus(title.split()[1])
+    # Both files are JSON objects in one line. Their keys tell them apart.
     for line in lines:
         record = json.loads(line)
         if "result" in record:
@@ -253,6 +258,7 @@ def describe_launches() -> list[str]:
 
 def _state_and_step(launch: Launch) -> str:
     try:
+        # One cluster that does not respond must not hide the other runs.
         status = query(launch)
     except ClusterError:
         return f"{launch.login or 'this machine'} does not respond"
@@ -324,6 +330,7 @@ def read_log(
         for line in process.stdout or ():
             yield line.rstrip("\n")
     finally:
+        # Also when the caller closes the generator, for example on Ctrl-C.
         process.terminate()
 
 
@@ -333,6 +340,7 @@ def cancel(launch: Launch) -> str:
     The run saves a checkpoint first. Slurm's KillWait limits the time for it.
     """
     if launch.kind == "slurm":
+        # By name, because a chain and a heterogeneous job have several numbers.
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
         run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif psutil.pid_exists(int(launch.job)):
@@ -351,6 +359,7 @@ def cancel(launch: Launch) -> str:
 def _note_cancelled(launch: Launch) -> None:
     """Mark a run as cancelled in the registry, without a change of its place in the list."""
     file = registry() / f"{launch.name}.json"
+    # known_launches sorts by this time.
     written = file.stat()
     launch.cancelled = True
     launch.save()
@@ -363,6 +372,7 @@ def split_sections(output: str) -> list[tuple[str, list[str]]]:
     for line in output.splitlines():
         if line.startswith("@"):
             sections.append((line[1:], []))
+        # Lines before the first title are no results, such as output of ~/.bashrc.
         elif line.strip() and sections:
             _, lines = sections[-1]
             lines.append(line)

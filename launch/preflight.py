@@ -41,6 +41,7 @@ class Partition:
     @property
     def gpus(self) -> dict[str, int]:
         """GPUs per node by type; the type is "" if Slurm has none."""
+        # The parentheses after a count are the sockets, which are no GPUs.
         matches = re.findall(r"gpu(?::([^:,()]+))?:(\d+)", self.gres)
         return {kind: int(count) for kind, count in matches}
 
@@ -62,6 +63,7 @@ def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
 
     problems: list[str] = []
     if cluster.kind == "slurm":
+        # Without Slurm, all other sections would be empty and the messages misleading.
         if not sections["sbatch"]:
             where = cluster.login or "this machine"
             raise ConfigError(
@@ -120,6 +122,7 @@ def _file_problems(
     for key, path in paths:
         if str(path) in absent:
             problem = f"{key}: {path} does not exist or cannot be read there"
+            # Files of a run can be created by commands of this project, paths of a cluster cannot.
             if not key.startswith("cluster."):
                 problem += f". {how_to_make(key, path)}"
             problems.append(problem)
@@ -148,6 +151,7 @@ def _engine_problems(
 ) -> list[str]:
     """Return the problems with the rollout servers' interpreter on the login node."""
     python = settings.engine_python
+    # The interpreter of a container is not visible from outside.
     if python is None or cluster.container is not None:
         return []
     key = settings.engine_key(cluster)
@@ -188,6 +192,7 @@ def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
         cluster: settings to check.
         lines: "account|qos,qos,..."; empty on a cluster without accounting.
     """
+    # One user can have several accounts, each with its own qualities.
     accounts: set[str] = set()
     qualities: set[str] = set()
     for line in lines:
@@ -197,6 +202,7 @@ def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
             qualities.update(quality for quality in listed.split(",") if quality)
 
     problems = []
+    # A cluster without accounting lists none, so there is nothing to compare with.
     if cluster.account and accounts and cluster.account not in accounts:
         known = ", ".join(sorted(accounts))
         problems.append(
@@ -259,6 +265,7 @@ def _has_cpus(cluster: ClusterConfig, partition: Partition) -> bool:
 
 
 def _has_memory(cluster: ClusterConfig, partition: Partition) -> bool:
+    # 0 requests all of a node's memory, so it fits every node.
     return parse_megabytes(cluster.memory_per_node or "0") <= partition.memory
 
 
@@ -315,6 +322,7 @@ def parse_seconds(time_limit: str) -> float:
 
 def parse_megabytes(memory: str) -> float:
     """Parse a value of sbatch --mem: a number with K, M, G or T; megabytes without a unit."""
+    # Slurm's units are powers of 1024.
     factors = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
     factor = factors.get(memory[-1].upper(), 1)
     return float(memory.rstrip("KMGTkmgt")) * factor
@@ -327,6 +335,7 @@ def _test_submission(cluster: ClusterConfig) -> list[str]:
         value = getattr(cluster, field)
         if value:
             options.append(f"--{field}={value}")
+    # --wrap gives sbatch a script. With --test-only nothing is submitted.
     options += [
         f"--nodes={cluster.nodes + cluster.rollout_nodes}",
         f"--time={cluster.time_limit}",

@@ -202,11 +202,13 @@ def reward_parts_chart(records: Records) -> Chart:
 
 def format_number(value: object) -> str:
     """Format a number for people: integers in full, others with 4 digits; other values with str."""
+    # bool is a subclass of int.
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float) and math.isfinite(value):
+        # Four digits would cut integers and large numbers.
         if value.is_integer() or abs(value) >= 1000:
             return f"{value:,.0f}"
         return f"{value:.4g}"
@@ -320,6 +322,7 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
     for curve in curves:
         # Rare evaluations are not noise from step to step, and a log scale is for orders of
         # magnitude, so neither is smoothed.
+        # Fewer than every second step has a value.
         is_sparse = 2 * len(curve.steps) <= curve.steps[-1] - curve.steps[0] + 1
         if len(curve.values) >= MIN_SMOOTHED_VALUES and not is_sparse and not chart.log_scale:
             draw_smoothed(axes, curve)
@@ -341,6 +344,7 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left")
     axes.set_xlabel(step_label)
+    # Steps are integers.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     if len(curves) > 1:
         axes.legend()
@@ -426,6 +430,7 @@ def shown_turns(episode: dict[str, Any]) -> list[ShownTurn]:
     turns = []
     for turn in episode["turns"] or [{"role": "prompt", "start": 0, "end": tokens}]:
         start, end = turn["start"], turn["end"]
+        # The cut is the intersection of this turn with the omitted range in the middle.
         cut_from = min(max(start, end_of_beginning), end)
         cut_to = max(min(end, begin_of_end), cut_from)
         before = episode_tokens(episode, start, cut_from)
@@ -453,6 +458,7 @@ def group_by_mask(tokens: Records) -> list[tuple[bool, Records]]:
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
+    # Applied to every value that a template inserts.
     finalize=show_control_characters,
 )
 TEMPLATES.filters |= {"number": format_number, "group_by_mask": group_by_mask, "exp": math.exp}

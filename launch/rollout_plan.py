@@ -43,12 +43,14 @@ class AsyncPrediction:
         the same work has k + 1 steps of time, because an episode begins k steps before its own. A
         step is never faster than trainer or engines.
         """
+        # The engines finish a step only with its longest episode.
         sequential = max(self.longest_episode, self.engines) + self.training
         return max(self.training, self.engines, sequential / (staleness + 1))
 
     def bound(self, staleness: int) -> str:
         """Return the name of the bound that limits a step at a staleness."""
         seconds = self.step_seconds(staleness)
+        # step_seconds returns one of these numbers unchanged, so they compare exactly.
         if seconds == self.training:
             return "trainer"
         return "engines" if seconds == self.engines else "longest episode"
@@ -71,6 +73,7 @@ class AsyncPrediction:
     @property
     def fastest_staleness(self) -> int:
         """Smallest staleness at which steps are as fast as possible."""
+        # The loop ends, because sequential / (staleness + 1) falls below any bound.
         fastest = max(self.training, self.engines)
         staleness = 0
         while self.step_seconds(staleness) > fastest:
@@ -95,19 +98,26 @@ def decoding_step_seconds(
     Returns:
         Seconds.
     """
+    # Q and output projection of every query head, key and value of every key/value head.
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     attention = heads * model.head_size * model.hidden_size
     experts = 1.0  # a dense model's MLP
     if model.num_experts > 0:
+        # Probability that no sequence is routed to an expert, for uniform routing.
         untouched = (1 - model.experts_per_token / model.num_experts) ** sequences
         experts = model.num_experts * (1 - untouched)
+
+    # Three matrices: gate, up and down.
     expert = 3 * model.hidden_size * model.intermediate_size
     weights = model.num_layers * (attention + experts * expert)
+    # The output layer. Of the embedding, a step reads only one row per sequence.
     weights += model.vocab_size * model.hidden_size
 
     full = model.layer_types.count("full_attention")
+    # A layer with a window reads at most its window from the cache.
     window = min(context, model.sliding_window or context)
     seen = full * context + (model.num_layers - full) * window
+    # Factor 2: a key and a value.
     keys_and_values = sequences * seen * 2 * model.num_key_value_heads * model.head_size
     return DECODING_OVERHEAD * BYTES * (weights + keys_and_values) / (BANDWIDTH * gpus)
 
@@ -128,6 +138,7 @@ def predict_async_rollouts(
     engine = rollout.engine
     assert isinstance(engine, SglangConfig)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
+    # A server cannot run more than its limit, nor more episodes than a step has.
     running = min(engine.max_running_requests, episodes / engine.servers)
 
     longest = rollout.max_response_tokens
@@ -136,6 +147,7 @@ def predict_async_rollouts(
     tokens_per_server = episodes * MEAN_LENGTH * longest / engine.servers
     update = predict_update(trainer)
     gpus = trainer.parallel.world_size
+    # Separate engines have their own GPUs, which the speed per GPU must count.
     if not engine.shares_trainer_gpus:
         gpus += engine.servers * engine.tensor_parallel
     return AsyncPrediction(
@@ -160,6 +172,7 @@ def async_rollout_plan(
         configured: configured value of ``algorithm.max_staleness``.
         tool_seconds: duration of each tool call of the longest episode.
     """
+    # Only SGLang's decoding speed was measured.
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: no prediction for engines of type {engine.type}"
@@ -170,6 +183,7 @@ def async_rollout_plan(
         f"{episodes} episodes of {MEAN_LENGTH * longest:.0f} sampled tokens on average "
         f"(assumption: {MEAN_LENGTH:g} of the maximum, {longest})"
     )
+    # Sharing GPUs excludes overlap, so only staleness 0 exists.
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
         return (

@@ -14,8 +14,10 @@ def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return shipped configurations of the command, YAML files and directories with a prefix."""
     names = [name for name in shipped_names(_command_of(ctx)) if name.startswith(incomplete)]
     paths = []
+    # Other files cannot be a configuration, so completion leaves them out.
     for path in sorted(glob(f"{incomplete}*")):
         if Path(path).is_dir():
+            # The slash lets the shell continue into the directory.
             paths.append(f"{path}/")
         elif path.endswith((".yaml", ".yml")):
             paths.append(path)

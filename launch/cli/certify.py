@@ -63,6 +63,7 @@ def certify_run(
 
     Exit code 1 if a check fails.
     """
+    # A wrong name must not cost the seconds that the imports below take.
     from rl_loop.certify.run import CertifyOptions, certify, check_subject_name
 
     check_subject_name(subject, has_weights=weights is not None)
@@ -71,6 +72,7 @@ def certify_run(
     from rl_loop.certify.certificate import CheckResult
     from rl_loop.certify.model import prepared
 
+    # On standard error, because standard output has the certificate.
     def show(result: CheckResult) -> None:
         print(f"{result.status.value:11}  {result.name}", file=sys.stderr, flush=True)
 

@@ -44,6 +44,7 @@ def convert_import(
     check: CheckOption = "sample",
 ) -> None:
     """Convert Hugging Face weights to a torch_dist checkpoint, for any parallel layout."""
+    # The two directions have mirrored arguments, so a mix-up is the most likely mistake.
     if is_megatron(hf_dir):
         reject_direction(hf_dir, "a Megatron checkpoint", "export", megatron_dir)
     from converters.torch_dist import import_checkpoint
@@ -75,6 +76,7 @@ def convert_export(
     check: CheckOption = "sample",
 ) -> None:
     """Convert a torch_dist checkpoint to Hugging Face safetensors."""
+    # Before the slow import of torch.
     if (megatron_dir / "config.json").exists() and not (megatron_dir / "metadata.json").exists():
         reject_direction(megatron_dir, "a Hugging Face directory", "import", hf_dir)
     from converters.torch_dist import export_checkpoint
@@ -89,6 +91,7 @@ def convert_export(
             check=check,
             check_progress=checked,
         )
+    # Only MXFP4 exports have losses.
     if report.losses:
         print(report)
     print(report.read_back)
@@ -289,6 +292,7 @@ def reject_direction(source: Path, kind: str, command: str, target: Path) -> NoR
     """
     from converters.errors import ConversionError
 
+    # Quoted, so that the user can paste the command.
     words = shlex.join(["gptoss", "convert", command, str(source), str(target)])
     raise ConversionError(f"{source}: is {kind}, which another command reads. Run `{words}`")
 
@@ -327,6 +331,7 @@ def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
     with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bars:
 
         def updater(title: str) -> Callable[[int, int], None]:
+            # Hidden until its first call, because a conversion can fail before it begins to copy.
             task = bars.add_task(title, total=None, visible=False, start=False)
 
             def update(done: int, total: int) -> None:

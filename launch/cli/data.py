@@ -49,4 +49,5 @@ def data_preview(
             samples=samples,
             conversations=conversations,
         )
+    # A script can test the status to reject a data set.
     raise typer.Exit(0 if all_learn else 1)

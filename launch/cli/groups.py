@@ -37,8 +37,10 @@ class ErrorsInOneLine(UnbrokenHelp):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("gptoss: stopped", file=sys.stderr)
+            # 128 + SIGINT, as shells report it.
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
+            # The broken pipe may be another one, such as a child process's. That is an error.
             if not discard_unread_output():
                 print_failure(error)
                 raise typer.Exit(1) from None
@@ -58,9 +60,12 @@ def discard_unread_output() -> bool:
     """
     output = sys.stdout.fileno()
     state = select.poll()
+    # Without requested events, poll reports only errors and hang-ups.
     state.register(output, 0)
+    # POLLERR: the reading end of the pipe is closed.
     is_gone = any(event & select.POLLERR for _, event in state.poll(0))
     if is_gone:
+        # Otherwise Python's flush at exit would raise a second BrokenPipeError.
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return is_gone
 
@@ -93,5 +98,6 @@ class GroupWithDefault(UnbrokenHelp):
         """Return True if ``word`` is a command, or a misspelled command and not a configuration."""
         if word in self.commands:
             return True
+        # A configuration may be named like a command with a typo.
         is_config = any(find_config(Path(word), folder).exists() for folder in ("rl", "sft"))
         return not is_config and bool(get_close_matches(word, self.commands))

@@ -82,6 +82,7 @@ def plan(
     """
     from rl_loop.config.load import load_rl_config, load_run_config
 
+    # Load the configuration before the imports of planning, so that mistakes appear at once.
     rl = None if sft else load_rl_config(path, overrides)
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
@@ -98,6 +99,7 @@ def plan(
         step_plan(inputs, hardware.gigabytes, getattr(config, "sequences_per_step", None)),
         sep="\n",
     )
+    # Supervised runs have no rollouts.
     if rl is not None:
         staleness = rl.algorithm.max_staleness
         print(async_rollout_plan(rl.rollout, rl.memory_inputs, staleness, tool_seconds))

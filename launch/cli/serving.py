@@ -64,6 +64,7 @@ def serve(
     """Serve a checkpoint over OpenAI's API: chat completions and responses."""
     from rl_loop.config.load import load_served_config
 
+    # Every check runs before the import of the server, which loads torch.
     config = load_served_config(path, overrides)
     if weights is None:
         _log_served_weights(path, config.initial_weights)
@@ -121,6 +122,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     from rl_loop.gateway.serve import ServeError
 
     try:
+        # Keys are passwords: refuse a file that another user can read.
         mode = stat.S_IMODE(path.stat().st_mode)
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -130,6 +132,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
             f"--api-key-file {path}: readable by other users (mode {mode:04o}). Run chmod 600 "
             f"{path}"
         )
+    # Blank lines, such as one at the end of the file, are no keys.
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ServeError(f"--api-key-file {path}: has no key. Write one key per line")
@@ -138,6 +141,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 def _print_address(name: str, is_new: bool, base_url: str, keys: list[str]) -> None:
     """Print the address of the server, and keys that were created for it."""
+    # Flushed, because a script may wait for this line in a pipe.
     print(f"serving {name} at {base_url}; Ctrl-C stops", flush=True)
     if is_new:
         for key in keys:
