@@ -124,6 +124,7 @@ class ClusterConfig(StrictModel):
             raise ValueError(
                 f"shared_dir ({self.shared_dir}) must be an absolute path on the cluster",
             )
+        # Rejects options: ssh would interpret a login that begins with "-".
         if self.login is not None and re.fullmatch(r"[\w.][\w.-]*@[\w.:-]+", self.login) is None:
             raise ValueError(f"login ({self.login}) must be user@host")
         if self.kind == "slurm":
@@ -176,6 +177,7 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
     if nodes is not None:
         tree["nodes"] = nodes
     cluster = validated(path, ClusterConfig, OmegaConf.to_container(tree, resolve=True))
+    # Counted only if needed, because it starts nvidia-smi.
     if cluster.kind == "local" and "gpus_per_node" not in cluster.model_fields_set:
         return cluster.model_copy(update={"gpus_per_node": count_gpus()})
     return cluster

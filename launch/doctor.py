@@ -80,6 +80,7 @@ def run_check(name: str, check: Callable[[], Finding]) -> Check:
     try:
         finding = check()
     except Exception as error:
+        # An import error of a library can have dozens of lines.
         first_line = str(error).strip().splitlines()[:1]
         detail = ": ".join([type(error).__name__, *first_line])
         return Check(
@@ -171,9 +172,11 @@ def check_nemo_run() -> Finding:
 
 def check_sglang() -> Finding:
     """Find an environment with SGLang in ENGINE, or in this interpreter."""
+    # The separate environment first, because the trainer's usually has no SGLang.
     for python in (ENGINE / "bin" / "python", Path(sys.executable)):
         if not python.exists():
             continue
+        # Reads metadata only, because importing SGLang would load torch.
         program = "import importlib.metadata as m; print(m.version('sglang'))"
         done = subprocess.run(
             [python, "-c", program], capture_output=True, text=True, timeout=60, check=False
@@ -187,6 +190,7 @@ def check_sglang() -> Finding:
 
 def _gpu_command() -> str:
     """Return the command of docs/installing.md, or its equivalent for an installed wheel."""
+    # Only a checkout has the pinned requirements.
     pins = Path(__file__).resolve().parents[1] / "requirements-gpu.txt"
     if pins.exists():
         return f"pip install --no-build-isolation --no-deps --require-hashes -r {pins}"
@@ -200,6 +204,7 @@ def check_o200k() -> Finding:
     does not need it.
     """
     version = importlib.metadata.version("openai-harmony")
+    # In a process of its own interpreter, as a user would run it, with its own error messages.
     command = [sys.executable, *O200K_COMMAND.split()[1:]]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     output = result.stdout if result.returncode == 0 else result.stderr
@@ -275,6 +280,7 @@ def check_disk() -> Finding:
 def check_memory() -> Finding:
     """Check the memory and count the processors."""
     total = host_memory.total_bytes() / 1e9
+    # The affinity mask, because a container or Slurm may allow fewer cores than the machine has.
     detail = f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores"
     if total < MIN_MEMORY:
         return Finding(Status.LIMITED, detail, f"the tiny run needs about {MIN_MEMORY} GB")

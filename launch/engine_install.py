@@ -85,6 +85,7 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
     """
     directory = directory.absolute()
     requirements = read_requirements(pinned)
+    # Before the lock, which creates its file in the directory.
     check_directory(directory)
     python = directory / "bin" / "python"
 
@@ -116,9 +117,11 @@ def read_requirements(pinned: Path) -> list[Requirement]:
     Raises:
         InstallError: for a package without a version or a hash.
     """
+    # A package's hashes follow in indented lines.
     blocks = re.split(r"\n(?=\S)", pinned.read_text().strip())
     requirements = []
     for block in blocks:
+        # uv's header, and comments between packages.
         if block.startswith("#"):
             continue
         pin = block.split()[0]
@@ -161,6 +164,7 @@ def unsupported_reason(machine: Machine, share: float = 1.0) -> str:
             f"this machine is {machine.system} {machine.architecture}, but the pinned versions are "
             "for Linux x86_64. Install SGLang 0.5.17 by hand (docs/installing.md)"
         )
+    # pip would fail later, with a message about missing versions.
     if machine.glibc is None or machine.glibc < GLIBC:
         found = "none" if machine.glibc is None else ".".join(map(str, machine.glibc))
         wanted = ".".join(map(str, GLIBC))
@@ -168,6 +172,7 @@ def unsupported_reason(machine: Machine, share: float = 1.0) -> str:
             f"SGLang's wheels need glibc {wanted} or later, but this system has {found}. Use the "
             "image of the Dockerfile, or Debian 12, Ubuntu 22.04 or later"
         )
+    # Pinned wheels are built for one version of Python.
     if machine.python != (3, 12):
         found = f"{machine.python[0]}.{machine.python[1]}"
         return (
@@ -189,6 +194,7 @@ def check_directory(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise InstallError(f"{directory}: is a file. Give a directory for the environment")
+    # The environment is deleted if the pinned file changes, so nothing else may be in it.
     if any(directory.iterdir()) and not (directory / PROGRESS_FILE).exists():
         raise InstallError(
             f"{directory}: not empty, and not an environment of this command. Give another "
@@ -205,6 +211,7 @@ def _lock_directory(directory: Path) -> Iterator[int]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / PROGRESS_FILE, "a") as notes:
+        # The kernel releases the lock when its last holder exits, also after a kill.
         try:
             fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -243,6 +250,7 @@ def _make_environment(directory: Path, pinned: Path) -> None:
     for entry in directory.iterdir():
         if entry == notes:
             continue
+        # A link to a directory is removed, not followed.
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -277,7 +285,9 @@ def _install(
 
         portion_file.write_text("\n".join(requirement.text for requirement in portion) + "\n")
         # An interrupted package looks installed but may be incomplete, so reinstall it.
+        # The file lists all dependencies with hashes, so pip must not resolve or build any.
         options = ["--no-deps", "--ignore-installed", "--only-binary", ":all:", "--require-hashes"]
+        # --no-compile: all packages are compiled at the end, on all cores.
         quiet = ["-q", "--no-input", "--disable-pip-version-check", "--no-compile"]
         pip = [str(directory / "bin" / "python"), "-m", "pip", "install"]
         _run(
@@ -285,6 +295,7 @@ def _install(
             f"pip could not install {names}. Repeat the command to continue",
             keep_open=(lock,),
         )
+        # After pip has returned, so that an entry means a complete package.
         _record_completed(directory, [requirement.pin for requirement in portion])
     portion_file.unlink(missing_ok=True)
 
@@ -305,6 +316,7 @@ def _compile(python: Path, log_line: LogLine) -> None:
 
 def _check_import(python: Path) -> None:
     """Raise InstallError if Python does not find SGLang in the environment."""
+    # find_spec does not import SGLang, which would load torch.
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
     _run([str(python), "-c", program], f"{python} does not find SGLang")
 

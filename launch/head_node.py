@@ -64,6 +64,7 @@ class HeadNode(NodeProgram):
         return 0 if outcome.result is Result.FINISHED else 1
 
     def check_progress(self) -> None:
+        # Before training there is nothing to save, so stop at once.
         if self.stop_requested:
             raise StopRequested
         self._check_nodes()
@@ -85,6 +86,7 @@ class HeadNode(NodeProgram):
             # The other nodes wait for an outcome, also if this program has a bug.
             outcome.error = f"{self.name}: {type(error).__name__}: {error}"
 
+        # Counted from the checkpoints, because the driver may have been killed.
         outcome.last_step = count_saved_steps(self.run)
         # On a single machine no scheduler starts the job again.
         decide_requeue(outcome, earlier_outcomes(self.attempt), self.cluster.retries)
@@ -107,6 +109,8 @@ class HeadNode(NodeProgram):
         self._write_environment()
 
         self.join_ray()
+        # Ranks are placed by node resources, so every node must be in Ray before the driver
+        # starts.
         self.wait_until(self._all_nodes_are_ready)
         self._check_nodes(complete=True)
 
@@ -182,6 +186,7 @@ class HeadNode(NodeProgram):
             "launch",
             self.settings.command,
             self.config_file,
+            # The same command starts the run and continues it in later attempts.
             "--resume-or-new",
         ]
         environment = {

@@ -69,6 +69,7 @@ class NodeProgram:
         self.cluster = cluster
         self.index = index
 
+        # Outside of Slurm there is only this machine.
         self.name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self.names = os.environ.get("GPTOSS_NODES", self.name).split(",")
         # Ray's workers inherit both. The first names the node in errors, the second tells the
@@ -100,13 +101,16 @@ class NodeProgram:
         make_files_private()
         make_run_directory(self.run.path)
         self.attempt.nodes.mkdir(parents=True, exist_ok=True)
+        # Before the first long step: Slurm may send a signal at any time.
         for number in STOP_SIGNALS:
             signal.signal(number, self._request_stop)
 
         # All output goes to the node's log. The console only gets the outcome.
         console = os.dup(1)
+        # O_APPEND, because child processes write to the same log.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         log = os.open(self.attempt.path / f"{self.name}.log", flags, 0o600)
+        # At the level of descriptors, so that child processes inherit it.
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
@@ -290,5 +294,6 @@ class NodeProgram:
             logs = self.ray_directory / "session_latest" / "logs"
             shutil.copytree(logs, self.attempt.path / "ray" / self.name, dirs_exist_ok=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        # The token is worthless after the attempt, but must not stay on a shared disk.
         if self.is_head:
             self.attempt.ray_token.unlink(missing_ok=True)

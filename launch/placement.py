@@ -36,6 +36,7 @@ class NodePlan:
     @property
     def free_gpus(self) -> int:
         """Number of GPUs without a rank or a server; negative for nodes without GPUs."""
+        # Servers may share the GPUs of ranks, so count distinct GPUs.
         used = {*self.rank_gpus, *(gpu for gpus in self.server_gpus for gpu in gpus)}
         return self.gpus - len(used)
 
@@ -77,10 +78,12 @@ def plan_nodes(
 
     _place_ranks(parallel, cluster, trainers)
     if rollout is not None:
+        # Without separate nodes, servers and workers run on the trainer's.
         hosts = rollouts or trainers
         servers = rollout.engine.server_processes
         if servers is not None:
             _place_servers(parallel, servers, cluster, trainers, hosts)
+        # After the servers, because workers follow them.
         _place_workers(rollout.workers, hosts)
 
     # An idle node would be billed, and its program would wait until the end of the run.
@@ -117,6 +120,7 @@ def _ranks_per_node(parallel: ParallelConfig, cluster: ClusterConfig) -> int:
     """Return one rank per GPU, or an even distribution without GPUs."""
     if cluster.gpus_per_node:
         return cluster.gpus_per_node
+    # Rounded up, so that the last node has the rest.
     return -(-parallel.world_size // cluster.nodes)
 
 

@@ -25,6 +25,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 def full_row(inputs: MemoryInputs) -> list[int]:
     """Return the sequence lengths of a micro-batch filled with episodes of maximum length."""
     longest = inputs.longest_sequence
+    # A row is filled with whole episodes, and a shorter one takes the rest.
     lengths = [longest] * (inputs.tokens // longest)
     if inputs.tokens % longest:
         lengths.append(inputs.tokens % longest)
@@ -79,7 +80,9 @@ def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> Update
         quantization=inputs.quantization,
     )
     gpu_seconds = step.total * parallel.world_size
+    # Includes the sequences that fill the last micro-batches.
     tokens = sum(lengths) * micro_batches * parallel.data
+    # A frozen base has no weight gradients, one of three products per weight.
     frozen_base = inputs.adapter is not None
     flops = training_flops(inputs.model, lengths, frozen_base=frozen_base)
     flops *= micro_batches * parallel.data
@@ -162,6 +165,7 @@ def _layout_lines(
     lines = [f"predicted fastest layouts of the trainer's {gpus} GPUs that fit:"]
     for place, (update, layout, estimate) in enumerate(fitting):
         is_configured = layout == inputs.parallel
+        # The configured layout is always shown, to compare it with the fastest.
         if place >= LAYOUTS_SHOWN and not is_configured:
             continue
         needed = estimate.peak.total / 1e9

@@ -142,6 +142,7 @@ class TrainingProgress:
             step: number of completed steps.
             values: values of the step's metrics.
         """
+        # An evaluation reports the same step again and took no training step.
         if step > self._done:
             now = time.monotonic()
             self._step_seconds.append(now - self._step_ended)

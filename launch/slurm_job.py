@@ -36,6 +36,7 @@ class SlurmJob:
 
     def __init__(self, settings: JobSettings, cluster: ClusterConfig, stamp: str) -> None:
         try:
+            # nemo-run writes the directory into the batch script without quotes.
             check_script_word("the directory of the run", settings.directory)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -106,6 +107,7 @@ class SlurmJob:
 
         rollout_task = self._task(group=1)
         rollout_executor = self._executor(self.cluster.rollout_nodes)
+        # nemo-run makes a heterogeneous job of a list of tasks.
         experiment.add(
             [trainer_task, rollout_task],
             executor=[trainer_executor, rollout_executor],
@@ -148,6 +150,7 @@ class SlurmJob:
             "gres": self._gres(),
             "cpus_per_task": cluster.cpus_per_node,
             "mem": cluster.memory_per_node,
+            # False would still write the option, None leaves it out.
             "exclusive": cluster.exclusive or None,
             "heterogeneous": cluster.rollout_nodes > 0,
         }
@@ -179,6 +182,7 @@ class SlurmJob:
         shared = self.cluster.shared_dir
         return {
             "container_image": container.image,
+            # At its own path, because the configuration has absolute paths in it.
             "container_mounts": [f"{shared}:{shared}", *container.mounts],
         }
 

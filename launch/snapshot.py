@@ -96,12 +96,14 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
     Raises:
         ConfigError: in a checkout without git.
     """
+    # A wheel places gptoss_kernels next to the other packages, a checkout in kernels/.
     is_installed = (PROJECT / "gptoss_kernels").is_dir()
     if is_installed:
         files = _files_of_installation()
         state = f"installed: megatron-gptoss {version('megatron-gptoss')}\n"
     else:
         files = _files_of_checkout()
+        # Together, commit and difference reproduce the tracked files.
         state = _git("rev-parse", "HEAD") + _git("status", "--short") + _git("diff", "HEAD")
 
     # Compression level 1, because the user waits and the code is only a few megabytes.
@@ -120,6 +122,7 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
 
 def _files_of_checkout() -> dict[str, Path]:
     """Return the checkout's files, except ignored files and keys, by their path in it."""
+    # Tracked files are never left out, because the user has added them to git on purpose.
     tracked = _listed("--cached")
     untracked = _listed("--others", "--exclude-standard")
     secrets = sorted(name for name, file in untracked.items() if _looks_secret(name, file))
@@ -144,6 +147,7 @@ def _looks_secret(name: str, file: Path) -> bool:
     # Exempt source code, which is often named after secrets.
     parts = [part.lower() for part in Path(name).parts]
     is_code = file.suffix in (".py", ".md", ".html", ".js", ".c", ".h")
+    # Any component counts, such as a folder named secrets.
     if not is_code and any(fnmatch(part, kind) for part in parts for kind in SECRET_NAMES):
         return True
     with file.open("rb") as content:
@@ -169,6 +173,7 @@ def _files_of_installation() -> dict[str, Path]:
     files = {}
     for place, folder in sources.items():
         for file in sorted(folder.rglob("*")):
+            # Compiled files depend on the interpreter of this machine.
             if file.is_file() and "__pycache__" not in file.parts:
                 files[f"{place}/{file.relative_to(folder)}"] = file
     return files

@@ -30,6 +30,7 @@ from rl_loop.tracking.run_directory import RunDirectory, make_run_directory
 
 def resolve_paths[Config: RunConfig](config: Config, cluster: ClusterConfig) -> Config:
     """Return ``config`` with relative paths resolved against the cluster's shared directory."""
+    # Validated again, so that the result is a complete configuration.
     values = _resolve(config.model_dump(), "", cluster)
     return type(config).model_validate(values)
 
@@ -48,6 +49,7 @@ def _is_path(value: Any, key: str) -> bool:
     if isinstance(value, Path):
         return True
     name = key.rpartition(".")[2]
+    # Paths of data sources are strings, because a source may be on the Hub.
     is_named_so = name == "path" or name.endswith("_path")
     return is_named_so and isinstance(value, str) and not is_hub_dataset(value)
 
@@ -135,6 +137,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     settings = job_settings(config)
     notes = []
     if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bfloat16":
+        # A dry run on a laptop plans for the GPUs that the run needs.
         needed = _gpus_needed(settings)
         cluster = cluster.model_copy(update={"gpus_per_node": needed})
         notes = [f"  This machine has no GPU. The run needs {needed}."]
@@ -205,6 +208,7 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     Raises:
         ConfigError: if a check fails.
     """
+    # Two runs in one directory would overwrite each other's checkpoints.
     _check_name_is_free(config.name)
     make_files_private()
 
@@ -216,8 +220,10 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
         # Raises ConfigError if the configuration has changed so that the run cannot resume.
         changes_since(RunDirectory(config.directory), config)
     if cluster.kind == "local":
+        # Only here, this machine is the one that runs the job.
         check_run_requirements(config, has_own_ray=True)
 
+    # On a remote cluster, the node program creates the directory.
     if cluster.login is None:
         make_run_directory(config.directory)
     now = time.localtime()
@@ -275,6 +281,7 @@ def _start_here(settings: JobSettings, cluster: ClusterConfig, stamp: str) -> in
     with tarfile.open(write_snapshot(folder / "code.tar.gz", files)) as archive:
         archive.extractall(code, filter="data")
 
+    # The snapshot precedes installed packages, also in Ray's workers.
     environment = {
         **os.environ,
         **cluster.env,
