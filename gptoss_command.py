@@ -17,6 +17,7 @@ SHARED_PACKAGES = ("gptoss_kernels", "megatron_gptoss", "converters", "rl_loop")
 
 def main() -> None:
     """Run the command line. Exit with status 1 and an error in one line if a package is hidden."""
+    # Worker processes would import the hiding package, so loading ours here would not suffice.
     for name in SHARED_PACKAGES:
         hidden_by = other_place(name)
         if hidden_by is not None:
@@ -38,6 +39,7 @@ def main() -> None:
 
 def other_place(name: str) -> Path | None:
     """Return the file that Python would import as a package; None if it is this project's."""
+    # find_spec does not import the package, so the hiding file does not run.
     found = importlib.util.find_spec(name)
     if found is None:
         return None
@@ -64,6 +66,7 @@ def _import_ours(name: str) -> None:
     )
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
+    # Before execution, because modules of the package import it.
     sys.modules[name] = package
     spec.loader.exec_module(package)
 

@@ -63,6 +63,8 @@ class Attempt:
     def write_outcome(self, outcome: Outcome) -> None:
         """Write outcome.json, and decision.sh for the batch script."""
         code = 0 if outcome.result is Result.FINISHED else 1
+        # The batch script sources this file, because Slurm's commands are only certain to exist
+        # there.
         decision = [
             f"REQUEUE={int(outcome.requeue)}",
             f"EXCLUDE={','.join(outcome.exclude)}",

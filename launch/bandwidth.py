@@ -79,6 +79,7 @@ def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
     # ... follow in a second round.
     for first in (0, 1):
         for left in range(first, ranks.nodes - 1, 2):
+            # Collective, too: also processes outside of the pair create it.
             pair = dist.new_group(ranks.of(left, count=2))
             if ranks.node in (left, left + 1):
                 fastest = max(fastest or 0.0, measure_bandwidth(pair, buffer))
@@ -88,6 +89,7 @@ def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
 
 def main(output: Path) -> None:
     """Measure and, on rank 0, write ``output``."""
+    # Before the first group, whose ports other users of the node could connect to.
     authenticate_groups()
     local_rank = int(os.environ["LOCAL_RANK"])
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])

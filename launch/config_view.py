@@ -36,6 +36,7 @@ def config_lines(
         origin = _origin_of(key, origins)
         if origin != DEFAULT or not changed_only:
             entries.append((f"{key}: {_text(value)}", origin))
+    # Long values, such as prompts, must not push all origins to the right.
     width = min(max((len(text) for text, _ in entries), default=0), 60)
     return [f"{text:{width}}  # {origin}" for text, origin in entries]
 
@@ -43,6 +44,7 @@ def config_lines(
 def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of every leaf in nested mappings."""
     for key, value in tree.items():
+        # An empty mapping has no leaves, so it is a value.
         if isinstance(value, dict) and value:
             yield from _values(value, f"{prefix}{key}.")
         else:
@@ -51,6 +53,7 @@ def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _origin_of(key: str, origins: dict[str, str]) -> str:
     """Return the origin of ``key`` or of its longest known prefix."""
+    # An override may set a whole section at once.
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         origin = origins.get(".".join(parts[:length]))

@@ -70,6 +70,7 @@ def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Co
     title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {trained} trained"
     _print_line(title, console, style="bold")
 
+    # Colors are lost in a file, so write the mask as a word there.
     if console.is_terminal:
         console.print(colored(sample, codec), highlight=False)
     else:
@@ -94,6 +95,7 @@ def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
             continue
         yield Piece(waiting, text, trained)
         waiting = []
+    # A truncated sample may end within a character.
     if waiting:
         yield Piece(waiting, codec.decode(waiting), bool(sample.loss_mask[-1]))
 
@@ -143,6 +145,7 @@ def statistics_lines(preview: Preview) -> Iterator[str]:
 
 def histogram(lengths: np.ndarray) -> Iterator[str]:
     """Yield a bar per range of lengths. The upper bounds are powers of 2."""
+    # At least 2, because log2(1) = 0 would give the range from 1 to 1.
     upper = 2 ** np.ceil(np.log2(np.maximum(lengths, 2))).astype(int)
     counts = {
         int(bound): int(count)
@@ -150,10 +153,12 @@ def histogram(lengths: np.ndarray) -> Iterator[str]:
     }
     most = max(counts.values())
 
+    # Empty ranges between get a line, too, so that the axis has no gaps.
     bound = min(counts)
     while bound <= max(counts):
         count = counts.get(bound, 0)
         bar = "#" * round(BAR_WIDTH * count / most)
+        # A few samples next to thousands would round to an empty bar.
         if count > 0 and not bar:
             bar = "."
         yield f"  {bound // 2 + 1:>7,} - {bound:>7,} tokens  {bar:{BAR_WIDTH}}  {count:,}"

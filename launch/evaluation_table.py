@@ -43,6 +43,7 @@ def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
     rows: dict[str, Episodes] = {}
     for category in categories:
         rows[category] = [episode for episode in episodes if episode["category"] == category]
+    # One category would repeat its row.
     if len(categories) != 1:
         rows["all"] = list(episodes)
     return rows
@@ -64,6 +65,7 @@ def _build_table(rows: dict[str, Episodes], baseline: Episodes) -> tuple[Table, 
         if baseline:
             change = compare(episodes, baseline)
             cells.append("no common task" if change is None else str(change))
+        # Text instead of markup, because categories come from the data.
         shown = Text(show_control_characters(category))
         table.add_row(shown, str(len(tasks)), *cells)
     return table, len(columns)

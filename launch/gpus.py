@@ -52,6 +52,7 @@ def gpu_named(name: str) -> Gpu:
 def local_gpu() -> Gpu | None:
     """Return the smallest GPU of this machine; None if nvidia-smi reports none."""
     try:
+        # nvidia-smi instead of torch, which takes seconds to import.
         rows = query_gpus("name", "memory.total", "memory.reserved")
     except OSError:
         return None
@@ -60,6 +61,7 @@ def local_gpu() -> Gpu | None:
         total, reserved = memory_bytes(row["memory.total"]), memory_bytes(row["memory.reserved"])
         if total is not None and reserved is not None:
             gpus.append(Gpu(row["name"], total - reserved))
+    # A layout must fit on every GPU.
     return min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
 
 
@@ -67,6 +69,7 @@ def count_gpus() -> int:
     """Return the number of usable GPUs of this machine, which CUDA_VISIBLE_DEVICES may limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
+        # As in CUDA: -1 hides all following devices.
         named = [name.strip() for name in visible.split(",")]
         return named.index("-1") if "-1" in named else len(list(filter(None, named)))
 
@@ -97,6 +100,7 @@ def planned_hardware(
         if size is not None and not 0 < size < math.inf:
             raise ConfigError(f"{option} {size:g}: must be a finite size above 0, in GB")
 
+    # From the most explicit source to the least.
     if gigabytes is not None:
         return Hardware(gigabytes, host_gigabytes=host_gigabytes)
     if gpu is not None:
@@ -106,6 +110,7 @@ def planned_hardware(
     here = local_gpu()
     if here is None:
         return replace(configured_hardware(configured_gigabytes), host_gigabytes=host_gigabytes)
+    # The host's memory belongs to the GPU only if both are this machine's.
     if host_gigabytes is None:
         host_gigabytes = host_memory.total_bytes() / 1e9
     return Hardware(_gb(here), f"{here.name} of this machine", host_gigabytes)

@@ -66,6 +66,7 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
 
     # Slurm numbers the nodes of each part of a heterogeneous job from 0.
     index = int(os.environ.get("SLURM_NODEID", 0))
+    # The rollout nodes follow the trainer's nodes.
     if group > 0:
         index += cluster.nodes
 
@@ -79,6 +80,7 @@ def enter_environment(cluster: ClusterConfig) -> None:
 
     Some variables are read at the start of a program, such as LD_LIBRARY_PATH.
     """
+    # The variable must not reach children, which would skip their own restart.
     has_started_again = os.environ.pop(RESTARTED, None) is not None
     if has_started_again or not cluster.env:
         return

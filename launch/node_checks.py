@@ -47,6 +47,7 @@ def check_node(
         engine: engine whose servers run here, whose interpreter is checked; None for no servers.
     """
     check = NodeCheck()
+    # Collect all problems, so that one repair of the node can remove them.
     if engine is not None:
         try:
             engine.check_machine()
@@ -86,6 +87,7 @@ def check_node(
 def full_disks(cluster: ClusterConfig) -> list[str]:
     """Return a problem for shared_dir and for /tmp if less than min_free_disk is free."""
     problems = []
+    # Ray's files are in /tmp, checkpoints in shared_dir.
     for path in (cluster.shared_dir, Path("/tmp")):
         free = shutil.disk_usage(path).free / 1e9
         if free < cluster.min_free_disk:

@@ -14,6 +14,7 @@ def keep_output_in_log(log: Path) -> None:
     Causes are a closed terminal, a ``| tee`` that exits at the same Ctrl-C, or a full disk under a
     redirected output.
     """
+    # Text in the old buffer would appear after later lines.
     sys.stdout.flush()
     sys.stdout = _wrap(sys.stdout, log)
     sys.stderr.flush()

@@ -92,6 +92,7 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
         "-m",
         "rl_loop.cluster.ray_session",
         "start",
+        # The process lives as long as Ray, so that its end shows that Ray has ended.
         "--block",
         "--disable-usage-stats",
         f"--node-ip-address={address}",
@@ -109,6 +110,7 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
             f"--port={head.port}",
             f"--dashboard-host={address}",
             f"--dashboard-port={head.dashboard_port}",
+            # The autoscaler has nothing to start: Slurm chooses the nodes.
             "--no-monitor",
             f"--include-dashboard={str(cluster.dashboard).lower()}",
         ]
@@ -159,6 +161,7 @@ def has_started_or_ended(ray: subprocess.Popen[bytes], log: Path, offset: int) -
         log: output of the process.
         offset: position in the log where its output begins.
     """
+    # `ray start --block` does not exit after the start, so its output must show it.
     return b"Ray runtime started" in log.read_bytes()[offset:] or ray.poll() is not None
 
 

@@ -51,9 +51,11 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
         texts: text of every token.
         mask: True for tokens that the policy sampled.
     """
+    # Harmony has no such token, so one of them decides.
     if IM_START in texts:
         return chatml_messages(texts, mask)
 
+    # Compare whole tokens, so that text which spells a special token stays text.
     specials = [(place, text) for place, text in enumerate(texts) if text in SPECIAL_TOKENS]
     return [_message_of(span, texts, mask) for span in split_messages(specials, len(texts))]
 
@@ -63,6 +65,7 @@ def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -
         # A header without a message: sampling was truncated, or is malformed.
         header, body = Header("assistant", None, None, None), min(span.header, span.body_end)
     else:
+        # The token before the body is <|message|>, which is no part of the header.
         header, body = read_header("".join(texts[span.header : span.body - 1])), span.body
 
     return Message(
@@ -91,6 +94,7 @@ def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]
         mask: True for tokens that the policy sampled.
     """
     starts = [i for i, text in enumerate(texts) if text == IM_START]
+    # Tokens before the first message also form one, so that none is hidden.
     cuts = sorted({0, *starts, len(texts)})
     return [
         message
@@ -104,10 +108,12 @@ def _chatml_parts(
 ) -> Iterator[Message]:
     """Split the tokens [start, end) of one message, and separate its function calls."""
     tokens = list(texts[start:end])
+    # Without an end token, the message was truncated, or the next one began.
     body_end = start + tokens.index(IM_END) if IM_END in tokens else end
     role, body = _chatml_header(start, body_end, texts)
 
     calls = []
+    # The token in a message of another author is a quotation, not a call.
     if role == "assistant":
         calls = [i for i in range(body, body_end) if texts[i] == TOOL_CALL]
     if not calls or "".join(texts[body : calls[0]]).strip():
@@ -136,6 +142,7 @@ def _chatml_header(start: int, body_end: int, texts: Sequence[str]) -> tuple[str
     begin = start + 1 if texts[start] == IM_START else start
     for i in range(begin, body_end):
         if "\n" in texts[i]:
+            # The first line is the role. One token may hold the line break and more.
             role = "".join(texts[begin : i + 1]).partition("\n")[0].strip()
             return role or "assistant", i + 1
     return "assistant", min(begin, body_end)

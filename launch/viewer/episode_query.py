@@ -21,6 +21,7 @@ SEARCH_SECONDS = 0.4
 SORTABLE = tuple(
     field.name
     for field in FIGURES
+    # A map has no order, and the two texts are no figures.
     if field.name not in ("reward_parts", "format_error", "invalid_reason")
 )
 
@@ -70,6 +71,7 @@ class EpisodeQuery:
 
         values: dict[str, Any] = {}
         for name, text in given.items():
+            # Forms of the page send empty fields.
             if text == "":
                 continue
             values[name] = _parse(name, text, known[name].type)
@@ -94,6 +96,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     Raises:
         QueryError: if the value is invalid.
     """
+    # An optional field has the type "int | None", whose parts are its arguments.
     kinds = (kind, *get_args(kind))
     if int in kinds or float in kinds:
         return _parse_number(name, text, is_integer=int in kinds)
@@ -120,6 +123,7 @@ def _parse_number(name: str, text: str, *, is_integer: bool) -> int | float:
     except ValueError:
         pass
 
+    # A request may contain any text, so quote only its beginning.
     shown = text if len(text) < 40 else f"{text[:40]}..."
     raise QueryError(f"{name}: {shown!r} is not a number that fits in 64 bits")
 
@@ -166,6 +170,7 @@ def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
 
     rows = np.flatnonzero(matches)
     rows = _sorted(figures, rows, query)
+    # Take the page first, because converting rows to Python is slow.
     shown = figures.take(pa.array(rows[query.offset : query.offset + query.limit]))
     return EpisodePage(
         rows=shown.to_pylist(maps_as_pydicts="strict"),
@@ -226,11 +231,13 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
 def _sorted(figures: pa.Table, rows: np.ndarray, query: EpisodeQuery) -> np.ndarray:
     """Sort row indices by a column. Rows without a value come last, equal rows newest first."""
     newest_first = rows[::-1]
+    # Ids increase with time, so the rows are in this order already.
     if query.sort == "id":
         return newest_first if query.descending else rows
 
     direction = "descending" if query.descending else "ascending"
     column = figures.column(query.sort).take(pa.array(newest_first))
+    # The place as second key keeps equal rows newest first in both directions.
     keys = pa.table({"key": column, "place": np.arange(len(newest_first))})
     order = pc.sort_indices(
         keys, sort_keys=[("key", direction, "at_end"), ("place", "ascending", "at_end")]

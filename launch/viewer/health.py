@@ -53,6 +53,7 @@ def find(records: Records, is_on_policy: bool) -> list[Finding]:
 
 
 def _values(records: Records, name: str) -> list[float]:
+    # NaN and infinity are null in the file. They have no place in means and medians.
     return [float(record[name]) for record in records if record.get(name) is not None]
 
 
@@ -74,6 +75,7 @@ def _ratio(records: Records, is_on_policy: bool) -> Finding | None:
     deviations = _values(records, name)
     if not deviations or not is_on_policy:
         return None
+    # Any deviation is a fault: on-policy, both log-probs come from the same computation.
     if max(deviations) > 0:
         return Finding(
             "bad",
@@ -88,6 +90,7 @@ def _mismatch(records: Records) -> Finding | None:
     gaps = _values(records, Name.LOGPROB_GAP)
     if not gaps:
         return None
+    # The median ignores a single step with long or unusual episodes.
     drifts = _values(records[-RECENT:], "mismatch/drift")
     drift = statistics.median(drifts) if drifts else 1.0
     message = f"engine and trainer differ by {gaps[-1]:.2g} nats per token"
@@ -109,6 +112,7 @@ def _gradient(records: Records) -> Finding | None:
     if not norms:
         return None
     skipped = sum(_values(records[-RECENT:], "skipped_updates"))
+    # The last 50 norms, because the usual norm changes during training.
     usual = statistics.median(norms[-50:])
     if skipped > 0:
         message = f"{skipped:.0f} updates of the last {RECENT} steps were skipped"
@@ -121,6 +125,7 @@ def _gradient(records: Records) -> Finding | None:
 
 def _entropy(records: Records) -> Finding | None:
     entropies = _values(records, Name.ENTROPY)
+    # The two windows must not overlap.
     if len(entropies) < 2 * FIRST:
         return None
     before = statistics.fmean(entropies[:FIRST])
@@ -146,6 +151,7 @@ def _signal(records: Records) -> Finding | None:
     solves = measured.get(Name.ACCURACY, 0.0)
     if mean == 1:
         message += f": {explain_no_signal(measured)}"
+        # Solving every task is no fault of the run, although nothing is learned.
         level: Level = "warning" if solves >= 1 else "bad"
         return Finding(level, "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:
@@ -192,6 +198,7 @@ def _speed(records: Records) -> Finding | None:
     seconds = _values(records, Name.STEP_SECONDS)
     if len(seconds) < 2 * FIRST:
         return None
+    # Medians, because evaluations and checkpoints make single steps longer.
     usual = statistics.median(seconds)
     now = statistics.median(seconds[-5:])
     message = f"a step takes {now:.3g} s"
@@ -238,6 +245,7 @@ def state_of(
             for example because it is on another machine.
     """
     done = records[-1]["step"] if records else 0
+    # A resumed run with more steps still has the summary of the shorter run.
     if is_finished and (steps is None or done >= steps):
         return "finished"
     if holder_is_alive is False:
@@ -247,7 +255,9 @@ def state_of(
 
     usual = statistics.median(_values(records, Name.STEP_SECONDS) or [60.0])
     silent = now - records[-1].get("time", now)
+    # A step may be much longer than usual, such as one with an evaluation.
     patience = max(600.0, 10 * usual)
     if silent < patience:
         return "running"
+    # Without a known process, silence is the only sign that the run has ended.
     return "stalled" if holder_is_alive else "stopped"

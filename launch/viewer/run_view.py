@@ -77,9 +77,11 @@ class MetricsTail:
                 self._restart(-1)
             return
 
+        # The last line may be incomplete, because the run is writing it. Read it again next time.
         complete, newline, _ = data.rpartition(b"\n")
         self._position += len(complete) + len(newline)
         for line in complete.splitlines():
+            # A damaged line must not hide the rest of the run.
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
@@ -89,6 +91,7 @@ class MetricsTail:
         self._inode = inode
         self._position = 0
         self.records = []
+        # Clients then replace all records that they have.
         self.generation += 1
 
 
@@ -131,6 +134,7 @@ class RunView:
         findings = find(records, _is_on_policy(config))
         if self._config_fault is not None:
             findings.insert(0, Finding("warning", "the configuration", self._config_fault))
+        # error.log of an earlier attempt remains while a later one runs.
         failure = self.failure() if state in ("stopped", "waiting") else None
         if failure is not None:
             findings.insert(0, Finding("bad", "the run", failure))
@@ -168,6 +172,7 @@ class RunView:
             "after": after,
             "steps": [record["step"] for record in records],
             "times": [record.get("time") for record in records],
+            # Columns name each metric once. Records would repeat the names.
             "metrics": {name: [record.get(name) for record in records] for name in names},
             "descriptions": self._json_if_present(self.directory.metric_descriptions),
         }
@@ -203,9 +208,13 @@ class RunView:
         file = self.directory.config
         try:
             stamp = file.lstat().st_mtime_ns
+            # Parse only after a change, because every refresh needs the configuration.
             if stamp != self._config_stamp:
+                # Before reading, so that a file that cannot be read is not parsed at every
+                # refresh.
                 self._config_stamp = stamp
                 self._config = {}
+                # Rejects links and pipes, which read_yaml would follow or wait for.
                 with open_own_file(file) as opened:
                     size = os.fstat(opened.fileno()).st_size
                 if size > MAX_SETTINGS_BYTES:
@@ -229,6 +238,7 @@ class RunView:
         except OSError:
             return None
         words = text.split()
+        # The process id means nothing on another host.
         if len(words) < 4 or not words[1].isdigit() or words[3] != socket.gethostname():
             return None
         return Path(f"/proc/{words[1]}").exists()
@@ -242,6 +252,7 @@ def _planned_steps(config: dict[str, Any]) -> int | None:
 
 def _headlines(records: list[dict[str, Any]]) -> dict[str, float]:
     newest: dict[str, float] = {}
+    # Evaluations are rare, so their newest values may be in an older record.
     for record in reversed(records[-100:]):
         for name in HEADLINES:
             if record.get(name) is not None:
@@ -272,11 +283,13 @@ def find_runs(paths: list[Path]) -> dict[str, Path]:
         elif path.is_dir():
             directories += sorted(child for child in path.iterdir() if is_run(child))
 
+    # Two arguments may name the same directory.
     unique = list(dict.fromkeys(directory.resolve() for directory in directories))
     names = [directory.name for directory in unique]
     found = {}
     for directory in unique:
         is_ambiguous = names.count(directory.name) > 1
+        # The name is part of a URL, so it must not contain a slash.
         name = str(directory).strip("/").replace("/", "-") if is_ambiguous else directory.name
         found[name] = directory
     return found

@@ -68,6 +68,7 @@ class Viewer:
 
     def application(self) -> web.Application:
         """Create the aiohttp application."""
+        # The outer one is first: errors get the security headers, too.
         app = web.Application(middlewares=[self._secured, _errors_as_json])
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{name}", _static_file)
@@ -98,10 +99,12 @@ class Viewer:
         if self._token is None:
             return True
         given = [request.cookies.get(COOKIE, "")]
+        # Only here: tokens in other addresses would be logged and copied with links.
         if request.path == "/":
             given.append(request.query.get("token", ""))
         given.append(request.headers.get("Authorization", "").removeprefix("Bearer "))
         expected = self._token.encode()
+        # compare_digest takes equally long for every wrong token, so timing does not reveal it.
         return any(hmac.compare_digest(text.encode(errors="replace"), expected) for text in given)
 
     async def _index(self, request: web.Request) -> web.StreamResponse:
@@ -115,6 +118,7 @@ class Viewer:
     # -- data -------------------------------------------------------------------------------------
 
     async def _list_runs(self, request: web.Request) -> web.Response:
+        # Files are read in a thread, so that a slow disk does not block other requests.
         return _json({"runs": await asyncio.to_thread(self._overviews)})
 
     def _overviews(self) -> list[dict[str, Any]]:
@@ -126,6 +130,7 @@ class Viewer:
         runs = {}
         for name, path in found.items():
             known = self._runs.get(name)
+            # Keep known runs, whose metrics and episodes are already read.
             is_same = known is not None and known.directory.path == path
             runs[name] = known if known is not None and is_same else RunView(name, path)
         self._runs = runs
@@ -152,6 +157,7 @@ class Viewer:
             number = int(request.match_info["id"])
         except ValueError:
             raise _NotFound("the id of an episode is a number") from None
+        # Arrow would raise an error for larger numbers.
         if not 0 <= number <= MAX_NUMBER:
             raise _NotFound(f"{run.name} has no such episode")
         episode = await asyncio.to_thread(_read_episode, run, number)
@@ -162,6 +168,7 @@ class Viewer:
     async def _run(self, request: web.Request) -> RunView:
         """Return the run in the address. Only names of found runs are accepted, no paths."""
         name = request.match_info["run"]
+        # The run may have started after the last search.
         if name not in self._runs:
             await asyncio.to_thread(self._find_runs)
         if name not in self._runs:
@@ -213,6 +220,7 @@ def _json(value: Any) -> web.Response:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
+        # json.dumps would write NaN, which browsers reject.
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
@@ -227,6 +235,7 @@ async def _static_file(request: web.Request) -> web.Response:
 
 def _file(name: str) -> web.Response:
     """Return one of the package's files. ``name`` must be a file name without a path."""
+    # All files are in memory, so no request can reach another path.
     if name not in STATIC_FILES:
         raise _NotFound("no such file")
     suffix = Path(name).suffix
@@ -254,6 +263,7 @@ STATIC_FILES = _read_static_files()
 
 def _names_loopback(host: str) -> bool:
     """Return True if a Host header (with or without port) is a loopback name."""
+    # IPv6 addresses contain colons and stand in brackets.
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     return name in LOOPBACK
 
@@ -316,5 +326,6 @@ def open_server(paths: list[Path], host: str, port: int, ask_for_token: bool) ->
     token = None if is_loopback and not ask_for_token else secrets.token_urlsafe(24)
     shown_host = f"[{host}]" if ":" in host else host
     question = "" if token is None else f"?token={token}"
+    # The port of the socket, because port 0 selects a free one.
     address = f"http://{shown_host}:{listener.getsockname()[1]}/{question}"
     return ViewerServer(Viewer(paths, token, loopback=is_loopback), listener, address)
