@@ -217,7 +217,10 @@ def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tup
     """Return (state, detail) of a Slurm run from squeue and sacct. status.sh has their formats."""
     # The queue comes first, because accounting may have only earlier attempts of the job.
     if queue:
-        number, state, elapsed, limit, nodes, reason = queue[0].split("|")
+        # squeue sorts by state, which lists the waiting jobs of a chain before the running one.
+        jobs = [line.split("|") for line in queue]
+        started = [job for job in jobs if job[1] != "PENDING"]
+        number, state, elapsed, limit, nodes, reason = (started or jobs)[0]
         detail = f"job {number}, {elapsed} of {limit}, {nodes} nodes {reason}"
         if len(queue) > 1:  # a chain, or the parts of a heterogeneous job
             detail += f", {len(queue) - 1} more in the queue"

@@ -101,6 +101,25 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
 
 
+def test_status_of_chain_shows_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm lists the waiting jobs of a chain before the running one."""
+    output = """@queue
+2|PENDING|0:00|1:00:00|1|(Dependency)
+3|PENDING|0:00|1:00:00|1|(Dependency)
+1|RUNNING|7:31|1:00:00|1|n1
+@accounting
+@metrics
+"""
+    monkeypatch.setattr(jobs, "run_shell", lambda login, script: output)
+    launch = jobs.Launch(
+        name="chain", kind="slurm", login="me@login", run_dir="/shared/runs/chain", command="rl",
+        steps=10, job="1", submitted="2026-01-01 00:00",
+    )  # fmt: skip
+    status = jobs.query(launch)
+    assert status.state == "RUNNING"
+    assert status.detail == "job 1, 7:31 of 1:00:00, 1 nodes n1, 2 more in the queue"
+
+
 @pytest.mark.usefixtures("no_launch_survives")
 def test_local_launch_runs_in_background_and_can_resume(
     command: ForkedCommand, tmp_path: Path

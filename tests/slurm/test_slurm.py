@@ -314,6 +314,7 @@ def test_cancel_ends_the_run_and_its_chained_jobs(lab: Lab) -> None:
     assert len(lab.state("cancelled").splitlines()) == 3
     lab.until(lambda: "RUNNING" in lab.state("cancelled"), "the first job to start", seconds=20)
     assert lab.state("cancelled").count("RUNNING") == 1
+    assert "cancelled: RUNNING (job" in lab.gptoss("launch", "status", "cancelled").stdout
     again = lab.gptoss("launch", "configs/rl/tiny_retool.yaml", "name=cancelled", *SMALL, "--cluster",
                        str(lab.cluster_file()))  # fmt: skip
     assert "gptoss launch cancel cancelled" in again.stderr
