@@ -82,6 +82,7 @@ def _read_adapter_file(file: Path) -> tuple[AdapterConfig, str]:
             f"{file}: missing. Only checkpoints of adapters have it: of a run that trains "
             "adapters, or of an import"
         ) from None
+    # pydantic's errors are ValueErrors of several lines, joined below.
     except (KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConversionError(
@@ -229,6 +230,7 @@ def peft_base_name(base: Path | None) -> str | None:
         base: directory of the model with which the run began.
     """
     if base is not None and (base / "config.json").exists():
+        # PEFT loads the base from this name. A torch_dist checkpoint is no base for it.
         return str(base)
     return None
 
@@ -290,6 +292,7 @@ def import_adapter(
         # Reads the whole base, so it comes after the cheap checks.
         digest = directory_digest(source, DTYPES[dtype], progress)
         check_base_digest(adapters, digest, f"{base} in {dtype}")
+        # A trainer compares both with its own before it loads the adapters.
         content = {"base": digest, "settings": settings}
         (partial / ADAPTER_FILE).write_text(json.dumps(content, indent=1))
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
@@ -310,6 +313,7 @@ def _write_factors(
     The factors of experts are stacked along a leading dimension.
     """
     index = mapping.checkpoint_index
+    # Adapters outside of layers have no leading dimension.
     leading_shape = (model.num_layers,)[: len(index)]
     for name, factor in (("a", a), ("b", b)):
         writer.add_tensor(f"{mapping.checkpoint_key}.{name}", leading_shape, index, factor)

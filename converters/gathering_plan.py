@@ -50,6 +50,7 @@ class Message:
     @property
     def end(self) -> int:
         """First byte behind the shard that is aligned for any dtype (16 bytes)."""
+        # A view of the buffer must begin at a multiple of its dtype's size.
         return self.offset + -(-self._bytes // 16) * 16
 
     @property
@@ -163,6 +164,7 @@ class GatheringPlanner:
         # The first expert stands for all, because experts do not differ in dtype.
         dtype = self._ranks[self._find_source(experts[0], None)].dtypes[experts[0].name]
         expert_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
+        # At least 1, for experts that exceed the bound alone.
         most = max(1, STACK_BYTES // expert_bytes)
 
         steps: list[GatheringStep] = []
@@ -200,6 +202,7 @@ class GatheringPlanner:
     ) -> list[Message | None]:
         """Return the message of each tensor-parallel shard; None if every receiver has it."""
         shards: list[int | None] = [None]
+        # Each shard is on other ranks, so each has its own source.
         if mapping.tensor_parallel_dim is not None:
             shards = list(range(self._tensor_parallel))
 
@@ -223,6 +226,7 @@ class GatheringPlanner:
     def _is_quantized(self, mapping: ParameterMapping) -> bool:
         # Only ranks that hold the parameter know whether it is trained through MXFP4.
         dtypes = (rank.dtypes.get(mapping.name) for rank in self._ranks)
+        # ``LocalWeights.sent_dtypes`` marks MXFP4-trained experts with this dtype.
         return torch.uint8 in dtypes
 
     def _sent_shape(self, mapping: ParameterMapping, is_quantized: bool) -> Shape:

@@ -87,6 +87,7 @@ class HfDirectory:
         if not unfinished:
             check_not_partial(self.path)
 
+        # Headers and JSON only: opening a model must not read its weights.
         self.config, raw_config = _read_model_config(self.path)
         weight_map = read_index(self.path)
         file_names = weight_files(self.path, weight_map)
@@ -133,6 +134,7 @@ class HfDirectory:
         """Return the byte range of a tensor's values; None if they are stored in another layout."""
         # Callers compare bytes, so the range must hold exactly the values of this tensor, in order.
         stored = self._stored[name]
+        # Packed, transposed or partial tensors have other bytes than the tensor itself.
         if stored.is_mxfp4 or stored.output_major or stored.rows != slice(0, None):
             return None
 
@@ -198,6 +200,7 @@ class HfDirectory:
         """Read a tensor. For experts, return a stack that reads each expert on access."""
         if ".experts." not in name:
             return self.get(name)
+        # No read yet: an expert-parallel rank needs only some of the experts.
         shape = hf_shapes(self.config)[name]
         return ExpertStack(shape, read=lambda expert: self.get(name, expert))
 
@@ -287,6 +290,7 @@ class HfDirectory:
 
     @property
     def _is_openai(self) -> bool:
+        # OpenAI's format has another name for the embedding.
         return EMBEDDING not in self._file_of
 
     def _check_tensors(self) -> None:
@@ -298,6 +302,8 @@ class HfDirectory:
         expected = {
             stored_name: stored for stored in self._stored.values() for stored_name in stored.names
         }
+        # Missing tensors first: a renamed tensor is missing and unknown, and config.json names the
+        # right one.
         missing = [name for name in expected if name not in self._file_of]
         if missing:
             raise ConversionError(
@@ -321,6 +327,7 @@ class HfDirectory:
                 f"{where} has shape {list(entry.shape)}, but config.json describes {list(shape)}"
             )
 
+        # Integer and fp8 weights of other quantizations have scales that would be ignored.
         supported = ("U8",) if stored.is_mxfp4 else FLOATS
         if entry.dtype_name not in supported:
             raise ConversionError(f"{where} has the unsupported dtype {entry.dtype_name}")
@@ -329,6 +336,7 @@ class HfDirectory:
 def _rows(stored: StoredTensor, expert: int | None) -> tuple[int, int | None]:
     """Return the first row to read along dim 0 and the row to stop before (None: the end)."""
     if expert is not None:
+        # Experts are slices along dim 0 in every layout, so ``rows`` does not apply.
         return expert, expert + 1
     return stored.rows.start, stored.rows.stop
 
@@ -421,6 +429,7 @@ def _write_settings(
     eos_token_ids: list[int],
 ) -> None:
     """Write config.json, and generation_config.json if there are generation settings."""
+    # A copy, because the end tokens may be replaced below.
     generation = dict(extras.generation)
     keys: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     if quantized:
@@ -457,6 +466,7 @@ def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
         raise ConversionError(
             f"mxfp4: is a format of experts, and {config.model_type} has none. Export to bf16"
         )
+    # The input widths of the two expert matrices, along which blocks run.
     for key in ("hidden_size", "intermediate_size"):
         size = getattr(config, key)
         if size % BLOCK:

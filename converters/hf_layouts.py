@@ -70,6 +70,7 @@ class StoredTensor:
 
 def is_expert_matrix(name: str) -> bool:
     """Return True if a Hugging Face tensor holds expert matrices, which MXFP4 quantizes."""
+    # Biases end in _bias. A dense model's down_proj ends in .weight.
     return name.endswith(("gate_up_proj", "down_proj"))
 
 
@@ -95,6 +96,7 @@ def stored_tensors(config: ModelConfig, present: Collection[str]) -> dict[str, S
         config: model configuration.
         present: names of the tensors in the directory. They decide between the layouts.
     """
+    # Hugging Face's names begin with "model.", so this one identifies OpenAI's format.
     openai = "embedding.weight" in present
     result = {}
     for name, shape in hf_shapes(config).items():
@@ -146,6 +148,7 @@ def _stored_by_openai(config: ModelConfig, name: str, shape: Shape) -> StoredTen
         "k": slice(query_rows, first_value_row),
         "v": slice(first_value_row, first_value_row + key_rows),
     }
+    # The names end in q_proj, k_proj or v_proj.
     letter = name.split(".self_attn.")[1][0]
     return StoredTensor({stored_name: (first_value_row + key_rows, *shape[1:])}, rows[letter])
 

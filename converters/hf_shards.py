@@ -44,6 +44,7 @@ class ShardWriter:
         if name in self._sizes:
             raise ConversionError(f"tensor {name} was given twice")
         expected_shape = self._expected.get(name)
+        # An unknown name has no expected shape, so it fails here, too.
         if tuple(tensor.shape) != expected_shape:
             raise ConversionError(
                 f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"

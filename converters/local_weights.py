@@ -95,6 +95,7 @@ class LocalWeights:
             Shards by global parameter name. They may share memory with the parameters.
         """
         if not isinstance(self._weights[name], QuantizedWeight):
+            # Messages need contiguous memory, and merged adapters give a new tensor anyway.
             return {name: self._weights[name].read().contiguous()}
 
         first = self._places[name]
@@ -149,5 +150,6 @@ class LocalWeights:
         for name in names:
             weight = self._weights[name]
             assert isinstance(weight, QuantizedWeight)
+            # Quantizing the unrounded values gives the bytes that training computes with.
             unrounded.append(weight.unrounded())
         return unrounded

@@ -63,6 +63,7 @@ class ParameterMapping:
     @property
     def is_unchanged(self) -> bool:
         """True if the parameter equals one complete Hugging Face tensor."""
+        # An expert's parameter is a slice of its tensor, so it never equals the whole.
         return self.expert is None and self.to_megatron is same
 
     @property
@@ -80,6 +81,7 @@ class ParameterMapping:
             return self.shape
 
         local = list(self.shape)
+        # Megatron requires that the ranks divide the dimension.
         local[self.tensor_parallel_dim] //= ranks
         return tuple(local)
 
@@ -195,6 +197,7 @@ def qkv_mapping(config: ModelConfig, layer: int, kind: str) -> ParameterMapping:
         layer=layer,
         expert=None,
         checkpoint_key=f"decoder.layers.self_attention.linear_qkv.{kind}",
+        # Weights and biases differ only in their trailing dimension, which both functions keep.
         to_megatron=partial(merge_qkv, groups=groups),
         to_hf=partial(split_qkv, groups=groups, head_size=config.head_size),
     )
@@ -214,6 +217,7 @@ def output_mappings(config: ModelConfig) -> Iterator[ParameterMapping]:
     """Map the final norm, and the output layer unless it is tied to the embedding."""
     hidden = config.hidden_size
     yield unchanged("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
+    # A tied output layer is the embedding, which is listed once.
     if not config.tied_embeddings:
         shape = (config.vocab_size, hidden)
         yield unchanged("output_layer.weight", "lm_head.weight", shape, tensor_parallel_dim=0)

@@ -79,6 +79,7 @@ class MegatronCheckpoint:
     @property
     def is_quantized(self) -> bool:
         """True if experts were trained through MXFP4; their values are then rounded to MXFP4."""
+        # A trainer writes this file next to the weights.
         return (self.path / QUANTIZATION_FILE).exists()
 
     def check_chunk_ranges(self) -> None:

@@ -39,6 +39,7 @@ KINDS = {
     "self_attention.linear_qkv.weight": ("q", "k", "v"),
     "self_attention.linear_proj.weight": ("o",),
     "mlp.router.weight": ("router",),
+    # The same end for every expert and every layer specification.
     "linear_fc1.weight": ("gate_up",),
     "linear_fc2.weight": ("down",),
     "output_layer.weight": ("head",),
@@ -77,6 +78,7 @@ def merge_adapter(
     quantized = dtype == "mxfp4"
     # Rejects widths that do not fit MXFP4 blocks before anything is written.
     written_shapes(source.config, quantized)
+    # Wrong adapters fail here, before the base is read.
     adapters = open_adapters(adapter_dir, source)
     extras = _add_to_merged(read_extras(hf_dir), adapters, hf_dir)
     merger = _Merger(
@@ -124,6 +126,7 @@ def _add_to_merged(extras: ModelExtras, adapters: Adapters, hf_dir: Path) -> Mod
         )
 
     identity = adapters_digest(adapters)
+    # A second merge would add the update twice, without any other sign.
     if identity in merged_before:
         raise ConversionError(
             f"{adapters.path}: is already merged into {hf_dir} ({MERGED_KEY} in its config.json). "
@@ -169,6 +172,7 @@ class _Merger:
         self._dtype = dtype
         self._is_quantized = quantized
         self._table = list(parameter_mappings(source.config).values())
+        # An adapter may cover only some layers and kinds.
         self._mappings = {(mapping.layer, mapping.kind): mapping for mapping in adapters.mappings}
         self._digest = torch.zeros((), dtype=torch.int64)
         # The experts of a layer share two tensors. Threads work on neighboring parameters.
@@ -263,6 +267,7 @@ class _Merger:
         base = mapping.to_megatron(*parts)
         digest = parameter_digest(mapping, base)
 
+        # QKV is one parameter with up to three adapters, every other parameter has at most one.
         kinds = self._kinds(mapping)
         updates: list[UpdateLoss] = []
         if len(kinds) > 1:
@@ -280,6 +285,7 @@ class _Merger:
             quantized = self._quantize(mapping, parts[0], merged[0])
             return _Merged(mapping, quantized.parts, digest, quantized, updates)
 
+        # Copy here, in parallel. Otherwise the only writing thread would copy.
         converted = [part.to(self._dtype).contiguous() for part in merged]
         named_parts = dict(zip(mapping.hf_names, converted, strict=True))
         return _Merged(mapping, named_parts, digest, quantized=None, updates=updates)

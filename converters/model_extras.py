@@ -60,6 +60,7 @@ class ModelExtras:
     @property
     def has_tokenizer(self) -> bool:
         """True if there is a tokenizer file that is not a chat template."""
+        # Templates alone cannot tokenize.
         return any(not name.endswith(".jinja") for name in self.files)
 
 
@@ -125,6 +126,7 @@ def write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 def is_tokenizer_file(name: str) -> bool:
     """Return True if transformers may read a tokenizer from a file of this name."""
+    # The second pattern excludes weights and code that match the first by their beginning.
     return bool(_TOKENIZER_FILE.fullmatch(name)) and not _NO_TOKENIZER_FILE.fullmatch(name)
 
 
@@ -176,6 +178,7 @@ def _check_tokenizer_code(directory: Path, files: Mapping[str, bytes]) -> None:
     content = parse_json(files.get(TOKENIZER_CONFIG_FILE, b"{}"), path)
     if not isinstance(content, dict):
         raise ConversionError(f"{path}: holds no JSON object. Copy or download it again")
+    # transformers runs such code only with trust_remote_code.
     auto_map = content.get("auto_map")
     if auto_map:
         raise ConversionError(
@@ -199,6 +202,7 @@ def read_object(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, An
     """
     try:
         content = parse_json(read_bytes(path, max_bytes), path)
+    # Most settings files are optional.
     except FileNotFoundError:
         return {}
     except UntrustedFileError as error:

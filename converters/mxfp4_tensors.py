@@ -91,6 +91,7 @@ def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
 
 def matrices_at_once(shape: Shape) -> int:
     """Return how many matrices of a shape are quantized in one launch."""
+    # 2 bytes per bf16 value.
     return max(1, PIECE_BYTES // (2 * math.prod(shape)))
 
 

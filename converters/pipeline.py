@@ -51,6 +51,7 @@ def ordered_map[Item, Result](
                 start_next()
                 yield pending.popleft().result()
 
+                # After the caller has used the result, so that progress includes the writing.
                 done_bytes += size(item)
                 if progress is not None:
                     progress(done_bytes, total_bytes)

@@ -37,6 +37,7 @@ class ReadBack:
         if self.layer is None:
             what = f"all {self.parameters:,} parameters"
         else:
+            # As in ``parameter_selection.next_layer``.
             next_layer = (self.layer + 1) % self.layers
             what = (
                 f"{self.compared:,} of {self.parameters:,} parameters: all outside of experts, and "
@@ -152,6 +153,7 @@ class MergeLoss:
         self.squared_update += other.squared_update
 
     def __str__(self) -> str:
+        # A ratio to an update of zero would be infinite and tell nothing.
         if self.squared_update == 0:
             of_the_update = "the update is 0"
         else:
@@ -246,6 +248,7 @@ def _root_of_ratio(numerator: float, denominator: float) -> float:
     """Return sqrt(numerator / denominator); 0 for 0 / 0, infinity for x / 0."""
     if numerator == 0:
         return 0.0
+    # An error without an update must not look like no error.
     if denominator == 0:
         return math.inf
     return math.sqrt(numerator / denominator)

@@ -107,6 +107,7 @@ class SafetensorsFile:
     def file_range(self, name: str, start: int = 0, stop: int | None = None) -> FileRange:
         """Return the byte range of the rows ``start`` to ``stop`` along the first dimension."""
         entry = self.entries[name]
+        # A range clips ``stop`` to the number of rows, like a slice.
         rows = range(entry.shape[0])[start:stop]
         return FileRange(
             path=self.path,
@@ -136,6 +137,7 @@ class SafetensorsFile:
         done = 0
         while done < len(buffer):
             count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
+            # A regular file returns 0 bytes only at its end.
             if count == 0:
                 raise OSError(errno.EIO, "the file was truncated")
             done += count
@@ -220,6 +222,8 @@ class SafetensorsWriter:
         self._header_bytes = math.ceil(header_bytes / 8) * 8
 
         self.path = path
+
+        # Offsets in the header count from the end of the header, so they start at 0.
         self._entries: dict[str, object] = {}
         self.names: list[str] = []
         self.size = 0
@@ -263,4 +267,5 @@ class SafetensorsWriter:
 
     def _header(self, entries: Mapping[str, object]) -> bytes:
         content = {"__metadata__": self._metadata, **entries}
+        # Without spaces, as the library writes it.
         return json.dumps(content, separators=(",", ":")).encode()

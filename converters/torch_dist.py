@@ -156,6 +156,7 @@ def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     for layer in range(layers):
         for module in family.stateful_modules:
             yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)
+        # Experts have an entry each, like their weights.
         for module in family.stateful_expert_modules:
             key = f"decoder.layers.mlp.experts.experts.{module}._extra_state"
             for expert in range(experts):
@@ -250,6 +251,7 @@ def _read_reference(
 ) -> _Reference:
     if path is None:
         imported = checkpoint.path / EXTRAS_FOLDER
+        # An import keeps the extras of its source in this folder.
         return _Reference(read_extras(imported)) if imported.is_dir() else _Reference()
 
     extras = read_extras(path)

@@ -160,6 +160,7 @@ def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Diff
 
     largest = 0.0
     elements = 0
+    # Flatten both the same way, because one may be a transposed view.
     expected_pieces = expected.contiguous().flatten().split(PIECE_ELEMENTS)
     actual_pieces = actual.contiguous().flatten().split(PIECE_ELEMENTS)
     for expected_piece, actual_piece in zip(expected_pieces, actual_pieces, strict=True):

@@ -65,6 +65,7 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
         files = [SINGLE_FILE]
         origin = SINGLE_FILE
     else:
+        # OpenAI's releases have no index.
         files = sorted(path.name for path in directory.glob("model--*.safetensors"))
         origin = "the files of OpenAI's format"
     if not files:

@@ -93,6 +93,7 @@ class HuggingFaceLayout(Layout):
         return self.get(full_name, expert)
 
     def query_key_value(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+        # The number of heads follows from the width.
         by_head = (-1, self.config.head_size)
         query = self.linear("self_attn.q_proj", x, layer, bias=bias).unflatten(-1, by_head)
         key = self.linear("self_attn.k_proj", x, layer, bias=bias).unflatten(-1, by_head)
@@ -115,6 +116,7 @@ class MegatronLayout(Layout):
 
     def stored(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
         full_name = name if layer is None else f"decoder.layers.{name}"
+        # Checkpoints stack layers and experts, so both are indices and not parts of the name.
         return self.get(full_name, tuple(i for i in (layer, expert) if i is not None))
 
     def query_key_value(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,6 +57,7 @@ def _attention_mappings(config: GptOssModelConfig, layer: int) -> Iterator[Param
     yield qkv_mapping(config, layer, "bias")
     yield unchanged(
         "self_attention.core_attention.softmax_offset",
+        # One sink per head, split like the heads.
         "self_attn.sinks",
         (config.num_attention_heads,),
         tensor_parallel_dim=0,
@@ -144,6 +145,7 @@ def _expert_mappings(
             tensor_parallel_dim=None,
             layer=layer,
             expert=expert,
+            # Megatron's checkpoints stack the experts of all ranks under this key.
             checkpoint_key=f"decoder.layers.mlp.experts.experts.{name}",
             to_megatron=to_megatron,
             to_hf=single_part(to_hf),
