@@ -120,6 +120,7 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
+        # The working directory of a job is not that of the user.
         if self.kind == "slurm" and not self.shared_dir.is_absolute():
             raise ValueError(
                 f"shared_dir ({self.shared_dir}) must be an absolute path on the cluster",
@@ -138,6 +139,7 @@ class ClusterConfig(StrictModel):
     def _check_script_values(self) -> None:
         """Raise ValueError if a value would break out of its place in the batch script."""
         for key in SCRIPT_LINES:
+            # A line break would begin another line of the script, such as another #SBATCH option.
             if CONTROL_CHARACTER.search(getattr(self, key) or ""):
                 raise ValueError(
                     f"{key} ({getattr(self, key)!r}) contains a line break or another control "
@@ -161,6 +163,7 @@ def load_cluster(name: str, nodes: int | None = None) -> ClusterConfig:
     Raises:
         ConfigError: naming file and keys.
     """
+    # A user's own file in the working directory precedes the shipped one.
     path = Path("configs/cluster") / f"{name}.yaml"
     if name.endswith((".yaml", ".yml")):
         path = Path(name)

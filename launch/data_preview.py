@@ -89,6 +89,7 @@ def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
     waiting: list[int] = []
     for token_id, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
         waiting.append(token_id)
+        # Byte-level tokens can hold a part of a character, which decodes to U+FFFD.
         text = codec.decode(waiting)
         # Show an incomplete character together with its other tokens.
         if text.endswith("\ufffd") and len(waiting) < MAX_CHARACTER_TOKENS:

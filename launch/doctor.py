@@ -145,6 +145,7 @@ def check_package(package: str, module: str) -> Callable[[], Finding]:
     """
 
     def check() -> Finding:
+        # First, because PackageNotFoundError tells "not installed" from "does not load".
         version = importlib.metadata.version(package)
         importlib.import_module(module)
         return Finding(Status.OK, version)
@@ -266,6 +267,7 @@ def check_gpus() -> Finding:
 
 def check_disk() -> Finding:
     """Check the free disk space of the default output directory."""
+    # Runs are written below the working directory by default.
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     detail = f"{free:.0f} GB free in {Path.cwd()}"
     if free < MIN_FREE_DISK:
@@ -282,6 +284,7 @@ def check_memory() -> Finding:
     total = host_memory.total_bytes() / 1e9
     # The affinity mask, because a container or Slurm may allow fewer cores than the machine has.
     detail = f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores"
+    # Limited and not missing: a machine with swap may still manage.
     if total < MIN_MEMORY:
         return Finding(Status.LIMITED, detail, f"the tiny run needs about {MIN_MEMORY} GB")
     return Finding(Status.OK, detail)

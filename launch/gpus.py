@@ -59,6 +59,7 @@ def local_gpu() -> Gpu | None:
     gpus = []
     for row in rows:
         total, reserved = memory_bytes(row["memory.total"]), memory_bytes(row["memory.reserved"])
+        # nvidia-smi reports "[N/A]" for some GPUs.
         if total is not None and reserved is not None:
             gpus.append(Gpu(row["name"], total - reserved))
     # A layout must fit on every GPU.

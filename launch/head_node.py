@@ -57,6 +57,7 @@ class HeadNode(NodeProgram):
 
     def run_node(self, console: int) -> int:
         outcome = self._run_head()
+        # Slurm's own log gets the outcome, too, because users look there first.
         summary = str(outcome.result)
         if outcome.error:
             summary += f": {outcome.error}"
@@ -79,6 +80,7 @@ class HeadNode(NodeProgram):
             outcome.result = Result.INTERRUPTED
         except UnfitNodes as unfit:
             outcome.result = Result.BAD_NODES
+            # Slurm gives the next attempt other nodes.
             outcome.exclude = sorted(unfit.reasons)
             reasons = sorted(unfit.reasons.items())
             outcome.error = "; ".join(f"{node}: {reason}" for node, reason in reasons)
@@ -165,6 +167,7 @@ class HeadNode(NodeProgram):
         """Return the nodes that delay the others beyond cluster.ready_seconds, and the reason."""
         seconds = self.cluster.ready_seconds
         states = self.states()
+        # Nodes without any report are the certain cause. Others may only wait for them.
         missing = [node for node in self.names if node not in states]
         if missing:
             return dict.fromkeys(

@@ -128,6 +128,7 @@ def find_outlier_nodes(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     for fact in facts:
         # A missing fact (nvidia-smi did not respond) counts as a different value.
         values = {node: report["facts"].get(fact) for node, report in reports.items()}
+        # The majority, because no reference says which value is right.
         usual = Counter(values.values()).most_common(1)[0][0]
         for node, value in values.items():
             if value != usual:

@@ -146,6 +146,7 @@ def _place_servers(
     for server in range(servers.count):
         # max takes the first of equal nodes, which distributes servers evenly.
         freest = max(hosts, key=lambda plan: plan.free_gpus)
+        # Without GPUs, any number of servers fits.
         if cluster.gpus_per_node and freest.free_gpus < servers.gpus_each:
             demand = f"{servers.key} ({servers.count} of {servers.gpus_each} GPUs)"
             raise ConfigError(

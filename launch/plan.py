@@ -173,6 +173,7 @@ def _layout_lines(
         if is_configured:
             line += "  <- configured"
             slower = 1 - configured.tokens_per_second / fastest
+            # Smaller differences would be shown as 0%.
             if slower >= 0.005:
                 line += f", {slower:.0%} slower than the fastest"
         lines.append(line)
@@ -212,6 +213,7 @@ def _padded_layout(inputs: MemoryInputs) -> ContextLayout:
     """Return the context-parallel layout of a full row, padded like a real row."""
     parallel = inputs.parallel
     lengths = full_row(inputs)
+    # Context and tensor parallelism split the tokens of a row evenly.
     padding = -inputs.tokens % (parallel.context * parallel.tensor)
     if padding:
         lengths.append(padding)

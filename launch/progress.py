@@ -36,6 +36,7 @@ RECENT_STEPS = 10
 
 def format_seconds(seconds: float) -> str:
     """Format a duration: 61 -> "1:01", 3661 -> "1:01:01"."""
+    # Rounded first, so that 59.9 s is 1:00 and not 0:60.
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     if hours:
@@ -110,6 +111,7 @@ class TrainingProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The last line stays on the terminal.
         self.phase("done" if kind is None else "stopped")
         self._display.stop()
 
@@ -151,6 +153,7 @@ class TrainingProgress:
         self._latest |= values
 
         left = ""
+        # Right after a resume, no step has been timed.
         if self._step_seconds:
             remaining = fmean(self._step_seconds) * (self._total - self._done)
             left = f"left {format_seconds(remaining)}"

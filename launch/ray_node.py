@@ -38,6 +38,7 @@ class HeadAddress:
             return cluster.ray_port + distance
 
         host = ray_address(cluster)
+        # The ports must not be those of PART_PORTS, which every node uses.
         dashboard_port = port_at(3)
         dashboard = "off"
         if cluster.dashboard:

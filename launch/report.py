@@ -138,6 +138,7 @@ def build_report(run_dir: Path | str) -> Path:
         RunDirectoryError: if the directory has no run, or a file of the run is unreadable.
     """
     run = RunDirectory(Path(run_dir))
+    # One of the two suffices: a damaged run is worth a report, too.
     if not run.config.exists() and not run.metrics.exists():
         raise RunDirectoryError(
             f"{run.path}: not a run, because config.yaml and metrics.jsonl are missing. "
@@ -193,6 +194,7 @@ def describe_progress(records: Records, finished: bool) -> str:
 
 def reward_parts_chart(records: Records) -> Chart:
     """Return the chart of reward components, with at most one component per color."""
+    # Components can change between steps, for example with the task.
     names = {name for record in records for name in record if name.startswith(REWARD_PART)}
     parts = [(name, name.removeprefix(REWARD_PART)) for name in sorted(names)]
     # A chart with one curve has no legend.
@@ -229,6 +231,7 @@ def metric_rows(
         (name, reduction, values) of every metric. The values are the first, last, lowest and
         highest one; empty if the metric was never finite.
     """
+    # Every metric of any step, because rare ones such as evaluations are in few records.
     names = {name for record in records for name in record} - {"step", "time"}
     rows: list[tuple[str, str, tuple[float, ...]]] = []
     for name in sorted(names):
@@ -297,6 +300,7 @@ def draw_chart(
 
     buffer = io.BytesIO()
     is_svg = file_format == "svg"
+    # Restored afterwards: a process that also plots for a user keeps its own style.
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches, dpi=130, layout="constrained")
         draw_curves(figure.add_subplot(), chart, curves)
@@ -309,6 +313,7 @@ def draw_chart(
 def chart_curves(chart: Chart, records: Records) -> list[Curve]:
     """Return the curves of a chart that have data. Each metric has a fixed color."""
     curves = []
+    # Colors follow the list of metrics, so that a missing metric does not shift them.
     for (name, label), color in zip(chart.metrics, COLORS, strict=False):
         steps, values = metric_curve(records, name)
         if steps:

@@ -160,6 +160,7 @@ def _open_private(path: str, flags: int) -> int:
 
 def _private(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     """Remove the permissions of other users from an archive's entry."""
+    # The archive may be unpacked where other users can read.
     entry.mode &= 0o700
     return entry
 

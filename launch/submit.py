@@ -79,6 +79,7 @@ def with_engine_python[Config: RunConfig](
         values = config.model_dump()
         values["rollout"]["engine"]["python"] = cluster.engine_python
         return type(config).model_validate(values)
+    # The default of the key is the submitting machine's interpreter.
     if cluster.kind == "slurm" and named == sys.executable:
         raise ConfigError(
             "cluster.engine_python: null, but the run's SGLang servers need a separate "
@@ -176,6 +177,7 @@ def _gpus_needed(settings: JobSettings) -> int:
 
 def _hardware(cluster: ClusterConfig, configured: float | None) -> Hardware:
     """Return the GPU of a cluster's nodes. ``configured``: ``parallel.gpu_memory`` in GB."""
+    # The cluster's own setting describes its nodes best.
     if cluster.gpu_memory is not None:
         return Hardware(cluster.gpu_memory)
     if cluster.kind == "local":
@@ -227,6 +229,7 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
     if cluster.login is None:
         make_run_directory(config.directory)
     now = time.localtime()
+    # Unique among launches of a run, and sorted by time.
     stamp = time.strftime("%Y%m%d-%H%M%S", now)
     if cluster.kind == "slurm":
         job = _submit_to_slurm(settings, cluster, stamp)

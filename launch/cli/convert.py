@@ -145,6 +145,7 @@ def convert_import_adapter(
 
     with bytes_bars("base  ") as [progress]:
         warnings = import_adapter(peft_dir, megatron_dir, base, dtype=precision, progress=progress)
+    # Printed last, below the progress bar, so that they stay visible.
     for warning in warnings:
         print(f"warning: {warning}")
     print(megatron_dir)
@@ -232,6 +233,7 @@ def convert_upcycle(
         upcycle,
     )
 
+    # Read text and tokenizer first, because the measurement takes minutes.
     measured_text = CALIBRATION_TEXT if text is None else read_calibration_text(text)
     tokens = calibration_tokens(dense_dir, measured_text)
     options = UpcycleOptions(
@@ -278,6 +280,7 @@ def convert_verify(
 
 def is_megatron(directory: Path) -> bool:
     """Return True if a directory is a torch_dist checkpoint."""
+    # metadata.json is the mark of dist_checkpointing, config.json that of Hugging Face.
     return (directory / "metadata.json").exists() and not (directory / "config.json").exists()
 
 
@@ -328,6 +331,7 @@ def bytes_bars(*titles: str) -> Iterator[list[Callable[[int, int], None]]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
+    # Without a terminal, a bar would fill the log with control characters.
     with Progress(*columns, disable=not sys.stderr.isatty(), transient=True) as bars:
 
         def updater(title: str) -> Callable[[int, int], None]:

@@ -39,6 +39,7 @@ def view(
     """Show runs in a browser: curves, health checks, and every episode token by token."""
     from launch.viewer.server import open_server
 
+    # The address is printed before serving, which blocks. Port 0 gets its number here.
     server = open_server(runs or [Path("runs")], host, port, token)
     print(f"{server.address} (Ctrl-C stops)", flush=True)
     server.serve()
@@ -96,6 +97,7 @@ def plan(
         memory_plan(inputs, hardware),
         *speed_notes(hardware, config.parallel.gpu_memory),
         attention_plan(inputs, config.dtype),
+        # Only supervised configurations have this key.
         step_plan(inputs, hardware.gigabytes, getattr(config, "sequences_per_step", None)),
         sep="\n",
     )

@@ -86,6 +86,7 @@ def launch_logs(
 
     run = jobs.find_launch(name)
     for line in jobs.read_log(run, attempt=attempt, node=node, lines=lines, follow=follow):
+        # Flushed, so that each new line is visible at once in a pipe.
         print(line, flush=follow)
 
 

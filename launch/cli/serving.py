@@ -143,6 +143,7 @@ def _print_address(name: str, is_new: bool, base_url: str, keys: list[str]) -> N
     """Print the address of the server, and keys that were created for it."""
     # Flushed, because a script may wait for this line in a pipe.
     print(f"serving {name} at {base_url}; Ctrl-C stops", flush=True)
+    # Keys of a file are known to the user and must not appear in logs.
     if is_new:
         for key in keys:
             print(f"API key: {key}", flush=True)

@@ -56,6 +56,7 @@ def train(
             resume = ["gptoss", command, str(path), *(overrides or []), "--resume"]
             print(f"to continue: {shlex.join(resume)}")
         raise typer.Exit(stop.exit_status) from None
+    # The traceback goes to the run's directory, because the terminal may be closed.
     except Exception as error:
         print_failure(error, config.directory)
         raise typer.Exit(1) from None
@@ -134,6 +135,7 @@ def evaluate(
     from rl_loop.config.load import load_rl_config
 
     config = load_rl_config(path, overrides)
+    # Next to the run's directory and not in it, because no run needs to exist.
     episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
 
     from rl_loop.lifecycle.start_checks import check_evaluation_requirements

@@ -148,6 +148,7 @@ class EpisodePage:
     """Finish reasons that filters can select."""
 
     def to_json(self) -> dict[str, Any]:
+        # A shallow copy: asdict would copy every row.
         return dict(vars(self))
 
 
@@ -166,6 +167,7 @@ def run_query(reader: EpisodeReader, query: EpisodeQuery) -> EpisodePage:
     if query.text:
         search = reader.search(query.text, SEARCH_SECONDS)
         searched = search.searched
+        # The text is in other files than the figures, so the search returns ids.
         matches &= np.isin(figures.column("id").to_numpy(), search.ids)
 
     rows = np.flatnonzero(matches)
@@ -210,6 +212,7 @@ def _matches(figures: pa.Table, query: EpisodeQuery) -> np.ndarray:
     if query.reward_to is not None:
         conditions.append(pc.less_equal(column("reward"), query.reward_to))
     if query.finish == "invalid":
+        # The column is null for valid episodes.
         conditions.append(pc.is_valid(column("invalid")))
     elif query.finish:
         conditions.append(pc.equal(column("finish_reason"), query.finish))

@@ -184,6 +184,7 @@ def _endings(records: Records) -> Finding | None:
     shares = {
         limit: statistics.fmean(_values(newest, f"finish/{limit}") or [0]) for limit in limits
     }
+    # Supervised runs have no episodes.
     if not any(f"finish/{limit}" in record for record in newest for limit in limits):
         return None
     total = sum(shares.values())

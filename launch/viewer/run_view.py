@@ -278,6 +278,7 @@ def find_runs(paths: list[Path]) -> dict[str, Path]:
     """
     directories: list[Path] = []
     for path in paths:
+        # A run directory itself, or a folder of runs.
         if is_run(path):
             directories.append(path)
         elif path.is_dir():

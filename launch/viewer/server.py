@@ -71,6 +71,7 @@ class Viewer:
         # The outer one is first: errors get the security headers, too.
         app = web.Application(middlewares=[self._secured, _errors_as_json])
         app.router.add_get("/", self._index)
+        # Only GET: the server is read-only.
         app.router.add_get("/static/{name}", _static_file)
         app.router.add_get("/api/runs", self._list_runs)
         app.router.add_get("/api/runs/{run}/curves", self._curves)
@@ -102,6 +103,7 @@ class Viewer:
         # Only here: tokens in other addresses would be logged and copied with links.
         if request.path == "/":
             given.append(request.query.get("token", ""))
+        # For scripts, which have no cookies.
         given.append(request.headers.get("Authorization", "").removeprefix("Bearer "))
         expected = self._token.encode()
         # compare_digest takes equally long for every wrong token, so timing does not reveal it.
@@ -181,6 +183,7 @@ def _read_episode(run: RunView, number: int) -> dict[str, Any] | None:
     episode = run.episodes.read(number)
     if episode is None:
         return None
+    # Converted here and not in the browser, which has no vocabularies.
     messages = messages_of(episode["texts"], episode["loss_mask"])
     return episode | {"messages": [message.to_json() for message in messages]}
 
@@ -214,6 +217,7 @@ def _json(value: Any) -> web.Response:
     """Return a JSON response. NaN and infinity, which JSON does not have, become null."""
     response = web.json_response(text=json.dumps(_finite(value), separators=(",", ":")))
     response.headers["Cache-Control"] = "no-store"
+    # Curves of long runs are megabytes of similar numbers.
     response.enable_compression()
     return response
 
@@ -315,6 +319,7 @@ def open_server(paths: list[Path], host: str, port: int, ask_for_token: bool) ->
             f"{missing[0]} is not a directory. Give run directories, or a directory of runs"
         )
 
+    # IPv4 addresses and host names contain no colon.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
