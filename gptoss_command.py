@@ -53,6 +53,7 @@ def other_place(name: str) -> Path | None:
 
 def _source_of(name: str) -> Path:
     parent = HERE
+    # A wheel has all packages next to each other.
     if name == "gptoss_kernels" and (HERE / "kernels" / name).is_dir():
         parent = HERE / "kernels"  # in a checkout
     return parent / name / "__init__.py"

@@ -52,6 +52,7 @@ class WeightGathering:
             # NCCL allocates its buffers at the first message. Do it while memory is available.
             dist.all_reduce(torch.zeros(1, device=self.device))
 
+        # Plans are computed from these contents alone, equally on every rank.
         own_contents = RankContents(
             dtypes=self.local.sent_dtypes(),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -270,6 +271,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             if self.failure is not None:
                 raise self.failure
 
+            # Stacks arrive in Hugging Face's row order, so they need no conversion.
             if step.stack:
                 came = [tensor for tensor in arrived if tensor is not None]
                 if complete := self._add_to_stack(step, came):
@@ -326,6 +328,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             return {}
 
         complete = self._stack
+        # Release the stack here: the caller holds the only other reference.
         self._stack = {}
         return complete
 
@@ -334,6 +337,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         if name not in self._read_ahead:
             self._read_ahead.clear()  # frees memory before the next read
             self._read_ahead = self._gathering.local.read(name)
+        # Removed, so that a tensor is freed after its message.
         return self._read_ahead.pop(name)
 
     def _expert_parts(
@@ -402,6 +406,7 @@ class GatheredWeights(Iterator[NamedTensor]):
         """
         rank = dist.get_rank()
         try:
+            # A broadcast reaches all ranks of the group, so every rank takes part.
             if len(self._receivers) > 1:
                 dist.broadcast(tensor, src=message.source)
             elif rank == message.source:

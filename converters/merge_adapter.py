@@ -190,6 +190,7 @@ class _Merger:
         self._digest.zero_()
         with contextlib.closing(self._results(report, progress)) as results:
             for merged in results:
+                # Results come in table order, and the sum does not depend on it.
                 self._digest += merged.digest
                 yield merged.mapping, merged.parts
 
@@ -357,6 +358,7 @@ class _Merger:
             squared=float(exact.square().sum()),
             squared_update=float(update.square().sum()),
         )
+        # Only these rows are compared later, so the matrix can be freed.
         return _Quantized(parts, loss, some_rows(merged.mT))
 
 

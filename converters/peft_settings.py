@@ -235,6 +235,7 @@ def read_settings(file: Path) -> PeftSettings:
     layers = settings.get("layers_to_transform")
     if isinstance(layers, int) and not isinstance(layers, bool):
         layers = [layers]
+    # Only for messages, so any other type counts as missing.
     base = settings.get("base_model_name_or_path")
     return PeftSettings(
         file=file,
@@ -289,6 +290,7 @@ def _numbers_by_pattern(file: Path, settings: Mapping[str, Any], key: str) -> di
         raise ConversionError(f"{file}: {key} is {table!r}, expected a table of numbers by name")
     for pattern in table:
         _check_pattern(file, key, pattern)
+    # Ranks are integers, alphas may be fractions.
     kind: Literal["r", "lora_alpha"] = "r" if key == "rank_pattern" else "lora_alpha"
     return {name: _positive(file, table, name, kind) for name in table}
 
@@ -325,6 +327,7 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
             elif inside or any(str(inner) in GROUPS for inner, _ in repeated):
                 return math.inf
             else:
+                # One level deeper, a second repetition makes matching exponential.
                 total += 1 + _count_repetitions(repeated, inside=True)
             continue
         # The parts of a group, a branch or an assertion are nested in its argument.

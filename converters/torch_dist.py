@@ -332,6 +332,7 @@ class _Exporter:
 
     def note_written(self, stored_name: str, place: FileRange) -> None:
         """Release the cached pages of a written tensor unless it will be read back."""
+        # Selections know Hugging Face's names only.
         name = stored_name.removesuffix("_blocks").removesuffix("_scales")
         if name not in self._names_to_read_back:
             self._written.add([place])

@@ -106,6 +106,7 @@ class TorchDistWriter:
             leading_index: index of this object.
             value: object to pickle.
         """
+        # The name of Megatron's ShardedObject.unique_key.
         index = ".".join(map(str, leading_index))
         shape = ".".join(map(str, leading_shape))
         unique_key = f"{key}/shard_{index}_{shape}"
@@ -130,6 +131,7 @@ class TorchDistWriter:
         with name_file_in_errors(path):
             if sink.error is not None:
                 raise sink.error
+            # tell() counts the buffered bytes, too.
             length = self._file.tell() - start
         self._size += length
         self._places[index] = _StorageInfo(DATA_FILE, start, length)
@@ -305,6 +307,7 @@ class TorchDistReader:
         """Return the name of the file that holds the first chunk of an element."""
         chunks = self._chunks(key, leading_index)
         if not chunks:
+            # The metadata lacks the element, so it is the file to name.
             return METADATA_FILE
         return self._place(key, chunks[0]).relative_path
 
@@ -321,6 +324,7 @@ class TorchDistReader:
     def tensor_range(self, key: str, leading_index: Shape, shape: Shape) -> TensorRange | None:
         """Return the byte range of an element's values; None unless they are one whole chunk."""
         chunks = self._chunks(key, leading_index)
+        # Chunks of several ranks are not one range of the file.
         if len(chunks) != 1 or tuple(chunks[0].sizes[len(leading_index) :]) != shape:
             return None
 
@@ -356,6 +360,7 @@ class TorchDistReader:
         for index, place in self._places.items():
             name = index.fqn
             if index.offset is not None:
+                # Objects have no offset.
                 name += str(list(index.offset))
             named_place = _NamedRange(place.offset, place.offset + place.length, name)
             by_file.setdefault(place.relative_path, []).append(named_place)

@@ -89,6 +89,7 @@ def weight_files(directory: Path, weight_map: dict[str, str] | None) -> list[str
 
 
 def _holds_weights(name: str) -> bool:
+    # The directory's own index.
     if name == INDEX_FILE:
         return False
     # Another index counts, too: loaders may prefer it.

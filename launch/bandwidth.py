@@ -97,9 +97,11 @@ def main(output: Path) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl")
+        # 1 GiB: large enough that latency does not count.
         buffer = torch.zeros(GPU_BUFFER_ELEMENTS, dtype=torch.bfloat16, device="cuda")
     else:
         dist.init_process_group("gloo")
+        # 8 MiB, because gloo over TCP is slow.
         buffer = torch.zeros(CPU_BUFFER_ELEMENTS, dtype=torch.bfloat16)
 
     rank = dist.get_rank()

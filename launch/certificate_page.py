@@ -11,6 +11,7 @@ TEMPLATE = "certificate_template.html"
 
 def write_certificate(certificate: Certificate, directory: Path) -> Path:
     """Write certificate.txt, .json and .html, and return the path of the page."""
+    # A repeated check replaces the files of the earlier one.
     directory.mkdir(parents=True, exist_ok=True)
     files = {
         "certificate.txt": certificate.to_text() + "\n",

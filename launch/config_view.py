@@ -66,4 +66,5 @@ def _text(value: Any) -> str:
     """Format a value as YAML and the command line accept it."""
     if isinstance(value, str):
         return value
+    # YAML reads JSON, and KEY=VALUE of the command line is read as YAML.
     return json.dumps(value, ensure_ascii=False)

@@ -62,6 +62,7 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
         Exit status.
     """
     cluster = load_cluster(cluster_file)
+    # The configuration of the snapshot, in which all paths are resolved.
     settings = job_settings(load_run_config(Path(config_file), command))
 
     # Slurm numbers the nodes of each part of a heterogeneous job from 0.

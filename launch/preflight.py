@@ -58,6 +58,7 @@ class Partition:
 
 def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     """Raise ConfigError with every field that cannot work, and the available values."""
+    # One shell call checks all paths, because a login node may take seconds to respond.
     paths = [*settings.paths, *_container_paths(cluster)]
     sections = _query_login_node(settings, cluster, paths)
 

@@ -200,6 +200,7 @@ def async_rollout_plan(
         f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
+    # Speedups are relative to a loop without overlap.
     sequential = prediction.step_seconds(0)
     for staleness in STALENESS:
         seconds = prediction.step_seconds(staleness)

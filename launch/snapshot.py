@@ -167,6 +167,7 @@ def _private(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _files_of_installation() -> dict[str, Path]:
     """Return the files of the installed packages and configurations, by path in a checkout."""
+    # The job expects the layout of a checkout, with kernels/ on its path.
     sources = {place: PROJECT / Path(place).name for place in PACKAGES}
     for directory in shipped_directories():
         sources["configs"] = directory

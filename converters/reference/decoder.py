@@ -56,6 +56,7 @@ class Decoder:
     def output(self, x: Tensor) -> Tensor:
         """Map the last hidden states x [tokens, hidden] to logits [tokens, vocabulary]."""
         x = self.norm("final norm", x)
+        # A tied output layer has no tensor in either layout.
         name = "embedding" if self.config.tied_embeddings else "output layer"
         rows = self.layout.stored(self.layout.names[name]).split(VOCABULARY_BLOCK)
         return torch.cat([x @ block.to(self.layout.dtype).T for block in rows], dim=-1)

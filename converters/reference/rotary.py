@@ -71,6 +71,7 @@ def llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
     The linear ramp between divided and kept frequencies is over rotations, not over channels.
     """
+    # Rotations of each channel within the original length.
     rotations = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((rotations - scaling.low_freq_factor) / span).clamp(0, 1)
