@@ -22,7 +22,7 @@ def read_base(
         dtype: dtype of the trainer's weights. The router's bias is at least fp32.
 
     Returns:
-        The parts, in the order of ``mapping.hf_names``.
+        The parts, with the shapes ``mapping.part_shapes``, in the order of ``mapping.hf_names``.
     """
     # The trainer's router keeps its bias in fp32 (megatron_gptoss.layers.router).
     if mapping.name.endswith(".router.bias"):

@@ -17,7 +17,10 @@ PIECE_BYTES = 1 << 20
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if dtype, shape and all bits are equal, including NaN and the sign of zero."""
+    """Return True if dtype, shape and all bits are equal, including NaN and the sign of zero.
+
+    Both tensors may have any shape [...] and dtype, and are on the CPU.
+    """
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
 
@@ -42,7 +45,7 @@ def require_finite(
     """Raise ConversionError if a float tensor holds NaN or infinity.
 
     Args:
-        tensor: values of any shape; may be empty.
+        tensor: values [...] of any dtype; may be empty. Integers always pass.
         name: name of the tensor.
         where: file or directory of the tensor.
         expert: index of the slice if ``tensor`` is one expert's slice; None for a whole tensor.
@@ -68,7 +71,7 @@ def require_finite(
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values as uint8 [bytes], in the order of the elements."""
+    """Return the values of a CPU tensor [...] as uint8 [bytes], in the order of the elements."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
 
 

@@ -109,7 +109,8 @@ class WeightGathering:
         """Yield the tensors of ``weights``, and fail at the end if any rank could not read its own.
 
         A rank that cannot read its weights sends arbitrary values in their place. Collective: every
-        rank must exhaust the iterator.
+        rank must exhaust the iterator. Tensors [...] have Hugging Face's shapes and the model's
+        dtypes.
 
         Args:
             weights: result of ``begin``.

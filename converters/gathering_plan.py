@@ -58,7 +58,7 @@ class Message:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``buffer`` (uint8) that receives the shard."""
+        """Return the view, with ``shape`` and ``dtype``, of ``buffer`` (uint8 [bytes])."""
         place = buffer[self.offset : self.offset + self._bytes]
         return place.view(self.dtype).view(self.shape)
 

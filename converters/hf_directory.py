@@ -142,9 +142,10 @@ class HfDirectory:
         return TensorRange(place.path, place.offset, place.length, self.dtype(name))
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Read a tensor, or one expert's slice of it.
+        """Read a tensor [hf_shapes], or one expert's slice of it without the first dimension.
 
-        An expert matrix that is stored output-major is returned as a transposed view.
+        The dtype is the stored one, bf16 for MXFP4. An expert matrix that is stored output-major is
+        returned as a transposed view.
 
         Args:
             name: Hugging Face name.
@@ -197,7 +198,7 @@ class HfDirectory:
         return blocks, scales
 
     def view(self, name: str) -> torch.Tensor | ExpertStack:
-        """Read a tensor. For experts, return a stack that reads each expert on access."""
+        """Read a tensor [hf_shapes]. For experts, return a stack that reads each on access."""
         if ".experts." not in name:
             return self.get(name)
         # No read yet: an expert-parallel rank needs only some of the experts.
@@ -384,7 +385,7 @@ def write_hf_directory(
     Args:
         directory: directory to write.
         config: model configuration.
-        named_tensors: all weights, written in their order.
+        named_tensors: all weights, with ``written_shapes``, written in their order and dtypes.
         extras: tokenizer, generation settings and token ids to write; none by default.
         eos_token_ids: end tokens that replace those of ``extras``, if any are given.
         max_shard_bytes: maximum size of a file. A larger tensor gets a file alone.

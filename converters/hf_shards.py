@@ -33,7 +33,7 @@ class ShardWriter:
 
         Args:
             name: stored name.
-            tensor: values, with the expected shape.
+            tensor: values [expected[name]] of a dtype that safetensors_files knows.
 
         Returns:
             Byte range of the values in the file.

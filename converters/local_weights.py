@@ -92,7 +92,8 @@ class LocalWeights:
             name: global parameter name.
 
         Returns:
-            Shards by global parameter name. They may share memory with the parameters.
+            Shards [local_shape] by global parameter name, uint8 [..., in / 32, 17] for MXFP4. They
+            may share memory with the parameters.
         """
         if not isinstance(self._weights[name], QuantizedWeight):
             # Messages need contiguous memory, and merged adapters give a new tensor anyway.

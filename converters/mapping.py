@@ -72,7 +72,7 @@ class ParameterMapping:
         return 2 * math.prod(self.shape)
 
     def named_parts(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split the Megatron tensor into its parts, by Hugging Face name."""
+        """Split the Megatron tensor [shape] into parts [part_shapes], by Hugging Face name."""
         return dict(zip(self.hf_names, self.to_hf(tensor), strict=True))
 
     def local_shape(self, ranks: int) -> Shape:
@@ -94,7 +94,7 @@ class ParameterMapping:
             ranks: tensor-parallel size.
 
         Returns:
-            A view of ``full``, or a copy if there are several blocks.
+            Shard [local_shape(ranks)]: a view of ``full``, or a copy if there are several blocks.
         """
         if self.tensor_parallel_dim is None:
             return full
@@ -106,7 +106,7 @@ class ParameterMapping:
         return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
 
     def unshard(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Join the shards of all tensor-parallel ranks, in rank order, to the full parameter."""
+        """Join the shards [local_shape(ranks)] of all ranks, in rank order, to the parameter [shape]."""
         # Ranks without a split hold equal copies, of which one is passed.
         if self.tensor_parallel_dim is None or len(shards) == 1:
             return shards[0]
@@ -247,7 +247,16 @@ def merge_qkv(
 
 
 def split_qkv(qkv: torch.Tensor, *, groups: int, head_size: int) -> Parts:
-    """Invert ``merge_qkv``."""
+    """Invert ``merge_qkv``.
+
+    Args:
+        qkv: [(heads + 2 * groups) * head_size, ...] of any dtype.
+        groups: key/value heads.
+        head_size: rows of a head.
+
+    Returns:
+        Query [heads * head_size, ...], key and value [groups * head_size, ...].
+    """
     tail = qkv.shape[1:]
     per_group = qkv.reshape(groups, -1, *tail)
     # A group ends with one key head and one value head.
@@ -257,11 +266,12 @@ def split_qkv(qkv: torch.Tensor, *, groups: int, head_size: int) -> Parts:
 
 
 def same(part: torch.Tensor) -> torch.Tensor:
+    """Return the tensor [...] itself."""
     return part
 
 
 def single_part(
     transform: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], Parts]:
-    """Turn a transform of a parameter with one part into a ``to_hf`` function."""
+    """Turn a transform of a tensor [...] into a ``to_hf`` function, for parameters with one part."""
     return lambda tensor: (transform(tensor),)

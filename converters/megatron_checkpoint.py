@@ -55,12 +55,12 @@ class MegatronCheckpoint:
                 )
 
     def get(self, key: str, index: Shape) -> torch.Tensor:
-        """Read element ``index`` along the leading dimensions of ``key``."""
+        """Read element ``index`` along the leading dimensions of ``key``: shape[len(index):]."""
         shape = self._reader.shape(key)[len(index) :]
         return self._reader.get(key, index, shape)
 
     def parameter(self, mapping: ParameterMapping) -> torch.Tensor:
-        """Read a full Megatron parameter."""
+        """Read a full Megatron parameter [mapping.shape], in the dtype in which it is stored."""
         return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
 
     def file_of(self, mapping: ParameterMapping) -> str:
@@ -87,7 +87,7 @@ class MegatronCheckpoint:
         self._reader.check_chunk_ranges()
 
     def hf_tensors(self) -> Iterator[NamedTensor]:
-        """Yield every Hugging Face tensor, in the order of ``names.hf_shapes``."""
+        """Yield every Hugging Face tensor [hf_shapes], in the order of ``names.hf_shapes``."""
         return hf_tensors(self.config, self.parameter)
 
 

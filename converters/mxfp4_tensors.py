@@ -146,7 +146,12 @@ def stored_names(name: str) -> tuple[str, str]:
 
 
 def pack_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Quantize the expert matrices among weights by Hugging Face name; keep all other tensors."""
+    """Quantize the expert matrices [experts, in, out] among weights by Hugging Face name.
+
+    Returns:
+        uint8 blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32] by stored name,
+        and all other tensors.
+    """
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         if is_expert_matrix(name):
@@ -159,7 +164,7 @@ def pack_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def fake_quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Round the expert matrices among weights by Hugging Face name to MXFP4 values."""
+    """Round the expert matrices [experts, in, out] among weights by name to MXFP4 values."""
     return {name: rounded_to_mxfp4(name, tensor) for name, tensor in named.items()}
 
 
@@ -202,7 +207,10 @@ def matrix_digest(blocks: torch.Tensor, scales: torch.Tensor) -> str:
 
 
 def stack_digests(named: Iterable[NamedTensor]) -> Digests:
-    """Return the digests of all expert matrices among weights by stored name."""
+    """Return the digests of all expert matrices among weights by stored name.
+
+    The matrices are uint8 blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32].
+    """
     tensors = dict(named)
     digests = {}
     for blocks_name, stack in tensors.items():

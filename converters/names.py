@@ -57,7 +57,7 @@ def hf_tensors(
 def stack_experts(
     config: ModelConfig, parts: Iterable[NamedParts], transposed: bool = False
 ) -> Iterator[NamedTensor]:
-    """Yield complete tensors from the parts of parameters.
+    """Yield complete tensors [hf_shapes], in the dtypes of their parts.
 
     Args:
         config: model configuration.

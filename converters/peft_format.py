@@ -153,7 +153,10 @@ class AdapterMapping:
         return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1).contiguous()
 
     def from_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Invert ``to_peft``. Also reads PEFT's exchanged layout."""
+        """Invert ``to_peft``: A and B with ``peft_shapes`` give [..., rank, in] and [..., out, rank].
+
+        Also reads PEFT's exchanged layout.
+        """
         if self.kind == "embedding":
             return b.T.contiguous(), a.T.contiguous()
         if self.experts is None:
@@ -284,7 +287,7 @@ class PeftDirectory:
         """Check that the copies of the base's tensors in the adapter's file equal the base.
 
         Args:
-            get_tensor: returns the base's tensor of a Hugging Face name.
+            get_tensor: returns the base's tensor [...] of a Hugging Face name, of any float dtype.
 
         Raises:
             ConversionError: naming a tensor that was trained, or that is of another base.

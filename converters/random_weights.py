@@ -10,7 +10,7 @@ from megatron_gptoss.named_random import named_generator
 
 
 def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.Tensor]:
-    """Return a function from Hugging Face name to a random fp32 tensor.
+    """Return a function from Hugging Face name to a random tensor, fp32 [hf_shapes].
 
     Norms are 1, biases and sinks 0, other tensors are normal with ``config.initializer_std``.
 

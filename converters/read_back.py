@@ -292,8 +292,8 @@ def check_weights(
     """Compare an unfinished Hugging Face directory with the weights it was written from.
 
     Args:
-        weights: tensors by stored name, at least the selected ones. Experts that were written as
-            MXFP4 are given as blocks and scales.
+        weights: tensors [written_shapes] by stored name, at least the selected ones. Experts that
+            were written as MXFP4 are given as blocks and scales.
         partial: directory that does not have its final name yet.
         selection: parameters to compare.
         progress: callback that receives the progress.

@@ -116,7 +116,7 @@ class SafetensorsFile:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read the rows ``start`` to ``stop`` along the first dimension (None: to the end)."""
+        """Read the rows ``start`` to ``stop`` (None: the end) as [rows, ...], in the stored dtype."""
         entry = self.entries[name]
         place = self.file_range(name, start, stop)
         buffer = torch.empty(place.length, dtype=torch.uint8)
@@ -233,7 +233,7 @@ class SafetensorsWriter:
         self._file.seek(LENGTH_BYTES + self._header_bytes)
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
-        """Append ``tensor`` (any shape and device) and return its byte range in the file."""
+        """Append ``tensor`` [...] from any device and return its byte range in the file."""
         # Values are written in C order, which a transposed view does not have.
         data = tensor.detach().cpu().contiguous().flatten()
         stop = self.size + data.nbytes

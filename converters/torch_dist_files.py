@@ -272,7 +272,7 @@ class TorchDistReader:
         return tuple(self._tensors[key].size)
 
     def get(self, key: str, leading_index: Shape, shape: Shape) -> torch.Tensor:
-        """Read one element of a stacked tensor, assembled from its chunks.
+        """Read one element [shape] of a stacked tensor, assembled from its chunks.
 
         Args:
             key: key of the stacked tensor.

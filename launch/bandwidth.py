@@ -45,7 +45,7 @@ def measure_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
 
     Args:
         group: ranks to measure.
-        buffer: tensor to reduce, on the device of the backend.
+        buffer: tensor to reduce, [elements] of any dtype, on the device of the backend.
     """
 
     def seconds_per_call(rounds: int) -> float:
@@ -62,7 +62,7 @@ def measure_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
 
 
 def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
-    """Measure all processes of this node together; return None if there is only one."""
+    """Measure all processes of this node with ``buffer`` [elements]; None if there is only one."""
     # new_group is collective: every process must create every group.
     groups = [dist.new_group(ranks.of(node)) for node in range(ranks.nodes)]
     if ranks.per_node == 1:
@@ -71,7 +71,11 @@ def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
 
 
 def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
-    """Measure this node with each neighbor and return the faster pair; None for a single node."""
+    """Measure this node and each neighbor with ``buffer`` [elements], and return the faster pair.
+
+    Returns:
+        GB/s; None for a single node.
+    """
     # The faster pair counts, because a slow pair may be the neighbor's fault.
     fastest: float | None = None
 

@@ -145,7 +145,7 @@ def statistics_lines(preview: Preview) -> Iterator[str]:
 
 
 def histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Yield a bar per range of lengths. The upper bounds are powers of 2."""
+    """Yield a bar per range of ``lengths``, int [samples]. The upper bounds are powers of 2."""
     # At least 2, because log2(1) = 0 would give the range from 1 to 1.
     upper = 2 ** np.ceil(np.log2(np.maximum(lengths, 2))).astype(int)
     counts = {

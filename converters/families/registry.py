@@ -72,8 +72,8 @@ def hugging_face_reference(
 
     Args:
         config: model configuration.
-        get: function of (name, expert) that returns a tensor, such as ``HfDirectory.get`` or
-            ``source_of(weights)``.
+        get: function of (name, expert) that returns a tensor with its Hugging Face shape [...],
+            such as ``HfDirectory.get`` or ``source_of(weights)``.
         dtype: dtype of all computed values but rotary angles.
     """
     family = tensors_of(config)

@@ -62,7 +62,7 @@ class Decoder:
         return torch.cat([x @ block.to(self.layout.dtype).T for block in rows], dim=-1)
 
     def norm(self, name: str, x: Tensor, layer: int | None = None) -> Tensor:
-        """Apply an RMSNorm."""
+        """Apply an RMSNorm to x [tokens, hidden]."""
         weight = self.layout.weight(self.layout.names[name], layer)
         return rms_norm(x, (len(weight),), weight, self.config.rms_norm_eps)
 

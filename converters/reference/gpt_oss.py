@@ -60,7 +60,7 @@ class GptOss(Decoder):
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Apply the clamped activation of GPT-OSS."""
+    """Apply the clamped activation of GPT-OSS to gate and up [tokens, intermediate]."""
     # The gate is clamped from above only, as in OpenAI's model.py.
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """Return the source of a ``HuggingFaceLayout`` for weights in memory, by Hugging Face name."""
+    """Return the source of a ``HuggingFaceLayout`` for weights [hf_shapes] in memory, by name."""
 
     def get(name: str, expert: int | None = None) -> Tensor:
         return weights[name] if expert is None else weights[name][expert]
@@ -47,12 +47,13 @@ class Layout:
     def stored(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
         """Read a tensor by its name in the layout, in the dtype in which it is stored.
 
-        Names of a layer's tensors are without the prefix that all layers have.
+        Names of a layer's tensors are without the prefix that all layers have. The shape [...] is
+        that of the layout, without the dimensions of layers and experts.
         """
         raise NotImplementedError
 
     def weight(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
-        """Read a tensor by its name in the layout, in ``dtype``."""
+        """Read a tensor [...] by its name in the layout, in ``dtype``. See ``stored``."""
         return self.stored(name, layer, expert).to(self.dtype)
 
     def linear(

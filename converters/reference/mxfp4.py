@@ -28,7 +28,10 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def some_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the first, the last and two other rows, because the computation is slow."""
+    """Return the first, the last and two other rows of a matrix [rows, ...]: [4, ...].
+
+    The computation from the definition is slow.
+    """
     rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
     return matrix[rows]
 

@@ -70,6 +70,7 @@ def llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Stretch frequencies as Llama 3.1 does (meta-llama/llama-models, apply_scaling).
 
     The linear ramp between divided and kept frequencies is over rotations, not over channels.
+    Frequencies are fp32 [head_size / 2].
     """
     # Rotations of each channel within the original length.
     rotations = scaling.original_max_position_embeddings * plain / (2 * math.pi)

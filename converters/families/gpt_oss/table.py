@@ -156,12 +156,12 @@ def _expert_mappings(
 
 
 def separate_gate_up(gate_up: torch.Tensor) -> torch.Tensor:
-    """Reorder channels gate 0, up 0, gate 1, ... along dim 0 to all gates, then all ups."""
+    """Reorder channels [2 * intermediate, ...] from gate 0, up 0, gate 1, ... to gates, then ups."""
     return torch.cat([gate_up[0::2], gate_up[1::2]])
 
 
 def interleave_gate_up(gate_up: torch.Tensor) -> torch.Tensor:
-    """Invert ``separate_gate_up``."""
+    """Invert ``separate_gate_up``, for channels [2 * intermediate, ...] of any dtype."""
     gate, up = gate_up.chunk(2)
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
