@@ -209,6 +209,7 @@ def export_adapter(
     for mapping in source.mappings:
         expected.update(zip(mapping.names, mapping.peft_shapes, strict=True))
 
+    # The directory appears only after the comparison at the end has succeeded.
     with new_directory(peft_dir, overwrite) as partial:
         settings = peft_config(source.model, source.adapter, base)
         (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2))
@@ -276,6 +277,7 @@ def import_adapter(
         ConversionError: naming the file, setting or tensor that does not fit, before the base's
             weights are read.
     """
+    # Opening reads headers only. The digest of the values follows below.
     source = HfDirectory(base)
     adapters = PeftDirectory(peft_dir, source.config)
     # Fails for adapters that a trainer cannot continue, before the base is read.

@@ -104,9 +104,11 @@ def same_in_files(written: TensorRange, source: TensorRange, from_disk: bool) ->
     Raises:
         OSError: if a file cannot be read.
     """
+    # Equal bytes of two dtypes are different values.
     if written.length != source.length or written.dtype != source.dtype:
         return False
 
+    # Two buffers for the whole comparison, instead of an allocation per piece.
     written_buffer = np.empty(PIECE_BYTES, np.uint8)
     source_buffer = np.empty(PIECE_BYTES, np.uint8)
     with (

@@ -283,6 +283,7 @@ class _Merger:
             merged = parts
 
         if self._is_quantized and is_expert_matrix(mapping.hf_names[0]):
+            # Experts have one part each.
             quantized = self._quantize(mapping, parts[0], merged[0])
             return _Merged(mapping, quantized.parts, digest, quantized, updates)
 
@@ -348,6 +349,7 @@ class _Merger:
         parts, _ = quantize(mapping.hf_names[0], mapping.expert, merged, self._source)
         blocks, scales = parts.values()
 
+        # In MXFP4's layout, with blocks along the inputs.
         exact = merged.mT.float()
         error = mxfp4.dequantize(blocks, scales).float() - exact
         update = exact - base.mT.float()

@@ -86,6 +86,7 @@ def stack_experts(
 
 def _empty_stack(part: torch.Tensor, experts: int, transposed: bool) -> torch.Tensor:
     """Return an empty [experts, *part.shape]; if ``transposed``, matrices are transposed views."""
+    # Biases of experts are vectors, which have no other orientation.
     if transposed and part.dim() == 2:
         return part.new_empty((experts, *part.mT.shape)).mT
     return part.new_empty((experts, *part.shape))

@@ -465,6 +465,7 @@ class PeftDirectory:
                     f"{self._file}: tensor {name} has shape {list(entry.shape)}, but {CONFIG_FILE} "
                     f"and the base require {list(expected[name])}"
                 )
+            # An adapter in fp8 or integers has scales that PEFT's format does not define.
             if entry.dtype_name not in ("BF16", "F16", "F32"):
                 raise ConversionError(
                     f"{self._file}: tensor {name} has the unsupported dtype {entry.dtype_name}"

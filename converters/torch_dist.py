@@ -114,6 +114,7 @@ def _write_parameters(
     leading_shape = (source.config.num_layers, source.config.num_experts)
 
     def written_bytes(mapping: ParameterMapping) -> int:
+        # Progress counts written bytes, which differ from the read bytes of MXFP4.
         written_dtype = dtype or source.dtype(mapping.hf_names[0])
         return math.prod(mapping.shape) * written_dtype.itemsize
 
@@ -161,6 +162,7 @@ def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
             key = f"decoder.layers.mlp.experts.experts.{module}._extra_state"
             for expert in range(experts):
                 yield key, (layers, experts), (layer, expert)
+    # The final norm is outside of the layers, so it has one entry.
     yield "decoder.final_layernorm._extra_state", (1,), (0,)
 
 

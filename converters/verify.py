@@ -105,6 +105,7 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
 
     # Equal tensors show only that the table is invertible. Equal outputs show that it is right.
     family = tensors_of(checkpoint.config)
+    # Reads by key and index, without the name table that is under test.
     megatron = family.megatron_layout(checkpoint.config, checkpoint.get)
     with torch.no_grad():
         stages = compare_stages(
@@ -152,6 +153,7 @@ def _add_difference(by_name: dict[str, Difference], difference: Difference) -> N
 
 
 def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Difference:
+    # Pieces of different shapes would pair unrelated elements.
     if expected.shape != actual.shape:
         raise ConversionError(
             f"tensor {name} has shape {list(expected.shape)} on one side and "

@@ -95,6 +95,7 @@ def main(output: Path) -> None:
     """Measure and, on rank 0, write ``output``."""
     # Before the first group, whose ports other users of the node could connect to.
     authenticate_groups()
+    # torchrun sets both.
     local_rank = int(os.environ["LOCAL_RANK"])
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
 

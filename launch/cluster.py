@@ -138,6 +138,7 @@ class ClusterConfig(StrictModel):
 
     def _check_script_values(self) -> None:
         """Raise ValueError if a value would break out of its place in the batch script."""
+        # nemo-run quotes these values, which protects against everything but a line break.
         for key in SCRIPT_LINES:
             # A line break would begin another line of the script, such as another #SBATCH option.
             if CONTROL_CHARACTER.search(getattr(self, key) or ""):

@@ -29,6 +29,7 @@ def config_lines(
         ConfigError: if the configuration is not valid.
     """
     config = load_run_config(path, command, overrides)
+    # After loading, because origins are defined for a valid configuration only.
     origins = value_origins(path, type(config), overrides)
 
     entries = []

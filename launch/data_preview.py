@@ -116,6 +116,7 @@ def colored(sample: DataSample, codec: ChatCodec) -> Text:
     text = Text()
     for number, piece in enumerate(pieces_of(sample, codec)):
         styles = TRAINED_STYLES if piece.trained else CONTEXT_STYLES
+        # A visible line break, whose style shows whether it is trained.
         shown = show_control_characters(piece.text).replace("\n", "\u23ce\n")
         text.append(shown, style=styles[number % 2])
     return text

@@ -137,6 +137,7 @@ def _place_servers(
         for server in range(servers.count):
             # Server i shares the GPUs of the ranks from i x gpus_each on.
             first = server * servers.gpus_each
+            # The last node takes servers beyond the ranks.
             node = min(first // per_node, len(trainers) - 1)
             trainers[node].servers.append(server)
             shared = [(first + gpu) % per_node for gpu in range(servers.gpus_each)]
@@ -154,6 +155,7 @@ def _place_servers(
                 f"{parallel.world_size} trainer ranks. Raise cluster.nodes or "
                 "cluster.rollout_nodes, or set rollout.engine.colocated"
             )
+        # GPUs are assigned from 0 on, so the first free one follows the used ones.
         used = freest.gpus - freest.free_gpus
         freest.servers.append(server)
         freest.server_gpus.append(list(range(used, used + servers.gpus_each)))

@@ -161,6 +161,7 @@ class TrainingProgress:
         self._display.update(self._task, completed=self._done, left=left)
 
         if not self._console.is_terminal:
+            # Only this step's values, because earlier lines of a log show the others.
             columns = [f"step {self._done}/{self._total}", format_metrics(values), left]
             line = "  ".join(column for column in columns if column)
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)

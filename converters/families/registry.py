@@ -52,6 +52,7 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
     DenseModelConfig: FamilyTensors(
         mappings=dense.mappings,
         stateful_modules=dense.STATEFUL_MODULES,
+        # Dense models have no experts.
         stateful_expert_modules=(),
         reference=Dense,
         hugging_face_layout=HuggingFaceDense,

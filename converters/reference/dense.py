@@ -42,6 +42,7 @@ class HuggingFaceDense(HuggingFaceLayout):
 class MegatronDense(MegatronLayout):
     """All gate channels before all up channels. Its first layer includes the norm."""
 
+    # Transformer Engine's fused norm, under whose name checkpoints store it.
     names: ClassVar[dict[str, str]] = {
         **MegatronLayout.names,
         "norm before mlp": "mlp.linear_fc1.layer_norm_weight",

@@ -64,6 +64,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     # The gate is clamped from above only, as in OpenAI's model.py.
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
+    # The + 1 on up is part of GPT-OSS, unlike of other SwiGLUs.
     return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1)
 
 

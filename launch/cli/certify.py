@@ -76,6 +76,7 @@ def certify_run(
     def show(result: CheckResult) -> None:
         print(f"{result.status.value:11}  {result.name}", file=sys.stderr, flush=True)
 
+    # Temporary weights are deleted afterwards, given ones are kept.
     with prepared(weights, size, precision) as directory:
         options = CertifyOptions(
             subject=subject,

@@ -121,6 +121,7 @@ def _chatml_parts(
     else:
         cuts = [start, *calls[1:], end]  # no text precedes the first call
     for first, last in pairwise(cuts):
+        # Only the last part ends with the message's own end token.
         is_last = last == end
         yield _chatml_message(
             first,

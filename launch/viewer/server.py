@@ -322,6 +322,7 @@ def open_server(paths: list[Path], host: str, port: int, ask_for_token: bool) ->
     # IPv4 addresses and host names contain no colon.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        # Opened here and not by aiohttp, so that a busy port is an error of the command.
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         reason = error.strerror or error

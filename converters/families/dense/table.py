@@ -47,6 +47,7 @@ def _attention_mappings(config: DenseModelConfig, layer: int) -> Iterator[Parame
         "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,)
     )
     yield qkv_mapping(config, layer, "weight")
+    # Qwen2.5 has these biases, Llama has none.
     if config.has_qkv_bias:
         yield qkv_mapping(config, layer, "bias")
     yield unchanged(
