@@ -79,6 +79,7 @@ def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> Update
         adapter=inputs.adapter,
         quantization=inputs.quantization,
     )
+
     gpu_seconds = step.total * parallel.world_size
     # Includes the sequences that fill the last micro-batches.
     tokens = sum(lengths) * micro_batches * parallel.data
@@ -86,6 +87,7 @@ def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> Update
     frozen_base = inputs.adapter is not None
     flops = training_flops(inputs.model, lengths, frozen_base=frozen_base)
     flops *= micro_batches * parallel.data
+
     return UpdatePrediction(
         micro_batches=micro_batches,
         episodes=episodes,

@@ -176,6 +176,7 @@ def async_rollout_plan(
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: no prediction for engines of type {engine.type}"
+
     prediction = predict_async_rollouts(rollout, trainer, tool_seconds)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     longest = rollout.max_response_tokens
@@ -183,6 +184,7 @@ def async_rollout_plan(
         f"{episodes} episodes of {MEAN_LENGTH * longest:.0f} sampled tokens on average "
         f"(assumption: {MEAN_LENGTH:g} of the maximum, {longest})"
     )
+
     # Sharing GPUs excludes overlap, so only staleness 0 exists.
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
@@ -200,6 +202,7 @@ def async_rollout_plan(
         f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
+
     # Speedups are relative to a loop without overlap.
     sequential = prediction.step_seconds(0)
     for staleness in STALENESS:

@@ -82,6 +82,8 @@ def _mlp_mappings(config: GptOssModelConfig, layer: int) -> Iterator[ParameterMa
     # Every rank routes its own tokens, so the router is whole on each.
     yield unchanged("mlp.router.weight", "mlp.router.weight", (experts, hidden))
     yield unchanged("mlp.router.bias", "mlp.router.bias", (experts,))
+
+    # Gate and up projection of the experts, in one matrix.
     yield from _expert_mappings(
         config,
         layer,
@@ -102,6 +104,8 @@ def _mlp_mappings(config: GptOssModelConfig, layer: int) -> Iterator[ParameterMa
         to_megatron=separate_gate_up,
         to_hf=interleave_gate_up,
     )
+
+    # Down projection. Transposing is its own inverse, and the bias has no other order.
     yield from _expert_mappings(
         config,
         layer,
