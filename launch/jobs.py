@@ -209,8 +209,19 @@ def query(launch: Launch) -> Status:
 
 def _local_state(launch: Launch) -> tuple[str, str]:
     """Return (state, detail) of a local run."""
-    state = "RUNNING" if psutil.pid_exists(int(launch.job)) else "ENDED"
+    state = "RUNNING" if _local_process_exists(launch) else "ENDED"
     return state, f"process {launch.job}"
+
+
+def _local_process_exists(launch: Launch) -> bool:
+    """Return True if the process of a local run exists."""
+    # After the run has ended, another program may get its number. The node program works in the
+    # snapshot below the run directory.
+    try:
+        directory = Path(psutil.Process(int(launch.job)).cwd())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return directory.is_relative_to(Path(launch.run_dir).resolve())
 
 
 def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tuple[str, str]:
@@ -346,7 +357,7 @@ def cancel(launch: Launch) -> str:
         # By name, because a chain and a heterogeneous job have several numbers.
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
         run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
-    elif psutil.pid_exists(int(launch.job)):
+    elif _local_process_exists(launch):
         # Same signal as from Slurm: the node program lets the driver save, and exits after it.
         os.kill(int(launch.job), signal.SIGTERM)
     else:

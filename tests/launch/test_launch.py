@@ -120,6 +120,22 @@ def test_status_of_chain_shows_running_job(monkeypatch: pytest.MonkeyPatch) -> N
     assert status.detail == "job 1, 7:31 of 1:00:00, 1 nodes n1, 2 more in the queue"
 
 
+def test_process_that_reuses_number_of_ended_run_is_not_cancelled(tmp_path: Path) -> None:
+    """After the end of a run or a reboot, its process number may belong to another program."""
+    with subprocess.Popen(["sleep", "60"], cwd=tmp_path) as other:
+        launch = jobs.Launch(
+            name="ended", kind="local", login=None, run_dir=str(tmp_path / "ended"), command="rl",
+            steps=10, job=str(other.pid), submitted="2026-01-01 00:00",
+        )  # fmt: skip
+        state = jobs.query(launch).state
+        message = jobs.cancel(launch)
+        still_runs = other.poll() is None
+        other.kill()
+    assert state == "ENDED"
+    assert "has already ended" in message
+    assert still_runs
+
+
 @pytest.mark.usefixtures("no_launch_survives")
 def test_local_launch_runs_in_background_and_can_resume(
     command: ForkedCommand, tmp_path: Path
