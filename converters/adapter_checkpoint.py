@@ -173,6 +173,7 @@ def base_warnings(adapters: Adapters, base: Path) -> list[str]:
             f"{adapters.path}: has no record of its base, so it was not checked that the base is "
             f"{base}"
         ]
+
     # os.path.exists returns False for strings that cannot be a path.
     if os.path.exists(name) and base.exists():
         is_same = os.path.samefile(name, base)
@@ -220,7 +221,7 @@ def export_adapter(
             for name, factor in zip(mapping.names, factors, strict=True):
                 writer.add(name, factor)
         writer.close()
-        # Open the directory as a stranger's adapter, with all checks of the import.
+        # Open the directory like any adapter of PEFT, with all checks of the import.
         _check_written(PeftDirectory(partial, source.model), source)
 
 
@@ -277,7 +278,7 @@ def import_adapter(
         ConversionError: naming the file, setting or tensor that does not fit, before the base's
             weights are read.
     """
-    # Opening reads headers only. The digest of the values follows below.
+    # Reads headers only. The digest of the values follows below.
     source = HfDirectory(base)
     adapters = PeftDirectory(peft_dir, source.config)
     # Fails for adapters that a trainer cannot continue, before the base is read.

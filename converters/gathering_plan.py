@@ -161,7 +161,7 @@ class GatheringPlanner:
         """
         # About 40 kernels and messages per expert would take longer than the transfer itself.
         shapes = self._stacked_shapes(experts[0], is_quantized)
-        # The first expert stands for all, because experts do not differ in dtype.
+        # Ask for the first expert only, because experts do not differ in dtype.
         dtype = self._ranks[self._find_source(experts[0], None)].dtypes[experts[0].name]
         expert_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
         # At least 1, for experts that exceed the bound alone.

@@ -87,7 +87,7 @@ class HfDirectory:
         if not unfinished:
             check_not_partial(self.path)
 
-        # Headers and JSON only: opening a model must not read its weights.
+        # Headers and JSON only, because models are too large to read for a check.
         self.config, raw_config = _read_model_config(self.path)
         weight_map = read_index(self.path)
         file_names = weight_files(self.path, weight_map)

@@ -140,7 +140,7 @@ def pack_stack(
 
 def stored_names(name: str) -> tuple[str, str]:
     """Return the stored names of the blocks and the scales of a Hugging Face tensor."""
-    # Only the names are used, so any valid shape will do.
+    # Only the names are used, so the shape is arbitrary.
     blocks_name, scales_name = mxfp4_shapes(name, (1, BLOCK, 1))
     return blocks_name, scales_name
 

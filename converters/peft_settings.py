@@ -330,6 +330,7 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
                 # One level deeper, a second repetition makes matching exponential.
                 total += 1 + _count_repetitions(repeated, inside=True)
             continue
+
         # The parts of a group, a branch or an assertion are nested in its argument.
         arguments = argument if isinstance(argument, tuple | list) else [argument]
         for part in arguments:

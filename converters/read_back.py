@@ -301,7 +301,7 @@ def check_weights(
     Raises:
         ConversionError: naming tensor, expert and file of a difference.
     """
-    # Opening it compares names, shapes and dtypes with its config.json.
+    # HfDirectory compares names, shapes and dtypes with config.json.
     written = HfDirectory(partial, unfinished=True, from_disk=selection.check == "all")
 
     def compare(mapping: ParameterMapping) -> None:

@@ -169,7 +169,7 @@ def _describe_truncation(path: Path) -> str:
             header = _read_header(file, path)
         data_bytes = path.stat().st_size - header.data_start
 
-        # The first tensor beyond the end of the file is the one that was cut.
+        # The first tensor that ends behind the end of the file was cut.
         by_offset = sorted(header.tensors.items(), key=lambda item: item[1]["data_offsets"])
         for name, entry in by_offset:
             start, stop = entry["data_offsets"]

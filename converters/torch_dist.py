@@ -95,7 +95,7 @@ def import_checkpoint(
             state = {"checkpoint_version": 3.0, "iteration": 0}
             writer.add_object("common_state", (1,), (0,), state)
         (partial / MODEL_CONFIG_FILE).write_text(source.config.model_dump_json(indent=1))
-        # The writer hashed the bytes on their way to the file, which saves a second pass.
+        # The writer hashed the data in memory, which saves a second pass over the file.
         write_checksums(partial, writer.checksum())
         copy_extras(extras, Path(hf_dir), partial / EXTRAS_FOLDER)
         # Before the directory gets its final name: a wrong checkpoint must not become visible.

@@ -55,8 +55,7 @@ class TorchDistWriter:
         self._file = open(directory / DATA_FILE, "wb")  # noqa: SIM115 (closed by close)
         self._metadata: dict[str, Any] = {}
         self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-        # Hash the bytes on their way to the file: reading them back would hash the disk's
-        # mistakes, too.
+        # Hash the data in memory: a hash of read bytes would miss faults of the disk.
         self._hash = xxhash.xxh3_128()
         self._size = 0
 

@@ -205,7 +205,7 @@ def check_o200k() -> Finding:
     does not need it.
     """
     version = importlib.metadata.version("openai-harmony")
-    # In a process of its own interpreter, as a user would run it, with its own error messages.
+    # In a separate process, as a user would run it, with the same error messages.
     command = [sys.executable, *O200K_COMMAND.split()[1:]]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     output = result.stdout if result.returncode == 0 else result.stderr

@@ -247,7 +247,7 @@ def _slurm_state(launch: Launch, queue: list[str], accounting: list[str]) -> tup
 def _parse_attempt(title: str, lines: list[str]) -> AttemptStatus:
     """Parse the section of an attempt: one line each for outcome.json and head.json, if present."""
     attempt = AttemptStatus(title.split()[1])
-    # Both files are JSON objects in one line. Their keys tell them apart.
+    # Both files are JSON objects in one line, with different keys.
     for line in lines:
         record = json.loads(line)
         if "result" in record:
@@ -354,7 +354,7 @@ def cancel(launch: Launch) -> str:
     The run saves a checkpoint first. Slurm's KillWait limits the time for it.
     """
     if launch.kind == "slurm":
-        # By name, because a chain and a heterogeneous job have several numbers.
+        # Select jobs by their name, because a chain has several job numbers.
         jobs = f"timeout 20 squeue -h --me -n {shlex.quote(launch.job_names)} -o %i"
         run_shell(launch.login, f"{jobs} | xargs -r timeout 20 scancel")
     elif _local_process_exists(launch):

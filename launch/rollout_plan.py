@@ -110,7 +110,7 @@ def decoding_step_seconds(
     # Three matrices: gate, up and down.
     expert = 3 * model.hidden_size * model.intermediate_size
     weights = model.num_layers * (attention + experts * expert)
-    # The output layer. Of the embedding, a step reads only one row per sequence.
+    # The output layer. A step reads only one row of the embedding per sequence.
     weights += model.vocab_size * model.hidden_size
 
     full = model.layer_types.count("full_attention")

@@ -122,7 +122,7 @@ def write_snapshot(archive: Path, texts: dict[str, str]) -> Path:
 
 def _files_of_checkout() -> dict[str, Path]:
     """Return the checkout's files, except ignored files and keys, by their path in it."""
-    # Tracked files are never left out, because the user has added them to git on purpose.
+    # Tracked files are never left out, because the user has added them to git.
     tracked = _listed("--cached")
     untracked = _listed("--others", "--exclude-standard")
     secrets = sorted(name for name, file in untracked.items() if _looks_secret(name, file))

@@ -222,7 +222,7 @@ def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
         # Raises ConfigError if the configuration has changed so that the run cannot resume.
         changes_since(RunDirectory(config.directory), config)
     if cluster.kind == "local":
-        # Only here, this machine is the one that runs the job.
+        # Only a local run uses the files and the memory of this machine.
         check_run_requirements(config, has_own_ray=True)
 
     # On a remote cluster, the node program creates the directory.

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """Return the source of a ``HuggingFaceLayout`` for weights [hf_shapes] in memory, by name."""
+    """Return the source of a ``HuggingFaceLayout`` for weights [hf_shapes] in memory."""
 
     def get(name: str, expert: int | None = None) -> Tensor:
         return weights[name] if expert is None else weights[name][expert]

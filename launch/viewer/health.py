@@ -151,7 +151,7 @@ def _signal(records: Records) -> Finding | None:
     solves = measured.get(Name.ACCURACY, 0.0)
     if mean == 1:
         message += f": {explain_no_signal(measured)}"
-        # Solving every task is no fault of the run, although nothing is learned.
+        # Solving every task is no fault, although such a step has no learning signal.
         level: Level = "warning" if solves >= 1 else "bad"
         return Finding(level, "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:

@@ -214,11 +214,13 @@ class RunView:
                 # refresh.
                 self._config_stamp = stamp
                 self._config = {}
+
                 # Rejects links and pipes, which read_yaml would follow or wait for.
                 with open_own_file(file) as opened:
                     size = os.fstat(opened.fileno()).st_size
                 if size > MAX_SETTINGS_BYTES:
                     raise OSError(f"it has {size:,} bytes (at most {MAX_SETTINGS_BYTES:,})")
+
                 tree = OmegaConf.to_container(read_yaml(file))
                 assert isinstance(tree, dict)
                 self._config = {str(key): value for key, value in tree.items()}
