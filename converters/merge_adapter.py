@@ -39,7 +39,7 @@ KINDS = {
     "self_attention.linear_qkv.weight": ("q", "k", "v"),
     "self_attention.linear_proj.weight": ("o",),
     "mlp.router.weight": ("router",),
-    # The same end for every expert and every layer specification.
+    # All experts have the same end.
     "linear_fc1.weight": ("gate_up",),
     "linear_fc2.weight": ("down",),
     "output_layer.weight": ("head",),

@@ -327,7 +327,7 @@ def _count_repetitions(parsed: Any, inside: bool) -> float:
             elif inside or any(str(inner) in GROUPS for inner, _ in repeated):
                 return math.inf
             else:
-                # One level deeper, a second repetition makes matching exponential.
+                # A second repetition inside of this one would make matching exponential.
                 total += 1 + _count_repetitions(repeated, inside=True)
             continue
 
