@@ -106,7 +106,7 @@ class ParameterMapping:
         return torch.cat([block.chunk(ranks, dim)[rank] for block in blocks], dim)
 
     def unshard(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Join the shards [local_shape(ranks)] of all ranks, in rank order, to the parameter [shape]."""
+        """Join the shards [local_shape(ranks)] of all ranks, in order, to the parameter [shape]."""
         # Ranks without a split hold equal copies, of which one is passed.
         if self.tensor_parallel_dim is None or len(shards) == 1:
             return shards[0]
@@ -273,5 +273,5 @@ def same(part: torch.Tensor) -> torch.Tensor:
 def single_part(
     transform: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], Parts]:
-    """Turn a transform of a tensor [...] into a ``to_hf`` function, for parameters with one part."""
+    """Turn a transform of a tensor [...] into a ``to_hf`` function of a single part."""
     return lambda tensor: (transform(tensor),)

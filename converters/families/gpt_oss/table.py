@@ -160,7 +160,7 @@ def _expert_mappings(
 
 
 def separate_gate_up(gate_up: torch.Tensor) -> torch.Tensor:
-    """Reorder channels [2 * intermediate, ...] from gate 0, up 0, gate 1, ... to gates, then ups."""
+    """Reorder channels [2 * intermediate, ...] from gate 0, up 0, ... to all gates, all ups."""
     return torch.cat([gate_up[0::2], gate_up[1::2]])
 
 
