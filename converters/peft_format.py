@@ -153,7 +153,7 @@ class AdapterMapping:
         return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1).contiguous()
 
     def from_peft(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Invert ``to_peft``: A and B with ``peft_shapes`` give [..., rank, in] and [..., out, rank].
+        """Invert ``to_peft``: ``peft_shapes`` become [..., rank, in] and [..., out, rank].
 
         Also reads PEFT's exchanged layout.
         """

@@ -116,7 +116,7 @@ class SafetensorsFile:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read the rows ``start`` to ``stop`` (None: the end) as [rows, ...], in the stored dtype."""
+        """Read rows ``start`` to ``stop`` (None: the end) as [rows, ...], in the stored dtype."""
         entry = self.entries[name]
         place = self.file_range(name, start, stop)
         buffer = torch.empty(place.length, dtype=torch.uint8)
