@@ -79,11 +79,13 @@ class Certificate:
     def has_passed(self) -> bool:
         """True if no check failed and at least one passed."""
         statuses = [result.status for result in self.results]
+        # A subject for which every check is skipped has not failed, but proves nothing either.
         return Status.FAILED not in statuses and Status.PASSED in statuses
 
     @property
     def causes(self) -> list[Cause]:
         """All faults that were found, without duplicates."""
+        # Several checks can report the same fault. The dict keeps the order in which it was found.
         causes: dict[str, Cause] = {}
         for result in self.results:
             for cause in result.causes:
@@ -108,6 +110,7 @@ class Certificate:
             "verdict": self.verdict,
             "causes": [asdict(cause) for cause in self.causes],
         }
+        # json.dumps writes NaN and Infinity by default, which parsers of JSON reject.
         return json.dumps(_without_nan(content), indent=1)
 
     def to_text(self) -> str:
@@ -118,6 +121,7 @@ class Certificate:
             "",
         ]
         for result in self.results:
+            # NOT VISIBLE has 11 columns. With 2 blanks this gives the indent of ``_indented``.
             lines.append(f"{result.status.value.upper():11}  {result.name}: {result.title}")
             lines += _indented(result.summary)
             for cause in result.causes:

@@ -57,15 +57,19 @@ def explain(
         limit: mean gap that precision explains.
         start: variant to start from.
     """
+    # Begin with the faults that are known already, so that only the remaining gap is explained.
     variant = start
     before = after = gap(answered, evaluate(variant))
     faults: list[Fault] = []
+    # Greedy, because trying all sets of up to 3 of about 30 faults needs thousands of evaluations.
     while after > limit and len(faults) < MAX_FAULTS:
         gaps = {}
         for fault in candidates:
             if fault not in faults:
                 gaps[fault] = gap(answered, evaluate(combined(variant, fault.variant)))
+        # min keeps the first of equal gaps, and the dict keeps the order of the candidates.
         best = min(gaps, key=lambda fault: gaps[fault])
+        # Some fault is always the closest. If it explains little, it is not the cause.
         if gaps[best] > WORTHWHILE * after:
             break
         faults.append(best)

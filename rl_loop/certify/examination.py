@@ -42,6 +42,7 @@ ReferenceName = Literal["exact", "rounded", "updated", "updated_rounded"]
 class ResultCache:
     """Cached results of the references."""
 
+    # Checks share texts and faults, and each evaluation is a whole forward pass. Keep all results.
     evaluated: dict[tuple[ReferenceName, tuple[int, ...], Variant], Evaluated] = field(
         default_factory=dict
     )
@@ -76,18 +77,22 @@ class Examination:
     @cached_property
     def rounded(self) -> Reference:
         """Reference in the subject's precision."""
+        # The distance from the fp64 reference is the rounding error that a correct subject may
+        # have, too.
         dtype = DTYPES[self.precision]
         return Reference(self.weights.config, self.weights.tensors, dtype=dtype)
 
     @cached_property
     def updated(self) -> Reference:
         """Reference in fp64 with the second weights. It has the first ones for stale variants."""
+        # ``check_update`` is skipped before it comes here if there are no second weights.
         assert self.second is not None
         return Reference(self.weights.config, self.second.tensors, self.weights.tensors)
 
     @cached_property
     def updated_rounded(self) -> Reference:
         """Reference in the subject's precision with the second weights."""
+        # No stale weights: this reference measures only the effect of precision.
         assert self.second is not None
         dtype = DTYPES[self.precision]
         return Reference(self.weights.config, self.second.tensors, dtype=dtype)
@@ -99,6 +104,7 @@ class Examination:
 
     def scored(self, texts: Sequence[Text]) -> list[Scored]:
         """Return the subject's scores of texts. Results are cached."""
+        # Pass all missing texts in one call, so that the subject can compute them in a batch.
         missing = [text.ids for text in texts if text.ids not in self._scored]
         if missing:
             scores = checked_scores(self.subject, self.subject.score(missing), missing)
@@ -115,6 +121,8 @@ class Examination:
         """Return the result of a reference for a text. Results are cached."""
         key = (which, text.ids, variant)
         if key not in self.memory.evaluated:
+            # A cached property by its name: a reference converts all weights, so create it on first
+            # use.
             reference: Reference = getattr(self, which)
             self.memory.evaluated[key] = reference.evaluate(text.ids, variant)
         return self.memory.evaluated[key]
@@ -152,13 +160,17 @@ class Examination:
 
     def limit(self, noise: Tensor, tokens: Tensor | None = None) -> float:
         """Return the limit of the median gap, over all tokens or the given ones."""
+        # The median ignores the few tokens whose router chooses differently between near-tied
+        # experts. In low precision their errors are large even if the subject is correct.
         typical = noise.median()
         if tokens is not None:
+            # The tokens to inspect may be more sensitive to rounding than the typical token.
             typical = torch.maximum(typical, noise[tokens].median())
         return max(SAFETY * float(typical), FLOORS[self.precision])
 
     def mean_limit(self, noise: Tensor) -> float:
         """Return the limit of the mean gap, with each gap clamped to MAX_GAP."""
+        # Without the clamp, one token with a gap of many nats would dominate the mean.
         return max(SAFETY * float(noise.clamp(max=MAX_GAP).mean()), FLOORS[self.precision])
 
     def visibilities(
@@ -202,6 +214,8 @@ class Examination:
         gaps = (answered - expected).abs()
         visibilities = []
         for fault in faults:
+            # Inspect the tokens that the fault moves most. In a mean over all tokens it would
+            # vanish.
             moved = (with_fault(fault) - expected).abs()
             tokens = moved.topk(min(top, len(moved))).indices
             visible = float(moved[tokens].median())
@@ -213,6 +227,8 @@ class Examination:
                     visible=visible,
                     deviation=float(gaps[tokens].median()),
                     limit=limit,
+                    # A small deviation excludes a fault only if the fault would clearly exceed the
+                    # limit.
                     is_visible=visible >= VISIBLE * limit,
                 )
             )

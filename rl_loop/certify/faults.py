@@ -18,6 +18,8 @@ class Fault:
     """Place where it was seen: issue threads, or a page of this project's docs."""
 
 
+# The window includes the token itself: a token sees at most ``sliding_window`` keys. Attention
+# kernels that take the number of earlier keys need one less (``window_size`` of flash-attn).
 WINDOW = (
     Fault("one key too few in the window", Variant(window_offset=-1)),
     Fault(
@@ -43,6 +45,7 @@ SINKS = (
     ),
 )
 
+# These faults and the next ones leave log-probs exact. Only gradients show them.
 SINK_GRADIENTS = (
     Fault(
         "the sinks' own gradient is dropped",
@@ -61,6 +64,7 @@ OTHER_GRADIENTS = (
     Fault("the router learns nothing from the experts' weights", Variant(router_gradient=False)),
 )
 
+# The released models set ``truncate: false``: the ramp is not rounded to whole channels.
 YARN = (
     Fault(
         "YaRN's ramp is truncated to whole channels",
@@ -111,6 +115,7 @@ ACTIVATION = (
     Fault("the gate's slope is 1 (SiLU) and not 1.702", Variant(slope=1.0)),
 )
 
+# The released checkpoints alternate gate and up channels in the weights and in the biases.
 INTERLEAVING = (
     Fault(
         "gate and up are taken for halves, not for every other channel",
@@ -177,6 +182,7 @@ DECODING = (
 
 def orientation_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
     """Return faults of square matrices: in all layers, and in each layer."""
+    # A transposed matrix of two different sizes does not load, so it needs no check.
     if config.hidden_size != config.intermediate_size:
         return ()
     name = "down projections, which are square, are transposed"
@@ -203,9 +209,12 @@ def update_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
         Fault("the routers were not updated", Variant(stale=".router."), unnamed),
     ]
 
+    # Experts are sharded over ranks, so each one can be missing on its own.
     own_experts_only = "a rank that sends only its own experts: verl-project/verl#7195"
     for layer, expert in product(range(config.num_layers), range(config.num_experts)):
         name = f"expert {expert} of layer {layer} kept its old weights"
         variant = Variant(stale_expert=(layer, expert))
         faults.append(Fault(name, variant, own_experts_only))
+    # An update has its own code for layouts, which can be wrong even if the first weights are
+    # right.
     return (*faults, *orientation_faults(config), *INTERLEAVING)

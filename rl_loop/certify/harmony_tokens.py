@@ -28,6 +28,8 @@ class HarmonyMessage:
     def header(self) -> str:
         """Return the text before the content, in GPT-OSS's order."""
         words = f"<|start|>{self.role}"
+        # A tool's message has its recipient after the role, an assistant's after the channel, where
+        # GPT-OSS samples it. Harmony's parser accepts both, so only the ids show the difference.
         if self.recipient is not None and self.role != "assistant":
             words += f" to={self.recipient}"
         if self.channel is not None:
@@ -61,6 +63,7 @@ CONVERSATION = (
 )
 """Conversation with a tool call."""
 
+# A renderer that encodes tool output like headers lets a tool end its message and write others.
 QUOTING = (
     HarmonyMessage(TOOL, "row 3: <|end|><|start|>", channel="commentary", recipient="assistant"),
 )
@@ -74,7 +77,10 @@ def expected_ids(messages: Sequence[HarmonyMessage], vocabulary: Vocabulary) -> 
     encoding = harmony_encoding()
     ids: list[int] = []
     for message in messages:
+        # Headers contain special tokens. Contents must not, even if they quote their names.
         ids += encoding.encode(message.header, allowed_special="all")
+        # With () names of special tokens are encoded as text. By default ``encode`` raises an
+        # error.
         ids += encoding.encode(message.content, disallowed_special=())
         ids += encoding.encode(message.end, allowed_special="all")
     return vocabulary.from_harmony(ids)
@@ -93,11 +99,13 @@ def describe_difference(
     for token in SPECIAL_TOKENS:
         (special,) = vocabulary.from_harmony(encoding.encode(token, allowed_special={token}))
         short_of = expected.count(special) - list(answered).count(special)
+        # A special token that is missing was encoded as text. One too many was text in a content.
         if short_of > 0:
             return f"{token} (id {special}) is encoded as text, {short_of} times"
         if short_of < 0:
             return f"the text {token} in a message's content becomes the special token {special}"
 
+    # All special tokens are right, so show where the other ids begin to differ.
     same = 0
     while same < min(len(expected), len(answered)) and expected[same] == answered[same]:
         same += 1

@@ -99,6 +99,7 @@ class Weights:
 @cache
 def vocabulary() -> TinyVocabulary:
     """Return the vocabulary of the synthetic models."""
+    # TinyVocabulary splits the text of its corpus as GPT-OSS's vocabulary does.
     return TinyVocabulary(SIZES["tiny"].vocab_size, CONVERSATION_TEXT)
 
 
@@ -112,6 +113,7 @@ def vocabulary_of(directory: Path, size: int) -> Vocabulary | None:
     own = vocabulary()
     if size != own.size or not file.exists():
         return None
+    # The size alone proves nothing: any small model may have 512 token ids.
     with tempfile.TemporaryDirectory() as expected:
         own.save(Path(expected))
         own_tokenizer = (Path(expected) / file.name).read_bytes()
@@ -136,6 +138,7 @@ def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) ->
     files = vocabulary().save(tokenizer)
     for number, name in enumerate((FIRST, SECOND)):
         config = SIZES[size]
+        # Seeds 2s and 2s + 1, so that different values of ``seed`` share no set of weights.
         tensors = designed_weights(config, 2 * seed + number)
         stored = ((key, tensor.to(DTYPES[precision])) for key, tensor in tensors)
         write_hf_directory(directory / name, config, stored, extras=ModelExtras.of_files(files))
@@ -155,6 +158,7 @@ def prepared(directory: Path | None, size: Size, precision: Precision) -> Iterat
 def read_weights(directory: Path) -> Weights:
     """Read a Hugging Face directory. Raises ConversionError or CertifyError if it is invalid."""
     opened = HfDirectory(directory)
+    # HfDirectory also reads dense models, which have no sinks and no experts to check.
     if not isinstance(opened.config, GptOssModelConfig):
         raise CertifyError(f"{directory}: model_type is {opened.config.model_type}, not gpt_oss")
     tensors = {name: opened.get(name) for name in opened.names()}
@@ -173,22 +177,28 @@ def designed_weights(config: GptOssModelConfig, seed: int) -> Iterator[tuple[str
 
 def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
     """Scale standard normal ``noise`` to a tensor's distribution."""
+    # A projection with this standard deviation keeps the scale of its normalized input.
     width = config.hidden_size**-0.5
     if "norm" in name:
+        # Not exactly 1, because a norm whose weight is ignored would not be noticed.
         return 1 + 0.1 * noise
     if name.endswith("embed_tokens.weight"):
         # Only the beacon uses the last channel.
         noise[:, -1] = 0
+        # As large as all other channels together, so that RMSNorm makes it sqrt(hidden_size / 2).
         noise[BEACON, -1] = config.hidden_size**0.5
         return noise
     if name.endswith("lm_head.weight"):
+        # Logits with a standard deviation of about 2: neither uniform nor certain.
         return 2 * width * noise
 
     layer = int(name.split(".")[2])
     if "self_attn" in name:
+        # The window layers of GPT-OSS are the even ones.
         return _designed_attention(name, noise, config, has_beacon=layer % 2 == 0)
     if name.endswith("router.weight"):
         return 2 * width * noise
+    # Half the size of the other logits, so that it decides which experts are chosen.
     if name.endswith("router.bias"):
         return noise
     # A fifth of the channels exceeds the clamp of 7. Some of them do so only because of the bias.
@@ -198,6 +208,7 @@ def _designed(name: str, noise: Tensor, config: GptOssModelConfig) -> Tensor:
         return 4 * noise
     if name.endswith("down_proj_bias"):
         return 0.3 * noise
+    # Clamped activations reach 7 x 8 = 56. Keep experts from outweighing the residual stream.
     return 0.15 * config.intermediate_size**-0.5 * noise
 
 
@@ -219,10 +230,14 @@ def _designed_attention(
     tensor = 1.2 * width * noise if name.endswith("weight") else 0.5 * noise
     if has_beacon:
         # The slowest pair of rotary channels hardly rotates within a window.
+        # In transformers a pair has the channels i and i + head_size / 2, and small i rotate faster.
         heads = tensor.unflatten(0, (-1, config.head_size))
         slowest = config.head_size // 2 - 1
         if name.endswith("k_proj.weight"):
+            # The key depends only on the beacon's input channel, so all other tokens have none.
             heads[:, slowest] = 0
+            # This cancels the sqrt(hidden_size / 2) of the beacon's channel, so the key is
+            # BEACON_KEY.
             heads[:, slowest, -1] = BEACON_KEY * 2**0.5 * width
         elif name.endswith("q_proj.bias"):
             heads[:, slowest] = _beacon_query(config)
@@ -231,6 +246,7 @@ def _designed_attention(
 
 def _beacon_query(config: GptOssModelConfig) -> float:
     """Return the query that gives the beacon e^3 times the weight of a whole window."""
+    # YaRN multiplies queries and keys by this factor, so scores by its square.
     concentration = 0.1 * math.log(config.yarn_factor) + 1
     score = math.log(config.sliding_window) + 3
     return score * config.head_size**0.5 / (BEACON_KEY * concentration**2)

@@ -80,6 +80,7 @@ def certify(
         ConversionError: if the directory is not a model.
         SubjectFailed: if the subject cannot be reached.
     """
+    # A wrong name must not cost the time for reading weights and for comparing the reference.
     unknown = set(options.only) - set(CHECKS)
     if unknown:
         known = ", ".join(CHECKS)
@@ -114,6 +115,8 @@ def run_checks(
         if only and name not in only and name != "agreement":
             continue
         started = time.process_time()
+        # Checks use different operations of the subject, so one failure says nothing about the
+        # others.
         try:
             result = check(exam)
         except UnsupportedOperation as reason:
@@ -143,6 +146,7 @@ def check_subject_name(subject: str, has_weights: bool) -> None:
                 "prepare DIR` writes them"
             )
         return
+    # A MODULE:FUNCTION is imported later, in ``open_subject``. Here only its form is checked.
     if subject not in FACTORIES and ":" not in subject:
         known = ", ".join(FACTORIES)
         raise CertifyError(
@@ -168,6 +172,7 @@ def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
             f"{available / 1e9:.0f} GB are free. Use the small weights of `gptoss certify "
             "prepare`"
         )
+    # A plain Hugging Face directory has no second set. The check of updates is then skipped.
     second = read_weights(directory / SECOND) if has_two else None
     return first, second
 
@@ -191,6 +196,7 @@ def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
     except ValueError as error:
         raise CertifyError(str(error)) from error
     subject = factory(weights.directory, options.precision)
+    # A MODULE:FUNCTION is the user's code, which may return anything.
     if not isinstance(subject, Subject):
         raise CertifyError(
             f"{name} returned {type(subject).__name__}; expected a rl_loop.certify.subject.Subject"
@@ -209,6 +215,8 @@ def check_reference(weights: Weights, texts: Texts) -> None:
 
     config = weights.config
     hf_config = GptOssConfig(**config.to_hf_config())
+    # Compare frequencies separately: the text below is too short to show wrong ones at YaRN's
+    # lengths.
     frequencies, scale = variant_frequencies(config)
     their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
     is_same = torch.allclose(frequencies, their_frequencies, rtol=1e-5, atol=0)
@@ -219,6 +227,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")  # the default has no fp64 kernel
     model.load_state_dict({name: tensor.double() for name, tensor in weights.tensors.items()})
+    # Two windows, so that window layers leave out keys.
     text = Text("window", texts.window[0].ids[: 2 * config.sliding_window])
     tokens = torch.tensor([text.ids])
     with torch.no_grad():
@@ -226,6 +235,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
     expected = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
     reference = Reference(config, weights.tensors).evaluate(text.ids).log_probs
     difference = float((reference - expected).abs().max())
+    # Not ``>=``, because NaN must fail, too.
     if not difference < REFERENCE_TOLERANCE:
         raise CertifyError(
             f"the reference and transformers in fp64 differ by {difference:.1e} nats: "

@@ -99,6 +99,7 @@ def checked_scores(
     subject: Subject, scores: Sequence[Scored], texts: Sequence[Sequence[int]]
 ) -> list[Scored]:
     """Return the scores. Raises SubjectFailed if they do not fit the texts."""
+    # Subjects are servers and code of users, so check the answers before they are compared.
     if len(scores) != len(texts):
         raise SubjectFailed(f"{subject.name} gave {len(scores)} answers for {len(texts)} texts")
     for scored, text in zip(scores, texts, strict=True):
@@ -108,6 +109,7 @@ def checked_scores(
                 f"{subject.name} gave {values.shape} log-probs for a text of {len(text)} tokens, "
                 f"expected {len(text) - 1}"
             )
+        # In a mean over tokens, NaN would not show its position.
         if not np.isfinite(values).all():
             position = int(np.isfinite(values).argmin())
             raise SubjectFailed(

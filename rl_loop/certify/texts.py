@@ -8,7 +8,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.model import BEACON
 
 BEACONS = 4
-"""Number of beacons in a text for the window's edge."""
+"""Number of distances between beacons in a text for the window's edge."""
 PROMPTS = 6
 CONTINUATION = PROMPTS + 4
 """Number of tokens to decode, so that every beacon of ``prompts`` leaves the window."""
@@ -50,6 +50,7 @@ class Texts:
         distance = self.config.sliding_window + 1
         texts = []
         for number in range(2):
+            # Two more tokens, so that the last beacon fits into both texts, which begin at 0 and 1.
             ids = list(self._draw(BEACONS * distance + 2, f"window {number}"))
             for i in range(number, len(ids), distance):
                 ids[i] = BEACON
@@ -75,6 +76,7 @@ class Texts:
         """
         texts = []
         for number in range(PROMPTS):
+            # The beacon is the oldest key of the position number + window - 1.
             ids = list(self._draw(self.config.sliding_window - 3, f"prompt {number}"))
             ids[number] = BEACON
             texts.append(Text("prompt", tuple(ids)))
@@ -82,7 +84,9 @@ class Texts:
 
     def _draw(self, length: int, name: str) -> tuple[int, ...]:
         """Draw random tokens, on average 1 of 12 special."""
+        # A string seeds Random by its SHA-512, so texts are equal in all processes.
         rng = random.Random(f"{self.seed}/{name}")
+        # A random beacon would blur the distances that window texts depend on.
         ordinary = [i for i in range(self.config.vocab_size) if i != BEACON]
         ids = []
         for _ in range(length):

@@ -133,6 +133,7 @@ class Reference:
             routes: int64 [n - 1, layers, top_k]: experts to use instead of the router's.
             starts: first positions of the sequences of a packed row.
         """
+        # This makes the device the default of all new tensors, including those of the equations.
         with self.device:
             row = _Row(len(text) - 1, variant, prompt_length, tuple(starts))
             given = None if routes is None else routes.to(self.device)
@@ -140,10 +141,12 @@ class Reference:
 
     def gradients(self, texts: Sequence[Sequence[int]], variant: Variant) -> dict[str, Tensor]:
         """Return the gradients of the mean of -log p over all predicted tokens."""
+        # Clones, because the cached weights must not require gradients in later evaluations.
         leaves = {name: w.clone().requires_grad_() for name, w in self._weights.items()}
         copy = Reference(self.config, {}, dtype=self.dtype)
         copy._weights = leaves
 
+        # Divide by the tokens of all texts, because the gradients of the texts are summed.
         tokens = sum(len(text) - 1 for text in texts)
         for text in texts:
             with self.device:
@@ -152,6 +155,7 @@ class Reference:
             (-evaluated.log_probs.sum() / tokens).backward()
         gradients = {}
         for name, leaf in leaves.items():
+            # An expert that no token chose has no gradient.
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             gradients[name] = gradient.cpu()
         return gradients
@@ -163,6 +167,7 @@ class Reference:
         layout = HuggingFaceGptOss(self.config, source.get, self.dtype)
         model = VariantGptOss(self.config, layout, variant, row, routes)
 
+        # Always in fp64: rounding of this softmax would count as an error of the model's precision.
         log_probs = model.logits(tokens[:-1]).to(torch.float64).log_softmax(-1)
         picked = log_probs.gather(-1, tokens[1:, None])[:, 0]
         best = log_probs.amax(-1)
@@ -192,6 +197,7 @@ class _Row:
         self.sequence = torch.bucketize(index, boundaries, right=True)
         beginnings = torch.tensor(starts)[self.sequence]
         self.positions = index if variant.running_positions else index - beginnings
+        # Without a prompt length no input is decoded, because no index reaches inputs + 1.
         self.is_decoded = index >= inputs + 1 if prompt_length is None else index >= prompt_length
 
 
@@ -211,6 +217,7 @@ class _VariantWeights:
         if expert is None:
             return self._tensor(name)
 
+        # Tensors of experts are named model.layers.LAYER.mlp.experts.PART.
         layer = int(name.split(".")[2])
         is_stale = variant.stale_expert == (layer, expert)
         tensor = self._before[name][expert] if is_stale else self._tensor(name)[expert]
@@ -220,6 +227,7 @@ class _VariantWeights:
     def _tensor(self, name: str) -> Tensor:
         variant = self._variant
         tensor = self._weights[name]
+        # This keeps the values and stops the gradient.
         if variant.sinks == "no gradient" and name.endswith(".sinks"):
             tensor = tensor.detach()
         if variant.stale is not None and variant.stale in name:
@@ -227,6 +235,7 @@ class _VariantWeights:
         if variant.absent_biases and name.endswith(variant.absent_biases):
             return torch.zeros_like(tensor)
 
+        # ``bf16_biases`` leaves out the router's bias, which is a separate fault.
         if name.endswith("router.bias"):
             if variant.router_bias == "absent":
                 return torch.zeros_like(tensor)
@@ -276,6 +285,7 @@ class VariantGptOss(GptOss):
         positions = self.row.positions
         if self.variant.yarn == "cut":
             positions = positions.clamp(max=self.config.yarn_original_length - 1)
+        # bf16 has 8 significant bits, so positions above 256 are no longer exact.
         return _rounded(positions.float()) if self.variant.bf16_positions else positions
 
     def has_window(self, layer: int) -> bool:
@@ -284,6 +294,7 @@ class VariantGptOss(GptOss):
 
     def visible(self, layer: int, queries: slice, keys: slice) -> Tensor:
         row = self.row
+        # Distances in the row, because positions restart with every sequence.
         distance = row.index[queries, None] - row.index[None, keys]
         visible = distance >= 0
         if not self.variant.leaky_packing:
@@ -296,11 +307,13 @@ class VariantGptOss(GptOss):
 
     def weighted_values(self, layer: int, scores: Tensor, value: Tensor) -> Tensor:
         if self.variant.sinks == "absent":
+            # Decoder's softmax has no column for the sink.
             return Decoder.weighted_values(self, layer, scores, value)
 
         exact = super().weighted_values(layer, scores, value)
         if self.variant.sinks == "absent in the backward pass":
             without = Decoder.weighted_values(self, layer, scores, value)
+            # The values of ``exact`` with the gradient of ``without``.
             return without + (exact - without).detach()
         return exact
 
@@ -308,6 +321,7 @@ class VariantGptOss(GptOss):
 
     def choose_experts(self, layer: int, logits: Tensor) -> Tensor:
         top_k = self.config.experts_per_token
+        # One expert more than needed: the margin is its distance from the last chosen one.
         ranked, order = logits.topk(min(top_k + 1, logits.shape[-1]))
         chosen = order[:, :top_k] if self.given is None else self.given[:, layer]
         self.margins.append((ranked[:, top_k - 1] - ranked[:, -1]).detach().double())
@@ -323,9 +337,11 @@ class VariantGptOss(GptOss):
 
     def expert(self, layer: int, expert: int, x: Tensor) -> Tensor:
         variant = self.variant
+        # Without faults of experts, use the reference's own code, so that EXACT is the reference.
         if all(getattr(variant, name) == getattr(EXACT, name) for name in EXPERT_FAULTS):
             return super().expert(layer, expert, x)
 
+        # Keep products and biases separate, because the faults lie in how they are combined.
         products = x @ self.layout.weight("mlp.experts.gate_up_proj", layer, expert)
         bias = self.layout.weight("mlp.experts.gate_up_proj_bias", layer, expert)
         gate, up = _halves(products, variant, "weights")
@@ -377,6 +393,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 def combined(first: Variant, second: Variant) -> Variant:
     """Return a variant with the faults of both. If both set a field, the second one wins."""
+    # A field without a fault must not undo the first variant's fault.
     changes = {}
     for name, value in vars(second).items():
         if value != getattr(EXACT, name):

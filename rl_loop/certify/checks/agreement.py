@@ -41,6 +41,8 @@ def check_agreement(exam: Examination) -> CheckResult:
 
     explanation = _explain_scores(exam)
     if explanation.is_good:
+        # Later checks compare with this variant, so that none reports these faults
+        # under another name.
         exam.explanation = explanation.variant
         exam.found = list(explanation.faults)
     summary = describe(explanation)
@@ -88,6 +90,7 @@ def _explain_scores(exam: Examination) -> Explanation:
 
     # Only faults of positions (YaRN, windows) are visible in long texts alone.
     if not _agrees(exam, exam.texts.long, start):
+        # The long text has the faults of short texts, too, so continue from these.
         far = explain(
             exam.log_probs(exam.texts.long),
             lambda variant: exam.expected(exam.texts.long, variant),
@@ -99,6 +102,7 @@ def _explain_scores(exam: Examination) -> Explanation:
         found = (*found, *far.faults)
 
     after = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, start))
+    # Judge by the criterion of the check, not by the mean that the search minimizes.
     groups = (exam.texts.short, exam.texts.window, exam.texts.long)
     is_complete = all(_agrees(exam, group, start) for group in groups)
     return Explanation(found, start, before, after, is_complete)
@@ -111,6 +115,7 @@ def _strict_limit(exam: Examination, texts: Sequence[Text]) -> float:
 
 def _gap_table(exam: Examination, gaps: Tensor, noise: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the table of gaps by position and class of token."""
+    # The first token of a text has no log-prob.
     positions = torch.cat([torch.arange(1, len(text.ids)) for text in exam.texts.all])
     labels = torch.cat([torch.tensor(text.ids[1:]) for text in exam.texts.all])
     special = torch.isin(labels, torch.tensor(exam.texts.special_ids, dtype=torch.long))
@@ -123,12 +128,14 @@ def _gap_table(exam: Examination, gaps: Tensor, noise: Tensor) -> tuple[tuple[st
         f"position {window} to {length - 1}": (positions >= window) & (positions < length),
         f"position {length} and on": positions >= length,
         "special tokens": special,
+        # The weights are built around the beacon, so its log-probs are not typical.
         "other tokens": ~special & (labels != BEACON),
     }
     rows: list[tuple[str, ...]] = [
         ("", "tokens", "mean", "p50", "p95", "p99", "max", "mean in its precision")
     ]
     for name, members in groups.items():
+        # Without a vocabulary there are no special tokens.
         if not members.any():
             continue
         chosen = gaps[members]

@@ -22,6 +22,7 @@ class ForwardCheck:
 
     def faults_of(self, exam: Examination) -> tuple[Fault, ...]:
         """Return the faults that are possible for the model's shape."""
+        # Only square matrices can be transposed without an error, and that depends on the shape.
         if self.name == "orientation":
             return faults.orientation_faults(exam.weights.config)
         return self.faults
@@ -31,12 +32,15 @@ class ForwardCheck:
         texts = getattr(exam.texts, self.kind)
         mine = self.faults_of(exam)
         own = [fault for fault in exam.found if fault in mine]
+        # The agreement check has found a fault of this kind. Report it here as well.
         if own:
+            # Compare with EXACT, because the reference with the fault would show no deviation.
             visibilities = exam.visibilities(mine, texts, EXACT)
             names = " and ".join(fault.name for fault in own)
             causes = tuple(Cause(fault.name, fault.source) for fault in own)
             return CheckResult(self.name, self.title, Status.FAILED, names, causes, visibilities)
 
+        # Compare with the faults that were found elsewhere, so that they do not count here.
         visibilities = exam.visibilities(mine, texts, exam.explanation)
         suffix = " beside what was found elsewhere" if exam.found else ""
         return judge_visibilities(self.name, self.title, visibilities, suffix)

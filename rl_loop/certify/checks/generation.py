@@ -24,6 +24,7 @@ def check_decoding(exam: Examination) -> CheckResult:
         generated = exam.subject.generate(prompt.ids, CONTINUATION)
         ids = tuple(int(token) for token in generated.ids)
         vocabulary_size = exam.weights.config.vocab_size
+        # A server can stop early in spite of the request, or return ids of another vocabulary.
         if len(ids) != CONTINUATION or not all(0 <= token < vocabulary_size for token in ids):
             summary = f"{CONTINUATION} tokens were asked for, {len(ids)} came: {ids[:4]}"
             return CheckResult("decoding", title, Status.FAILED, summary)
@@ -33,14 +34,18 @@ def check_decoding(exam: Examination) -> CheckResult:
     def evaluate(variant: Variant, reference: Reference | None = None) -> Tensor:
         pieces = []
         for text in texts:
+            # Score the tokens that the subject chose: another choice between near-tied tokens is no
+            # fault.
             length = len(text.ids) - CONTINUATION
             scored = (reference or exam.exact).evaluate(text.ids, variant, prompt_length=length)
             pieces.append(scored.log_probs[-CONTINUATION:])
         return torch.cat(pieces)
 
     noise = (evaluate(EXACT, exam.rounded) - evaluate(EXACT)).abs()
+    # Log-probs are optional in ``Generated``.
     if any(len(log_probs) != CONTINUATION for log_probs in answered):
         return _greedy_result(exam, title, texts, noise)
+    # Decoding uses other kernels than scoring, so faults that scores do not have are possible.
     candidates = [*faults.DECODING, *faults.SINKS, *faults.WINDOW, *faults.YARN]
     return explain_answers(
         exam,
@@ -64,6 +69,7 @@ def _greedy_result(
         evaluated = exam.exact.evaluate(text.ids, exam.explanation)
         worse.append((evaluated.best - evaluated.log_probs)[-CONTINUATION:])
     largest = float(torch.cat(worse).max())
+    # The subject's choice and the best token both have an error, so allow it twice.
     limit = max(exam.limit(noise), 2 * float(noise.max()))
     summary = f"no token is more than {largest:.1e} nats less likely than the likeliest one"
     status = Status.PASSED if largest <= limit else Status.FAILED

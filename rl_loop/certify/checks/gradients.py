@@ -21,6 +21,7 @@ MOVED_TENSORS = 4
 def check_gradients(exam: Examination) -> CheckResult:
     """Compare the gradients of all tensors, including sinks."""
     title = TITLES["gradients"]
+    # Every fault costs a backward pass over these texts, so use only one of the window.
     texts = [*exam.texts.short, exam.texts.window[0]]
     answered = exam.subject.gradients([text.ids for text in texts])
     expected = exam.gradients(texts, exam.explanation)
@@ -38,6 +39,7 @@ def check_gradients(exam: Examination) -> CheckResult:
     visibilities = []
     for fault in known:
         with_fault[fault] = exam.gradients(texts, combined(exam.explanation, fault.variant))
+        # A fault of the backward pass moves few tensors, such as the sinks, so inspect these.
         moved = _relative(with_fault[fault], expected)
         names = sorted(moved, key=lambda name: -moved[name])[:MOVED_TENSORS]
         limit = max(_gradient_limit(exam, own_error[name]) for name in names)
@@ -67,6 +69,7 @@ def check_gradients(exam: Examination) -> CheckResult:
     closest = min(distances, key=lambda fault: distances[fault])
     summary = f"{len(wrong)} of {len(errors)} tensors are off, {worst} by {errors[worst]:.1e}"
     causes: tuple[Cause, ...] = ()
+    # One fault is always the closest. Name it only if it explains most of the error.
     if distances[closest] < 0.3 * _mean_error(answered, expected):
         causes = (Cause(closest.name, closest.source),)
     return CheckResult(
@@ -87,6 +90,7 @@ def _relative(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     for name, wanted in expected.items():
         given = answered[name].detach().to("cpu", torch.float64)
         difference = (given - wanted.double()).norm()
+        # A gradient that should be zero has the norm 0.
         errors[name] = float(difference / wanted.double().norm().clamp(min=1e-30))
     return errors
 
@@ -109,6 +113,7 @@ def _gradient_table(
     """Return the table of the largest relative error by kind of tensor."""
     kinds: dict[str, list[str]] = {}
     for name in errors:
+        # For example layers.mlp.router.bias for model.layers.3.mlp.router.bias.
         kind = ".".join(part for part in name.split(".")[1:] if not part.isdigit())
         kinds.setdefault(kind, []).append(name)
     rows: list[tuple[str, ...]] = [("", "relative error", "in its precision")]

@@ -26,6 +26,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
         ("a tool call", lambda: exam.subject.render(CONVERSATION), CONVERSATION),
         ("a tool that quotes", lambda: exam.subject.render(QUOTING), QUOTING),
+        # Without QUOTING: in a plain text, quoted names mean the special tokens.
         (
             "the text of a tool call",
             lambda: exam.subject.tokenize("".join(message.text for message in CONVERSATION)),
@@ -53,5 +54,6 @@ def check_harmony(exam: Examination) -> CheckResult:
         return CheckResult("harmony", title, Status.PASSED, summary)
 
     source = "openai/harmony#27, openai/harmony#53"
+    # Several operations can show the same difference.
     causes = tuple(Cause(difference, source) for difference in dict.fromkeys(wrong))
     return CheckResult("harmony", title, Status.FAILED, wrong[0], causes)

@@ -24,11 +24,14 @@ def check_packing(exam: Examination) -> CheckResult:
     starts = [sum(len(text) for text in ids[:i]) for i in range(len(ids))]
 
     def evaluate(variant: Variant) -> Tensor:
+        # Without a leak a sequence does not depend on its row, so use the results for it alone.
         if not variant.leaky_packing:
             return exam.expected(texts, variant)
         whole = exam.exact.evaluate(row, variant, starts=starts).log_probs
         pieces = []
         for start, text in zip(starts, ids, strict=True):
+            # Leave out the log-prob of the next sequence's first token, which follows each
+            # sequence.
             pieces.append(whole[start : start + len(text) - 1])
         return torch.cat(pieces)
 

@@ -36,7 +36,9 @@ def check_returned_routes(exam: Examination) -> CheckResult:
         if answered.shape != shape:
             summary = f"routes have the shape {answered.shape}, expected {shape}"
             return CheckResult("routes returned", title, Status.FAILED, summary)
+        # Subjects may list the experts of a token in any order.
         same = np.sort(answered, -1) == np.sort(expected.routes.numpy(), -1)
+        # Precision can decide between near-tied experts, so compare only clear choices.
         is_clear = expected.margins.numpy() > SURE_MARGIN[exam.precision]
         agreeing += int((same.all(-1) & is_clear).sum())
         compared += int(is_clear.sum())
@@ -67,6 +69,7 @@ def _route_causes(
             same.append(is_equal.all(-1).mean())
         return float(np.mean(same))
 
+    # Less than all, because near-tied choices differ and the shifted rows wrap around.
     if share(lambda routes: np.roll(routes, 1, axis=0)) > 0.8:
         return (Cause("routes come back one token too early"),)
     if share(lambda routes: np.roll(routes, -1, axis=0)) > 0.8:
@@ -82,6 +85,7 @@ def check_given_routes(exam: Examination) -> CheckResult:
     texts = exam.texts.short
     ids = [text.ids for text in texts]
     experts = exam.weights.config.num_experts
+    # These experts are distinct, too, and mostly not those of the router.
     routes = [(exam.evaluated(text).routes + 1) % experts for text in texts]
     scores = checked_scores(
         exam.subject, exam.subject.score_with_routes(ids, [r.numpy() for r in routes]), ids
@@ -103,6 +107,7 @@ def check_given_routes(exam: Examination) -> CheckResult:
     if distance <= limit:
         return CheckResult("routes given", title, Status.PASSED, summary)
     causes: tuple[Cause, ...] = ()
+    # The scores may be those of the router's own choice.
     if gap(answered, expected(exam.exact, False, exam.explanation)) <= limit:
         causes = (Cause("routes that are given are ignored"),)
     return CheckResult("routes given", title, Status.FAILED, summary, causes)

@@ -21,10 +21,12 @@ def check_update(exam: Examination) -> CheckResult:
     if exam.second is None:
         raise UnsupportedOperation("there is no second set of weights")
     texts = [*exam.texts.short, exam.texts.window[0]]
+    # Before the update, because cached scores must be of the first weights.
     before = exam.log_probs(texts)
 
     exam.subject.update(exam.second.directory)
     ids = [text.ids for text in texts]
+    # Not ``exam.scored``, which would cache scores of the second weights for these texts.
     scores = checked_scores(exam.subject, exam.subject.score(ids), ids)
     updated = joined([scored.log_probs for scored in scores])
     exam.subject.update(exam.first_directory)

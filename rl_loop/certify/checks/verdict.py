@@ -52,6 +52,7 @@ def judge_visibilities(
         )
         return CheckResult(name, title, Status.FAILED, summary, visibilities=visibilities)
 
+    # The fault that is hardest to see shows how much the check proves.
     least = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
     summary = (
         f"{len(visible)} of {len(visibilities)} faults would show, by {least.visible:.1e} nats or "
@@ -93,6 +94,7 @@ def explain_answers(
 
     visibilities = exam.measure_visibility(shown, with_fault, answered, expected, noise, top)
     result = judge_visibilities(name, title, visibilities)
+    # The visibilities cover only tokens that known faults move. The mean covers all tokens.
     is_close = gap(answered, expected) <= exam.mean_limit(noise)
     if result.status is not Status.FAILED and is_close:
         return result

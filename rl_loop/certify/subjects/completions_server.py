@@ -21,6 +21,7 @@ class CompletionsServer(Subject):
         self._runner = asyncio.Runner()
         try:
             models = self._runner.run(self._call("GET", "/models", None))
+            # Requests must name a model. The server under examination serves only one.
             self._model = models["data"][0]["id"]
         except (LookupError, TypeError) as error:
             self.close()
@@ -30,6 +31,7 @@ class CompletionsServer(Subject):
             raise
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        # No limit on the total, because the log-probs of a long text may take minutes to compute.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
         try:
             async with (
@@ -40,6 +42,7 @@ class CompletionsServer(Subject):
                 if answer.status != 200:
                     quoted = text[:SHOWN_CHARACTERS]
                     raise SubjectFailed(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
+                # With None, aiohttp accepts JSON that the server declares as another content type.
                 return await answer.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise SubjectFailed(f"{self._url}{path}: {error!r}") from error
@@ -60,6 +63,8 @@ class CompletionsServer(Subject):
         for text in texts:
             choice = self._complete(list(text), max_tokens=1, echo=True, logprobs=1)
             log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            # The first token has no log-prob. After the prompt comes the entry of the sampled
+            # token.
             if len(log_probs) < len(text) or None in log_probs[1 : len(text)]:
                 raise SubjectFailed(
                     f"{self._url} does not echo the log-probs of a prompt of {len(text)} tokens"
@@ -73,6 +78,7 @@ class CompletionsServer(Subject):
             list(prompt),
             max_tokens=max_new_tokens,
             logprobs=1,
+            # Both are extensions of OpenAI's API, as in vLLM.
             return_token_ids=True,
             ignore_eos=True,
         )

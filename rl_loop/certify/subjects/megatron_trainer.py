@@ -41,9 +41,11 @@ class MegatronTrainer(Subject):
         try:
             model = build_model(self.config, ParallelConfig(), DTYPES[precision], **overrides)
             self._load(model, directory)
+        # ``initialize`` refuses a second set of process groups, so leave none behind.
         except BaseException:
             distributed.shutdown()
             raise
+        # Clipping would scale the gradients that are compared.
         self.trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
 
     def _load(self, model: torch.nn.Module, directory: Path) -> None:
@@ -72,6 +74,7 @@ class MegatronTrainer(Subject):
         try:
             (log_probs,) = self.trainer.score([batch])
             (recorded,) = replay.recorded()
+        # The trainer is used again, and would keep recording.
         finally:
             self.trainer.replay = None
             for layer in replay.layers:
@@ -80,6 +83,8 @@ class MegatronTrainer(Subject):
         chosen = torch.stack(recorded.layers, dim=1).cpu().numpy()
         results = []
         start = 0
+        # A text has one input less than tokens. The inputs of all texts follow each other in the
+        # row.
         for text in texts:
             end = start + len(text) - 1
             results.append(Scored(log_probs[start:end].tolist(), chosen[start:end]))
@@ -91,6 +96,7 @@ class MegatronTrainer(Subject):
         tokens = sum(len(text) - 1 for text in texts)
 
         def loss(log_probs: Tensor, entropy: Tensor, batch: PackedBatch) -> LossOutput:
+            # Divide by the tokens of all texts, because gradients of micro-batches are summed.
             total = -(log_probs * (batch.loss_mask > 0)).sum() / tokens
             return LossOutput(total, {"loss": total})
 
@@ -108,6 +114,7 @@ class MegatronTrainer(Subject):
         for parameter, weight in zip(parameters, weights, strict=True):
             parameter.data = weight
 
+        # The step has also changed the weights, by about IDLE_RATE. Load them again.
         self._load(self.trainer.module, self._directory)
         return gradients
 

@@ -33,6 +33,7 @@ class SglangServer(Subject):
         self.is_deterministic = deterministic
         try:
             info = self._run(self._client.call("/server_info"))
+        # The caller has no object to close yet.
         except SubjectFailed:
             self.close()
             raise
@@ -45,6 +46,7 @@ class SglangServer(Subject):
             return self._runner.run(calls)
         except (ServerFailed, RequestRejected) as error:
             raise SubjectFailed(str(error)) from error
+        # Responses of other servers lack the fields that are read here.
         except (LookupError, TypeError, ValueError) as error:
             raise SubjectFailed(f"{self._url} does not answer like SGLang: {error!r}") from error
 
@@ -62,6 +64,7 @@ class SglangServer(Subject):
             # The response to the one sampled token includes the routes of the whole prompt.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
+            # By default SGLang returns the log-probs of sampled tokens only.
             "logprob_start_len": 0,
             "return_routed_experts": self._returns_routes,
         }
@@ -76,6 +79,7 @@ class SglangServer(Subject):
         if not meta.get("routed_experts"):
             return None
         shape = (-1, self._config.num_layers, self._config.experts_per_token)
+        # SGLang sends the bytes of int32 [tokens, layers, top_k] in base64.
         data = base64.b64decode(meta["routed_experts"])
         return np.frombuffer(data, dtype=np.int32).reshape(shape)[: tokens - 1]
 
@@ -116,6 +120,8 @@ class SglangServer(Subject):
 
     def update(self, directory: Path) -> None:
         """Let the server load another directory, which must be accessible to it."""
+        # Prefixes in the cache were computed with the old weights. The server may have another
+        # working directory, so the path must be absolute.
         body = {"model_path": str(directory.resolve()), "load_format": "auto", "flush_cache": True}
         call = self._client.call("/update_weights_from_disk", body, seconds=UPDATE_SECONDS)
         self._run(call)

@@ -49,6 +49,7 @@ class TransformersModel(Subject):
         """Return log p of every token except the first, at least fp32 [n - 1]."""
         tokens = torch.tensor([list(text)], device=self.device)
         logits = self.model(tokens[:, :-1], use_cache=False).logits[0]
+        # Widen bf16 logits for the softmax, but keep fp64 logits as they are.
         all_log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         return all_log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
 
@@ -58,6 +59,7 @@ class TransformersModel(Subject):
         chosen: list[Tensor] = []
 
         def note(router: Any, inputs: Any, output: Any) -> None:
+            # GptOssTopKRouter returns logits, scores and indices.
             chosen.append(output[2])
 
         with ExitStack() as hooks:
@@ -83,6 +85,7 @@ class TransformersModel(Subject):
     @torch.no_grad()
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
         """Decode greedily with transformers' cache."""
+        # With the config, window layers get a cache of their window's length, as in generate().
         cache = DynamicCache(config=self.model.config)
         step = torch.tensor([list(prompt)], device=self.device)
         ids = []
@@ -102,6 +105,7 @@ class TransformersModel(Subject):
         for text in texts:
             (-self._log_probs(text).sum() / tokens).backward()
         named = dict(self.model.named_parameters())
+        # Leave out tensors without a gradient, so that the check reports them as missing.
         return {name: p.grad for name, p in named.items() if p.grad is not None}
 
     @torch.no_grad()
@@ -128,5 +132,6 @@ class _Replacing:
 
     def __call__(self, router: Any, inputs: Any, output: Any) -> Any:
         logits = output[0]
+        # As in GptOssTopKRouter: the softmax over the logits of the chosen experts.
         shares = logits.gather(-1, self._routes).softmax(-1)
         return logits, shares, self._routes
