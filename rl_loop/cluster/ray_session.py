@@ -2,7 +2,7 @@
 
 A local Ray is closed to other users and to the network. It listens on loopback only, requires a
 random token (``rl_loop.cluster.tokens``), and keeps its sockets in a directory that only its user
-may enter. The dashboard's agent, which runs programs for its callers, listens nowhere.
+may enter. It has no dashboard agent, which would run programs for its callers.
 
 Ray 2.55 has hard-coded start-up time limits that a busy machine exceeds:
 
@@ -112,9 +112,13 @@ By default gloo and NCCL choose an interface that other machines reach.
 WITHOUT_METRICS = {"RAY_enable_metrics_collection": "0"}
 """Environment of a Ray without a dashboard.
 
-Its nodes serve no metrics, and their dashboard agent, which runs programs for its callers, does not
-listen.
+Its nodes serve no metrics, and have IDLE_AGENT instead of a dashboard agent, which would run programs
+for its callers.
 """
+
+# -S and -E skip site packages and Python's variables, for a fast start.
+IDLE_AGENT = (sys.executable, "-S", "-E", str(Path(__file__).with_name("idle_agent.py")))
+"""Command that replaces Ray's dashboard agent. Options of the agent follow."""
 
 
 class RayStartError(UserError):
@@ -300,7 +304,7 @@ def start_local_ray(
     with (
         with_start_timeout(seconds),
         _without_unused_parts(),
-        _without_agent_services(),
+        _without_dashboard_services(),
         _on_loopback(),
     ):
         ray.init(
@@ -351,19 +355,30 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _without_agent_services() -> Iterator[None]:
-    """Start the dashboard's agent without services, in a Ray that starts within the block.
+def _without_dashboard_services() -> Iterator[None]:
+    """Start no services for a dashboard, in a Ray that starts within the block.
 
-    The raylet needs the agent's process. The agent's services (jobs, logs, profiles, metrics) are
-    for a dashboard. Ray leaves them out if the dashboard's requirements are not installed.
+    IDLE_AGENT replaces the dashboard's agent. The dashboard's server, if it starts, leaves out its
+    services, as without the dashboard's requirements.
     """
-    from ray._private import utils
+    from ray._private import ray_constants, services, utils
 
+    internals: Any = services
+    command_of = internals._build_python_executable_command_memory_profileable
     get_error = utils.get_dashboard_dependency_error
+
+    def command_without_agent(part: str, *arguments: Any, **options: Any) -> list[str]:
+        if part == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return [*IDLE_AGENT]
+        command: list[str] = command_of(part, *arguments, **options)
+        return command
+
+    internals._build_python_executable_command_memory_profileable = command_without_agent
     utils.get_dashboard_dependency_error = lambda: ImportError("the dashboard is switched off")
     try:
         yield
     finally:
+        internals._build_python_executable_command_memory_profileable = command_of
         utils.get_dashboard_dependency_error = get_error
 
 
@@ -506,8 +521,8 @@ def _logs(nodes: list[Any]) -> str:
 def main() -> None:
     """Run Ray's command line with the start-up time limit of this module.
 
-    Ray's client server, which runs programs for its callers, does not start. Without a dashboard the
-    dashboard's agents do not listen.
+    Ray's client server, which runs programs for its callers, does not start. Without a dashboard
+    there are no dashboard agents.
     """
     from ray.scripts import scripts
 
@@ -517,9 +532,11 @@ def main() -> None:
     with ExitStack() as stack:
         stack.enter_context(with_start_timeout())
         if _is_without_metrics():
-            stack.enter_context(_without_agent_services())
+            stack.enter_context(_without_dashboard_services())
         if is_local:
             stack.enter_context(_on_loopback())
+            if _is_without_metrics():
+                stack.enter_context(_without_unused_parts())
         internals.main()
 
 

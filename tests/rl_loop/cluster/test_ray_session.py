@@ -26,6 +26,8 @@ from pathlib import Path
 import psutil
 from ray._private import services
 
+from rl_loop.cluster import ray_session
+
 go_on = Path(os.environ["FOLDER"]) / "go_on"
 
 
@@ -38,6 +40,8 @@ def waiting(program):
 
 
 def hold_agent(wanted):
+    if wanted == "dashboard_agent":
+        ray_session.IDLE_AGENT = (waiting(sys.executable), *ray_session.IDLE_AGENT[1:])
     build = services._build_python_executable_command_memory_profileable
 
     def command(component, session_dir, unbuffered=True):
@@ -160,7 +164,9 @@ def test_local_ray_has_no_idle_programs_and_keeps_priorities(
             actor = ray.remote(Worker).remote()
             print(niceness(ray.get(actor.pid.remote())) - niceness(os.getpid()))
             commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-            idle = ("/monitor.py", "/dashboard.py")
+            # The program in the agent's place gets the agent's arguments.
+            commands = [command.partition("idle_agent.py")[0] for command in commands]
+            idle = ("/monitor.py", "/dashboard.py", "/dashboard/agent.py")
             print([name for name in idle if any(name in command for command in commands)])
             print(any("raylet" in command for command in commands))
     """
