@@ -240,7 +240,7 @@ def make_vocabulary(
     """
     # Only a tiny vocabulary needs the corpus, which takes time to collect.
     if kind == "tiny":
-        return TinyVocabulary(size, corpus())
+        return _tiny_vocabulary(size, corpus())
 
     vocabulary = GptOssVocabulary()
     if size != vocabulary.size:
@@ -252,6 +252,9 @@ def make_vocabulary(
 
 
 # Cached, because driver and rollout workers in one process each create the run's vocabulary.
+_tiny_vocabulary = lru_cache(maxsize=4)(TinyVocabulary)
+
+
 @lru_cache(maxsize=4)
 def tokens_of(corpus: str) -> tuple[bytes, ...]:
     """Return the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
