@@ -23,10 +23,11 @@ RL = [
     "initial_weights=null",
     "rollout.workers=1",
     "rollout.tasks_per_step=2",
-    "rollout.samples_per_task=4",
     # An untrained policy samples a stop token about every 300 tokens. Some episodes end with a
-    # format error, some at the limit. Their rewards differ, so updates have a gradient.
-    "rollout.max_new_tokens_per_turn=150",
+    # format error, some at the limit. Their rewards differ, so updates have a gradient. Decoding
+    # takes as long for 16 sequences as for 8, so there are many short ones.
+    "rollout.samples_per_task=8",
+    "rollout.max_new_tokens_per_turn=70",
     "reward.format_error=-2",
     "tasks.held_out_tasks=4",
     "evaluate_every=100",
