@@ -45,6 +45,9 @@ RL = (
     *SMALL,
     "initial_weights=null",
     "training.steps=5000",
+    # While attackers try the sockets, the run waits in its third step instead of computing.
+    "tasks.sources.retool.environment=tests.support.waiting_environment:WaitingEnvironment",
+    "tasks.held_out_tasks=2",
     "rollout.workers=1",
     "rollout.tasks_per_step=1",
     "rollout.samples_per_task=2",
