@@ -44,6 +44,7 @@ START_RAY = {
     "tests/rl_loop/rollout/test_stored_routes.py",
     "benchmarks/tests/test_data_plane.py",
     "tests/rl_loop/trainer/test_rank_inputs.py",
+    "tests/test_examples.py",
     "tests/test_forked_workers.py",
 }
 """Files that one process runs. On two cores, two Ray clusters would delay each other's workers and
@@ -52,7 +53,6 @@ the sandbox."""
 LONGEST = [
     "tests/test_open_doors.py",
     "tests/rl_loop/agents/test_programs.py",
-    "tests/test_examples.py",
     "tests/megatron_gptoss/test_parallel_layouts.py",
     "tests/rl_loop/rollout/test_pool_stream.py",
     "tests/rl_loop/rollout/test_asynchronous_steps.py",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,6 +18,19 @@ from ray.exceptions import RayActorError
 from rl_loop.cluster.ray_session import _local_processes
 from tests.support import forked_workers
 from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import os, sys
+import psutil, ray
+from rl_loop.cluster.ray_session import start_local_ray
+
+print(sys.argv[1:])
+start_local_ray(num_cpus=1, object_store_bytes=100 << 20)
+pid, parent = ray.get(ray.remote(lambda: (os.getpid(), os.getppid())).remote())
+print(parent)
+print(psutil.Process(pid).environ().get("THIS_RUN"))
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,6 +68,22 @@ def test_forked_worker_has_imports_and_separate_environment() -> None:
     servers = psutil.Process(server.pid).environ()
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         assert servers[name] == ray.get(actors[0].variable.remote(name))
+
+
+def test_forked_worker_of_a_program_shows_its_mark(tmp_path: Path) -> None:
+    """Tests find the processes of a command by a variable in their environment."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [*forked_workers.python_with_forks(), str(program), "an argument"],
+        cwd=ROOT,
+        env={**os.environ, "THIS_RUN": "marked", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (server,) = forked_workers._servers
+    assert done.stdout.split("\n")[:3] == ["['an argument']", str(server.pid), "marked"]
 
 
 def is_dead(actor: Any) -> bool:

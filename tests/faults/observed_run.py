@@ -27,6 +27,8 @@ from tests.faults.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
+PYTHON = (sys.executable,)
+"""Command that runs Python programs. A test replaces it."""
 MARK = "GPTOSS_FAULT_RUN"
 """Environment variable of all processes of an attempt. Its value identifies the attempt."""
 TASKS_PER_STEP = 2
@@ -95,7 +97,7 @@ class Attempt:
         self._log = log
         with log.open("wb") as output:
             self.driver = subprocess.Popen(
-                [sys.executable, "-m", "launch", "rl", str(config), *arguments],
+                [*PYTHON, "-m", "launch", "rl", str(config), *arguments],
                 cwd=ROOT,
                 env={**own_environment(self.mark), **environment},
                 stdout=output,

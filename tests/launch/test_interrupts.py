@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from rl_loop.tracking.run_directory import read_training_steps
+from tests.support.forked_workers import python_with_forks
 from tests.support.launch.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def start(kind: str, saved: bool, output: Path) -> Terminal:
     """Start a run without end, with a checkpoint after every step, or with none until its stop."""
     options = [f"output_dir={output}", "name=stopped", "training.steps=100000"]
     options += [f"training.checkpoint_every={1 if saved else 100000}"]
-    command = [sys.executable, "-m", "launch", *{"sft": SFT, "rl": RL}[kind], *options]
+    command = [*python_with_forks(), "-m", "launch", *{"sft": SFT, "rl": RL}[kind], *options]
     return Terminal(command, ROOT, OMP_NUM_THREADS="1")
 
 

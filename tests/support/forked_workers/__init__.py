@@ -3,7 +3,8 @@
 A trainer rank or rollout worker spends 5 s of processor time on imports, more than it works in most
 tests. Therefore a local Ray of the tests starts ``ask_for_fork.py`` instead of its worker program.
 That program requests a fork from ``server.py``, a child of this process, and the fork continues as
-Ray's worker. Workers of ``gptoss`` commands in tests start normally.
+Ray's worker. Workers of ``gptoss`` commands in tests start normally, unless the command starts with
+``python_with_forks``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from rl_loop.cluster.placement import exit_with_parent
 from rl_loop.cluster.ray_session import local_environment, start_local_ray
-from tests.support.forked_workers.ask_for_fork import ADDRESS
+from tests.support.forked_workers.ask_for_fork import ADDRESS, MARKS, MARKS_BYTES
 
 HERE = Path(__file__).parent
 
@@ -49,8 +50,7 @@ def forking_workers() -> Iterator[None]:
         yield
         return
 
-    if not _servers:
-        _servers.append(_start_server())
+    _ensure_server()
 
     node_class: Any = ray._private.node.Node
     start_raylet = node_class.start_raylet
@@ -66,6 +66,22 @@ def forking_workers() -> Iterator[None]:
         node_class.start_raylet = start_raylet
 
 
+def python_with_forks() -> list[str]:
+    """Return a command that runs a Python program (FILE or -m MODULE) whose Ray forks its workers.
+
+    They are forks of this process's server. The program needs the root directory in its path.
+    """
+    if torch.cuda.is_available():
+        return [sys.executable]
+    _ensure_server()
+    return [sys.executable, "-m", __name__]
+
+
+def _ensure_server() -> None:
+    if ADDRESS not in os.environ:
+        _servers.append(_start_server())
+
+
 def _environment_of_server() -> dict[str, str]:
     """Return the environment that Ray gives a worker.
 
@@ -74,7 +90,8 @@ def _environment_of_server() -> dict[str, str]:
     worker keeps.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return {**os.environ, "OMP_NUM_THREADS": threads, **local_environment()}
+    room = {MARKS: " " * MARKS_BYTES}
+    return {**os.environ, "OMP_NUM_THREADS": threads, **local_environment(), **room}
 
 
 def _start_server() -> subprocess.Popen[bytes]:

@@ -15,6 +15,9 @@ from typing import NoReturn
 
 ADDRESS = "GPTOSS_TEST_FORKED_WORKERS"
 """Environment variable with the name of the server's socket."""
+MARKS = "GPTOSS_TEST_MARKS"
+"""Environment variable of the server whose memory gets the marks of a fork."""
+MARKS_BYTES = 400
 NOT_FOR_THE_WORKER = ("--serialized-runtime-env-context", "--language")
 """Options for Ray's ``setup_worker.py``, which this program replaces."""
 
