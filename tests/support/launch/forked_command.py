@@ -1,9 +1,9 @@
-"""Runs ``gptoss`` in forks of a process that has imported it once, which takes a second of processor time.
+"""Runs ``gptoss`` in forks of a process that has imported its modules once, which takes a second of processor time.
 
     python -m tests.support.launch.forked_command [MODULE...]
 
 Reads a request in a line, forks, and answers in a line when the fork has ended. The output of the command is in files.
-MODULE: imported before the forks, in addition to the command line.
+MODULE: imported before the forks, in addition to IMPORTED.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import NoReturn
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "ray", "megatron"}
+IMPORTED = ("launch.cli", "launch.jobs", "launch.submit", "rl_loop.run")
+"""Modules that most commands import. They import none of HEAVY."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Ended:
 
     returncode: int
     seconds: float
-    """Processor time in seconds, without the imports of the command line."""
+    """Processor time in seconds, without imports of IMPORTED."""
     stdout: str
     stderr: str
     heavy: list[str]
@@ -93,7 +95,7 @@ def forked_command(directory: Path, modules: Sequence[str] = ()) -> Iterator[For
 
 
 def serve() -> None:
-    for module in ("launch.cli", *sys.argv[1:]):
+    for module in (*IMPORTED, *sys.argv[1:]):
         importlib.import_module(module)
 
     for line in sys.stdin:
