@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
 from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, layouts_that_fit, memory_plan
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.load import load_config, load_run_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -344,17 +346,21 @@ def layout_overrides(advice: str) -> list[str]:
 def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> None:
     """The test applies every line of the advice as overrides of the configuration, like a user."""
     kind = SftConfig if path.parent.name == "sft" else RlConfig
+
+    @cache
+    def inputs_with(*overrides: str) -> MemoryInputs:
+        return load_config(path, kind, [*overrides]).memory_inputs
+
     applied = 0
     for variant in VARIANTS if kind is RlConfig else VARIANTS[::2]:
         for gigabytes in (2, 72, 150.1):
             is_dense = load_config(path, kind).model.num_experts == 0
             part = "core_attn" if is_dense else "moe"
             configured = [line.replace("[moe]", f"[{part}]") for line in variant]
-            inputs = load_config(path, kind, configured).memory_inputs
-            advice = advice_of(memory_plan(inputs, Hardware(gigabytes)), configured)
+            plan = memory_plan(inputs_with(*configured), Hardware(gigabytes))
+            advice = advice_of(plan, configured)
             for overrides, promised in advice:
-                changed = load_config(path, kind, overrides).memory_inputs
-                needed = worst_estimate(changed, gigabytes).peak.total
+                needed = worst_estimate(inputs_with(*overrides), gigabytes).peak.total
                 assert f"{needed / 1e9:.1f}" == promised, overrides
             applied += len(advice)
     assert applied > 3
