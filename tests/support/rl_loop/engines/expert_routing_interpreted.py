@@ -12,10 +12,13 @@ from torch import Tensor
 
 from tests.support.rl_loop.engines.routing_logits import KINDS, choose_experts, make_logits
 
-SHAPES = [(1, 32, 4), (5, 4, 2), (64, 32, 4), (100, 32, 4), (256, 32, 4), (37, 128, 4), (2, 5, 3)]
-"""Number of tokens, of experts, and of experts per token, with bf16 logits."""
-FP32_SHAPES = [(5, 4, 2), (8, 32, 4), (100, 32, 4), (2, 5, 3)]
-SHAPES_OF_EVERY_KIND = [(8, 32, 4), (17, 12, 1)]
+SHAPES = [(1, 32, 4), (5, 4, 2), (256, 32, 4), (37, 128, 4), (2, 5, 3)]
+"""Number of tokens, of experts, and of experts per token, with bf16 logits.
+
+The interpreter's time grows with the number of experts.
+"""
+FP32_SHAPES = [(5, 4, 2), (100, 32, 4), (2, 5, 3)]
+SHAPES_OF_EVERY_KIND = [(8, 16, 4), (17, 12, 1)]
 
 
 def compare_routes(logits: Tensor, top_k: int) -> None:
