@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.forked_workers import python_with_forks
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 16 * 8192
@@ -19,7 +20,7 @@ TOKENS = 16 * 8192
 def cases() -> dict[tuple[int, str], dict[str, Any]]:
     """Return the benchmark's lines, by layers of routes and passes."""
     program = [
-        sys.executable,
+        *python_with_forks(),
         "-m",
         "benchmarks.data",
         "plane",

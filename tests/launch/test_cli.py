@@ -24,6 +24,7 @@ from launch.cli import app
 from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.tracking.run_lock import locked_run
+from tests.support.forked_workers import python_with_forks
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -279,13 +280,10 @@ def test_actor_error_is_one_line_and_keeps_the_earlier_run(
     (damaged / "config.json").write_text(json.dumps(model.to_hf_config()))
     (damaged / "model.safetensors").write_bytes(b"no safetensors")
 
-    result = gptoss(
-        "sft",
-        SFT,
-        f"initial_weights={damaged}",
-        f"output_dir={tmp_path}",
-        "name=x",
-        "--overwrite",
+    options = [f"initial_weights={damaged}", f"output_dir={tmp_path}", "name=x", "--overwrite"]
+    command = [*python_with_forks(), "-m", "launch", "sft", SFT, *options]
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
 
     assert result.returncode == 1

@@ -148,6 +148,7 @@ def test_local_launch_runs_in_background_and_can_resume(
         "name=background",
         f"output_dir={tmp_path}",
         "training.max_tokens_per_micro_batch=512",
+        "sequences_per_step=4",
         *SMALL,
     ]
     # Ray's dashboard has a dozen processes. The tests with Slurm run it.
