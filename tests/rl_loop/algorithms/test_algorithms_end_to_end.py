@@ -19,7 +19,7 @@ from tests.support.in_process import LocalRollouts, local_loop
 from tests.support.rl_loop.small_config import CONFIGS, NOTHING_ENDS, config
 from tests.support.waiting import PATIENCE_SECONDS, wait_until_async
 
-STEPS = 12
+STEPS = 6
 ALGORITHMS: dict[str, list[str]] = {
     "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.lr=1e-3"],
     "grpo": ["algorithm.kl.coefficient=0.01", "algorithm.correction.weight=sequence_mis"],

@@ -35,7 +35,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 SETTINGS = (
-    "sandbox.workers=4", "sandbox.timeout_seconds=2",
+    "sandbox.workers=4", "sandbox.timeout_seconds=1",
     "sandbox.memory_bytes=268435456", "sandbox.total_memory_bytes=268435456",
     "model.max_length=60000", "training.max_tokens_per_micro_batch=60000", "rollout.max_tokens=60000",
     "rollout.max_new_tokens_per_turn=50000", "rollout.episode_seconds=300",
@@ -146,7 +146,7 @@ def try_sessions(program_runner: ProgramRunner, tried: list[list[str]]) -> None:
     check(program_runner.play(*tried), ["\n--- next\n".join(programs) for programs in tried])
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tried=st.lists(sessions, min_size=TRIED_TOGETHER, max_size=TRIED_TOGETHER))
 def test_random_hostile_programs_end_with_a_reward(
     program_runner: ProgramRunner, tried: list[list[str]]
