@@ -31,6 +31,7 @@ from tests.support.open_doors import (
     process_tree,
     speaks_like_a_store,
 )
+from tests.support.processes import command_of, environment_of
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -127,7 +128,7 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
         assert findings(found, folder / "loot") == []
 
         if command == "rl":
-            ranks = [p for p in tree if "TrainerProcess" in " ".join(p.cmdline())]
+            ranks = [p for p in tree if "TrainerProcess" in command_of(p)]
             assert len(ranks) == 2, "both ranks were tried"
             for rank in ranks:
                 assert {door.kind for door in doors([rank])} >= {"tcp"}
@@ -185,9 +186,9 @@ def places_of(
     """Return readable places of a secret: command lines, environments and files."""
     places = []
     for process in tree:
-        if secret in " ".join(process.cmdline()):
+        if secret in command_of(process):
             places.append(f"command line of {process.name()}")
-        if secret in str(process.environ()):
+        if secret in str(environment_of(process)):
             places.append(f"environment of {process.name()}")
     for folder in folders:
         for file in folder.rglob("*"):

@@ -29,6 +29,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
 from tests.support.launch.forked_command import ForkedCommand
+from tests.support.processes import children_of, kill
 from tests.support.rl_loop.tiny_runs import SMALL
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
@@ -89,15 +90,13 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     """Register launches in the test's folder, and kill their processes at the end of the test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
-    processes = [
-        psutil.Process(int(run.job))
-        for run in jobs.known_launches()
-        if psutil.pid_exists(int(run.job))
-    ]
+    processes = []
+    for run in jobs.known_launches():
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(int(run.job)))
     for launched in processes:
-        for process in [*launched.children(recursive=True), launched]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        for process in [*children_of(launched, recursive=True), launched]:
+            kill(process)
     psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
 
 

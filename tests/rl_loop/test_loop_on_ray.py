@@ -48,6 +48,7 @@ from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.forked_workers import local_ray
+from tests.support.processes import command_of
 from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
 from tests.support.waiting import wait_until
 
@@ -427,7 +428,7 @@ def test_off_policy_run_continues_after_a_worker_is_killed(tmp_path: Path) -> No
     def kill_a_worker(step: int) -> None:
         if step == 2:
             ours = psutil.Process().children(recursive=True)
-            victims = [p for p in ours if "ray::RolloutWorker" in " ".join(p.cmdline())]
+            victims = [p for p in ours if "ray::RolloutWorker" in command_of(p)]
             killed.append(victims[0].pid)
             victims[0].kill()
 

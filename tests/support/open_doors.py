@@ -25,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.processes import children_of
+
 ATTACKER = 65_534
 """User id of ``nobody``."""
 SECONDS = 3.0
@@ -114,7 +116,7 @@ class Door:
 def process_tree(pid: int) -> list[psutil.Process]:
     """Return a process and all its descendants."""
     parent = psutil.Process(pid)
-    return [parent, *parent.children(recursive=True)]
+    return [parent, *children_of(parent, recursive=True)]
 
 
 def doors(processes: Iterable[psutil.Process]) -> list[Door]:

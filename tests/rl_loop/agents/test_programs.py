@@ -33,6 +33,7 @@ from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
+from tests.support.processes import command_of
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import wait_until_async
 
@@ -365,7 +366,7 @@ def test_many_episodes_share_a_process_across_a_weight_sync(tiny: Harmony) -> No
                 *(play(runner, "plain", seed=seed) for seed in range(12))
             )
             children = psutil.Process().children()
-            hosts = [c for c in children if "rl_loop.agents.host" in " ".join(c.cmdline())]
+            hosts = [c for c in children if "rl_loop.agents.host" in command_of(c)]
             assert len(hosts) == 1
         for episode in episodes:
             assert episode.invalid is None, episode.invalid

@@ -130,8 +130,8 @@ def test_failed_ray_start_is_one_sentence_and_leaves_no_process(part: str, tmp_p
             start_local_ray(seconds=1)
         except RayStartError as error:
             print(error)
-        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-        print([child.name() for child in psutil.wait_procs(children, timeout=30)[1]])
+        left = psutil.wait_procs(psutil.Process().children(), timeout=30)[1]
+        print([child.name() for child in left])
     """
     error, left = (
         run_program(program, tmp_path, RAY_raylet_start_wait_time_s="1").strip().split("\n")
@@ -163,7 +163,8 @@ def test_local_ray_has_no_idle_programs_and_keeps_priorities(
 
             actor = ray.remote(Worker).remote()
             print(niceness(ray.get(actor.pid.remote())) - niceness(os.getpid()))
-            commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+            from tests.support.processes import command_of
+            commands = [command_of(child) for child in psutil.Process().children(recursive=True)]
             # The program in the agent's place gets the agent's arguments.
             commands = [command.partition("idle_agent.py")[0] for command in commands]
             idle = ("/monitor.py", "/dashboard.py", "/dashboard/agent.py")

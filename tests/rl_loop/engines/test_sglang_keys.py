@@ -12,6 +12,7 @@ import pytest
 from rl_loop.engines.sglang.client import RequestRejected, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.server import ServerState, SglangServer
+from tests.support.processes import command_of
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +67,7 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
             (process,) = (
                 child
                 for child in psutil.Process().children()
-                if "sglang.launch_server" in child.cmdline()
+                if "sglang.launch_server" in command_of(child)
             )
             words = process.cmdline()
             assert KEY not in " ".join(words)

@@ -18,6 +18,7 @@ from rl_loop.gateway.body import SHORT_BODY_BYTES
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.jobs import RenderJob, RequestWorkers, TurnJob
 from rl_loop.harmony.codec import Harmony
+from tests.support.processes import children_of, kill
 from tests.support.rl_loop.gateway.scripted import Talk, talking
 
 FINAL = "<|channel|>final<|message|>done<|return|>"
@@ -128,8 +129,8 @@ def test_killed_processes_are_replaced(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, [FINAL] * 3) as talk:
             assert await chat(talk, LONG) == "done"
-            for worker in server_of(talk).children():
-                worker.kill()
+            for worker in children_of(server_of(talk)):
+                kill(worker)
             assert await chat(talk, LONG) == "done"
             server = server_of(talk)
             server.kill()
@@ -144,8 +145,8 @@ def test_processes_that_do_not_start_raise_an_error(
 ) -> None:
     async def run() -> None:
         async with talking(full, [FINAL]) as talk:
-            for process in (server_of(talk), *server_of(talk).children()):
-                process.kill()
+            for process in (server_of(talk), *children_of(server_of(talk))):
+                kill(process)
             monkeypatch.setattr("rl_loop.forked_pool.sys.executable", "/nowhere/python")
             with pytest.raises(openai.InternalServerError, match="does not start") as error:
                 await chat(talk, LONG)

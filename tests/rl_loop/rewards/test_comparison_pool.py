@@ -19,6 +19,7 @@ import pytest
 from rl_loop import forked_pool
 from rl_loop.rewards import CheckerFailure, math_answer
 from rl_loop.rewards.comparison_pool import ComparisonPool
+from tests.support.processes import children_of
 from tests.support.waiting import wait_until
 
 # Each expression computes for minutes inside C or sympy.
@@ -38,7 +39,7 @@ def pool() -> Iterator[ComparisonPool]:
 def own_processes(pool: ComparisonPool) -> list[psutil.Process]:
     assert pool.processes._server is not None
     server = psutil.Process(pool.processes._server.pid)
-    return [server, *server.children()]
+    return [server, *children_of(server)]
 
 
 def computing(pool: ComparisonPool) -> list[psutil.Process]:
@@ -261,7 +262,8 @@ def test_processes_end_with_their_parent(end: signal.Signals) -> None:
 
 def test_ctrl_c_does_not_interrupt_the_checker(pool) -> None:
     for process in own_processes(pool):
-        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     before = {process.pid for process in own_processes(pool)}
     assert pool.equivalent("x+1", "1+x")
