@@ -1,7 +1,7 @@
-"""Weights of a running Megatron model: loading from and export to Hugging Face tensors.
+"""Loading of Hugging Face tensors into a Megatron model in memory, and export from it.
 
-Both work on this rank's part of the model under any tensor-, pipeline-, expert- and data-parallel
-layout (expert-tensor-parallel size 1), with the groups of ``megatron.core.parallel_state``.
+Models may have any tensor-, pipeline-, expert- and data-parallel layout with
+expert-tensor-parallel size 1. The groups are those of ``megatron.core.parallel_state``.
 """
 
 from collections.abc import Callable
@@ -24,44 +24,47 @@ GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | Exper
 
 @torch.no_grad()
 def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: GetTensor) -> None:
-    """Fill every weight of this rank's ``model`` in place. Not collective.
+    """Load Hugging Face tensors into every weight of this rank's ``model``.
 
-    Adapters stay unmodified: the tensors are loaded into their base.
+    Each rank calls this function independently. If the model has adapters, only their frozen base
+    is loaded.
 
     Args:
-        model: model of any parallel layout. Values are converted to the parameter's dtype.
+        model: this rank's part of the model. Values are converted to the dtype of the parameter.
         config: model configuration.
-        get_tensor: returns the Hugging Face tensor of a name. Called only for names of which this
-            rank holds a part. If it returns an ExpertStack, only this rank's experts are read.
+        get_tensor: returns the Hugging Face tensor with a name. It is called only for tensors that
+            this rank needs. From an ExpertStack, only this rank's experts are read.
 
     Raises:
-        ConversionError: (a ValueError) naming the tensor if it is missing or has another shape, or
-            naming the parameter if the name table does not know it, or if it holds MXFP4 values
-            only and would change.
+        ConversionError: a tensor is missing or has the wrong shape, the name table lacks a
+            parameter, or a parameter stores only MXFP4 values and the tensor has others. The
+            message names the tensor or parameter. ConversionError is a ValueError.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     tensors: dict[str, torch.Tensor | ExpertStack] = {}
 
-    # Experts that share a tensor are adjacent in the table, so one read serves all.
+    # Experts that share a tensor are adjacent in the table, so each tensor is read once.
     for mapping, weight in find_local_weights(model, config):
         if any(name not in tensors for name in mapping.hf_names):
             tensors = _get_tensors(mapping, get_tensor)
         parts = _parts(mapping, tensors, config.num_experts)
 
-        # The full parameter exists temporarily. Only experts are large, and they are not split.
+        # ``to_megatron`` needs memory for the full parameter until it is sharded. This is
+        # acceptable, because the only large parameters are experts, which are not sharded.
         local = mapping.shard(mapping.to_megatron(*parts), group.rank(), group.size())
         if local.shape != weight.shape:
             raise ConversionError(
                 f"parameter {mapping.name} has shape {list(weight.shape)} on this rank, but its "
-                f"shard of {', '.join(mapping.hf_names)} has {list(local.shape)}: model and "
-                "configuration differ"
+                f"shard of {', '.join(mapping.hf_names)} has {list(local.shape)}. Load the weights "
+                "into a model of the same configuration"
             )
         try:
             weight.load(local)
         except ValueError as error:
             raise ConversionError(f"parameter {mapping.name}: {error}") from None
 
-    # Adapter checkpoints hold a digest of the base. Compute it here instead of in the first save.
+    # Adapter checkpoints contain a digest of the base. Compute it here, so that the first save need
+    # not.
     if has_adapters(model):
         local_digest(model)
 
@@ -80,7 +83,7 @@ def _get_tensors(
 def _parts(
     mapping: ParameterMapping, tensors: dict[str, torch.Tensor | ExpertStack], num_experts: int
 ) -> list[Any]:
-    """Return a parameter's parts of the tensors, after checking the tensors' shapes."""
+    """Return the parts of the tensors that form a parameter, after checking the shapes."""
     parts: list[Any] = []
     for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
         tensor = tensors[name]
@@ -88,7 +91,7 @@ def _parts(
         # Check before slicing: slices of a tensor with more experts would load without an error.
         if tuple(tensor.shape) != expected:
             raise ConversionError(
-                f"tensor {name} has shape {list(tensor.shape)}, but the model configuration says "
+                f"tensor {name} has shape {list(tensor.shape)}, but the model configuration needs "
                 f"{list(expected)}"
             )
         if mapping.expert is None:
@@ -107,8 +110,8 @@ def export_hf_weights(
     Adapters are merged into their weights, and weights that are trained through MXFP4 are rounded
     to MXFP4, one weight at a time.
 
-    Collective: every rank must exhaust the iterator or call ``finish``. On ranks other than 0 it
-    yields no tensor.
+    Collective: every rank must iterate to the end or call ``finish``. Ranks other than 0 get no
+    tensors.
 
     Args:
         model: model of any parallel layout.

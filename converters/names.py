@@ -1,18 +1,26 @@
-"""Name table of import, export and weight sync: the Hugging Face tensors of Megatron parameters.
+"""Names of Megatron parameters and of their Hugging Face tensors, for conversion and weight sync.
 
-``parameter_mappings(config)`` has one entry for every Megatron parameter under its *global* name,
-which numbers layers and experts over the model instead of one rank. ``global_name`` converts the
-names of every layer specification to this form. The tables themselves are in ``families``.
+``parameter_mappings(config)`` is the name table. It has an entry for every Megatron parameter under
+its *global* name, which numbers layers and experts over the whole model instead of one rank.
+``global_name`` converts the names of every layer specification to this form. ``families`` has the
+table of each model family.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
 import torch
-
 from converters.families.registry import tensors_of
-from converters.mapping import NamedParts, NamedTensor, ParameterMapping, Shape
+from converters.mapping import NamedParts
+from converters.mapping import NamedTensor
+from converters.mapping import ParameterMapping
+from converters.mapping import Shape
 from megatron_gptoss.config import ModelConfig
+
+
+
+
 
 
 def parameter_mappings(config: ModelConfig) -> dict[str, ParameterMapping]:
@@ -44,8 +52,8 @@ def hf_tensors(
         config: model configuration.
         get: returns the full Megatron parameter. Called once per parameter, in order. The
             parameters of a layer's experts stay in memory until their tensor is complete.
-        transposed: whether expert matrices are views of [experts, out, in], which is Megatron's
-            layout in memory and saves a slow copy.
+        transposed: whether to yield expert matrices [experts, in, out] as transposed views of
+            [experts, out, in]. Megatron stores them in this order, so no slow copy is needed.
     """
     parts = (
         (mapping, mapping.named_parts(get(mapping)))
@@ -77,7 +85,7 @@ def stack_experts(
                 stacks[name] = _empty_stack(part, config.num_experts, transposed)
             stacks[name][mapping.expert] = part
 
-        # Weights and biases are different parameters: the last expert completes each stack.
+        # A weight and a bias are separate parameters, so a stack is complete after its last expert.
         if mapping.expert == config.num_experts - 1:
             yield from stacks.items()
             # Release the layer's experts before the next layer's are read.
@@ -85,7 +93,13 @@ def stack_experts(
 
 
 def _empty_stack(part: torch.Tensor, experts: int, transposed: bool) -> torch.Tensor:
-    """Return an empty [experts, *part.shape]; if ``transposed``, matrices are transposed views."""
+    """Return an uninitialized tensor [experts, *part.shape] for the parts of all experts.
+
+    Args:
+        part: tensor of one expert.
+        experts: number of experts.
+        transposed: see ``hf_tensors``.
+    """
     # Biases of experts are vectors, which have no other orientation.
     if transposed and part.dim() == 2:
         return part.new_empty((experts, *part.mT.shape)).mT
@@ -98,7 +112,7 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d
 
 
 def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
-    """Return the key in ``parameter_mappings`` of a rank's parameter.
+    """Return the global name of a parameter of one rank: its key in ``parameter_mappings``.
 
     Supports the local and the Transformer Engine layer specification, SequentialMLP
     (``local_experts.{e}.linear_fc1.weight``) and TEGroupedMLP (``linear_fc1.weight{e}``).
@@ -111,7 +125,8 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
     # TEGroupedMLP has the expert's number at the end of the name, SequentialMLP in the middle.
     name = _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", local_name)
     # The local specification has norms as separate modules. Transformer Engine fuses the norm
-    # before attention, and in dense layers also the norm before the MLP, which the table does not.
+    # before attention into its projection, as the table does. In dense layers it also fuses the
+    # norm before the MLP, which is separate in the table.
     name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     name = name.replace(".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
     name = re.sub(

@@ -16,7 +16,7 @@ from rl_loop.cluster.ray_session import LOOPBACK
 
 @dataclass(frozen=True)
 class HeadAddress:
-    """Addresses of the head node: the content of head.json."""
+    """Addresses of the head node, which all nodes read from head.json."""
 
     host: str
     """Address at which other nodes reach the head node."""
@@ -30,12 +30,15 @@ class HeadAddress:
 
     @classmethod
     def choose(cls, cluster: ClusterConfig) -> Self:
-        """Return this node's address, with ports from cluster.ray_port on or free ones."""
+        """Return the addresses of this node as the head node.
 
-        def port_at(distance: int) -> int:
+        Ports start at ``cluster.ray_port``. If it is None, they are free ports.
+        """
+
+        def port_at(offset: int) -> int:
             if cluster.ray_port is None:
                 return free_port()
-            return cluster.ray_port + distance
+            return cluster.ray_port + offset
 
         host = ray_address(cluster)
         # The ports must not be those of PART_PORTS, which every node uses.
@@ -67,12 +70,12 @@ class RayNode:
     The path must be short, because Ray creates Unix sockets below it.
     """
     object_store_bytes: int
-    """Size of this node's object store in bytes. A step must fit."""
+    """Size of this node's object store in bytes. It must hold the episodes of a step."""
 
 
 # Ports of Ray's processes on every node, as offsets from cluster.ray_port. The head node also uses
-# 0, 3 and 9.
-PART_PORTS = {
+# the offsets 0, 3 and 9 (``HeadAddress.choose``).
+PORT_OFFSETS = {
     "node-manager-port": 1,
     "object-manager-port": 2,
     "dashboard-agent-listen-port": 4,
@@ -121,11 +124,15 @@ def ray_start_command(node: RayNode, head: HeadAddress) -> list[str]:
 
 
 def _port_options(base: int | None) -> list[str]:
-    """Return the options for ports of Ray's processes and workers; without a base, free ports."""
+    """Return the port options of ``ray start``.
+
+    Args:
+        base: first port of the range; None for free ports.
+    """
     if base is None:
         return ["--min-worker-port=0", "--max-worker-port=0"]
-    # Fixed ports are for firewalls between nodes, which open a range of ports.
-    options = [f"--{part}={base + distance}" for part, distance in PART_PORTS.items()]
+    # Use fixed ports, because a firewall between nodes may allow only a range.
+    options = [f"--{name}={base + offset}" for name, offset in PORT_OFFSETS.items()]
     return [
         *options,
         f"--min-worker-port={base + FIRST_WORKER_PORT}",
@@ -144,8 +151,8 @@ def node_address() -> str:
     if address not in ("127.0.0.1", "127.0.1.1"):
         return address
 
-    # On many machines /etc/hosts maps the host name to a loopback address. Connecting a datagram
-    # socket sends no packet. It only selects the interface.
+    # On many machines /etc/hosts maps the host name to a loopback address. Ask the routing table
+    # instead: connecting a datagram socket selects an interface and sends no packet.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))

@@ -1,4 +1,7 @@
-"""Submission of a run as a Slurm job through nemo-run, which takes seconds to import."""
+"""Submission of a run as a Slurm job through nemo-run.
+
+Import this module only to submit a job, because importing nemo-run takes seconds.
+"""
 
 import shlex
 import tempfile
@@ -57,10 +60,10 @@ class SlurmJob:
         """Copy the snapshot to the cluster and submit the job.
 
         Args:
-            base: directory for nemo-run's own copy.
+            base: directory for the files of nemo-run.
 
         Returns:
-            Number of the job.
+            Slurm id of the job; with ``cluster.chain`` above 1, of the first job.
         """
         with self._experiment(str(base)) as experiment:
             self._add_tasks(experiment)
@@ -145,7 +148,7 @@ class SlurmJob:
         cluster = self.cluster
         return {
             "nodes": nodes,
-            # The node program starts all other processes.
+            # ``launch.node`` starts all other processes of the node.
             "ntasks_per_node": 1,
             "gres": self._gres(),
             "cpus_per_task": cluster.cpus_per_node,
@@ -161,13 +164,13 @@ class SlurmJob:
         order = {"dependency": "singleton"} if cluster.chain > 1 else None
         return {
             "time": cluster.time_limit,
-            # Leaves time for a checkpoint.
+            # Slurm sends the signal before the time limit, so that the run can save a checkpoint.
             "signal": f"USR1@{cluster.stop_before_end}",
             "additional_parameters": order,
         }
 
     def _gres(self) -> str | None:
-        """Return the GPUs of a node in Slurm's format: gpu:TYPE:COUNT or gpu:COUNT."""
+        """Return Slurm's ``gres`` for the GPUs of a node: gpu:TYPE:COUNT or gpu:COUNT."""
         gpus = self.cluster.gpus_per_node
         if not gpus:
             return None
@@ -188,8 +191,8 @@ class SlurmJob:
 
     def _environment(self) -> dict[str, str]:
         """Return the environment variables of the job, quoted for the shell."""
-        # The cluster file's variables may be secrets. The script prints every line to the job's
-        # log, so the nodes read them from the snapshot instead.
+        # ``cluster.env`` is not here, because its values may be secrets and the script prints every
+        # line to the log of the job. Nodes read ``cluster.env`` from the snapshot.
         environment = {
             "GPTOSS_RUN_DIR": str(self.settings.directory),
             "PYTHONPATH": f"{CODE}:{CODE}/kernels",

@@ -1,20 +1,28 @@
-"""Layouts of weights: Hugging Face's and Megatron's, read one tensor at a time.
+"""Two layouts of the weights of a model: Hugging Face's and Megatron's.
 
-A layout knows how its side stores each linear map. It does not use the converters' name tables. A
-table that is wrong in both directions moves every weight there and back unchanged, but the two
-layouts then compute different outputs.
+A layout computes the linear maps of a model from weights as one format stores them, one tensor at a
+time. It does not use the converters' name table. If this table is wrong in both directions,
+converting there and back restores every weight, but the two layouts compute different outputs.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
-
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+from typing import ClassVar
 import torch
+
+
+
 
 Tensor = torch.Tensor
 
 
 def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """Return the source of a ``HuggingFaceLayout`` for weights [hf_shapes] in memory."""
+    """Return a function that reads weights from memory: the ``get`` of a ``HuggingFaceLayout``.
+
+    Args:
+        weights: tensors by Hugging Face name.
+    """
 
     def get(name: str, expert: int | None = None) -> Tensor:
         return weights[name] if expert is None else weights[name][expert]
@@ -23,19 +31,19 @@ def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
 
 
 class Layout:
-    """The weights of one model, in the layout of one side.
+    """Linear maps of a model, computed from weights of one format.
 
-    Every method reads the weights that it needs and keeps none, so that memory does not grow with
+    Every method reads the weights that it needs and keeps none. Memory therefore does not grow with
     the number of layers or experts.
 
     Args:
         config: architecture of the model.
         get: source of stored tensors, such as ``HfDirectory.get`` or ``MegatronCheckpoint.get``.
-        dtype: of all computed values.
+        dtype: dtype of all computed values.
     """
 
     names: ClassVar[dict[str, str]]
-    """Name in the layout: of the tensors and linear maps that both layouts have."""
+    """Names in this layout of the tensors and linear maps that both layouts have."""
 
     def __init__(
         self, config: Any, get: Callable[..., Tensor], dtype: torch.dtype = torch.float32
@@ -47,7 +55,7 @@ class Layout:
     def stored(self, name: str, layer: int | None = None, expert: int | None = None) -> Tensor:
         """Read a tensor by its name in the layout, in the dtype in which it is stored.
 
-        Names of a layer's tensors are without the prefix that all layers have. The shape [...] is
+        Names of tensors in layers have no prefix such as "model.layers.0.". The shape [...] is
         that of the layout, without the dimensions of layers and experts.
         """
         raise NotImplementedError
@@ -77,7 +85,7 @@ class Layout:
 
 
 class HuggingFaceLayout(Layout):
-    """Separate projections to query, key and value."""
+    """Layout of Hugging Face, with separate projections to query, key and value."""
 
     names: ClassVar[dict[str, str]] = {
         "embedding": "model.embed_tokens.weight",
@@ -103,7 +111,10 @@ class HuggingFaceLayout(Layout):
 
 
 class MegatronLayout(Layout):
-    """One projection to queries, keys and values, by group of query heads."""
+    """Layout of Megatron, with one projection to query, key and value.
+
+    Its rows are grouped by kv head.
+    """
 
     names: ClassVar[dict[str, str]] = {
         "embedding": "embedding.word_embeddings.weight",
@@ -121,7 +132,7 @@ class MegatronLayout(Layout):
         return self.get(full_name, tuple(i for i in (layer, expert) if i is not None))
 
     def query_key_value(self, layer: int, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-        # A group has its query heads, then its key head, then its value head.
+        # The rows of a group: its query heads, its key head, its value head.
         qkv = self.linear("self_attention.linear_qkv", x, layer, bias=bias)
         shape = (len(x), self.config.num_key_value_heads, -1, self.config.head_size)
         groups = qkv.view(shape)

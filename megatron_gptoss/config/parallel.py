@@ -25,44 +25,46 @@ class ParallelConfig(StrictModel):
     """Number of pipeline stages."""
     last_stage_layers: int | None = Field(None, gt=0)
     """Layers of the last pipeline stage. The other stages divide the rest evenly. null for the same
-    number in all stages. The last stage also has the output layer, which is the work of about four
+    number in all stages. The last stage also has the output layer, which takes the time of about 4
     layers.
     """
     virtual_pipeline: int = Field(1, gt=0)
     """Model chunks per pipeline rank. Values above 1 use the interleaved schedule: pipeline bubbles
-    are shorter and messages more frequent by this factor, and each rank's number of micro-batches
-    is rounded up to a multiple of pipeline.
+    become shorter and messages more frequent by this factor. The number of micro-batches of each
+    rank is rounded up to a multiple of ``pipeline``.
     """
     context: int = Field(1, gt=0)
-    """Context-parallel size: number of ranks that split the tokens of a packed batch. Any size; a
-    power of 2 if in doubt.
+    """Context-parallel size: number of ranks that split the tokens of a packed batch. Any number is
+    possible. Prefer a power of 2.
     """
     context_scheme_full: Literal["auto", "all_to_all", "all_gather"] = "auto"
-    """Communication scheme of full-attention layers under context parallelism. auto: the cheapest
-    for each row by the cost model for H200 on NVLink (``gptoss plan`` prints it).
+    """Communication scheme of full-attention layers under context parallelism. auto: the scheme
+    with the lowest predicted cost for each packed row, on H200 with NVLink. ``gptoss plan`` prints
+    it.
     """
     context_scheme_window: Literal["auto", "all_to_all", "halo"] = "auto"
     """Communication scheme of sliding-window layers under context parallelism."""
     expert: int = Field(1, gt=0)
     """Expert-parallel size: number of ranks over which the experts of a layer are split."""
     expert_dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """Communication of tokens to experts and back. deepep (https://github.com/deepseek-ai/DeepEP,
-    not installed by default) permutes and sends in one kernel. It needs GPUs and is meant for
-    experts on several nodes.
+    """Communication of tokens to experts and back. deepep permutes and sends in one kernel, for
+    experts on several nodes. It needs GPUs and https://github.com/deepseek-ai/DeepEP, which is not
+    installed by default.
     """
     recompute: tuple[Literal["moe_act", "layernorm", "core_attn", "moe"], ...] = ()
-    """On GPUs: parts of layers that the backward pass computes again. moe_act (the expert
-    activation) saves a sixth of the activations at almost no cost, layernorm saves less. moe saves
-    most and costs most.
+    """Parts of layers that the backward pass computes again, on GPUs. moe_act (the activation of
+    experts) saves 1/6 of the activation memory at almost no cost. layernorm saves less. moe saves
+    most and costs most time.
     """
     recompute_layers: int | None = Field(None, ge=0)
-    """Number of layers, from the first of each pipeline stage's chunk, that recompute; null for
-    all.
+    """Number of layers that recompute, counted from the first layer of each model chunk. null for
+    all layers.
     """
     gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Total memory of one GPU, in GB (1e9 bytes), for which this layout is made. null for 150.1
-    (H200). ``gptoss plan`` uses it without an option and a GPU, ``gptoss launch --dry-run`` if the
-    cluster does not define it. Training ignores it.
+    """Total memory of the GPU for which this layout is made, in GB (1e9 bytes). null for 150.1
+    (H200). Training ignores it. ``gptoss plan`` uses it without ``--gpu`` and
+    ``--gpu-gb`` on a machine without a GPU. ``gptoss launch --dry-run`` uses it if the cluster file
+    does not set ``gpu_memory``.
     """
 
     @property
@@ -72,13 +74,13 @@ class ParallelConfig(StrictModel):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divisor of the number of micro-batches of each data-parallel rank."""
+        """Number of which each data-parallel rank's micro-batch count must be a multiple."""
         # Megatron's interleaved schedule requires whole groups of this size.
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def sizes(self) -> str:
-        """Text such as "tensor 2, pipeline 1, context 1, expert 8"."""
+        """Sizes for messages, such as "tensor 2, pipeline 1, context 1, expert 8"."""
         names = ("tensor", "pipeline", "context", "expert")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
@@ -156,7 +158,7 @@ class ParallelConfig(StrictModel):
                 f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no "
                 "experts"
             )
-        # core_attn is the only part to recompute that dense layers have, too.
+        # Of the parts that can be recomputed, dense layers have only core_attn.
         without_effect = [part for part in self.recompute if part != "core_attn"]
         if without_effect:
             raise ValueError(
@@ -183,7 +185,7 @@ class ParallelConfig(StrictModel):
         if last is not None and (self.pipeline == 1 or self.virtual_pipeline > 1 or last >= layers):
             raise ValueError(
                 f"parallel.last_stage_layers ({last}) needs parallel.pipeline above 1, "
-                f"virtual_pipeline 1 and to be less than num_layers ({layers})"
+                f"parallel.virtual_pipeline 1 and a value below num_layers ({layers})"
             )
 
     def _check_pipeline(self, model: ModelConfig) -> None:
@@ -216,13 +218,13 @@ class ParallelConfig(StrictModel):
             raise ValueError(
                 f"parallel.context_scheme_{kind} all_to_all needs parallel.context "
                 f"({self.context}) to divide num_attention_heads / tensor ({heads}): "
-                f"use context {sizes}, or {alternative}, which takes any"
+                f"use parallel.context {sizes}, or scheme {alternative}"
             )
 
     def _check_stages(self, adapter: AdapterConfig | None, frozen: Sequence[str]) -> None:
         """Raise ValueError if a pipeline stage has nothing to train."""
-        # Such a stage would have no gradients and no optimizer, and would be missing in collectives
-        # about them.
+        # Such a stage would have no gradients and no optimizer. It would not take part in the
+        # collectives over all gradients.
         trained = adapter.trained_parts() if adapter else set(PART_OF_TARGET.values())
         trained -= set(frozen)
         cause = []
@@ -232,8 +234,8 @@ class ParallelConfig(StrictModel):
             cause.append(f"ablation.freeze ({', '.join(frozen)})")
         if not trained:
             raise ValueError(
-                f"{' with '.join(cause)}: nothing is trained. Leave out ablation.freeze, or add a "
-                "target of another part"
+                f"{' with '.join(cause)}: nothing is trained. Remove ablation.freeze, or add an "
+                "adapter target in another part of the layers"
             )
 
         # Every stage has layers. The embedding is on the first stage and the head on the last.

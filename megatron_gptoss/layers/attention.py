@@ -1,6 +1,6 @@
 """Core attention of all model families, as a Megatron module.
 
-It has rotary embeddings, learned sinks if the model has them, packed sequences, and context
+The module applies rotary embeddings, and supports learned sinks, packed sequences and context
 parallelism.
 """
 
@@ -26,9 +26,9 @@ from megatron_gptoss.transformer_config import PolicyTransformerConfig, set_dist
 class SinkAttention(DotProductAttention):
     """Packed causal attention, with one learned sink logit per query head or without sinks.
 
-    It uses only the sharded state dict of Megatron's attention, which splits the sinks over
-    tensor-parallel ranks. Megatron's constructor needs CUDA, and its forward pass supports neither
-    packing nor context parallelism.
+    The class inherits from Megatron's attention only for its sharded state dict, which splits the
+    sinks over tensor-parallel ranks. Megatron's constructor needs CUDA, and its forward pass
+    supports neither packing nor context parallelism.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SinkAttention(DotProductAttention):
             self.window = None
             self.scheme = config.context_scheme_full
 
-        # The name of the parameter is Megatron's. Checkpoints of Megatron use it.
+        # Keep Megatron's name of the parameter, because checkpoints contain it.
         self.local_heads = config.num_attention_heads // self.tp_group.size()
         self.softmax_offset = None
         if config.softmax_type == "learnable":
@@ -86,7 +86,9 @@ class SinkAttention(DotProductAttention):
         packed_seq_params: PackedSequence | None = None,
         **also_unused: Any,
     ) -> Tensor:
-        """Compute attention within each sequence of a packed row. Tensors are those of this rank.
+        """Compute attention within each sequence of a packed row.
+
+        All tensors contain the tokens and heads of this rank.
 
         Args:
             query: [tokens, heads, head_size] in the model's dtype, and so are key and value.
@@ -115,14 +117,14 @@ class SinkAttention(DotProductAttention):
         sinks = self._sinks(query)
         output = self._attend(query, key, value, sinks, row)
         if self.softmax_offset is not None and not self.config.sink_backward:
-            # Ablation: the value of attention with sinks, and the gradient of attention without.
+            # Ablation: the output of attention with sinks, and the gradients of attention without.
             without_sinks = self._attend(query, key, value, 0 * sinks + NO_SINK, row)
             output = output.detach() + (without_sinks - without_sinks.detach())
         return output.flatten(1)
 
     def _sinks(self, query: Tensor) -> Tensor:
         """Return the sink logits [heads], changed by the configured ablations."""
-        # For a model without sinks: minus infinity takes no attention, whatever the scores are.
+        # A model without sinks: exp(-inf) adds nothing to the denominator of the softmax.
         if self.softmax_offset is None:
             return query.new_full((self.local_heads,), -torch.inf)
 

@@ -1,10 +1,10 @@
-"""Environments of ``verifiers`` (its ``verifiers.v1``) as external agents.
+"""Environments of the library ``verifiers`` (API ``verifiers.v1``) as external agents.
 
-``verifiers`` needs other versions of some packages than this project. Therefore it runs in a
-separate interpreter, which ``options.python`` names, and only this module runs there.
+The dependencies of ``verifiers`` conflict with those of this project. Therefore this module runs in
+the separate interpreter of ``options.python``, and imports only ``rl_loop.infrastructure``.
 docs/agents.md shows the configuration.
 
-    PYTHON -m rl_loop.agents.verifiers_env TASKSET rows.jsonl       # writes the training tasks
+    PYTHON -m rl_loop.agents.verifiers_env TASKSET rows.jsonl       # writes one row per task
 """
 
 import asyncio
@@ -23,18 +23,18 @@ MODEL = "policy"
 KEY_VARIABLE = "GPTOSS_SESSION_KEY"
 """Prefix of the environment variables from which ``verifiers`` reads the keys of its endpoints."""
 
-_numbers = count()
+_episode_numbers = count()
 _environments: dict[str, "asyncio.Future[Any]"] = {}
-"""Environments that are served in this process, by configuration."""
-_serving: set["asyncio.Task[None]"] = set()
-"""Tasks that serve them until the process ends."""
+"""Environments whose servers run in this process, by their configuration as JSON."""
+_server_tasks: set["asyncio.Task[None]"] = set()
+"""asyncio tasks that keep the servers of ``_environments`` alive until the process ends."""
 
 
 async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Run one episode against the policy and return its reward.
+    """Run one episode with the policy and return its reward.
 
     Args:
-        task: a row of ``rows``.
+        task: a row that ``rows`` has made.
         base_url: URL of the gateway.
         api_key: key of the episode's session.
 
@@ -49,9 +49,9 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         reason = f"{_name(task['env'])} has no task {task['index']}"
         raise InfrastructureFailure("environment", reason)
 
-    # verifiers reads keys of endpoints from the process's environment, and every episode has a
-    # separate key.
-    variable = f"{KEY_VARIABLE}_{next(_numbers)}"
+    # verifiers reads API keys from environment variables. Every episode has its own key, so it
+    # needs its own variable.
+    variable = f"{KEY_VARIABLE}_{next(_episode_numbers)}"
     os.environ[variable] = api_key
     try:
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
@@ -62,28 +62,29 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def score_of(episode: Any) -> float:
-    """Return the reward of an episode: the mean of its agents' runs.
+    """Return the reward of an episode: the mean reward of its agents.
 
-    A time limit of ``verifiers`` is caused by the policy, so the reward until then counts.
+    A policy that is too slow is at fault for a time limit of ``verifiers``. Therefore such an
+    episode keeps the reward that it had at the limit.
 
     Raises:
-        InfrastructureFailure: the episode has any other error.
+        InfrastructureFailure: the episode ended with another error.
     """
-    is_late = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
-    if not episode.ok and not is_late:
+    timed_out = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
+    if not episode.ok and not timed_out:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        reason = f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok"
+        reason = f"{errors[0].type}: {errors[0].message}" if errors else "failed without an error"
         raise InfrastructureFailure("environment", reason[:500])
     rewards = [float(trace.reward) for trace in episode.traces]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
 def rows(taskset: str, settings: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task of a taskset, for ``train_path`` and ``held_out_path``.
+    """Yield one row per task of a taskset: the rows of ``train_path`` and ``held_out_path``.
 
     Args:
         taskset: id of the taskset.
-        settings: further fields of the ``EnvConfig``.
+        settings: further fields of the ``EnvConfig`` of ``verifiers``.
     """
     env = {"taskset": {"id": taskset}, **(settings or {})}
     for task in _load(env).taskset:
@@ -92,13 +93,17 @@ def rows(taskset: str, settings: dict[str, Any] | None = None) -> Iterator[dict[
 
 
 async def _served(env: dict[str, Any]) -> Any:
-    """Return an environment with running servers. All its episodes in this process share it."""
+    """Return the environment of a configuration, with running servers.
+
+    All episodes of this process with the same configuration share it.
+    """
     key = json.dumps(env, sort_keys=True)
     if key not in _environments:
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         _environments[key] = ready
-        serving = asyncio.create_task(_serve(env, ready))
-        _serving.add(serving)
+        server_task = asyncio.create_task(_serve(env, ready))
+        # asyncio holds only weak references to tasks.
+        _server_tasks.add(server_task)
     try:
         # Other episodes wait for the same environment, so a cancelled episode must not cancel it.
         return await asyncio.shield(_environments[key])
@@ -110,6 +115,7 @@ async def _served(env: dict[str, Any]) -> Any:
 
 
 async def _serve(env: dict[str, Any], ready: "asyncio.Future[Any]") -> None:
+    """Run the servers of an environment until the process ends, and set ``ready``."""
     try:
         # Imports and data sets take long, and other episodes run on this event loop.
         environment = await asyncio.to_thread(_load, env)
@@ -117,7 +123,7 @@ async def _serve(env: dict[str, Any], ready: "asyncio.Future[Any]") -> None:
             ready.set_result(environment)
             await asyncio.Event().wait()
     except BaseException as error:
-        # An error in its task groups may arrive as a cancellation, and it may call sys.exit().
+        # verifiers may call sys.exit(), and errors in its task groups may arrive as cancellations.
         if not ready.done():
             ready.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -134,11 +140,11 @@ def _name(env: dict[str, Any]) -> str:
 
 def main() -> None:
     if len(sys.argv) not in (3, 4):
-        sys.exit("usage: python -m rl_loop.agents.verifiers_env TASKSET ROWS.jsonl [MOST]")
+        sys.exit("usage: python -m rl_loop.agents.verifiers_env TASKSET ROWS.jsonl [MAX_ROWS]")
     taskset, path = sys.argv[1], Path(sys.argv[2])
-    most = int(sys.argv[3]) if len(sys.argv) == 4 else None
+    max_rows = int(sys.argv[3]) if len(sys.argv) == 4 else None
     with path.open("w") as file:
-        for row in islice(rows(taskset), most):
+        for row in islice(rows(taskset), max_rows):
             file.write(json.dumps(row) + "\n")
 
 

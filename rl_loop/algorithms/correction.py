@@ -2,17 +2,20 @@
 
 rho_t = pi_trainer(token t) / pi_rollout(token t), here and in all other modules. Logarithms are
 clamped to +-20 before they are exponentiated. Sums, means and comparisons use the unclamped
-logarithms. All results are constant to autograd.
+logarithms. No result has a gradient.
 """
 
 import math
 from dataclasses import dataclass
-
 import torch
-
 from rl_loop.algorithms.config import CorrectionConfig
-from rl_loop.algorithms.policy_loss import bounded_exp, bounded_expm1
+from rl_loop.algorithms.policy_loss import bounded_exp
+from rl_loop.algorithms.policy_loss import bounded_expm1
 from rl_loop.algorithms.sequences import Sequences
+
+
+
+
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Correction:
     weights: torch.Tensor
     """[tokens]: factor of the policy loss, 0 for dropped tokens."""
     dropped: dict[str, torch.Tensor]
-    """Reason -> bool [tokens]."""
+    """bool [tokens] by reason, such as "veto": True for tokens that are dropped for this reason."""
 
     @property
     def keeps(self) -> torch.Tensor:
@@ -34,7 +37,7 @@ class Correction:
 
 
 def within(ratio: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
-    """Return bool [...]: True where a ratio [...] is within both bounds, inclusive. NaN: False."""
+    """Return bool [...]: True where a ratio [...] is within its inclusive bounds, False for NaN."""
     return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
@@ -59,8 +62,8 @@ def rollout_correction(
     - veto: drops a sequence with any rho_t < threshold.
     - OPSM: drops a sequence if A < 0 and mean_t log(pi_old / pi) > d.
 
-    Tokens outside ``mask`` get the result of their sequence, but do not enter its sums and means. A
-    sequence without a token in the mask is kept, with weight 1.
+    Decisions about a whole sequence apply to all its tokens, but only tokens in ``mask`` enter its
+    sums and means. A sequence without a token in the mask is kept, with weight 1.
 
     Args:
         config: corrections to apply.
@@ -70,9 +73,10 @@ def rollout_correction(
         sequences: sequence of each token.
         advantages: [tokens].
         log_old_over_new: [tokens], log pi_old - log pi.
-        moved_mask: mask for ``log_old_over_new``, which includes spliced tokens. Default: ``mask``.
+        moved_mask: bool [tokens], mask for ``log_old_over_new``. Unlike ``mask``, it includes
+            spliced tokens. Default: ``mask``.
     """
-    # rho is 1 where it is meaningless, so the token does not affect its sequence.
+    # Set rho to 1 where it is meaningless, so that weights of single tokens are 1 there.
     log_rho = torch.where(mask, log_rho.detach(), 0.0)
     correction = _weigh(config, log_rho, mask, sequences)
     dropped = correction.dropped
@@ -94,7 +98,7 @@ def rollout_correction(
 def _rejected(
     config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences
 ) -> dict[str, torch.Tensor]:
-    """Return for each test of rho that is configured the tokens [tokens] that it drops."""
+    """Return the tokens that the configured tests of rho drop: bool [tokens] by reason."""
     dropped: dict[str, torch.Tensor] = {}
 
     # The tests below are "not (x <= limit)", so that a NaN drops its sequence.
@@ -141,7 +145,9 @@ def mismatch_sums(
     mask: torch.Tensor,
     sequences: Sequences,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return sums over masked tokens, to be divided by their number, and maxima, by metric.
+    """Return sums and maxima over the tokens in ``mask``, by metric.
+
+    The caller divides the sums by the number of these tokens, after adding those of all ranks.
 
     With d = log pi_train - log pi_rollout and tokens drawn from pi_rollout (Schulman,
     "Approximating KL divergence"), the averages of k1 = -d, k2 = d^2 / 2 and k3 = exp(d) - 1 - d
@@ -149,10 +155,10 @@ def mismatch_sums(
 
     - ``prob_ratio`` averages exp(|d|), also known as token_mult_prob_error. 1 is no mismatch.
     - ``chi_square`` averages (exp(d) - 1)^2, the variance of the importance weight.
-    - ``log_perplexity`` sums give both perplexities: exp of their averages.
+    - ``log_perplexity_train`` and ``log_perplexity_rollout``: exp of the average is the perplexity.
     - ``log_perplexity_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
-      log-perplexities. ``log_perplexity_gap``, divided by ``sequences``, is the average over
-      sequences.
+      log-perplexities. ``log_perplexity_gap``, divided by ``sequences``, is the average of these
+      differences over sequences.
 
     Args:
         log_probs: [tokens], the trainer's natural logs.

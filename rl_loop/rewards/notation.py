@@ -1,7 +1,7 @@
-r"""Converts typography, Unicode and packages' commands to one notation in plain LaTeX.
+r"""Rewrites answers in one notation of plain LaTeX, without Unicode, formatting or packages.
 
-Texts may have up to a few thousand characters. Regular expressions here have no nested repeated
-groups, which could take exponential time.
+Texts may have up to a few thousand characters. Therefore no regular expression here has nested
+repetitions, which could take exponential time.
 """
 
 import re
@@ -53,7 +53,7 @@ SYMBOLS = {
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
 
-SHOWN = (
+FORMATTING_COMMANDS = (
     *(
         "boldsymbol",
         "bm",
@@ -79,8 +79,8 @@ SHOWN = (
         "cancel",
     ),
 )
-"""Commands that change only the look of their argument."""
-WORDS = (
+"""Commands with one argument that are replaced by their argument."""
+TEXT_COMMANDS = (
     "mathrm",
     "textrm",
     "textbf",
@@ -104,7 +104,7 @@ CURRENCIES = {
     "rupee": "₹",
     "cent": r"\\(?:text)?cent(?![a-zA-Z])(?:\{\})?",
 }
-"""Signs by unit of currency."""
+"""Patterns of currency signs, by the word that replaces them."""
 
 REPLACEMENTS = [
     (re.compile(pattern), replacement)
@@ -172,10 +172,10 @@ REPLACEMENTS = [
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
     )
 ]
-"""Replacements in order. Some match results of earlier ones."""
+"""Replacements, applied in this order. Some match the results of earlier ones."""
 
 MAX_PRODUCT_LETTERS = 3
-"""Maximum number of letters of a product of variables. More letters are a word."""
+"""Maximum number of letters in a product of variables. A longer sequence of letters is a word."""
 
 FRACTION_OF_DIGITS = re.compile(
     r"\\frac\s*(?:\{(?P<above>[^{}]*)\}|(?P<digit_above>[0-9]))"
@@ -199,12 +199,16 @@ INTRODUCTION = re.compile(
     re.IGNORECASE,
 )
 
-# "\{" is matched as a whole, so that its brace does not count.
+# Matches "\{" as one unit, because an escaped brace does not open a group.
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def standard_notation(text: str) -> str:
-    """Return the same answer in LaTeX for ``statement``, without its formatting."""
+    """Return an answer in the notation that the module ``statement`` parses.
+
+    Args:
+        text: answer in LaTeX, Unicode or words.
+    """
     text = _without_unicode(text)
     for pattern, replacement in REPLACEMENTS:
         text = pattern.sub(replacement, text)
@@ -220,7 +224,7 @@ def standard_notation(text: str) -> str:
     text = LIST_WORD.sub(_separator, text)
     text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
 
-    # The period of "The answer is 5." may be inside or behind the box.
+    # The period of "The answer is 5." may be inside the box or after it.
     text = without_punctuation(text)
     text = without_punctuation(_without_introduction(text))
     text = _without_box(text)
@@ -231,7 +235,7 @@ def standard_notation(text: str) -> str:
 
 
 def without_punctuation(text: str) -> str:
-    """Remove the period of a sentence. 0.333... keeps its dots, 5. does not."""
+    """Remove punctuation at the end of an answer: "5." becomes "5", "0.333..." is unchanged."""
     text = text.strip()
     while text and text[-1] in ".,;" and not text.endswith("..."):
         text = text[:-1].rstrip()
@@ -239,7 +243,7 @@ def without_punctuation(text: str) -> str:
 
 
 def replace_command(text: str, command: str, count: int, replacement: Callable[..., str]) -> str:
-    r"""Replace each ``\command``.
+    r"""Replace each ``\command`` that has at least ``count`` arguments in braces.
 
     Args:
         text: text to change.
@@ -257,8 +261,8 @@ def replace_command(text: str, command: str, count: int, replacement: Callable[.
 
         shown = replacement(*arguments)
         text = text[: match.start()] + shown + text[end:]
-        # The replacement may contain the same command, but an unchanged command is not processed
-        # again.
+        # Continue in the replacement, because it may contain the same command. Skip a replacement
+        # that begins with the command, because it would be replaced forever.
         position = match.start()
         if shown.startswith("\\" + command):
             position += len(shown)
@@ -282,7 +286,7 @@ def closing_brace(text: str, opening: int) -> int | None:
 
 
 def _arguments_at(text: str, start: int, count: int) -> tuple[list[str], int]:
-    """Return up to ``count`` arguments in braces from ``start``, and the position behind them."""
+    """Return up to ``count`` arguments in braces from ``start``, and the position after them."""
     arguments: list[str] = []
     end = start
     while len(arguments) < count and text[end : end + 1] == "{":
@@ -295,8 +299,8 @@ def _arguments_at(text: str, start: int, count: int) -> tuple[list[str], int]:
 
 
 def _without_commands(text: str) -> str:
-    """Replace the commands of packages by their contents."""
-    for command in SHOWN:
+    """Replace formatting commands, and commands of packages, by their contents."""
+    for command in FORMATTING_COMMANDS:
         text = replace_command(text, command, 1, lambda shown: shown)
     # \textcolor{red}{x} has two arguments, and \color{red} alone is a switch.
     for command in ("textcolor", "color"):
@@ -304,7 +308,7 @@ def _without_commands(text: str) -> str:
         text = replace_command(text, command, 1, lambda _color: "")
     for command in ("SI", "qty"):
         text = replace_command(text, command, 2, lambda number, unit: rf"{number}\text{{ {unit}}}")
-    for command in (*WORDS, "unit", "si"):
+    for command in (*TEXT_COMMANDS, "unit", "si"):
         text = replace_command(text, command, 1, _words)
     return text
 
@@ -320,7 +324,7 @@ def _separator(word: re.Match[str]) -> str:
 
 
 def _words(content: str) -> str:
-    r"""Put \text{} around words only. Numbers and single symbols in it are mathematics."""
+    r"""Return content with letters as \text{}, and other content unchanged, as mathematics."""
     if not any(character.isalpha() for character in content):
         return content
     return rf"\text{{{content}}}"
@@ -350,9 +354,10 @@ def _without_unicode(text: str) -> str:
 
 
 def _raised_or_lowered(character: str, before: list[str]) -> str:
-    """Write an exponent or index: ^{12} for two characters, with one pair of braces.
+    """Return a superscript or subscript as an exponent or index, such as ^{12}.
 
-    It removes the previous closing brace from ``before`` to extend a group.
+    If ``before`` ends with an exponent or index of the same kind, it is removed from ``before`` and
+    returned with the character appended.
     """
     if character in SUPERSCRIPTS:
         command = "^"
@@ -368,7 +373,7 @@ def _raised_or_lowered(character: str, before: list[str]) -> str:
 
 
 def _plain_character(character: str) -> str:
-    """Write vulgar fractions, letters of other fonts and Greek letters in LaTeX."""
+    """Return a fraction character, a letter of another font or a Greek letter in LaTeX."""
     kind = unicodedata.decomposition(character).partition(">")[0]
     if kind == "<fraction":
         above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
@@ -376,7 +381,8 @@ def _plain_character(character: str) -> str:
     if kind in ("<font", "<wide", "<narrow"):
         return unicodedata.normalize("NFKC", character)
 
-    # "GREEK SMALL LETTER ALPHA". LaTeX has no commands for letters that look like Latin ones.
+    # Names are such as "GREEK SMALL LETTER ALPHA". LaTeX has no command for a Greek letter that
+    # looks like a Latin one.
     name = unicodedata.name(character, "").split()
     if (
         len(name) == 4

@@ -40,7 +40,7 @@ def test_verifiers_reward_before_a_time_limit_counts() -> None:
     [
         (episode(trace(1.0), ok=False, errors=(AWAY,)), "ToolError: the database is away"),
         (episode(trace(1.0), trace(0.5, AWAY), ok=False), "ToolError: the database is away"),
-        (episode(trace(1.0), ok=False), "the episode is not ok"),
+        (episode(trace(1.0), ok=False), "failed without an error"),
     ],
 )
 def test_other_verifiers_errors_are_infrastructure_failures(
