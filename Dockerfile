@@ -1,5 +1,5 @@
-# Trainer and engine in one image. Each layer is made from a pinned file with hashes, so that a build is repeatable and a
-# change of code builds the last two layers only.
+# Trainer and engine in one image. Each layer is built from a pinned file with hashes, so builds are repeatable. Changed
+# code rebuilds only the last two layers.
 #
 #   docker build -t gptoss .                      for GPUs; compiles Transformer Engine's torch extension
 #   docker build -t gptoss-cpu --target trainer --build-arg BASE=python:3.12-bookworm --build-arg PYTHON_PACKAGES= \
@@ -7,14 +7,14 @@
 ARG BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 
 FROM ${BASE} AS base
-# Empty for a base image that brings Python 3.12 itself.
+# Empty if the base image has Python 3.12.
 ARG PYTHON_PACKAGES="python3.12 python3.12-venv python3.12-dev"
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ${PYTHON_PACKAGES} bubblewrap g++ gcc git libc6-dev libnuma1 make \
     && rm -rf /var/lib/apt/lists/*
 
-# SGLang's requirements and the trainer's exclude each other.
+# A separate environment, because the requirements of SGLang and of the trainer conflict.
 FROM base AS engine
 COPY launch/pinned/sglang.txt /tmp/sglang.txt
 RUN python3.12 -m venv /opt/sglang \
@@ -24,7 +24,7 @@ RUN python3.12 -m venv /opt/sglang \
 FROM base AS trainer
 WORKDIR /opt/gptoss
 COPY requirements.txt requirements-gpu.txt ./
-# Four have no wheel and are built; scripts/bootstrap.sh names the same.
+# The four packages after --no-binary have no wheel. scripts/bootstrap.sh has the same list.
 RUN python3.12 -m venv venv \
     && venv/bin/python -m pip install --no-cache-dir --no-deps --only-binary :all: \
         --no-binary cellpylib,langdetect,pycosat,zss --require-hashes -r requirements.txt

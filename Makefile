@@ -1,31 +1,32 @@
-# make setup  makes .venv with the versions of requirements.txt; all others begin with it
-# make demo   sets everything up and trains a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
-# make test   sets everything up and runs the tests that need neither GPU nor Slurm
-# make test-slow    the tests that make test leaves out because they take long, or repeat another with variations
-# make test-numerics    the numeric tests with the kernels of other processors, one and two threads (two hours)
-# make test-busy    those tests that processes and clocks take part in, with two busy loops beside them
-# make test-slurm   as root: the launcher against a real Slurm of four nodes on this machine (installs it; several minutes)
-# make test-browser  the viewer in a real Chromium (installs it as root)
-# make hub-environments  virtual environments for openenv and verifiers, which cannot be installed beside this project
-# make lint   ruff, mypy, the dependency rules and the habits of prose
-# make docs   the documentation as a site with search: build/docs/index.html; a broken link is an error
+# make setup             create .venv with the versions of requirements.txt (the other targets do it, too)
+# make demo              train a tiny GPT-OSS to use Python: SFT, then RL (runs/tiny_retool/report.html)
+# make test              run the tests that need neither GPU nor Slurm
+# make test-slow         run slow tests, and variations of other tests
+# make test-numerics     run numeric tests with the kernels of other processors, with 1 and 2 threads (2 hours)
+# make test-busy         run tests of processes and time limits on a busy machine (two busy loops)
+# make test-slurm        test the launcher with a real Slurm of four nodes (as root; installs it; takes minutes)
+# make test-browser      test the viewer in Chromium (installs it as root)
+# make hub-environments  create virtual environments for openenv and verifiers, which conflict with this project
+# make lint              run ruff, mypy, the dependency rules and the prose checks
+# make docs              build the documentation site build/docs/index.html (a broken link is an error)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-numerics test-busy test-slurm test-browser hub-environments lint docs clean-venv
 
 GPTOSS := .venv/bin/gptoss
-# SLURM_TESTS="slurm and not slow" leaves out the one that takes three minutes.
+# SLURM_TESTS="slurm and not slow" leaves out the test that takes 3 minutes.
 SLURM_TESTS := slurm
-# BROWSER_TESTS=picture_of takes those whose names hold it.
+# BROWSER_TESTS=picture_of runs only tests whose names contain picture_of.
 BROWSER_TESTS :=
 # Options of scripts/numeric_tests.py, such as --processor Haswell.
 NUMERICS :=
-# Tests of processes, servers, time limits and Ray; the others compute, which takes longer on a busy machine and no more.
+# Tests of processes, servers, time limits and Ray. Other tests only compute. On a busy machine, they are slower but do
+# not fail.
 BUSY_TESTS := tests/launch tests/rl_loop tests/faults benchmarks/tests tests/test_distributed_helper.py tests/test_leftover_processes.py
-# How many busy loops run beside them.
+# Number of busy loops.
 BUSY_LOOPS := 2
-# The packages whose annotations are checked; all of them.
+# Packages that mypy checks.
 TYPED_PACKAGES := kernels/gptoss_kernels megatron_gptoss converters rl_loop launch gptoss_command.py
 
 help:
@@ -34,7 +35,7 @@ help:
 setup:
 	@scripts/bootstrap.sh
 
-# --overwrite: a second demo starts afresh instead of refusing.
+# --overwrite replaces the runs of an earlier demo.
 demo: setup
 	$(GPTOSS) sft configs/sft/tiny_retool.yaml --overwrite
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
@@ -50,16 +51,16 @@ test-slow: setup
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest \
 		-m "slow and not gpu and not slurm and not browser" -n 2 --timeout=1200 --durations=10
 
-# NUMERICS=--sample takes a few files and two processors: what .ci/run does.
+# NUMERICS=--sample runs a few files for two processors. CI uses it.
 test-numerics: setup
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python scripts/numeric_tests.py $(NUMERICS)
 
-# make test with GPTOSS_TEST_LOAD busy loops (tests/support/load.py); make test-busy BUSY_TESTS=tests runs them all.
+# GPTOSS_TEST_LOAD is the number of busy loops (tests/support/load.py). BUSY_TESTS=tests runs all tests.
 test-busy: setup
 	GPTOSS_TEST_LOAD=$(BUSY_LOOPS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(BUSY_TESTS) \
 		-m "not gpu and not slurm and not slow and not browser" -n 2 --timeout=1200 --durations=10
 
-# One machine plays four nodes, so the tests take turns; a loaded machine needs the longer limit.
+# One machine simulates four nodes, so the tests run in sequence and need a long time limit.
 test-slurm: setup
 	@tests/slurm/install.sh
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/slurm -m "$(SLURM_TESTS)" --timeout=600 --durations=10 -s
@@ -69,14 +70,15 @@ test-browser: setup
 	PYTHONPATH=.cache/browser OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/launch/viewer -m browser --timeout=300 \
 		-k "$(BROWSER_TESTS)"
 
-# Both pin an mcp older than ours. pytest -m hub uses them, and `python:` of an agent's configuration can name them.
+# Both packages need an older mcp than this project. `pytest -m hub` and the option `python` of an agent use these
+# environments.
 hub-environments: setup
 	for package in openenv==0.10.0 verifiers==0.4.0; do \
 		.venv/bin/python -m venv .cache/hub/$${package%%==*} && \
 		.cache/hub/$${package%%==*}/bin/pip install --quiet $$package || exit 1; \
 	done
 
-# An environment of its own, because Sphinx reads Markdown and imports nothing of this project.
+# A separate environment, because Sphinx only reads Markdown and needs no package of this project.
 .cache/docs/complete: requirements-docs.txt | setup
 	rm -rf .cache/docs
 	.venv/bin/python -m venv .cache/docs
@@ -84,7 +86,7 @@ hub-environments: setup
 		--require-hashes -r requirements-docs.txt
 	touch $@
 
-# From scratch, because Sphinx repeats no warning about a page that it has already read.
+# Build from scratch, because Sphinx does not repeat warnings about unchanged pages.
 docs: .cache/docs/complete
 	rm -rf build/docs
 	.cache/docs/bin/python -m sphinx -W --keep-going -q -E -d build/docs-cache docs build/docs

@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
-# Makes .venv in this checkout from requirements.txt (versions and hashes). Safe to repeat: a finished environment is
-# recognised by .venv/.complete and left alone; anything else - interrupted, moved, outdated - is repaired.
+# Creates .venv in this checkout from requirements.txt (versions and hashes). It can be repeated. A complete environment
+# has .venv/.complete and is not changed. An interrupted, moved or outdated environment is repaired.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { printf '[setup] %s\n' "$*"; }
 die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
-# ensure_package REASON PACKAGE...: installs Debian packages as root, otherwise says the exact command and stops.
+# ensure_package REASON PACKAGE...: install Debian packages if the user is root. Otherwise print the command and exit.
 ensure_package() {
     local reason=$1
     shift
     command -v apt-get >/dev/null || die "$reason is missing; install it with your package manager (on Debian: $*)"
     [ "$(id -u)" -eq 0 ] || die "$reason is missing; run: sudo apt-get install -y $*"
     say "installing $* ($reason)"
-    # A stale or partly unreachable package list must not stop us: the install decides.
+    # Ignore errors of the package lists. If a package is really unavailable, apt-get install fails.
     apt-get update -qq >/dev/null 2>&1 || true
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=120 "$@" \
         >/dev/null || die "apt-get could not install $*; see its message above"
 }
 
-# find_python: the first interpreter that really is Python 3.12. A pyenv shim may exist and still resolve to nothing.
+# find_python: print the first working interpreter of Python 3.12. A pyenv shim can exist without a Python behind it.
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.12 /usr/bin/python3.12 /usr/local/bin/python3.12 \
         "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12 python3 python; do
         [ -n "$candidate" ] || continue
         if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
-            # The real file behind a shim, so that .venv does not depend on the shim's directory.
+            # Resolve a shim to its interpreter, so that .venv does not depend on the shim.
             "$candidate" -c 'import os, sys; print(os.path.realpath(sys.executable))'
             return
         fi
@@ -35,9 +35,9 @@ find_python() {
     return 1
 }
 
-[ "$(uname -s)" = Linux ] || die "Linux is needed (the sandbox uses its namespaces), this is $(uname -s)"
+[ "$(uname -s)" = Linux ] || die "Linux is required, because the sandbox uses its namespaces. This system is $(uname -s)"
 
-# Two bootstraps at once would write into the same .venv; the second one waits. The lock is on a file that always exists.
+# A second bootstrap waits, because both would write to the same .venv. The lock is on a file that always exists.
 if command -v flock >/dev/null; then
     exec 9<scripts/bootstrap.sh
     flock -n 9 || { say "another set-up of this checkout is running; waiting for it"; flock 9; }
@@ -53,7 +53,8 @@ if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/
         die "Python 3.12 is missing: install python3.12 (Debian/Ubuntu) or run 'pyenv install 3.12', or set PYTHON=/path/to/python3.12"
     "$python" -c 'import ensurepip, venv' 2>/dev/null || ensure_package "Python's venv module" python3.12-venv
 
-    # Only an environment finished in this very place may be updated; a half-written one looks installed and is not.
+    # Update only an environment that was completed in this directory. Otherwise create it again, because an incomplete
+    # environment can look complete.
     if [ "$(cut -d' ' -f2- $stamp 2>/dev/null)" != "${key#* }" ] || ! .venv/bin/python -c '' 2>/dev/null; then
         free_gb=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024 / 1024))
         [ -d .venv ] || [ "$free_gb" -ge 7 ] || die "the environment needs 7 GB of disk, $PWD has $free_gb GB free"
@@ -62,7 +63,7 @@ if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/
         "$python" -m venv .venv || die "could not create .venv with $python; see the message above"
     fi
     rm -f $stamp
-    # -qq keeps errors and drops warnings. --only-binary: nothing but what has no wheel is built here.
+    # -qq prints errors but no warnings. --only-binary with --no-binary builds only packages that have no wheel.
     without_wheel=cellpylib,langdetect,pycosat,zss
     pip=(.venv/bin/python -m pip install -qq --no-input --disable-pip-version-check --root-user-action=ignore --no-deps)
     say "installing $(grep -c '^[a-z]' requirements.txt) pinned packages (5 GB, one to a few minutes)"
@@ -73,5 +74,5 @@ if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/
     say "environment ready: .venv"
 fi
 
-# The vocabulary file that openai-harmony needs; cached outside the checkout and checked by its hash each time.
+# Download the vocabulary file of openai-harmony. It is cached outside the checkout, and its hash is checked every time.
 .venv/bin/python -m rl_loop.harmony.o200k >/dev/null || die "the o200k vocabulary for Harmony could not be set up; see the message above"
