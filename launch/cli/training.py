@@ -97,7 +97,7 @@ def rl(
     resume_or_new: ResumeOrNew = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train with on-policy reinforcement learning, and export a checkpoint at the end."""
+    """Train with reinforcement learning, and export the model at the end."""
     from rl_loop.run import run_rl
 
     directory = train(

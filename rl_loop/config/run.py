@@ -155,7 +155,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
 
 
 class RlConfig(RunConfig):
-    """``gptoss rl``: on-policy reinforcement learning."""
+    """``gptoss rl``: reinforcement learning."""
 
     command: ClassVar[str] = "rl"
 

@@ -11,7 +11,7 @@ from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.package_version import package_version
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
-KINDS = {"rl": "on-policy reinforcement learning", "sft": "supervised fine-tuning"}
+KINDS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
 """Descriptions of the commands."""
 PARSERS = {
     "harmony": (
