@@ -294,7 +294,7 @@ class Environment:
         """Judge the text on the channel ``final``.
 
         Returns:
-            The result of ``finished``, or the next message of the user.
+            The result of ``end_with_score``, or a StepResult with the next message of the user.
         """
         raise NotImplementedError
 

@@ -188,7 +188,7 @@ class ReToolEnvironment(Environment):
 
     def _judged(self, correct: bool, answer: str | None) -> StepResult:
         score = float(correct)
-        # ``finished`` multiplies scores by this scale, and the bonus is a reward.
+        # ``end_with_score`` multiplies scores by this scale, and the bonus is a reward.
         scale = self.reward.correct - self.reward.wrong
         if self.reward.tool_use and not correct and scale != 0:
             bonus = min(0.4, 0.1 * (self._calls // 2))
