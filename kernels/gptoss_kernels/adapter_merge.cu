@@ -1,30 +1,30 @@
-// Merges low-rank updates into frozen weights: out = bf16(W + scale * (B A)), W in bf16 or in MXFP4.
+// Merges low-rank updates into frozen weights: out = bf16(W + scale * (B A)), W in bf16 or MXFP4.
 //
-// Who owns what   A thread owns 8 columns of ROWS rows of one expert's weight. Nothing is shared, so
-//                 nothing waits: no shared memory, no barrier. Neighboring threads own neighboring
-//                 columns: a warp reads and writes 512 consecutive bytes of a row.
-// Grid            one thread for each (expert, ROWS rows, 8 columns), columns fastest.
-// Registers       the update of all its values in fp32, and of 8 ranks at a time B of its rows. A is
-//                 read once per rank for ROWS rows; B, the same for a whole warp, comes 8 ranks to a
-//                 load.
+// Ownership       A thread owns 8 columns of ROWS rows of one expert's weight. Threads share no
+//                 data, so there is no shared memory and no barrier. Neighboring threads own
+//                 neighboring columns, so a warp reads and writes 512 consecutive bytes of a row.
+// Grid            One thread for each (expert, ROWS rows, 8 columns). Columns vary fastest.
+// Registers       The update of all values of the thread in fp32, and B of its rows for 8 ranks at
+//                 a time. A is read once per rank for ROWS rows. B is the same for a whole warp. A
+//                 load returns it for 8 ranks.
 //
-// Rounding        B A is summed up rank by rank in fp32, as layers/merge.py of the trainer writes it
-//                 out in torch. The product of two bf16 values has 16 bits and is exact in fp32, so a
-//                 fused multiply-add rounds where the sum is rounded, and nowhere else. (Products
-//                 below 2^-133 are not exact; they would be seen only next to a weight of 0 and no
-//                 larger product.) The last multiplication and addition are rounded one by one: the
-//                 intrinsics keep the compiler from fusing them.
+// Rounding        B A is summed in fp32 in the order of the ranks, like layers/merge.py of the
+//                 trainer in torch. The product of two bf16 values has 16 bits and is exact in
+//                 fp32, so a fused multiply-add rounds only the sum. (Products below 2^-133 are not
+//                 exact. They matter only if the weight is 0 and no product is larger.) The last
+//                 multiplication and addition are rounded separately. The intrinsics prevent the
+//                 compiler from fusing them.
 //
-// It is C as well: the tests compile it for the host, where every thread is a call
-// (tests/support/kernels/cuda_on_host.h), and compare all bits with torch's.
+// The file is also valid C. Tests compile it for the host, where each thread is a function call
+// (tests/support/kernels/cuda_on_host.h), and compare all bits with torch.
 //
-// Macros: PACKED is 1 for a base in MXFP4, 0 for bf16. ROWS: rows of a thread.
+// Macros: PACKED is 1 for a base in MXFP4 and 0 for bf16. ROWS is the number of rows per thread.
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void __launch_bounds__(128)
 #endif
 
-#define COLUMNS 8  // a thread's: 16 bytes of bf16, 4 bytes of codes
-#define RANKS 8    // of B, that one load of 16 bytes brings
+#define COLUMNS 8  // per thread: 16 bytes of bf16, 4 bytes of codes
+#define RANKS 8    // ranks of B in one load of 16 bytes
 #define LARGEST_AT_ONCE 128u  // scale of a block that one multiplication applies
 
 // fp32 values of the bf16 halves of a word
@@ -42,13 +42,13 @@ static inline void unpack(uint4 words, float *values) {
     values[7] = high_half(words.w);
 }
 
-// The i-th of eight bf16 values as fp32; i is known when this is compiled.
+// Return the i-th of eight bf16 values as fp32. i is a compile-time constant.
 static inline float half_of(uint4 words, int i) {
     const unsigned word = i < 2 ? words.x : i < 4 ? words.y : i < 6 ? words.z : words.w;
     return i % 2 == 0 ? low_half(word) : high_half(word);
 }
 
-// Rounds two fp32 values to bf16, ties to even; the first in the low half.
+// Round two fp32 values to bf16, ties to even. The first value is in the low half.
 static inline unsigned rounded_pair(float low, float high) {
     unsigned pair;
 #ifdef __CUDA_ARCH__
@@ -60,13 +60,14 @@ static inline unsigned rounded_pair(float low, float high) {
 }
 
 #if PACKED
-// Turns 8 codes of 4 bits, the first column in the lowest bits, into fp32. `scale` is the block's
-// byte: 2^(scale - 127).
+// Convert 8 codes of 4 bits to fp32. The first column is in the lowest bits. `scale` is the scale
+// byte of the block, which means 2^(scale - 127).
 //
-// e2m1 is a sign, two bits of exponent and one of mantissa. Put where fp32's lowest exponent bits and
-// highest mantissa bit are, the three bits of a magnitude are the value times 2^-126, subnormal codes
-// (0 and 0.5) included; 2^(scale - 1) makes up for it. Scales that would not leave that a finite
-// number, of weights above 1, take two multiplications. All only move the exponent: they are exact.
+// e2m1 has a sign, two bits of exponent and one bit of mantissa. At the place of fp32's lowest
+// exponent bits and highest mantissa bit, the three bits of a magnitude are the value times 2^-126,
+// including the subnormal codes (0 and 0.5). A multiplication by 2^(scale - 1) corrects this. If
+// this factor is not finite (weights above 1), there are two multiplications. All multiplications
+// change only the exponent, so they are exact.
 static inline void decode(unsigned codes, unsigned scale, float *values) {
     const unsigned first_scale = scale < LARGEST_AT_ONCE ? scale : LARGEST_AT_ONCE;
     const float factor = __uint_as_float((first_scale + 126u) << 23);
@@ -87,7 +88,7 @@ static inline void decode(unsigned codes, unsigned scale, float *values) {
 #endif
 
 // base:         [experts, rows, groups] of 8 columns: words of codes, or four words of bf16.
-// scales:       [experts, rows, groups / 4] bytes; not read of a bf16 base.
+// scales:       [experts, rows, groups / 4] bytes; not read if the base is bf16.
 // a:            [experts, rank, groups] of 8 bf16.
 // b:            [experts, rows, rank / 8] of 8 bf16.
 // out:          [experts, rows, groups] of 8 bf16.
@@ -104,7 +105,7 @@ KERNEL merge_adapters(const void *__restrict__ base, const unsigned char *__rest
     const int first_row = tile % tiles * ROWS;
     if (expert >= experts) return;
 
-    // Of the first row among those of all experts, and its place in base and out.
+    // Index of the first row among the rows of all experts, and its offset in base and out.
     const long long first = (long long)expert * rows + first_row;
     const long long place = first * groups + group;
     const int last = rows - 1 - first_row;
@@ -117,7 +118,7 @@ KERNEL merge_adapters(const void *__restrict__ base, const unsigned char *__rest
         for (int c = 0; c < COLUMNS; c++) update[r][c] = 0;
 
     for (int chunk = 0; chunk < chunks; chunk++) {
-        // A row past the end takes the last one's, and is not written.
+        // A row after the end uses B of the last row, and is not written.
         uint4 b_of_row[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
@@ -144,7 +145,7 @@ KERNEL merge_adapters(const void *__restrict__ base, const unsigned char *__rest
 
         float value[COLUMNS];
 #if PACKED
-        // a block of 32 columns, four groups, has one scale
+        // A block of 32 columns (four groups) has one scale.
         const unsigned codes = ((const unsigned *)base + place)[r * groups];
         decode(codes, (scales + place / 4)[r * (groups / 4)], value);
 #else

@@ -1,22 +1,23 @@
-/* MXFP4 <-> bf16 on one core. cpu.py makes the tables, so that the arithmetic is written once.
+/* MXFP4 <-> bf16 on one core. cpu.py computes the tables, so that the arithmetic exists only once.
  *
- * A block is 32 values: 16 bytes of two e2m1 codes each (value 2j in the low nibble of byte j, value
- * 2j + 1 in the high one) and one scale byte. Numbers are bf16 bits here, and nothing is multiplied:
- * dequantizing looks a byte up, quantizing compares magnitudes with limits. */
+ * A block is 32 values: 16 bytes of two e2m1 codes each (value 2j in the low nibble of byte j,
+ * value 2j + 1 in the high nibble) and one scale byte. Numbers are bf16 bits. No operation
+ * multiplies: dequantization looks bytes up in a table, and quantization compares magnitudes with
+ * limits. */
 #include <stddef.h>
 #include <stdint.h>
 
 enum {
-    VALUES = 32,               /* of a block */
-    BYTES = 16,                /* of a block */
+    VALUES = 32,               /* per block */
+    BYTES = 16,                /* per block */
     MAGNITUDE = 0x7fff,        /* a bf16 number without its sign */
-    BF16_INFINITY = 0x7f80,    /* magnitudes from here on are Inf and NaN */
+    BF16_INFINITY = 0x7f80,    /* larger or equal magnitudes are Inf or NaN */
     MANTISSA = 0x7f,
     MANTISSA_OF_1_5 = 0x40,
     CODE_SIGN = 8,
 };
 
-/* pairs[scale][byte]: the two bf16 values of a byte, the low nibble's in the low half. */
+/* pairs[scale][byte]: the two bf16 values of a byte. The low nibble's value is in the low half. */
 void mxfp4_dequantize(const uint8_t *restrict blocks, const uint8_t *restrict scales,
                       const uint32_t *restrict pairs, uint32_t *restrict out, size_t count) {
     for (size_t n = 0; n < count; n++) {
@@ -25,7 +26,8 @@ void mxfp4_dequantize(const uint8_t *restrict blocks, const uint8_t *restrict sc
     }
 }
 
-/* A magnitude's code is the number of limits it reaches: bf16 magnitudes order like their bits. */
+/* The code of a magnitude is the number of limits that it reaches. bf16 magnitudes have the same
+ * order as their bits. */
 static inline void encode(const uint16_t *restrict x, const uint16_t *restrict limits,
                           uint16_t *restrict code) {
     for (int i = 0; i < VALUES; i++) {
@@ -36,10 +38,10 @@ static inline void encode(const uint16_t *restrict x, const uint16_t *restrict l
     }
 }
 
-/* The scale 2^ceil(log2(amax / 6)) of a block, as a biased exponent.
+/* Return the scale 2^ceil(log2(amax / 6)) of a block as a biased exponent.
  *
- * amax = 1.m * 2^(e - 127) and 6 = 1.5 * 2^2, hence the exponent is e - 127 - 2, and one more when
- * 1.m > 1.5. It is never below the least normal number's; a block of zeros gets scale 0. */
+ * amax = 1.m * 2^(e - 127) and 6 = 1.5 * 2^2, so the exponent is e - 127 - 2, plus 1 if 1.m > 1.5.
+ * The minimum is the exponent of the smallest normal number. A block of zeros gets scale 0. */
 static inline int scale_of(uint16_t amax) {
     if (!amax) return 0;
     int scale = (amax >> 7) - 2 + ((amax & MANTISSA) > MANTISSA_OF_1_5);
@@ -59,7 +61,7 @@ ptrdiff_t mxfp4_quantize(const uint16_t *restrict x, const uint8_t *restrict hin
         }
         if (amax >= BF16_INFINITY) return (ptrdiff_t)n;
 
-        /* Keep the hint where it gives back every bit of the block. */
+        /* Use the hint if it restores every bit of the block. */
         uint16_t code[VALUES];
         int kept = 0;
         if (hint) {

@@ -1,35 +1,35 @@
-// dK, dV and the sinks' gradient of causal attention, full or within a window.
+// dK, dV and the gradient of the sinks, for full and for sliding-window causal attention.
 //
-// Who owns what   A block owns KEYS keys of one kv head and writes their dK and dV: warp w has keys
-//                 16w to 16w + 15. Rows of Q and dO of all query heads of that kv head pass, a step
-//                 of STEP_ROWS rows (POSITIONS positions times GROUP heads) at a time, group after
-//                 group. Sums run in a fixed order and nothing is added from outside: same bits
-//                 every time.
+// Ownership       A block owns KEYS keys of one kv head and writes their dK and dV. Warp w has keys
+//                 16w to 16w + 15. The block iterates over the rows of Q and dO of all query heads
+//                 of this kv head, group by group. A step has STEP_ROWS rows (POSITIONS positions
+//                 times GROUP heads). Sums have a fixed order, and no other block adds to them, so
+//                 results are bitwise reproducible.
 // Grid            items (of KEYS positions) times kv heads, kv heads fastest; 128 threads.
-// Shared memory   STAGES stages of Q and dO, which come by TMA; K; per stage the rows' statistics;
-//                 a barrier per stage. V is in the last stage until that is first filled, and dK
-//                 and dV are staged in the first two tiles at the end.
-// Registers       V as left operand, dK and dV (64 columns each), and of the current step P^T (64
-//                 rows) and dP^T (32 rows at a time).
+// Shared memory   STAGES stages of Q and dO, copied by TMA, each with the statistics of its rows
+//                 and a barrier; K. The last stage first holds V. At the end, the first two tiles
+//                 hold dK and dV before they are written.
+// Registers       V as left operand, dK and dV (64 columns each), and P^T (64 rows) and dP^T (32
+//                 rows at a time) of the current step.
 //
-// Everything is transposed against the kernels that own rows: the products' rows are the keys.
+// All products are transposed in comparison with the other kernels: their rows are keys.
 //     S^T = K Q^T      P^T = exp(S^T - LSE)      dV += P^T dO
 //     dP^T = V dO^T    dS^T = P^T (dP^T - delta)  dK += dS^T Q
-// LSE and delta belong to columns here; the kernel for dQ, which runs before, has written them.
+// LSE and delta therefore belong to columns. The kernel of dQ has written them before.
 //
-// Of a lane's accumulators, element e of block j is key lane / 4 + 8 (e >> 1) of its warp's, and
-// row 8j + 2 (lane & 3) + (e & 1) of the step.
+// Element e of block j of a lane's accumulators is for key lane / 4 + 8 (e >> 1) of its warp, and
+// for row 8j + 2 (lane & 3) + (e & 1) of the step.
 #include "tma.cuh"
 
 constexpr int KEYS = 64;
 constexpr int STEP_ROWS = 64;
 constexpr int HALF_ROWS = STEP_ROWS / 2;
-constexpr int POSITIONS = STEP_ROWS / GROUP;        // of a step
+constexpr int POSITIONS = STEP_ROWS / GROUP;        // positions per step
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
 constexpr int WIDTH = WINDOW ? WINDOW : 1 << 30;    // keys that a row sees
 
-// Of the stages, one is in use, one may still be read by the products of the step before, and AHEAD
-// are on their way.
+// One stage is in use, products of the previous step may still read one, and AHEAD stages are being
+// copied.
 constexpr int STAGES = 4;
 constexpr int AHEAD = STAGES - 2;
 
@@ -38,7 +38,7 @@ constexpr u32 ROWS_BYTES = STEP_ROWS * ROW_BYTES;
 constexpr u32 STAGE_BYTES = 2 * ROWS_BYTES;         // Q, then dO
 constexpr u32 STATS_BYTES = STEP_ROWS * 8;          // LSE * log2(e) of each row, then delta of each
 
-// One block's keys of one sequence; window.py:_items makes the table.
+// Keys of one block, in one sequence. window.py:_items creates the table.
 struct Item {
     int start, end;  // the sequence is positions [start, end)
     int first;       // the block's first key
@@ -47,7 +47,7 @@ struct Item {
 
 // -- loading --------------------------------------------------------------------------------------
 
-// Begin to copy the block's keys and values; zeros after the sequence.
+// Start to copy the keys and values of the block. Rows after the sequence are 0.
 __device__ __forceinline__ void load_keys(u32 tile_k, u32 tile_v, const bf16* k, const bf16* v,
                                           const Item& item, int kv_head, int kv_heads, int thread) {
     constexpr int PASS = THREADS / CHUNKS;  // rows that the block copies at once
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_keys(u32 tile_k, u32 tile_v, const bf16* k,
     }
 }
 
-// Begin to copy the statistics of a step's rows: half of the threads copy LSE, half delta.
+// Start to copy the statistics of a step's rows. Half of the threads copy LSE, the others delta.
 __device__ __forceinline__ void fetch_stats(u32 target, const float2* row_stats, int position,
                                             int head0, int heads, int end, int thread) {
     const int which = thread / STEP_ROWS;  // 0: LSE, 1: delta
@@ -74,24 +74,25 @@ __device__ __forceinline__ void fetch_stats(u32 target, const float2* row_stats,
     cp_async_4(target + thread * 4, (const float*)stats + which, p < end);
 }
 
-// Load LSE * log2(e) of this lane's two columns of block j of a half step. `stats` points at its
-// first column of the step; STEP_ROWS * 4 bytes further on the same gives delta.
+// Load LSE * log2(e) of this lane's two columns of block j of half a step. `stats` is the address
+// of the lane's first column of the step. At stats + STEP_ROWS * 4, the same call loads delta.
 __device__ __forceinline__ float2 load_stats(u32 stats, int half, int j) {
     return shared_load2f(stats + half * (HALF_ROWS * 4) + j * 32);
 }
 
 // -- the order of the steps -----------------------------------------------------------------------
 //
-// Neighboring blocks of a sequence need mostly the same rows. They find them in L2 if they visit
-// them at the same time, so the order is chosen by the place in the sequence and not by the block.
+// Neighboring blocks of a sequence need mostly the same rows. They find them in L2 if they read
+// them at the same time. Therefore the order depends on the position in the sequence, not on the
+// block.
 //
-// Full attention: from the sequence's last rows, which all of its blocks need, down to the block's.
-// Window: upwards from the first step whose number in the sequence is a multiple of PERIOD, to the
-// block's last rows, and then from its first ones on. PERIOD is the steps that one block visits,
-// rounded up to whole blocks. A block near the end of the sequence may have no such step; it begins
+// Full attention: from the last rows of the sequence, which all blocks need, down to the block's.
+// Window: from the first step whose number in the sequence is a multiple of PERIOD up to the
+// block's last rows, then from the block's first rows on. PERIOD is the number of steps of a block,
+// rounded up to whole blocks. A block near the end of the sequence may have no such step. It starts
 // with its first rows.
 
-// Which of a block's steps is the first one.
+// Return the index of the block's step that is processed first.
 __device__ __forceinline__ int first_step(const Item& item, int steps) {
     if (!WINDOW) return steps - 1;
     constexpr int PERIOD = (KEYS + WINDOW - 1 + KEYS - 1) / KEYS * KEYS / POSITIONS;
@@ -100,7 +101,7 @@ __device__ __forceinline__ int first_step(const Item& item, int steps) {
     return rotation < steps ? rotation : 0;
 }
 
-// The position of the step after the one at `position`; `last` is where the block's rows end.
+// Return the position of the step after the step at `position`. `last` is the end of the rows.
 __device__ __forceinline__ int following(int position, const Item& item, int last) {
     if (!WINDOW) return position - POSITIONS;
     return position + POSITIONS < last ? position + POSITIONS : item.first;
@@ -108,12 +109,12 @@ __device__ __forceinline__ int following(int position, const Item& item, int las
 
 // -- one step -------------------------------------------------------------------------------------
 //
-// A step is computed in two halves of 32 rows, because dP and dS of a whole one do not fit into the
-// registers beside S, dK and dV.
+// A step is computed in two halves of 32 rows, because registers for S, dK, dV and for dP and dS of
+// a whole step do not suffice.
 
-// Turn the scores of half a step into probabilities, in place. `distance` is from this lane's first
-// key to the position of its first column of the step. If `masked`, rows before a key, and rows too
-// far behind it to see it, get 0: a negative distance is a huge number as u32.
+// Replace the scores of half a step by probabilities. `distance` is the distance from this lane's
+// first key to the position of its first column of the step. If `masked`, rows before a key and
+// rows whose window ends after it get 0: as u32, a negative distance is a huge number.
 template <bool masked>
 __device__ __forceinline__ void half_probabilities(float (&x)[8][4], u32 stats, int half,
                                                    float scale_log2, int distance) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void half_probabilities(float (&x)[8][4], u32 stats, 
             float& value = x[half * 4 + j][e];
             value = exp2_approx(fmaf(value, scale_log2, -(e & 1 ? lse.y : lse.x)));
 
-            // this element's distance beyond `distance`: columns count in heads first
+            // Difference of this element's distance to `distance`. In columns, heads vary fastest.
             const int columns = (half * HALF_ROWS + j * 8) / GROUP + (GROUP == 1 ? e & 1 : 0);
             const int further = columns - (e >> 1) * 8;
             if (masked && (u32)(distance + further) >= (u32)WIDTH) value = 0.f;
@@ -146,7 +147,7 @@ __device__ __forceinline__ void half_score_gradients(u32 (&ds)[2][4], const floa
     }
 }
 
-// P of half a step as a left operand.
+// Pack P of half a step as a left operand.
 __device__ __forceinline__ void pack_half(u32 (&packed)[2][4], const float (&p)[8][4], int half) {
 #pragma unroll
     for (int j = 0; j < 4; j++) pack_columns(packed, j, p[half * 4 + j]);
@@ -154,8 +155,8 @@ __device__ __forceinline__ void pack_half(u32 (&packed)[2][4], const float (&p)[
 
 // -- results --------------------------------------------------------------------------------------
 
-// Store accumulated dK (times scale) and dV of this warp's sixteen keys. They go through shared
-// memory, which all warps are done with by then, so that whole rows of 128 bytes are written.
+// Store dK (times scale) and dV of this warp's 16 keys. They pass through shared memory, which no
+// warp uses at this point, so that whole rows of 128 bytes are written.
 __device__ __forceinline__ void store_keys(bf16* grad_k, bf16* grad_v, const float (&dk)[8][4],
                                            const float (&dv)[8][4], float scale, u32 staging,
                                            const Item& item, int kv_head, int kv_heads, int warp,
@@ -178,10 +179,10 @@ __device__ __forceinline__ void store_keys(bf16* grad_k, bf16* grad_v, const flo
     }
 }
 
-// Sum the items' shares of the sinks' gradient, [share_count, heads], in a fixed order, while K and
-// V are on their way. Block b has heads b, b + gridDim.x, ... `sums` is shared memory for the four
-// warps' sums, by address: a C++ pointer here would keep the compiler from using uniform registers
-// in all that follows.
+// Sum the shares of the items in the gradient of the sinks, [share_count, heads], in a fixed order,
+// while K and V are copied. Block b sums heads b, b + gridDim.x, ... `sums` is the address of
+// shared memory for the sums of the four warps. With a C++ pointer, the compiler would not use
+// uniform registers in the following code.
 __device__ __forceinline__ void sum_shares(float* grad_sinks, const float* shares, int share_count,
                                            int heads, int thread, u32 sums) {
     for (int head = blockIdx.x; head < heads; head += gridDim.x) {
@@ -208,7 +209,7 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 stages = shared_address(memory);
     const u32 tile_k = stages + STAGES * STAGE_BYTES;
-    const u32 tile_v = tile_k - STAGE_BYTES;  // the last stage, until its first use
+    const u32 tile_v = tile_k - STAGE_BYTES;  // the last stage, before its first use
     const u32 stats = tile_k + KEYS_BYTES;
     const u32 barriers = stats + STAGES * STATS_BYTES;
 
@@ -219,8 +220,8 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
     const int kv_head = blockIdx.x % kv_heads;
     const Item item = items[blockIdx.x / kv_heads];
 
-    // Positions item.first to `last` see the keys, in the order that first_step() and following()
-    // give.
+    // The windows of positions item.first to `last` contain keys of this block. first_step() and
+    // following() define the order.
     const int last = WINDOW ? min(item.first + KEYS + WINDOW - 1, item.end) : item.end;
     const int steps = (last - item.first + POSITIONS - 1) / POSITIONS;
     const int begin = item.first + first_step(item, steps) * POSITIONS;
@@ -231,7 +232,7 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
     sum_shares(grad_sinks, shares, share_count, heads, thread, stats);
 
     // Fetch the next step of the current group, if there is one: Q and dO by TMA, the statistics by
-    // cp.async. Commits a group in any case, so that counting groups counts steps.
+    // cp.async. Always commit a group, so that the number of groups is the number of steps.
     int head0 = kv_head * HEADS_PER_KV;
     int steps_to_fetch, next_position;
     auto fetch = [&]() {
@@ -247,7 +248,7 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
 
     steps_to_fetch = steps;
     next_position = begin;
-    __syncthreads();  // the ring's barriers are there
+    __syncthreads();  // for the barriers of the ring
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch();
 
@@ -258,13 +259,13 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
     load_left_operand(value, tile_v + warp * 16 * ROW_BYTES + left_operand_address(lane));
 
     float dk[8][4], dv[8][4];  // set by the first step's products
-    bool add = false;          // to what dk and dv hold
+    bool add = false;          // whether to add to dk and dv
     const int key0 = item.first + warp * 16;
     const u64 key = tile_descriptor(tile_k);
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group++) {
         if (group) {
-            // the next group of heads over the same positions, once all stages are used up
+            // Start the next group of heads over the same positions when all stages have been used.
             head0 += GROUP;
             finish_products<0>(dv, dk);
             __syncthreads();
@@ -276,8 +277,8 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
 
         int p0 = begin;
         for (int t = 0; t < steps; t++, p0 = following(p0, item, last)) {
-            // After this barrier step t's statistics are there for all warps, and all are done with
-            // step t - 2: its stage is the one that the next fetch fills.
+            // After this barrier, the statistics of step t are visible to all warps, and no warp
+            // uses step t - 2, whose stage the next fetch fills.
             cp_async_wait<AHEAD - 1>();
             __syncthreads();
             fetch();
@@ -294,7 +295,7 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
             float x[8][4], dp[4][4];
             u32 p[2][4], ds[2][4];
 
-            // Rows after all of this warp's keys, and near enough to see all of them, need no mask.
+            // Rows need no mask if all keys of this warp are in their windows.
             const int distance = p0 + 2 * (lane & 3) / GROUP - key0 - (lane >> 2);
             auto probabilities = [&](int half) {
                 const int first = p0 + half * HALF_ROWS / GROUP;
@@ -304,9 +305,9 @@ backward_kv(const __grid_constant__ TensorMap map_q, const bf16* __restrict__ k,
                 else half_probabilities<true>(x, step_stats, half, scale_log2, distance);
             };
 
-            // The last step's products end before S begins. Otherwise the compiler runs all
-            // products one by one: there are not enough registers for dS beside S. Within a step
-            // the products of one half run beside the probabilities of the other.
+            // Finish the products of the previous step before S. Otherwise registers do not suffice
+            // for dS and S, and the compiler serializes all products. Within a step, the products
+            // of one half run while the probabilities of the other half are computed.
             finish_products<0>(dv, dk);
             warpgroup_fence();
             begin_ABt(x, key, rows_q);           // S, both halves

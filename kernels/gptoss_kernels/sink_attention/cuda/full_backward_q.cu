@@ -1,20 +1,20 @@
-// dQ of full causal attention; per row (LSE * log2(e), delta) for backward_kv, and each item's
-// share of the sinks' gradient.
+// dQ of full causal attention. Also writes the statistics (LSE * log2(e), delta) of each row for
+// backward_kv, and the share of each item in the gradient of the sinks.
 //
-// Who owns what   A block owns one tile of 64 rows (query_tile.cuh) and writes their dQ and
-//                 statistics, and its own line of the shares. Nothing is added to from two sides.
+// Ownership       A block owns one tile of 64 rows (query_tile.cuh). It writes their dQ and
+//                 statistics, and one line of the shares. No two blocks write to the same place.
 // Grid            items (of TILE positions) times groups of heads; 128 threads.
-// Shared memory   two stages of K and V, which come by TMA; the tiles of Q and dO; two barriers.
-//                 The tile of O is in the second stage until that is first filled: delta has been
-//                 taken from it by then. The shares are summed where Q was.
-// Registers       dQ of the tile, and of the current step P and dP, which becomes dS.
-// What waits      Two stages are enough, because dQ's product of step t - 1 is finished before the
-//                 barrier after which step t + 1 is fetched into its stage.
+// Shared memory   Two stages of K and V, copied by TMA; the tiles of Q and dO; two barriers. The
+//                 second stage first holds the tile of O, which is needed only to compute delta.
+//                 The memory of Q is later used to sum the shares.
+// Registers       dQ of the tile, and P and dP of the current step. dS replaces dP.
+// Synchronization Two stages are enough: the product of dQ in step t - 1 finishes before the
+//                 barrier after which step t + 1 is copied to the same stage.
 //
-// delta is rowsum(dO * O). O has been rounded to bf16, which matters where dP - delta is a small
-// difference: rows with few keys. The sum of P dP is the same number without O's rounding. It is
-// known only after the last step; so it goes to the statistics (for dK), and to dQ where one step
-// is all.
+// delta is rowsum(dO * O). O was rounded to bf16. For rows with few keys this matters, because dP -
+// delta is then a small difference. The sum of P dP equals delta without this rounding, but it is
+// known only after the last step. The statistics (for dK) therefore use the sum. dQ uses it if the
+// tile has only one step.
 #include "streamed_keys.cuh"
 #include "tma.cuh"
 
@@ -56,8 +56,8 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
     float dq[8][4];  // set by the first step's products
     publish_shared();
     for (int t = 0; t <= last; t++) {
-        // After this barrier all warps are done with step t - 1 (and, at first, with O): the next
-        // step may come into its stage.
+        // After this barrier, no warp uses step t - 1 (or O, before step 0), so the next step can
+        // be copied to its stage.
         finish_products<0>(dq);
         __syncthreads();
         const int key0 = work.item.start + t * KEYS;
@@ -69,7 +69,7 @@ full_backward_q(const bf16* __restrict__ q, const __grid_constant__ TensorMap ma
             __syncthreads();
         }
 
-        // S = Q K^T and dP = dO V^T. The probabilities are computed while dP is under way.
+        // S = Q K^T and dP = dO V^T. The probabilities are computed while dP is in flight.
         const u64 rows_k = tile_descriptor(ring.tiles());
         const u64 rows_v = rows_k + (KEY_BYTES >> 4);
         float x[8][4], dp[8][4];

@@ -1,17 +1,16 @@
-// O and LSE of full causal attention with sinks. Made for short sequences: a block has one tile, so
-// even a short sequence gives many blocks.
+// O and LSE of full causal attention with sinks. A block has one tile, so that a short sequence has
+// many blocks.
 //
-// Who owns what   A block owns one tile of 64 rows (query_tile.cuh) and writes their O and LSE. Its
-//                 four warps compute all products together, 16 rows each.
+// Ownership       A block owns one tile of 64 rows (query_tile.cuh) and writes their O and LSE. Its
+//                 four warps compute each product together, with 16 rows per warp.
 // Grid            items (of TILE positions) times groups of heads; 128 threads.
-// Shared memory   three stages of K and V (streamed_keys.cuh), then the tile of Q.
-// Registers       O of the tile (`out`), and of the current step the scores, which become
-//                 probabilities in place.
+// Shared memory   Three stages of K and V (streamed_keys.cuh), then the tile of Q.
+// Registers       O of the tile (`out`), and the scores of the current step, which are replaced by
+//                 probabilities.
 //
 // Online softmax as in FlashAttention-2 (arXiv 2307.08691): O and the sum are relative to the
-// largest score seen so far, and are rescaled when a step brings a larger one. The sink is a key
-// without a value that has been seen before the first step: it is in the maximum and in the sum,
-// never in O.
+// largest score so far, and are rescaled when a step has a larger score. The sink is treated as a
+// key without a value before the first step: it is in the maximum and in the sum, but not in O.
 #include "streamed_keys.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
@@ -34,23 +33,23 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
     const u64 query = tile_descriptor(tile_q);
     float out[8][4];  // set by the first step's products
 
-    // A sink of -inf, which is no sink, must not make the maximum -inf: -inf - -inf is NaN.
+    // Without a sink (-inf), the maximum must not be -inf, because -inf - -inf is NaN.
     float row_max[2] = {fmaxf(sink, -1e30f), fmaxf(sink, -1e30f)};
 
-    // Each lane sums its own columns, the quad adds up at the end: one of its lanes counts the
-    // sink.
+    // Each lane sums its own columns, and the quad is summed at the end. Therefore only one lane of
+    // the quad includes the sink.
     const float of_sink = (work.lane & 3) == 0 ? exp2_approx(sink - row_max[0]) : 0.f;
     float row_sum[2] = {of_sink, of_sink};
 
     for (int t = 0, stage = 0; t < keys.steps; t++) {
-        // After this barrier step t is there for all warps, and all are done with step t - 2: its
-        // stage is the one that the next fetch fills.
+        // After this barrier, step t is visible to all warps, and no warp uses step t - 2, whose
+        // stage the next fetch fills.
         cp_async_wait<0>();
         publish_shared();
         __syncthreads();
         keys.fetch();
 
-        // S = Q K^T. Groups finish in order, so this also ends the last step's P V.
+        // S = Q K^T. Groups finish in order, so this also waits for P V of the previous step.
         const u64 rows_k = tile_descriptor(stages + stage * STAGE_BYTES);
         const u64 rows_v = rows_k + (KEY_BYTES >> 4);
         float x[8][4];
@@ -86,15 +85,15 @@ full_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf16*
             pack_columns(p, j, x[j]);
         }
 
-        // Most steps bring no larger score. Where no row of the warp has one, the factor is exactly
-        // 1 and the multiplications can go.
+        // Most steps have no larger score. If no row of the warp has one, all factors are exactly
+        // 1, and the multiplications are skipped.
         if (t > 0 && __any_sync(0xffffffffu, fminf(rescale[0], rescale[1]) < 1.f))
 #pragma unroll
             for (int j = 0; j < 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) out[j][e] *= rescale[e >> 1];
 
-        begin_AB(out, p, rows_v, t > 0);  // O += P V; runs on into the next step
+        begin_AB(out, p, rows_v, t > 0);  // O += P V, which continues during the next step
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 

@@ -1,11 +1,11 @@
-// What the kernels that own query rows (forward and dQ) share: how a tile of query rows is laid
-// out, moved and reduced.
+// Layout, copies and reductions of a tile of query rows, for the kernels whose blocks own query
+// rows (forward and dQ).
 //
-// A tile is ROWS rows: TILE consecutive positions times the GROUP heads of a group. Each of the
-// four warps owns 16 of them. It loads them, and their results, by itself, so loading needs no
-// barrier between warps as long as only the warp itself reads the rows. In the accumulators a lane
-// has two rows, lane / 4 of its warp's and 8 further on (tile.cuh). As GROUP divides 8, both belong
-// to the same head, 8 / GROUP positions apart; "this lane's two rows" below are these.
+// A tile has ROWS rows: TILE consecutive positions times the GROUP heads of a group. Each of the
+// four warps owns 16 rows, and loads and stores them itself. Loading therefore needs no barrier
+// between warps if only the owner reads the rows. In the accumulators a lane has two rows: rows
+// lane / 4 and lane / 4 + 8 of its warp (tile.cuh). GROUP divides 8, so both rows have the same
+// head, and their positions differ by 8 / GROUP. They are called "this lane's two rows" below.
 #pragma once
 #include "tile.cuh"
 
@@ -16,15 +16,15 @@ constexpr int ROW_DISTANCE = 8 / GROUP;       // positions from a lane's upper r
 constexpr int HEADS_PER_KV = GROUP * GROUPS;
 constexpr u32 TILE_BYTES = ROWS * ROW_BYTES;
 
-// One block's positions of one sequence; window.py:_items makes the table.
+// Positions of one block, in one sequence. window.py:_items creates the table.
 struct Item {
     int start, end;  // the sequence is positions [start, end)
     int first;       // the block's first position
     int unused;
 };
 
-// What a thread works on. The grid is items times groups of heads, heads fastest: blocks that run
-// at the same time read the same keys.
+// Work of a thread. The grid is items times groups of heads. Heads vary fastest, so that blocks
+// that run at the same time read the same keys.
 struct Work {
     int thread, warp, lane;
     int number;        // of the item
@@ -55,7 +55,7 @@ struct Work {
 constexpr int SPAN = 32 / CHUNKS;           // rows that a warp copies at once, 16 bytes per lane
 constexpr int PASSES = WARP_ROWS / SPAN;
 
-// A warp's 16 rows of a tile as copied from global to shared memory: in pass i a lane copies one
+// Copy of a warp's 16 rows of a tile from global to shared memory. In pass i a lane copies one
 // chunk of row i * SPAN + lane / CHUNKS.
 struct WarpRows {
     u32 shared;         // byte offset of the lane's first chunk in a shared tile
@@ -82,7 +82,7 @@ struct WarpRows {
         return p0 + position + i * SPAN / GROUP < end;
     }
 
-    // Begin to copy this warp's rows of the tile at position p0; zeros from position `end` on.
+    // Start to copy this warp's rows of the tile at position p0. Rows from position `end` on are 0.
     __device__ __forceinline__ void load(u32 tile, const bf16* x, int p0, int end,
                                          int heads) const {
 #pragma unroll
@@ -91,10 +91,10 @@ struct WarpRows {
     }
 };
 
-// Store accumulated rows, each of this lane's two times a factor, into a [tokens, heads, D] tensor.
+// Store this lane's two rows, multiplied by `factors`, in a [tokens, heads, D] tensor.
 //
-// A lane holds 4 bytes of every chunk of a row. Transposing within the quad gives each of the four
-// lanes one whole chunk, so that they write 64 neighboring bytes together.
+// A lane holds 4 bytes of every chunk of a row. After a transpose within the quad, each of the four
+// lanes has one whole chunk, so that the quad writes 64 consecutive bytes.
 __device__ __forceinline__ void store_rows(bf16* x, const float (&c)[CHUNKS][4],
                                            const float (&factors)[2], int position, int head,
                                            int end, int heads, int lane) {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void store_rows(bf16* x, const float (&c)[CHUNKS][4],
 
 // -- one number per row ---------------------------------------------------------------------------
 
-// Load LSE * log2(e) of this lane's two rows. Outside the sequence it is infinite, which makes the
-// probabilities of such rows exp2(-inf) = 0.
+// Load LSE * log2(e) of this lane's two rows. Outside the sequence it is infinite, so that the
+// probabilities of such rows are exp2(-inf) = 0.
 __device__ __forceinline__ void load_lse(float (&row_lse)[2], const float* lse, int position,
                                          int head, int end, int heads) {
 #pragma unroll
@@ -128,7 +128,7 @@ __device__ __forceinline__ void load_lse(float (&row_lse)[2], const float* lse, 
 }
 
 // Store LSE = ln(sum of exp) of this lane's two rows, from the maximum of score * log2(e) and the
-// sum of exp2(score * log2(e) - maximum), the sink in both.
+// sum of exp2(score * log2(e) - maximum). Both include the sink.
 __device__ __forceinline__ void store_lse(float* lse, const float (&row_max)[2],
                                           const float (&row_sum)[2], int position, int head,
                                           int end, int heads, int lane) {
@@ -140,8 +140,9 @@ __device__ __forceinline__ void store_lse(float* lse, const float (&row_max)[2],
     }
 }
 
-// Store what backward_kv needs of this lane's two rows, (LSE * log2(e), delta), and add their share
-// of the sink's gradient, -exp(sink - LSE) delta. All arguments are in units of log2.
+// Store the statistics of this lane's two rows for backward_kv, (LSE * log2(e), delta). Add the
+// share of the rows in the sink's gradient, -exp(sink - LSE) delta, to `sink_share`. All arguments
+// are in units of log2.
 __device__ __forceinline__ void store_stats(float2* row_stats, float& sink_share,
                                             const float (&row_lse)[2], const float (&delta)[2],
                                             float sink, int position, int head, int end, int heads,
@@ -158,8 +159,8 @@ __device__ __forceinline__ void store_stats(float2* row_stats, float& sink_share
 }
 
 // Sum the shares of the sinks' gradient over the block, per head of the group and in a fixed order,
-// and store them. The four lanes of a quad have the same share; quad i of the block has head
-// i % GROUP. `shares` is shared memory for 32 floats.
+// and store the sums. The four lanes of a quad have the same share. Quad i of the block has head i
+// % GROUP. `shares` is shared memory for 32 floats.
 __device__ __forceinline__ void sum_shares(float* target, float* shares, float sink_share,
                                            int thread) {
     __syncthreads();
@@ -175,10 +176,10 @@ __device__ __forceinline__ void sum_shares(float* target, float* shares, float s
 // -- the backward pass ----------------------------------------------------------------------------
 //
 // With P = exp(S - LSE) and delta = rowsum(dO * O):  dP = dO V^T,  dS = P (dP - delta),  dQ = dS K.
-// (FlashAttention-2, arXiv 2307.08691, section 3.1.2; the sink changes nothing but LSE and O, see
-// reference.py.) Over all keys of a row delta is also the sum of P dP, because O = P V.
+// (FlashAttention-2, arXiv 2307.08691, section 3.1.2. The sink changes only LSE and O, see
+// reference.py.) delta is also the sum of P dP over all keys of a row, because O = P V.
 
-// Turn scores into probabilities, in place.
+// Replace scores by probabilities.
 __device__ __forceinline__ void row_probabilities(float (&x)[8][4], float scale_log2,
                                                   const float (&row_lse)[2]) {
 #pragma unroll
@@ -197,7 +198,7 @@ __device__ __forceinline__ void add_products(float (&sum)[2], const float (&p)[6
         for (int e = 0; e < 4; e++) sum[e >> 1] = fmaf(p[j][e], dp[j][e], sum[e >> 1]);
 }
 
-// The same for 64 keys, in four chains of additions that do not wait for each other.
+// The same for 64 keys, in four independent chains of additions.
 __device__ __forceinline__ void add_products(float (&sum)[2], const float (&p)[8][4],
                                              const float (&dp)[8][4]) {
     float part[4] = {sum[0], 0.f, sum[1], 0.f};
@@ -223,9 +224,9 @@ __device__ __forceinline__ void score_gradients(u32 (&ds)[N / 2][4], const float
 
 // Compute delta = rowsum(dO * O) of this lane's two rows from tiles in shared memory.
 //
-// It is the diagonal of dO O^T, so the tensor cores do it: of the warp's 16 x 16 product only the
-// two 8 x 8 blocks on the diagonal are computed. Of row r of a block, element (r, r) is in lane r /
-// 2 of the row's quad, in its register r % 2; from there all four lanes get it.
+// delta is the diagonal of dO O^T, so the tensor cores compute it. Of the 16 x 16 product of a
+// warp, only the two 8 x 8 blocks on the diagonal are computed. Element (r, r) of a block is in
+// register r % 2 of lane r / 2 of its quad. A shuffle gives it to all four lanes.
 __device__ __forceinline__ void row_deltas(float (&delta)[2], u32 tile_grad, u32 tile_out, int warp,
                                            int lane) {
     float upper[4] = {};  // rows 0-15, columns 0-7: the block is rows 0-7, registers 0 and 1

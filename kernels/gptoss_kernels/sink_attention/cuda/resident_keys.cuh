@@ -1,17 +1,17 @@
-// How the window's kernels that own query rows (forward and dQ) hold their keys.
+// Keys in shared memory, for the window kernels whose blocks own query rows (forward and dQ).
 //
-// A block takes CHUNK consecutive positions of one sequence for one group of heads, and loads every
-// key that these see, K and V, into shared memory once. Its tiles of 64 rows (TILE positions) then
-// pass one after the other, without a wait for keys.
+// A block processes CHUNK consecutive positions of one sequence for one group of heads. It loads K
+// and V of all keys in their windows into shared memory once. It then processes its tiles of 64
+// rows (TILE positions) in sequence, without waiting for keys.
 //
 //     keys in shared memory, from position first - HALO on (first: the chunk's first position)
 //     |<------- HALO ------->|<----------- CHUNK ----------->|
 //     |SKIP|                  tile 0  tile 1  ...
-//          |<- STEP ->|<- STEP ->|<- STEP ->|                    what tile 0 multiplies with
-//                  |<- STEP ->|<- STEP ->|<- STEP ->|            what tile 1 does, TILE further on
+//          |<- STEP ->|<- STEP ->|<- STEP ->|                    keys of tile 0
+//                  |<- STEP ->|<- STEP ->|<- STEP ->|            keys of tile 1, TILE further
 //
-// All of it is aligned to the start of the sequence and not of the pack: a sequence's rows meet the
-// same keys in the same products whatever it is packed with, so its results have the same bits.
+// Chunks, tiles and steps are aligned to the start of the sequence, not of the packed row. The
+// results of a sequence are therefore bitwise independent of the other sequences in the row.
 #pragma once
 #include "query_tile.cuh"
 #include "warpgroup.cuh"
@@ -21,22 +21,21 @@ constexpr int BLOCKS_PER_SM = 3;  // resident on a multiprocessor: 168 registers
 // Keys held before the chunk: the WINDOW - 1 that its first position sees, rounded up.
 constexpr int HALO = (WINDOW - 1 + 15) / 16 * 16;
 
-// Of these, the first ones that not even a tile's first position sees because of the rounding.
-// Eight or none: a descriptor points at multiples of eight rows.
+// Keys at the start of the halo that are outside the window of a tile's first position, because of
+// the rounding. 8 or 0, because a descriptor needs a multiple of eight rows.
 constexpr int SKIP = (HALO - WINDOW + 1) / 8 * 8;
 
-// Keys of one product, and how many such a tile needs for the keys that it sees. A row's scores of
-// all steps are in registers at once in the forward pass, so window.py takes windows up to three
-// steps.
+// Keys per product, and number of products for the keys of a tile. The forward pass holds the
+// scores of all steps in registers, so window.py supports windows of up to three steps.
 constexpr int STEP = 48;
 constexpr int STEPS = (HALO - SKIP + TILE + STEP - 1) / STEP;
 
-// Keys held: the halo and the chunk, or as far as the last tile's last step reaches.
+// Keys in shared memory: halo and chunk, or up to the end of the last step of the last tile.
 constexpr int LAST_STEP_END = (CHUNK - TILE + SKIP + STEPS * STEP + 7) / 8 * 8;
 constexpr int RESIDENT_KEYS = LAST_STEP_END > HALO + CHUNK ? LAST_STEP_END : HALO + CHUNK;
 constexpr u32 RESIDENT_BYTES = RESIDENT_KEYS * ROW_BYTES;
 
-// Begin to copy K, and V behind it; zeros outside the sequence.
+// Start to copy K, and V after it. Keys outside the sequence are 0.
 __device__ __forceinline__ void load_resident_keys(u32 keys, const bf16* k, const bf16* v,
                                                    const Work& work) {
     constexpr int PASS = THREADS / CHUNKS;  // keys that the block copies at once
@@ -58,17 +57,18 @@ __device__ __forceinline__ void load_resident_keys(u32 keys, const bf16* k, cons
     }
 }
 
-// -- which keys a row sees ------------------------------------------------------------------------
+// -- keys in the window of a row ------------------------------------------------------------------
 
-// How many keys a row at position p sees, itself included. With distance = p - key, the test
-// (u32)distance < reach also excludes later keys, whose distance is negative and thus a huge u32.
+// Return the number of keys that a row at position p attends to, including itself. With distance =
+// p - key, the test (u32)distance < reach also excludes later keys, because their negative distance
+// is a huge number as u32.
 __device__ __forceinline__ u32 visible_reach(const Item& item, int p) {
     return min(WINDOW, p - item.start + 1);
 }
 
-// For a tile whose keys are all in the sequence ("interior"), what is known at compile time about
-// eight columns, `column` to `column` + 7 of all its steps: whether every row of the tile sees
-// them, or none does. Then no element needs a test.
+// In an interior tile, all keys are in the sequence. The next functions tell at compile time if the
+// eight columns from `column` on are in the windows of all rows of the tile, or of none. Their
+// elements then need no test.
 constexpr int FIRST_KEY = SKIP - HALO;  // the key of column 0, from the tile's first position on
 
 __device__ constexpr bool all_rows_see(int column) {

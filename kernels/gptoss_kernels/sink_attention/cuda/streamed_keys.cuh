@@ -1,10 +1,10 @@
-// How the kernels of full attention that own query rows (forward and dQ) meet their keys.
+// Keys of full attention, for the kernels whose blocks own query rows (forward and dQ).
 //
-// A block takes one tile of 64 rows. The keys that its positions see pass through shared memory,
-// KEYS at a time and from the sequence's start: step t is keys start + t * KEYS on. As this is
-// counted from the start of the sequence, its results do not depend on what it is packed with.
+// A block processes one tile of 64 rows. The keys up to its positions pass through shared memory,
+// KEYS per step. Step t starts at key start + t * KEYS. Steps are counted from the start of the
+// sequence, so results do not depend on the other sequences in the row.
 //
-// The forward pass copies with KeyStream (cp.async), dQ by TMA (tma.cuh).
+// The forward pass copies with KeyStream (cp.async), dQ with TMA (tma.cuh).
 #pragma once
 #include "query_tile.cuh"
 #include "warpgroup.cuh"
@@ -13,18 +13,18 @@ constexpr int KEYS = 64;
 constexpr u32 KEY_BYTES = KEYS * ROW_BYTES;
 constexpr u32 STAGE_BYTES = 2 * KEY_BYTES;  // K, then V
 
-// Stages of KeyStream. While step t is computed, step t + 1 is on its way, and the product P V of
-// step t - 1 may still be running: three stages.
+// Stages of KeyStream. Three are needed: while step t is computed, step t + 1 is copied, and the
+// product P V of step t - 1 may still run.
 constexpr int STAGES = 3;
 
 struct KeyStream {
     const bf16 *k, *v;  // this thread's next 16 bytes
-    u32 target;         // where its first 16 bytes go in stage 0
-    int row;            // its first key of a step
-    int count;          // keys that the tile sees, up to its last position
+    u32 target;         // address of this thread's first 16 bytes in stage 0
+    int row;            // first key of a step that this thread copies
+    int count;          // keys up to the last position of the tile
     int steps;
     int next = 0;       // step to be fetched
-    int stage = 0;      // and the stage that it goes to
+    int stage = 0;      // stage of this step
     long long stride;   // elements from one position to the next
 
     __device__ KeyStream(u32 stages, const bf16* k, const bf16* v, const Work& work)
@@ -39,8 +39,8 @@ struct KeyStream {
         steps = (count + KEYS - 1) / KEYS;
     }
 
-    // Begin to copy the next step, if there is one; zeros after the tile's last position. Commits a
-    // group in any case, so that counting groups counts steps.
+    // Start to copy the next step, if there is one. Keys after the last position of the tile are 0.
+    // Always commit a group, so that the number of groups is the number of steps.
     __device__ __forceinline__ void fetch() {
         constexpr int PASS = THREADS / CHUNKS;  // keys that the block copies at once
         if (next < steps) {
@@ -60,13 +60,13 @@ struct KeyStream {
     }
 };
 
-// Replace the elements of a step whose key comes after their row's position. The step's keys begin
-// at position key0, this lane's upper row is at row_position.
+// Set elements whose key is after the position of their row to `value`. key0 is the first key of
+// the step, and row_position the position of this lane's upper row.
 __device__ __forceinline__ void mask_later_keys(float (&x)[8][4], float value, int row_position,
                                                 int key0, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        // from this lane's first column to the last one that the row sees
+        // Distance from this lane's first column to the last column that is not masked.
         const int distance = row_position + h * ROW_DISTANCE - key0 - 2 * (lane & 3);
 #pragma unroll
         for (int j = 0; j < 8; j++)

@@ -1,12 +1,11 @@
-// Tiles that arrive by TMA (sm_90): one thread asks for a whole tile, the copy engine brings it in
-// the swizzle of tile.cuh, and a barrier in shared memory (mbarrier) counts the bytes that have
-// come.
+// Copies of tiles by TMA (sm_90). One thread requests a whole tile. The copy engine writes it with
+// the swizzle of tile.cuh. A barrier in shared memory (mbarrier) counts the received bytes.
 //
-// A tile that reaches past the end of its sequence brings rows of the next sequence; zeros come
-// only past the end of the tensor. The weights of such rows are 0, but 0 * NaN is not 0:
-// zero_rows() overwrites them, so that whatever a neighboring sequence holds stays out of the
-// sums. (The last tile of dQ in full attention also has later rows of its own sequence: what is not
-// finite there reaches the dQ of up to 63 positions before it.)
+// A tile beyond the end of its sequence contains rows of the next sequence. Only rows beyond the
+// end of the tensor are 0. The weights of such rows are 0, but 0 * NaN is NaN. Therefore
+// zero_rows() overwrites these rows, so that values of another sequence cannot change a sum. (The
+// last tile of dQ in full attention also has later rows of the same sequence. A value there that is
+// not finite changes dQ of up to 63 positions before it.)
 #pragma once
 #include "warpgroup.cuh"
 
@@ -16,8 +15,8 @@ struct __align__(64) TensorMap { u64 opaque[16]; };
 constexpr u32 TILE_OF_64_BYTES = 64 * ROW_BYTES;
 constexpr u32 PAIR_BYTES = 2 * TILE_OF_64_BYTES;
 
-// Initialize N barriers of 8 bytes, each waiting for one thread's arrival (and the bytes it
-// announces). One thread calls this; the others may use the barriers after the next
+// Initialize N barriers of 8 bytes. Each waits for the arrival of one thread and for the bytes that
+// this thread announces. One thread calls this function. Others may use the barriers after the next
 // __syncthreads().
 template <int N> __device__ __forceinline__ void init_barriers(u32 barriers) {
 #pragma unroll
@@ -26,15 +25,15 @@ template <int N> __device__ __forceinline__ void init_barriers(u32 barriers) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrive at a barrier and announce bytes: its phase ends when that many have been copied.
+// Arrive at a barrier and announce bytes. Its phase ends when this number of bytes has been copied.
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-// Wait for the end of a barrier's phase, named by its parity: phases count 0, 1, 2, ... Afterwards
-// this thread and the tensor cores see the bytes.
+// Wait until the phase of a barrier with this parity has ended. Phases count 0, 1, 2, ...
+// Afterwards the bytes are visible to this thread and to the tensor cores.
 __device__ __forceinline__ void wait_full(u32 barrier, u32 parity) {
     u32 done;
     do {
@@ -46,7 +45,7 @@ __device__ __forceinline__ void wait_full(u32 barrier, u32 parity) {
     } while (!done);
 }
 
-// Begin to copy the box of a [tokens, heads, D] tensor that starts at (position, head) into a tile.
+// Start to copy a box of a [tokens, heads, D] tensor to a tile. It starts at (position, head).
 __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int head, int position,
                                           u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -55,7 +54,7 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int head
                  : "memory");
 }
 
-// Begin to copy the same box of two tensors (K and V, or Q and dO), one tile behind the other.
+// Start to copy the same box of two tensors (K and V, or Q and dO) to two consecutive tiles.
 __device__ __forceinline__ void copy_pair(u32 to, const TensorMap* first, const TensorMap* second,
                                           int head, int position, u32 barrier) {
     expect_bytes(barrier, PAIR_BYTES);
@@ -63,15 +62,15 @@ __device__ __forceinline__ void copy_pair(u32 to, const TensorMap* first, const 
     copy_tile(to + TILE_OF_64_BYTES, second, head, position, barrier);
 }
 
-// N stages of shared memory through which pairs of tiles pass in order. All threads call
-// everything, and so agree on the counters; thread 0 does the asking.
+// Ring buffer of N stages in shared memory for pairs of tiles. All threads call every method, so
+// their counters are equal. Thread 0 requests the copies.
 //
-// The ring does not know when a stage has been read. Whoever calls fetch() makes sure, with a
-// __syncthreads() after the last product that read it, that the stage is no longer in use.
+// The ring does not know when a stage has been read. The caller of fetch() must ensure that its
+// stage is not in use, with a __syncthreads() after the last product that read it.
 template <int N> struct Ring {
     u32 stages;
     u32 barriers;        // one per stage
-    u32 parity = 0;      // of the phase to wait for; changes when stage 0 is in use again
+    u32 parity = 0;      // parity of the phase to wait for; changes at every return to stage 0
     int next = 0;        // stage to be filled
     int current = 0;     // stage in use
 
@@ -86,7 +85,7 @@ template <int N> struct Ring {
         next = next + 1 == N ? 0 : next + 1;
     }
 
-    // The pair in use, once wait() has returned.
+    // Return the current pair of tiles. It is complete after wait().
     __device__ __forceinline__ u32 tiles() const { return stages + current * PAIR_BYTES; }
 
     __device__ __forceinline__ void wait() const { wait_full(barriers + 8 * current, parity); }
@@ -97,8 +96,8 @@ template <int N> struct Ring {
     }
 };
 
-// Zero the rows from `first` on of a pair of tiles of 64 rows. All threads call it; a barrier must
-// follow before the tensor cores read the tiles.
+// Set the rows from `first` on of a pair of tiles of 64 rows to 0. All threads call it. A barrier
+// must follow before the tensor cores read the tiles.
 __device__ __forceinline__ void zero_rows(u32 tiles, int first, int thread) {
     constexpr int TILE_CHUNKS = 64 * CHUNKS;
 #pragma unroll 1

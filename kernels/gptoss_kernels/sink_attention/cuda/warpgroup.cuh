@@ -1,18 +1,18 @@
 // Hopper's warpgroup products (wgmma, sm_90a): c[64, N] += a[64, 16] b[16, N] by four warps
 // together.
 //
-// The right operand b is read from shared memory, the left operand a from shared memory or
-// registers, the accumulators c are in registers: warp w has rows 16w to 16w + 15, in the layout of
-// tile.cuh with N / 8 blocks of 8 columns. Tiles are those of tile.cuh with D = 64, whose swizzle
-// is the hardware's 128-byte swizzle.
+// The right operand b is in shared memory, and the left operand a in shared memory or registers.
+// The accumulators c are in registers: warp w has rows 16w to 16w + 15, in the layout of tile.cuh
+// with N / 8 blocks of 8 columns. Tiles are those of tile.cuh with D = 64, whose swizzle is the
+// 128-byte swizzle of the hardware.
 //
-// The products run asynchronously, beside whatever the warps execute in the meantime:
-//   1. warpgroup_fence() before the first product after the registers of a or c were touched;
-//   2. the products, then warpgroup_commit(): they are one group, and groups finish in order;
-//   3. finish_products<N>(c...) before c is read, or a's registers are written again.
-// Between 2 and 3 the compiler must not touch those registers. It cannot know, hence
-// fence_accumulators(). If it runs out of registers it serializes all products instead (ptxas says
-// so); then the kernel is still right, but slow.
+// Products run asynchronously while the warps continue:
+//   1. Call warpgroup_fence() before the first product after a change of the registers of a or c.
+//   2. Start the products, then call warpgroup_commit(). They form a group. Groups finish in order.
+//   3. Call finish_products<N>(c...) before reading c or writing the registers of a.
+// Between 2 and 3 the compiler must not access these registers. It does not know this, so
+// fence_accumulators() prevents it. If ptxas has too few registers, it prints a warning and
+// serializes all products. The kernel is then correct, but slow.
 #pragma once
 #include "tile.cuh"
 
@@ -20,14 +20,14 @@ typedef unsigned long long u64;
 
 // -- descriptors and fences -----------------------------------------------------------------------
 
-// Describe a tile of 128-byte rows in the way wgmma takes it ("Matrix Descriptor" in the PTX
-//   manual): bits 0-13   address / 16
+// Return wgmma's descriptor of a tile of 128-byte rows ("Matrix Descriptor" in the PTX manual):
+//   bits 0-13   address / 16
 //   bits 16-29  leading dimension offset / 16; not used with this swizzle, 1 by convention
 //   bits 32-45  stride offset / 16: from eight rows to the next eight, 1024 bytes
 //   bits 62-63  1: 128-byte swizzle
-// The tile starts at a multiple of eight rows, so the swizzle's pattern starts with it. Addresses
-// are in the low bits: descriptor + n is the tile n * 16 bytes further on. Moving along a row by 16
-// elements is + 2, by whole rows n * ROW_BYTES >> 4 (n a multiple of eight).
+// The tile starts at a multiple of eight rows, where the pattern of the swizzle starts. The address
+// is in the low bits, so descriptor + n describes the tile n * 16 bytes later: + 2 for 16 elements
+// of a row, and + (n * ROW_BYTES >> 4) for n rows, if n is a multiple of eight.
 __device__ __forceinline__ u64 tile_descriptor(u32 tile) {
     const u64 address = (tile & 0x3ffff) >> 4;
     const u64 leading_offset = (u64)1 << 16;
@@ -36,7 +36,7 @@ __device__ __forceinline__ u64 tile_descriptor(u32 tile) {
     return address | leading_offset | stride_offset | swizzle_128_bytes;
 }
 
-// In descriptors: how far a number of rows is.
+// Return the difference of the descriptors of two tiles that are `rows` rows apart.
 constexpr u32 descriptor_rows(int rows) { return rows * ROW_BYTES >> 4; }
 
 __device__ __forceinline__ void warpgroup_fence() {
@@ -47,14 +47,14 @@ __device__ __forceinline__ void warpgroup_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Wait until at most N groups are under way.
+// Wait until at most N groups are in flight.
 template <int N> __device__ __forceinline__ void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
 // Make shared memory that this thread wrote (also by cp.async) visible to the tensor cores and TMA,
-// which access it through another path, the "async proxy". Follow with a barrier, so that it holds
-// for what all threads wrote.
+// which use another path, the "async proxy". A barrier must follow, so that the writes of all
+// threads are visible.
 __device__ __forceinline__ void publish_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -73,8 +73,8 @@ __device__ __forceinline__ void publish_shared() {
 #define NAMES_24 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 
-// Pin accumulators to this place of the program. The tensor cores write them behind the compiler's
-// back: no read of c moves up before this point.
+// Prevent the compiler from moving reads of c before this point. It does not know that the tensor
+// cores write c until then.
 __device__ __forceinline__ void fence_accumulators(float (&c)[4][4]) {
     asm volatile("" : ACCUMULATORS_32(c)::"memory");
 }
@@ -87,8 +87,8 @@ __device__ __forceinline__ void fence_accumulators(float (&c)[8][4]) {
     asm volatile("" : ACCUMULATORS_64(c)::"memory");
 }
 
-// Wait until at most N groups of products are under way; the accumulators named here are among
-// those that are done and may be read from here on.
+// Wait until at most N groups of products are in flight. The accumulators `c` must belong to
+// finished groups. They can be read afterwards.
 template <int N, class... C> __device__ __forceinline__ void finish_products(C&... c) {
     warpgroup_wait<N>();
     (fence_accumulators(c), ...);
@@ -96,9 +96,9 @@ template <int N, class... C> __device__ __forceinline__ void finish_products(C&.
 
 // -- single products, 16 deep ---------------------------------------------------------------------
 //
-// Named for what they compute: ABt is a times b transposed, both with the inner dimension along the
-// rows of their tiles (scores: rows of Q times rows of K); AB has the inner dimension across the
-// rows of b's tile (output: P times V). The number is N. With `add` false, c is overwritten.
+// ABt is a times b transposed: the inner dimension is along the rows of both tiles (scores: rows of
+// Q times rows of K). AB is a times b: the inner dimension is across the rows of b's tile (output:
+// P times V). The number in the name is N. If `add` is false, c is overwritten.
 //
 // The immediate operands at the end of the instructions are: factor of a, factor of b (1 or -1),
 // then for each operand in shared memory whether it is transposed.
@@ -135,9 +135,9 @@ __device__ __forceinline__ void wgmma_AB_64(float (&c)[8][4], const u32 (&a)[4],
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// -- whole products, begun as one group -----------------------------------------------------------
+// -- whole products, started as one group ---------------------------------------------------------
 
-// c = a b^T over the head size, begun; the caller has fenced.
+// Start c = a b^T over the head size. The caller has called warpgroup_fence().
 __device__ __forceinline__ void begin_ABt(float (&c)[8][4], u64 a, u64 b) {
 #pragma unroll
     for (int s = 0; s < KSTEPS; s++) wgmma_ABt_64(c, a + 2 * s, b + 2 * s, s > 0);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void begin_ABt(float (&c)[4][4], const u32 (&a)[KSTEP
     warpgroup_commit();
 }
 
-// c (+)= a b over 16 N rows of b's tile, begun; fences by itself.
+// Start c = a b, or c += a b if `add`, over 16 N rows of b's tile. Calls warpgroup_fence().
 template <int N>
 __device__ __forceinline__ void begin_AB(float (&c)[8][4], const u32 (&a)[N][4], u64 b, bool add) {
     warpgroup_fence();

@@ -1,30 +1,29 @@
-// dQ of sliding-window attention; per row (LSE * log2(e), delta) for backward_kv, and each item's
-// share of the sinks' gradient.
+// dQ of sliding-window attention. Also writes the statistics (LSE * log2(e), delta) of each row for
+// backward_kv, and the share of each item in the gradient of the sinks.
 //
-// Who owns what   A block owns CHUNK positions of one sequence for one group of heads and writes
-//                 their dQ and statistics, a tile of 64 rows after the other, and its own line of
-//                 the shares. A warp owns 16 rows of each tile.
+// Ownership       A block owns CHUNK positions of one sequence for one group of heads. It writes
+//                 their dQ and statistics, one tile of 64 rows at a time, and one line of the
+//                 shares. A warp owns 16 rows of each tile.
 // Grid            items (of CHUNK positions) times groups of heads; 128 threads.
-// Shared memory   K and V of all keys that the chunk sees (resident_keys.cuh), loaded once; the
-//                 tiles of Q, dO and O, each warp's rows loaded by the warp itself; 32 floats for
-//                 the shares.
-// Registers       Q and dO of the tile as left operands, dQ, and of one step of 48 keys P and dP.
-// What waits      As in window_forward.cu: one block-wide barrier for the keys, then every warp by
-//                 itself, the next tile's rows on their way while one is computed from registers.
+// Shared memory   K and V of all keys in the windows of the chunk (resident_keys.cuh), loaded once.
+//                 The tiles of Q, dO and O; each warp loads its own rows. 32 floats for the shares.
+// Registers       Q and dO of the tile as left operands, dQ, and P and dP of one step of 48 keys.
+// Synchronization As in window_forward.cu: one barrier of the block for the keys, then none. While
+//                 a tile is computed from registers, the rows of the next tile are copied.
 //
-// delta is rowsum(dO * O). O has been rounded to bf16, which matters where dP - delta is a small
-// difference: rows with few keys. The sum of P dP over all of a row's keys is the same number
-// without O's rounding. It is known only in the last step; so it goes to the statistics (for dK),
-// and to dQ where the last step is all that the rows see.
+// delta is rowsum(dO * O). O was rounded to bf16. For rows with few keys this matters, because dP -
+// delta is then a small difference. The sum of P dP over all keys of a row equals delta without
+// this rounding, but it is known only in the last step. The statistics (for dK) therefore use the
+// sum. dQ uses it if the last step contains all keys of the rows.
 //
-// A row may come with O and LSE of more keys than are given here: context parallelism calls the
-// backward pass once for a run of tokens alone and once with the keys before it. Its P dP then
-// lacks some of delta, and rowsum(dO * O) is taken. Only keys before the sequence can be missing,
-// so only tiles whose window reaches there ask: their probabilities, the sink's included, do not
-// add up to 1.
+// O and LSE of a row may include keys that are not passed to this call: context parallelism calls
+// the backward pass once for a span of tokens alone, and once with the keys before it. The sum of P
+// dP is then less than delta, so rowsum(dO * O) is used. Only keys before the sequence can be
+// missing. Therefore only tiles whose windows reach before the sequence check it: the probabilities
+// of their rows, including the sink, do not sum to 1.
 #include "resident_keys.cuh"
 
-constexpr float LACKING = 1e-4f;  // missing probability from which on keys are missing, not digits
+constexpr float LACKING = 1e-4f;  // missing probability above which keys are missing
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k,
@@ -54,7 +53,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k,
         warp_rows.load(tile_out, o, p0, work.item.end, heads);
     };
 
-    float next_lse[2];  // of the tile to come
+    float next_lse[2];  // LSE of the next tile
     load_tiles(work.item.first);
     load_resident_keys(keys, k, v, work);
     cp_async_commit();
@@ -62,13 +61,13 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k,
              heads);
 
     for (int p0 = work.item.first; p0 < end; p0 += TILE) {
-        // The keys are every warp's, the rows each warp's own.
+        // All warps need the keys, but each warp needs only its own rows.
         cp_async_wait<0>();
         publish_shared();
         if (p0 == work.item.first) __syncthreads();
         else __syncwarp();
 
-        // Q, dO and delta to registers; then their place is free for the next tile's rows.
+        // Load Q, dO and delta into registers, so that their memory is free for the next tile.
         u32 query[KSTEPS][4], grad[KSTEPS][4];
         const u32 warp_rows_q = tile_q + work.warp * WARP_ROWS * ROW_BYTES;
         const u32 address = warp_rows_q + left_operand_address(work.lane);
@@ -98,7 +97,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k,
             const int key0 = first_key + t * STEP;
             if (key0 + STEP <= work.item.start) continue;
 
-            // S = Q K^T and dP = dO V^T. The probabilities are computed while dP is under way.
+            // S = Q K^T and dP = dO V^T. The probabilities are computed while dP is in flight.
             const u64 rows_k = tile_descriptor(keys + offset + t * STEP * ROW_BYTES);
             const u64 rows_v = rows_k + (RESIDENT_BYTES >> 4);
             float x[6][4], dp[6][4];
@@ -128,7 +127,7 @@ window_backward_q(const bf16* __restrict__ q, const bf16* __restrict__ k,
                         }
                 }
             };
-            // no key of an interior tile is before the sequence
+            // No key of an interior tile is before the start of the sequence.
             if (first_key >= work.item.start) probabilities(Constant<1>());
             else probabilities(Constant<0>());
             finish_products<0>(dp);

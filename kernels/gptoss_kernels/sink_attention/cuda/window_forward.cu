@@ -1,17 +1,15 @@
 // O and LSE of sliding-window attention with sinks.
 //
-// Who owns what   A block owns CHUNK positions of one sequence for one group of heads and writes
-//                 their O and LSE, a tile of 64 rows after the other. A warp owns 16 rows of each
-//                 tile.
+// Ownership       A block owns CHUNK positions of one sequence for one group of heads. It writes
+//                 their O and LSE, one tile of 64 rows at a time. A warp owns 16 rows of each tile.
 // Grid            items (of CHUNK positions) times groups of heads; 128 threads.
-// Shared memory   K and V of all keys that the chunk sees (resident_keys.cuh), loaded once; the
-//                 tile of Q, each warp's rows loaded by the warp itself.
-// Registers       Q of the tile as left operand; all scores of a row at once, STEPS x 48 columns,
-//                 so the softmax takes one pass and no rescaling; O of the tile.
-// What waits      Only the first tile needs a block-wide barrier, for the keys. Afterwards the
-//                 warps run through their rows without waiting for each other; while a tile is
-//                 computed from registers, the warp's next rows of Q are on their way to the same
-//                 place.
+// Shared memory   K and V of all keys in the windows of the chunk (resident_keys.cuh), loaded once.
+//                 The tile of Q; each warp loads its own rows.
+// Registers       Q of the tile as left operand, O of the tile, and all scores of the rows, STEPS x
+//                 48 columns, so that the softmax needs one pass and no rescaling.
+// Synchronization Only the first tile needs a barrier of the block, for the keys. Afterwards, warps
+//                 do not wait for each other. While a tile is computed from registers, the next
+//                 rows of Q are copied to its place in shared memory.
 #include "resident_keys.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -32,13 +30,13 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
     cp_async_commit();
 
     for (int p0 = work.item.first; p0 < end; p0 += TILE) {
-        // The keys are every warp's, the rows each warp's own.
+        // All warps need the keys, but each warp needs only its own rows.
         cp_async_wait<0>();
         publish_shared();
         if (p0 == work.item.first) __syncthreads();
         else __syncwarp();
 
-        // Q to registers; then its place is free for the next tile's rows.
+        // Load Q into registers, so that its memory is free for the next tile.
         u32 query[KSTEPS][4];
         const u32 warp_rows_q = tile_q + work.warp * WARP_ROWS * ROW_BYTES;
         load_left_operand(query, warp_rows_q + left_operand_address(work.lane));
@@ -55,13 +53,13 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
 #pragma unroll
         for (int t = 0; t < STEPS; t++) begin_ABt(x[t], query, rows_k + t * descriptor_rows(STEP));
 
-        // A sink of -inf, which is no sink, must not make the maximum -inf: -inf - -inf is NaN.
+        // Without a sink (-inf), the maximum must not be -inf, because -inf - -inf is NaN.
         float row_max[2] = {fmaxf(sink, -1e30f), fmaxf(sink, -1e30f)};
         float row_sum[2] = {};
         warpgroup_wait<0>();
 
-        // Hide what a row does not see. In the interior of a sequence most blocks of eight columns
-        // are visible to the whole tile, which is known at compile time.
+        // Mask keys outside the window of a row. In the interior of a sequence, most blocks of
+        // eight columns are in the windows of all rows, which is known at compile time.
 #pragma unroll
         for (int t = 0; t < STEPS; t++) {
             fence_accumulators(x[t]);
@@ -98,8 +96,7 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
             row_max[h] = fmaxf(row_max[h], quad_max(scores_max) * scale_log2);
         }
 
-        // O = P V, step by step: a step's products run while the next one's exponentials are
-        // computed.
+        // O = P V. The products of a step run while the exponentials of the next step are computed.
         float out[8][4] = {};
         u32 p[STEPS * 3][4];
 #pragma unroll
@@ -120,7 +117,7 @@ window_forward(const bf16* __restrict__ q, const bf16* __restrict__ k, const bf1
             warpgroup_commit();
         }
 
-        // The sink joins the sum last; it has no value, so O only gets smaller by it.
+        // Add the sink to the sum. It has no value, so it only scales O.
         float sum[2], inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
