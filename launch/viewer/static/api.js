@@ -1,4 +1,4 @@
-// What the server knows. Every answer is JSON; an error has the server's own words.
+// Requests to the server. Responses are JSON. Errors have the message of the server.
 
 async function get(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();

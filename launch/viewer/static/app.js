@@ -1,4 +1,4 @@
-// The page: which view is shown, the runs that it is about, the theme and the keys.
+// The page: current view, its runs, theme and keyboard shortcuts.
 
 import { Curves, listRuns } from "./api.js";
 import { ConfigView } from "./config_view.js";

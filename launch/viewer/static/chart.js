@@ -1,4 +1,4 @@
-// One chart of uPlot: curves of several runs over their steps, smoothed, zoomed together.
+// Chart of one metric with uPlot: smoothed curves of several runs over steps. All charts zoom together.
 
 import { element } from "./dom.js";
 import { number } from "./format.js";
@@ -128,7 +128,7 @@ export class Chart {
       font: "12px system-ui, sans-serif",
     };
     const valueAxis = { ...axis, size: 58, values: (_, ticks) => ticks.map(tickName) };
-    // A logarithm has no place for zeros, such as the gap of an engine that computes the same bits.
+    // A logarithmic axis cannot show 0, for example the mismatch of an engine with equal results.
     const isLog = this.options.log && data.slice(1).flat().every((v) => v === null || v === undefined || v > 0);
 
     this.plot = new uPlot(
@@ -148,7 +148,7 @@ export class Chart {
       data,
       this.canvas,
     );
-    // uPlot itself shows everything again on a double click; the other charts follow.
+    // uPlot resets the zoom of this chart on a double click. Reset the other charts, too.
     this.plot.over.addEventListener("dblclick", () => this.options.zoom.reset());
   }
 

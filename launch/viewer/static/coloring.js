@@ -1,4 +1,4 @@
-// How tokens are colored: each coloring gives a token a number between -1 and 1, or nothing.
+// Colorings of tokens. A coloring maps each token to a number from -1 to 1, or to null.
 
 const exists = (column) => column !== null && column !== undefined;
 

@@ -1,4 +1,4 @@
-// The configuration of a run as it was resolved, and the figures of its end.
+// View of the resolved configuration of a run and of its final results.
 
 import { readConfig } from "./api.js";
 import { element, fill } from "./dom.js";

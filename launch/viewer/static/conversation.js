@@ -1,4 +1,4 @@
-// Messages of an episode as a conversation.
+// An episode as a conversation.
 
 import { element } from "./dom.js";
 import { number, visible } from "./format.js";

@@ -1,4 +1,4 @@
-// Runs side by side: how each is, in words, and the curves of those that are chosen.
+// View of several runs: state and checks of each run, and curves of the selected runs.
 
 import { Chart, Zoom, runColor } from "./chart.js";
 import { element, fill, labeled } from "./dom.js";

@@ -1,4 +1,4 @@
-// Makes elements. Text is always set as text: nothing that a model wrote becomes markup.
+// Creates elements. Text is always set as text, so that output of a model never becomes markup.
 
 /**
  * Make an element.

@@ -1,4 +1,4 @@
-// One episode: as a conversation, or token by token in the colors of a choice.
+// View of one episode, as a conversation or as colored tokens.
 
 import { findEpisodes, readEpisode } from "./api.js";
 import { COLORINGS, available, facts, strengths } from "./coloring.js";

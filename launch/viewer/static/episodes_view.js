@@ -1,4 +1,4 @@
-// The table of all recorded episodes: filtered, sorted and paged by the server.
+// Table of all recorded episodes. The server filters, sorts and pages it.
 
 import { findEpisodes } from "./api.js";
 import { debounced, element, fill, labeled, select } from "./dom.js";
@@ -132,7 +132,7 @@ export class EpisodesView {
       const page = await findEpisodes(this.app.run().name, this.query(), signal);
       this.page = page;
       this.draw(page);
-      // A text is looked for a while at a time, newest episodes first.
+      // Each request searches the text for a limited time, in the newest episodes first.
       if (page.searched < page.recorded) setTimeout(() => !signal.aborted && this.load(), 50);
     } catch (error) {
       if (error.name !== "AbortError") this.summary.textContent = error.message;

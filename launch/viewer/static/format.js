@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Formatting of numbers and times.
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";

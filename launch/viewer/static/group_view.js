@@ -1,4 +1,4 @@
-// The episodes of one task side by side: what the better ones did otherwise.
+// View of the episodes of one task side by side, to compare good and bad ones.
 
 import { findEpisodes, readEpisode } from "./api.js";
 import { messageNode, outcome } from "./conversation.js";
@@ -44,7 +44,7 @@ export class GroupView {
 
   column(episode) {
     const address = this.app.address("episode", { run: this.app.run().name, id: episode.id });
-    // The prompt is the same in all of them.
+    // All episodes have the same prompt.
     const first = episode.messages.findIndex((message) => message.is_sampled);
     return element(
       `article.card.${episode.reward > 0 ? "rewarded" : "unrewarded"}`,

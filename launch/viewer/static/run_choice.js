@@ -1,4 +1,4 @@
-// The control that says which run a view is about.
+// Control that selects the run of a view.
 
 import { labeled, select } from "./dom.js";
 
