@@ -112,6 +112,19 @@ def build_batch(
 
     Raises:
         ColumnError: a sequence is too short, or its routes do not fit. The message names it.
+
+    Example:
+        >>> # Sequences of 4 and 3 tokens. The last token of each is only a label.
+        >>> samples = TrainingSamples(
+        ...     token_ids=np.arange(7, dtype=np.int32),
+        ...     loss_mask=np.ones(7, dtype=bool),
+        ...     offsets=np.array([0, 4, 7]),
+        ... )
+        >>> batch = build_batch(samples)
+        >>> batch.token_ids.tolist(), batch.labels.tolist()
+        ([0, 1, 2, 4, 5], [1, 2, 3, 5, 6])
+        >>> batch.cu_seqlens.tolist()
+        [0, 3, 5]
     """
     if sequences is None:
         sequences = range(len(samples))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -354,7 +355,8 @@ def _summary_of(model: type[BaseModel]) -> str:
 
 
 def _paragraph(text: str) -> list[str]:
-    """Convert a docstring to Markdown, with arguments and errors as lists."""
+    """Convert a docstring to Markdown, with arguments and errors as lists, and examples as code."""
+    text, _, example = text.partition("\nExample:\n")
     lines = []
     is_list = False
     for line in text.replace("``", "`").splitlines():
@@ -367,6 +369,9 @@ def _paragraph(text: str) -> list[str]:
             lines.append(entry if entry.startswith(" ") else f"- {entry}")
         else:
             lines.append(line.removeprefix("    "))
+    if example:
+        code = textwrap.dedent(example).strip()
+        lines += ["", "**Example**", "", "```pycon", *code.splitlines(), "```"]
     return lines
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import os
 import re
 import shlex
@@ -242,6 +244,21 @@ def test_library_programs_print_the_shown_output(code: str, printed: str) -> Non
 def test_library_page_has_output_for_every_program() -> None:
     page = (ROOT / "docs/library.md").read_text()
     assert len(LIBRARY_PROGRAMS) == page.count("```python\n") >= 7
+
+
+MODULES_WITH_EXAMPLES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("kernels.")
+    for package in ROOMS
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if "    >>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
+def test_docstring_examples_print_the_shown_values(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 HEAVY = {"torch", "megatron", "ray", "transformers", "datasets"}

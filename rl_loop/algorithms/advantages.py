@@ -139,6 +139,10 @@ def group_advantages(
 
     Raises:
         ValueError: ``rewards`` is not a non-empty vector of finite numbers.
+
+    Example:
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), "dr_grpo").tolist()
+        [0.5, -0.5, -0.5, 0.5]
     """
     # A matrix would be centered over all groups at once.
     if rewards.ndim != 1 or len(rewards) == 0:

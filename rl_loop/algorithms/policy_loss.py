@@ -111,6 +111,19 @@ def ppo_loss(
         clip_low: lower bound of the ratio is 1 - clip_low.
         clip_high: upper bound of the ratio is 1 + clip_high.
         dual_clip: c > 1 limits the loss of tokens with A < 0 to -c A (arXiv 1912.09729, eq. 5).
+
+    Example:
+        >>> # The ratio of the first token is e^0.5 = 1.65, which is clipped to 1.28.
+        >>> inputs = LossInputs(
+        ...     log_probs=torch.tensor([-1.0, -1.0]),
+        ...     old_log_probs=torch.tensor([-1.5, -1.0]),
+        ...     advantages=torch.tensor([1.0, -1.0]),
+        ...     mask=torch.tensor([True, True]),
+        ...     sequences=Sequences(torch.tensor([0, 0]), count=1),
+        ... )
+        >>> result = ppo_loss(inputs, clip_low=0.2, clip_high=0.28)
+        >>> [round(loss, 2) for loss in result.loss.tolist()], result.clipped.tolist()
+        ([-1.28, 1.0], [True, False])
     """
     ratio = inputs.ratio()
     advantages = inputs.advantages

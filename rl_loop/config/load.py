@@ -46,6 +46,12 @@ def load_config[Config: RunConfig](
 
     Raises:
         ConfigError: the message names file and keys.
+
+    Example:
+        >>> from rl_loop.config.run import RlConfig
+        >>> config = load_config(Path("tiny_retool"), RlConfig, ["optimizer.lr=1e-5"])
+        >>> config.optimizer.lr, config.model.num_layers
+        (1e-05, 4)
     """
     path = find_config(path, kind.command)
     if not path.exists():

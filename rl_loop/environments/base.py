@@ -470,6 +470,10 @@ def arguments_of(text: str) -> dict[str, Any]:
     Raises:
         ToolError: if the text is not a JSON object. NaN, infinite numbers and unpaired surrogates,
             which Python accepts, are errors, too: servers would fail on them.
+
+    Example:
+        >>> arguments_of('{"number": 5}')
+        {'number': 5}
     """
     try:
         arguments = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)

@@ -397,7 +397,16 @@ def read_training_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_curve(records: Iterable[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and finite values of one metric."""
+    """Return the steps and finite values of one metric.
+
+    Args:
+        records: lines of ``metrics.jsonl``.
+        name: name of the metric.
+
+    Example:
+        >>> metric_curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], "loss")
+        ([1], [2.0])
+    """
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [float(value) for _, value in points]
 

@@ -77,6 +77,13 @@ def quantize(x: Tensor, scale_hint: Tensor | None = None) -> tuple[Tensor, Tenso
         ValueError: an argument has a wrong dtype, shape or device, or x holds NaN or Inf. The
             message names the argument. On a GPU the values are checked only with
             GPTOSS_KERNELS_DEBUG=1, because the check waits for the stream.
+
+    Example:
+        >>> blocks, scales = quantize(torch.ones(2, 64, dtype=torch.bfloat16))
+        >>> blocks.shape, scales.shape
+        (torch.Size([2, 2, 16]), torch.Size([2, 2]))
+        >>> bool((dequantize(blocks, scales) == 1).all())
+        True
     """
     if x.dtype != torch.bfloat16 or x.dim() < 1 or x.shape[-1] % BLOCK:
         raise ValueError(

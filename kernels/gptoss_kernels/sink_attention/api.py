@@ -53,6 +53,15 @@ def sink_attention(
     Raises:
         ValueError: an argument is wrong, or with GPTOSS_KERNELS_DEBUG=1 an input holds NaN or Inf.
             Raised before any launch. The message names the argument.
+
+    Example:
+        >>> import torch
+        >>> # Two packed sequences of 5 and 3 tokens. 4 query heads share 2 kv heads.
+        >>> q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
+        >>> offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+        >>> out = sink_attention(q, k, v, torch.zeros(4), cu_seqlens=offsets, max_seqlen=5)
+        >>> out.shape
+        torch.Size([8, 4, 16])
     """
     layout = check_arguments(q, k, v, sinks, cu_seqlens, max_seqlen, window, scale)
     shape = ShapeClass(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], window)
