@@ -7,20 +7,13 @@ table of each model family.
 """
 
 import re
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+
 import torch
+
 from converters.families.registry import tensors_of
-from converters.mapping import NamedParts
-from converters.mapping import NamedTensor
-from converters.mapping import ParameterMapping
-from converters.mapping import Shape
+from converters.mapping import NamedParts, NamedTensor, ParameterMapping, Shape
 from megatron_gptoss.config import ModelConfig
-
-
-
-
 
 
 def parameter_mappings(config: ModelConfig) -> dict[str, ParameterMapping]:

@@ -5,14 +5,10 @@ time. It does not use the converters' name table. If this table is wrong in both
 converting there and back restores every weight, but the two layouts compute different outputs.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from typing import Any
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
 import torch
-
-
-
 
 Tensor = torch.Tensor
 

@@ -7,15 +7,12 @@ logarithms. No result has a gradient.
 
 import math
 from dataclasses import dataclass
+
 import torch
+
 from rl_loop.algorithms.config import CorrectionConfig
-from rl_loop.algorithms.policy_loss import bounded_exp
-from rl_loop.algorithms.policy_loss import bounded_expm1
+from rl_loop.algorithms.policy_loss import bounded_exp, bounded_expm1
 from rl_loop.algorithms.sequences import Sequences
-
-
-
-
 
 
 @dataclass
