@@ -74,6 +74,7 @@ class Host:
             else:
                 loop = asyncio.get_running_loop()
                 given = await loop.run_in_executor(self._threads, partial(self._run, *arguments))
+
             # An agent may return the failure instead of raising it.
             if isinstance(given, InfrastructureFailure):
                 raise given

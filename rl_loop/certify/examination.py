@@ -213,6 +213,7 @@ class Examination:
         """
         gaps = (answered - expected).abs()
         visibilities = []
+
         for fault in faults:
             # Inspect the tokens that the fault moves most. In a mean over all tokens it would
             # vanish.

@@ -45,6 +45,7 @@ def canonical_value(value: Any) -> Any:
         # pairs.
         case Number():
             return ["number", value.digits]
+
         # Before int, because bool is a subclass of int, but true is not 1.
         case bool() | None | str():
             return value
@@ -54,6 +55,7 @@ def canonical_value(value: Any) -> Any:
             return ["number", _integer(str(value)).digits if is_short else hex(value)]
         case float():
             return ["number", _float(repr(value)).digits]
+
         case dict():
             # Keys of Python objects can have any type. JSON's are text.
             members = {str(key): canonical_value(member) for key, member in value.items()}

@@ -85,6 +85,7 @@ def answered_messages(
     read: list[ChatMessage] = []
     calls = list(open_calls)
     answers: list[Numbered] = []
+
     for number, message in enumerate(messages, start=first_number):
         chat = chat_message(number, message)
         if chat.role == "tool":

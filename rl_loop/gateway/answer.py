@@ -122,6 +122,7 @@ def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
     reasoning = []
     texts = []
     calls = []
+
     for message in messages:
         # The recipient decides, not the channel: a call may be on the channel of reasoning, too.
         if message.recipient is not None:
@@ -139,4 +140,5 @@ def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
             reasoning.append(message.text)
         else:
             texts.append(message.text)
+
     return Answer("\n".join(reasoning), tuple(texts), tuple(calls))

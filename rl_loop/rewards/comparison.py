@@ -281,11 +281,13 @@ def _equal_congruences(answer: Statement, truth: Statement) -> bool:
     # Modulo 0 has no meaning, and would divide by zero.
     if not same_value(modulus.value, true_modulus.value) or modulus.value == 0:
         return False
+
     statement, true_statement = answer.statement, truth.statement
     # "x = 3 (mod 5)" also matches "3 (mod 5)".
     sides, true_sides = sides_of(statement), sides_of(true_statement)
     if len(sides) > 1 and len(true_sides) > 1:
         return _equal_in_order(sides, true_sides, modulus.value) and len(sides) == 2
+
     if len(sides) == 2 and is_name(sides[0]):
         sides = sides[1:]
     if len(true_sides) == 2 and is_name(true_sides[0]):

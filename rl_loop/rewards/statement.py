@@ -450,6 +450,7 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
     pieces = [(piece[0], piece.start(), piece.end()) for piece in PIECE.finditer(text)]
     if len(pieces) < 2:
         return None
+
     opening, closing = pieces[0][0], pieces[-1][0]
     # "]1, 2[" is another notation of an open interval.
     round_ones = ("(", "[", "]")
@@ -459,6 +460,7 @@ def _bracketed(text: str) -> tuple[str, str, str] | None:
         (r"\langle", r"\rangle"),
     ):
         return None
+
     depth = 0
     for token, start, _ in pieces[:-1]:
         depth += (token in OPENING) - (token in CLOSING)

@@ -207,12 +207,14 @@ def _without_units(text: str, *, takes_words: bool) -> Iterator[tuple[str, _Coll
             return
         if last["degree"] and not takes_words:
             return
+
         before = text[: last.start()]
         separator = LAST_SEPARATOR.search(before)
         rest = before[: separator.start()] if separator else before
         # "5m" is five times m, "5 m" are five meters.
         if last["word"] and len(last["word"]) == 1 and not separator:
             return
+
         is_inverse = separator is not None and re.search("/|per", separator[0]) is not None
         if not _take(collected, last, -1 if is_inverse else 1):
             return

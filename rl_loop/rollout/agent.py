@@ -223,6 +223,7 @@ class EpisodeRunner:
         # Save the state before the first attempt, because a failed step may have changed it.
         runnable = self._runnable(messages)
         state = self.environment.save_state()
+
         is_repeated = False
         for pause in (*TOOL_PAUSES, None):
             try:

@@ -91,11 +91,13 @@ def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:
         fields, _, source = line.partition(" - ")
         if source.split()[0] == "cgroup2":
             mount = Path(fields.split()[4])
+
     entries = [
         line for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")
     ]
     if mount is None or not entries:
         return None
+
     path = mount / entries[0].removeprefix("0::").lstrip("/")
     try:
         # None if the memory controller belongs to cgroup v1.

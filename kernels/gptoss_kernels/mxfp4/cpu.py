@@ -178,6 +178,7 @@ def _build(command: list[str], path: Path) -> None:
         RuntimeError: there is no compiler, or it fails. The message contains its output.
     """
     compiler = command[0]
+
     # Several processes may build at the same time. A rename is atomic, so none of them loads an
     # incomplete file. The folder is next to the target, because a rename needs one file system.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
