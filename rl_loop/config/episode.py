@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class EpisodeLimits(BaseModel):
     """Limits at which an episode ends, independent of the agent."""
 
+    # Not StrictModel: agents and the gateway use these limits without the trainer's configuration.
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     max_turns: int = Field(4, gt=0)

@@ -58,6 +58,7 @@ def load_config[Config: RunConfig](
         raise ConfigError(f"{path}: no such file{similar_names(path.stem, kind.command)}")
     tree = read_yaml(path)
     changes = overrides or []
+    # OmegaConf would read a word without "=" as a key that is null.
     for change in changes:
         if not re.match("[^=]+=", change):
             raise ConfigError(
@@ -66,6 +67,7 @@ def load_config[Config: RunConfig](
     # Insert before the other overrides, which may change values of the named file.
     for key in ("model", "algorithm"):
         changes = _insert_named_section(path, tree, key, changes)
+    # Rename before the next steps, which compare full keys.
     changes = _name_only_sources(tree, changes)
     _drop_replaced_sections(tree, changes)
     _reject_split_data(path, tree, changes)
@@ -73,6 +75,7 @@ def load_config[Config: RunConfig](
     try:
         changes = _insert_choices(tree, changes)
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(changes))
+        # Resolve ``${...}`` here, because pydantic does not know it.
         raw = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -103,13 +106,16 @@ def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
             continue
         short = [key for key in data if key in ConversationSource.model_fields]
         named = data.get("sources", {})
+        # A file that has both forms is rejected later, by ``CorpusConfig``.
         if short and not named:
             data["sources"] = {ONLY_SOURCE: {key: data.pop(key) for key in short}}
+        # With several sources, a short key belongs to none of them.
         if set(data.get("sources", {})) != {ONLY_SOURCE}:
             continue
         for number, change in enumerate(renamed):
             key, _, value = change.partition("=")
             field = key.removeprefix(f"{section}.")
+            # ``removeprefix`` returns the key itself if it belongs to another section.
             if key != field and field.split(".")[0] in ConversationSource.model_fields:
                 renamed[number] = f"{section}.sources.{ONLY_SOURCE}.{field}={value}"
     return renamed
@@ -127,6 +133,7 @@ def _reject_split_data(path: Path, tree: Any, changes: list[str]) -> None:
         held_out = f"{section}.{HELD_OUT_OF[name]}"
         value = OmegaConf.select(tree, held_out)
         if value is not None and held_out not in keys:
+            # Show the short keys, as users of a single source write them.
             held_out, key = (k.replace(f".sources.{ONLY_SOURCE}.", ".") for k in (held_out, key))
             raise ConfigError(
                 f"{held_out}: {value} belongs to the {key} of {path}, which an override "
@@ -169,6 +176,7 @@ def _drop_replaced_sections(tree: Any, changes: list[str]) -> None:
     """
     for change in changes:
         key, _, value = change.partition("=")
+        # Other values replace a section in any case. Only mappings would be merged.
         if not value.lstrip().startswith("{"):
             continue
         for replaced in filter(DATA_SECTION.fullmatch, _mappings_of_change(change)):
@@ -197,14 +205,17 @@ def value_origins(
         includes all keys below it.
     """
     path = find_config(path, kind.command)
+    # Only the keys matter here, so references in values stay unresolved.
     tree = OmegaConf.to_container(read_yaml(path))
     assert isinstance(tree, dict)
     origins = {key: str(path) for key in _leaf_keys(tree)}
 
     for change in overrides or []:
+        # These overrides name a file. Its values are added below.
         key, _, value = change.partition("=")
         if key in ("model", "algorithm"):
             tree[key] = value
+        # An override of a section replaces the values below it, whatever file they came from.
         below = [known for known in origins if known == key or known.startswith(f"{key}.")]
         for known in below:
             del origins[known]
@@ -220,6 +231,7 @@ def value_origins(
                 full = f"{key}.{name}"
                 choice = next((c for c in CHOICES if full == c or full.startswith(f"{c}.")), None)
                 if choice is None:
+                    # Values of the run's file and of overrides have precedence over the named file.
                     origins.setdefault(full, str(file))
                 elif choice not in chosen:
                     origins.setdefault(f"{choice}.type" if full == choice else full, str(file))
@@ -268,11 +280,13 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
     Raises:
         ConfigError: the message names file and keys.
     """
+    # A path that does not exist may be the name of a shipped configuration.
     if path.is_file() or not path.exists():
         return _load_either(_find_either(path), overrides)
 
     if (path / "config.yaml").exists():
         weights = served_weights(path).source
+        # Overrides come last, so that ``initial_weights=...`` of the user wins.
         return _load_either(
             path / "config.yaml", [f"initial_weights={weights}", *(overrides or [])]
         )
@@ -317,6 +331,8 @@ def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
         "name": "serve",
         "model": model.model_dump(mode="json"),
         "initial_weights": str(path),
+        # A server accepts requests up to the model's length. The micro-batch must not be shorter,
+        # although a server trains nothing.
         "rollout": {"max_tokens": model.max_length},
         "training": {"max_tokens_per_micro_batch": model.max_length},
     }
@@ -335,6 +351,7 @@ def _insert_named_section(path: Path, tree: Any, key: str, changes: list[str]) -
     """
     prefix = f"{key}="
     names = [change.removeprefix(prefix) for change in changes if change.startswith(prefix)]
+    # The last override wins, as in OmegaConf.
     name = names[-1] if names else tree.get(key)
     if isinstance(name, str):
         _, tree[key] = _named_section(path, key, name)
@@ -355,16 +372,20 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
         others = []
         for change in changes:
             name = change.partition("=")[0]
+            # ``policy_loss=NAME`` and ``policy_loss.type=NAME`` both set the type.
             if name not in (key, f"{key}.type"):
                 others.append(change)
                 continue
             is_chosen = True
+            # from_dotlist parses the value as YAML, so ``{type: ppo, ...}`` becomes a mapping.
             value = as_section(_plain(OmegaConf.select(OmegaConf.from_dotlist([change]), name)))
+            # An override of the type with the same type keeps the other keys of the section.
             keeps_type = isinstance(section, dict) and section.get("type") == _type_of(value)
             if name == key or not keeps_type:
                 section = value
         changes = others
         if is_chosen:
+            # A merge would keep keys of the other type, which the new type rejects.
             OmegaConf.update(tree, key, section, merge=False, force_add=True)
     return changes
 
@@ -388,6 +409,7 @@ def _named_section(path: Path, key: str, name: str) -> tuple[Path, Any]:
     file = find_section(path, key, name)
     if file is not None:
         return file, OmegaConf.to_container(read_yaml(file))
+    # Names come first, so that a directory called ``tiny`` does not hide the shipped model.
     if key == "model" and Path(name).exists():
         return _hf_section(path, Path(name))
 
@@ -406,6 +428,7 @@ def _hf_section(path: Path, source: Path) -> tuple[Path, Any]:
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: model: {error}") from None
     file = source / "config.json" if source.is_dir() else source
+    # Leave defaults out, so that ``value_origins`` does not attribute them to config.json.
     return file, model.model_dump(mode="json", exclude_unset=True)
 
 
@@ -414,6 +437,7 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
+        # For a file of the other command, one sentence is better than a list of unknown keys.
         _reject_other_kind(path, kind, error)
         mistakes = [
             f"  {_key_of(mistake)}: {_explain(mistake, kind)}" for mistake in error.errors()
@@ -448,6 +472,7 @@ def _reject_other_kind(path: Path, kind: type[StrictModel], error: ValidationErr
 
 def dump_config(config: StrictModel) -> str:
     """Return YAML of a configuration, including defaults. ``load_config`` reads it."""
+    # JSON mode turns paths and tuples into types that YAML has.
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
@@ -478,6 +503,7 @@ def _explain(error: Any, kind: type[StrictModel]) -> str:
     """Return the fault of a value, with the value unless it is a section."""
     if error["type"] == "extra_forbidden":
         return f"unknown key{similar_keys(_key_of(error), kind)}"
+    # pydantic adds this prefix to the message of a ValueError in a validator.
     message = error["msg"].removeprefix("Value error, ")
     if isinstance(error["input"], dict | list):
         return message

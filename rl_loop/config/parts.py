@@ -32,6 +32,7 @@ from rl_loop.sandbox.config import SandboxConfig
 class PolicyConfig(StrictModel):
     """Policy and output directory of a run."""
 
+    # A path separator, or "-" or "." at the beginning, would be unsafe in the directory of the run.
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Name of the run. Its directory is ``output_dir/name``."""
     output_dir: Path = Path("runs")

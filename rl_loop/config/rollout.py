@@ -47,6 +47,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     @property
     def max_response_tokens(self) -> int:
         """Maximum sampled tokens of an episode, without prompt and tool outputs."""
+        # Prompt and tool outputs count in max_tokens, so this is only an upper bound.
         limits = [self.max_tokens, self.max_turns * self.max_new_tokens_per_turn]
         if self.max_sampled_tokens is not None:
             limits.append(self.max_sampled_tokens)

@@ -29,6 +29,7 @@ policies are not trained on system messages."""
 
 def _shorten[Section: BaseModel](section: Section, shortest: dict[str, Any]) -> Section:
     """Return a section with the values of ``shortest`` for keys that are not set."""
+    # Compare with the keys that are set, because a user may set a default value explicitly.
     unset = {key: value for key, value in shortest.items() if key not in section.model_fields_set}
     return section.model_copy(update=unset)
 
@@ -53,6 +54,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     def _choose_vocabulary(self) -> Self:
         if "vocabulary" not in self.model_fields_set:
             self.vocabulary = self.model.default_vocabulary
+        # GPT-OSS has Harmony's system message, dense models have ChatML's.
         if self.vocabulary == "tiny" and isinstance(self.model, GptOssModelConfig):
             self.prompt = _shorten(self.prompt, SHORTEST_PROMPT)
         elif self.vocabulary == "tiny":
@@ -62,6 +64,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     @model_validator(mode="after")
     def _choose_for_model(self) -> Self:
         engine = self.rollout.engine.for_model(self.model)
+        # ``for_model`` returns the same object if the model changes nothing.
         if engine is not self.rollout.engine:
             self.rollout = self.rollout.model_copy(update={"engine": engine})
         return self
@@ -96,6 +99,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     def _check_dense(self) -> None:
         """Refuse settings that have no effect on a model without experts and sinks."""
         if self.model.num_experts > 0:
+            # A setting without effect is an error, so that no user trusts in it.
             return
 
         ablation = self.ablation
@@ -116,6 +120,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
 
     def _check_engine(self) -> None:
         engine = self.rollout.engine
+        # An ablation changes tensors in the driver. Other transports do not pass them through it.
         if self.ablation.changes_engine_weights and not engine.takes_tensors:
             raise ValueError(
                 "ablation.without=[engine_sinks] and ablation.engine_noise change tensors on "
@@ -136,6 +141,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         """Refuse a format that the engine does not support, and noise on packed experts."""
         engine = self.rollout.engine
         check_quantization("rollout.engine.quantization", engine.experts_format, self.model)
+        # Packed servers get the bits of quantized training. They cannot quantize other weights.
         if engine.packs_experts and self.trained_quantization is None:
             trained = "quantization is null"
             if self.adapter is not None:
@@ -147,6 +153,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             )
 
         noise = self.ablation.engine_noise
+        # Noise on packed values has no MXFP4 code.
         if noise > 0 and self.trained_quantization is not None:
             raise ValueError(
                 f"ablation.engine_noise ({noise:g}) cannot be added to experts in "
@@ -198,6 +205,7 @@ class RlConfig(RunConfig):
         auxiliary_models: list[OptimizerConfig | None] = []
         if self.algorithm.critic:
             auxiliary_models.append(self.algorithm.critic.optimizer(self.optimizer))
+        # The base of adapters serves as reference policy, so it needs no second copy.
         if self.algorithm.kl and self.adapter is None:
             auxiliary_models.append(None)  # The reference policy is frozen.
 
@@ -205,6 +213,7 @@ class RlConfig(RunConfig):
             super().memory_inputs,
             longest_sequence=self.rollout.max_tokens,
             auxiliary_models=auxiliary_models,
+            # Colocated servers take memory of the trainer's GPUs. Others take none.
             engine=self.rollout.engine.memory_on_trainer_gpus(self.model, self.dtype),
             mini_batches=self.algorithm.mini_batches,
         )
@@ -213,6 +222,7 @@ class RlConfig(RunConfig):
     @model_validator(mode="after")
     def _record_replayed_routes(self) -> Self:
         replays = self.algorithm.routing_replay == "R3"
+        # An explicit ``routed_experts: false`` stays, and ``_check_algorithm_needs`` rejects it.
         if replays and "routed_experts" not in self.rollout.model_fields_set:
             self.rollout = self.rollout.model_copy(update={"routed_experts": True})
         return self
@@ -229,6 +239,7 @@ class RlConfig(RunConfig):
     def _check_lengths(self) -> None:
         longest = self.rollout.max_tokens
         row = self.training.max_tokens_per_micro_batch
+        # An episode is not split over micro-batches.
         if longest > row:
             raise ValueError(
                 f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch "
@@ -245,6 +256,7 @@ class RlConfig(RunConfig):
         algorithm = self.algorithm
         rollout = self.rollout
         episodes = rollout.tasks_per_step * rollout.samples_per_task
+        # Each rank needs at least one episode in each mini-batch.
         if episodes < self.parallel.data * algorithm.mini_batches:
             raise ValueError(
                 f"rollout.tasks_per_step x samples_per_task ({episodes} episodes) is less than "
@@ -253,6 +265,7 @@ class RlConfig(RunConfig):
                 "mini-batches."
             )
 
+        # In a group of one, the advantage relative to the group is always 0.
         if algorithm.advantage.type in GROUP_ADVANTAGES and rollout.samples_per_task == 1:
             raise ValueError(
                 f"algorithm.advantage {algorithm.advantage.type} compares the samples of a task, "
@@ -273,6 +286,7 @@ class RlConfig(RunConfig):
     def _check_external_agents(self) -> None:
         """Refuse settings that environments with an external agent do not support."""
         for name, source in self.tasks.sources.items():
+            # This program sends its own messages and runs its own tools.
             if not environment_class(source.environment).uses_external_agent:
                 continue
 
@@ -291,6 +305,7 @@ class RlConfig(RunConfig):
     def _check_algorithm_needs(self) -> None:
         algorithm = self.algorithm
         rollout = self.rollout
+        # Replay prescribes the experts of routers, which dense models do not have.
         if algorithm.routing_replay != "none" and self.model.num_experts == 0:
             raise ValueError(
                 f"algorithm.routing_replay ({algorithm.routing_replay}): a "
@@ -302,6 +317,7 @@ class RlConfig(RunConfig):
                 "rollout.routed_experts=true."
             )
 
+        # The penalty begins where the buffer does: at the longest response minus the buffer.
         longest = rollout.max_response_tokens
         if algorithm.overlong_buffer is not None and algorithm.overlong_buffer >= longest:
             raise ValueError(
@@ -312,6 +328,7 @@ class RlConfig(RunConfig):
             )
 
         steps = self.training.steps
+        # The policy is not updated during the critic's warmup.
         if algorithm.critic and algorithm.critic.warmup_steps >= steps:
             raise ValueError(
                 f"algorithm.critic.warmup_steps ({algorithm.critic.warmup_steps}) must be less "
@@ -358,6 +375,7 @@ class SftConfig(RunConfig):
     @property
     def memory_inputs(self) -> MemoryInputs:
         """Memory inputs for sequences of the maximum length of ``data``."""
+        # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = super().memory_inputs
         if self.data is None:
             return inputs
@@ -385,6 +403,7 @@ def check_reward_parts(config: RlConfig, parts: set[str]) -> None:
         config: configuration of the run.
         parts: reward parts of all environments.
     """
+    # A misspelled part would weigh nothing, without an error.
     unknown = sorted(set(config.algorithm.reward_weights) - parts)
     if unknown:
         raise ConfigError(

@@ -72,8 +72,10 @@ def served_weights(run: Path) -> ServedWeights:
         return ServedWeights(run, is_export=False, step=saved)
 
     exported = _exported_step(run)
+    # An export of an unknown step cannot be newer than the checkpoint, as explained above.
     if checkpoint is None or saved is None or (exported is not None and exported >= saved):
         return ServedWeights(run, is_export=True, step=exported)
+    # A checkpoint of adapters has no base model, so a server cannot load it.
     if (checkpoint / ADAPTER_FILE).exists():
         return ServedWeights(run, is_export=True, step=exported, newer_adapters=checkpoint)
     return ServedWeights(run, is_export=False, step=saved)
@@ -83,6 +85,7 @@ def _exported_step(run: Path) -> int | None:
     """Return the steps of the export from the summary, which is written after the export."""
     try:
         steps = read_json(run / "summary.json")["steps"]
+    # The file may be absent, or a user may have changed it, so its form is not certain.
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return steps if isinstance(steps, int) else None

@@ -25,11 +25,13 @@ def find_config(path: Path, folder: str) -> Path:
     """
     if path.exists():
         return path
+    # Not ``with_suffix``, because a name may contain a dot, such as qwen2.5-32b.
     relative = path if path.suffix in (".yaml", ".yml") else path.with_name(f"{path.name}.yaml")
     if relative.parts[0] == "configs":
         relative = Path(*relative.parts[1:])
 
     for directory in shipped_directories():
+        # ``relative`` may name the folder itself, such as rl/NAME.yaml.
         for parent in (directory, directory / folder, directory / UNTESTED / folder):
             if (parent / relative).is_file():
                 return parent / relative
@@ -47,6 +49,7 @@ def find_section(file: Path, folder: str, name: str) -> Path | None:
         folder: model or algorithm.
         name: value of the section's key.
     """
+    # A user's own section has precedence over a shipped one of that name.
     for directory in (file.parent.parent, *shipped_directories()):
         section = directory / folder / f"{name}.yaml"
         if section.is_file():
@@ -64,6 +67,7 @@ def section_names(file: Path, folder: str) -> list[str]:
 
 def shipped_directories() -> Iterator[Path]:
     """Yield the existing folders of shipped configurations: of a checkout, of an installation."""
+    # pip installs the ``data-files`` of a wheel below this path.
     for directory in (CHECKOUT, Path(sysconfig.get_path("data")) / INSTALLED):
         if directory.is_dir():
             yield directory
@@ -73,6 +77,7 @@ def shipped_files(folder: str) -> list[Path]:
     """List the shipped configurations of a folder. Untested ones come last."""
     for directory in shipped_directories():
         parents = (directory / folder, directory / UNTESTED / folder)
+        # A checkout and an installation have the same files, so list only the first.
         return [file for parent in parents for file in sorted(parent.glob("*.yaml"))]
     return []
 

@@ -37,9 +37,12 @@ def similar_keys(key: str, kind: type[StrictModel]) -> str:
     if key in known:
         return f" for this {section}.type"
 
+    # A key in the wrong section is more likely than a typo that has the name of another key.
     near = [other for other in known if other.rpartition(".")[2] == name][:MAX_SUGGESTIONS]
     if not near:
         siblings = [other for other in known if other.rpartition(".")[0] == section]
+        # Keys of a section share its name. With difflib's default of 0.6, all of them would be
+        # similar.
         near = get_close_matches(key, siblings, MAX_SUGGESTIONS, cutoff=0.75)
     return _question(near)
 
@@ -52,6 +55,7 @@ def known_keys(kind: type[StrictModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of a configuration, including sections."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}"
+        # Sections of a union have keys in common, so some keys come several times.
         for section in _models_in(field.annotation):
             yield from known_keys(section, f"{prefix}{name}.")
 
@@ -64,6 +68,7 @@ def _models_in(annotation: Any) -> Iterator[type[StrictModel]]:
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
         yield annotation
         return
+    # Users choose the keys of mappings, so the types of their values give no known keys.
     if isinstance(annotation, type) or getattr(annotation, "__origin__", None) in (list, dict):
         return
     for part in get_args(annotation):

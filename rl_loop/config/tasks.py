@@ -48,6 +48,7 @@ class SourceConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # This checks the form of hub names, not that the data exists.
         check_place(self.train_path)
         check_place(self.held_out_path)
 
@@ -66,12 +67,15 @@ class SourceConfig(StrictModel):
                 "pass_rate filters the tasks of train_path, but train_path is null. Set "
                 "train_path, or leave pass_rate out."
             )
+        # A column mapping without data would have no effect.
         if self.columns and self.held_out_path is None:
             raise ValueError(
                 "columns apply to train_path and held_out_path, but both are null. Set these "
                 "paths, or leave columns out."
             )
 
+        # Report wrong options with the other mistakes of the configuration, not at the first
+        # episode.
         environment_class(self.environment).Options.model_validate(self.options)
         return self
 
@@ -90,6 +94,7 @@ class TaskConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Weight 0 is for evaluation only, so a run needs another source to train on.
         if not any(source.weight > 0 for source in self.sources.values()):
             raise ValueError(
                 "every source has weight 0. Set the weight of at least one source above 0."
