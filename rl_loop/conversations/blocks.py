@@ -111,6 +111,7 @@ class BlockRenderer:
         conversations = 0
 
         for row in source.rows.read(job.block):
+            # The raw row decides, so that a rejected conversation belongs to one split, too.
             if self._split_of(row) != job.split:
                 continue
             conversations += 1
@@ -119,6 +120,7 @@ class BlockRenderer:
                     row.record(source.columns), source.format
                 )
             except ConversationError as error:
+                # One bad row must not end the run. ``max_rejected_share`` limits their number.
                 rejections.append(Rejection(row.number, str(error)))
                 continue
 
@@ -132,6 +134,7 @@ class BlockRenderer:
 
         lengths = [len(ids) for ids in token_ids]
         return RenderedBlock(
+            # concatenate refuses an empty list, so each list begins with an empty array.
             token_ids=np.concatenate([np.zeros(0, np.int32), *token_ids]),
             loss_mask=np.concatenate([np.zeros(0, np.bool_), *loss_masks]),
             offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
@@ -146,8 +149,10 @@ class BlockRenderer:
         share = self._plan.validation_share
         if share == 0:
             return "train"
+        # The seed is the key of the hash, so that another seed gives another split.
         key = str(self._plan.seed).encode()
         digest = hashlib.blake2b(row.fingerprint(), digest_size=8, key=key).digest()
+        # The digest is uniform below 2**64.
         return "validation" if int.from_bytes(digest) < share * 2**64 else "train"
 
 
@@ -188,6 +193,7 @@ class RenderPool:
 
         assert self._executor is not None
         try:
+            # A pool with a dead process raises this error for every further job.
             futures = [self._executor.submit(_render_in_worker, job) for job in jobs]
         except BrokenProcessPool:
             raise self._broken() from None
@@ -196,6 +202,7 @@ class RenderPool:
     def close(self) -> None:
         """Stop the processes. Queued blocks are not rendered."""
         if self._executor is not None:
+            # Wait for running blocks, because a process must not outlive the run.
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -240,7 +247,9 @@ def _exit_with_parent() -> None:
     """Exit when the parent process has exited, because a killed run cannot stop its workers."""
     parent = parent_process()
     if parent is not None:
+        # join also returns if the parent was killed by SIGKILL.
         parent.join()
+        # sys.exit would end this thread only.
         os._exit(1)
 
 

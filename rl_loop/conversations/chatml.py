@@ -91,6 +91,7 @@ class ChatMlRenderer:
     def _render(self, statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> RenderedSample:
         """Render the messages as a policy samples and sees them."""
         sample = RenderedSample()
+        # Messages since the last turn of the assistant.
         others: list[ChatMessage] = []
         is_first_turn = True
         for statement in statements:
@@ -98,11 +99,13 @@ class ChatMlRenderer:
                 others.append(statement.message)
                 continue
 
+            # Only the prefix has the system message and the tools.
             if is_first_turn:
                 sample.add(self._render_prefix(others, tools), in_loss=False)
             else:
                 sample.add(self._codec.render_replies(others), in_loss=False)
             turn = self._codec.render_turn(statement.message, statement.is_truncated)
+            # A turn that was cut off has no end, so parsing would report a format error.
             if not statement.is_truncated:
                 self._check_round_trip(statement, turn)
             sample.add(turn, statement.in_loss)
@@ -115,6 +118,7 @@ class ChatMlRenderer:
         Raises:
             ConversationError: if it does not. The message names the file's message.
         """
+        # Text without calls cannot be misread, because ``_check_text`` refuses the format's markup.
         if not statement.message.calls:
             return
         read = self._codec.parse(turn)
@@ -123,6 +127,7 @@ class ChatMlRenderer:
                 f"message {statement.number}: its calls would be a format error of the "
                 f"policy ({read.kind})"
             )
+        # Text before the calls is a message without a recipient.
         recipients = [message.recipient for message in read if message.recipient is not None]
         meant = [call_recipient(call) for call in statement.message.calls]
         if recipients != meant:
@@ -170,9 +175,12 @@ def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
         while left and left[0][1].get("role") == "tool":
             answers.append(left.popleft())
 
+        # The conversation may end with calls, which are trained on without their answers.
         ends_with_calls = not answers and not left
         if ends_with_calls:
             break
+        # Without call ids, an answer that is left out would shift the following ones to other
+        # calls.
         if len(answers) != len(calls):
             raise ConversationError(
                 f"message {number} calls {len(calls)} functions, and {len(answers)} answers follow"
@@ -190,6 +198,7 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
     in_loss = is_truncated = False
     if message.get("role") == "assistant":
         in_loss, is_truncated = read_control(number, message)
+        # The codec refuses keys that it does not render.
         message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
         check_not_empty(number, message)
     try:
@@ -234,6 +243,7 @@ def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> 
     described = {tool.name for tool in tools}
     for statement in statements:
         for call in statement.message.calls:
+            # Without tools, instructions may describe the functions in words.
             if described and call.name not in described:
                 raise ConversationError(
                     f"message {statement.number}: it calls {call.name}, which its tools do not "
@@ -246,6 +256,7 @@ def _check_text(statement: ChatStatement) -> None:
     texts = [statement.message.text, *(call.arguments for call in statement.message.calls)]
     for text in texts:
         spelled = SPELLED_MARKUP.search(text)
+        # Other roles may quote the tags. Parsing reads only the assistant's turns.
         if spelled is None and statement.is_by_assistant:
             spelled = SPELLED_CALL.search(text)
         if spelled is not None:

@@ -59,6 +59,7 @@ class CorpusConfig(BaseModel):
     @classmethod
     def _name_only_source(cls, values: Any) -> Any:
         """Move keys of a single source from the top level to ``sources.data``."""
+        # pydantic reports other types with the key.
         if not isinstance(values, dict):
             return values
         of_source = {key: values[key] for key in values if key in ConversationSource.model_fields}

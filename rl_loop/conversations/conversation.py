@@ -111,6 +111,7 @@ def make_conversation(
     """
     statements, truncated = _translate(messages)
 
+    # Developer messages at the beginning are rendered together with the system message.
     said = 0
     while said < len(statements) and statements[said].message.author.role is Role.DEVELOPER:
         said += 1
@@ -152,6 +153,8 @@ def _translate(
         if truncated:
             raise ConversationError("a message with finish_reason 'length' must be the last one")
         role = message.get("role") if isinstance(message, Mapping) else None
+        # GPT-OSS waits for the answer after <|call|>. ``_check_turn`` reports an assistant's
+        # message.
         if role not in ("assistant", "tool") and translator.open_calls:
             recipient = translator.open_calls[0].recipient
             raise ConversationError(
@@ -161,6 +164,7 @@ def _translate(
         in_loss = False
         if role == "assistant":
             in_loss, truncated = read_control(number, message)
+            # The translator refuses keys that it does not render.
             message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
             check_not_empty(number, message)
         try:
@@ -196,6 +200,7 @@ def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def check_not_empty(number: int, message: Mapping[str, Any]) -> None:
     keys = ("content", "thinking", "tool_calls")
+    # A message without any of these would train only the stop token.
     if not any(message.get(key) for key in keys):
         raise ConversationError(
             f"{describe_message(number, message)}: it has none of {', '.join(keys)}"
@@ -212,6 +217,7 @@ def _check_ends(conversation: Conversation) -> None:
         raise ConversationError("it has no message of the assistant")
 
     first = statements[0]
+    # Instructions of a developer are enough for the assistant to begin.
     if first.is_by_assistant and not conversation.prefix:
         raise ConversationError("it begins with a message of the assistant")
 
@@ -250,6 +256,7 @@ def _check_recipients(conversation: Conversation, namespaces: frozenset[str]) ->
     """Check that every recipient is a function or a known tool. Others are format errors in RL."""
     for statement in conversation.statements:
         recipient = statement.message.recipient
+        # ``_check_calls`` checks functions, if their descriptions are known.
         if not statement.is_call or recipient is None or recipient.startswith(FUNCTIONS):
             continue
         if recipient.partition(".")[0] not in namespaces:
@@ -267,6 +274,7 @@ def _check_calls(conversation: Conversation, functions: frozenset[str]) -> None:
         if not statement.is_call or recipient is None or not recipient.startswith(FUNCTIONS):
             continue
         if recipient.removeprefix(FUNCTIONS) not in functions:
+            # List the described names, because the mistake is often a spelling.
             described = ", ".join(sorted(functions)) or "none"
             raise ConversationError(
                 f"message {statement.number}: it calls {recipient}, which its tools do not "
@@ -283,6 +291,7 @@ def _check_texts(conversation: Conversation) -> None:
             if isinstance(part, DeveloperContent):
                 _check_text("the developer's message", part.model_dump_json())
     for tool in conversation.tools:
+        # The printed schema contains all its names and descriptions.
         _check_text(f"the tool {tool.name}", f"{tool.description} {tool.parameters}")
 
 

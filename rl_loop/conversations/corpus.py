@@ -27,6 +27,7 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
     Raises:
         DataError: if a file cannot be read.
     """
+    # With ``append`` a conversation is one sample that contains all its text once.
     renderer = record_renderer(codec, RenderOptions("append", ANY_LENGTH, "reject"))
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):

@@ -150,6 +150,7 @@ class ConversationData:
         for number, name in enumerate(self._names):
             rows = self._validation_rows[number]
             separate = self._validation_numbers[number]
+            # A separate file is not split, so all its rows are in ``train``.
             if rows is not None and separate is not None:
                 samples = self._first_conversations(name, separate, rows, "train", report)
             elif self.config.validation_share > 0:
@@ -182,6 +183,7 @@ class ConversationData:
         """
         samples: list[DataSample] = []
         used: set[int] = set()
+        # The wanted conversations are usually in the first blocks, so do not render all of them.
         for first in range(0, len(rows.blocks), VALIDATION_BLOCKS):
             blocks = rows.blocks[first : first + VALIDATION_BLOCKS]
             jobs = [BlockJob(number, block, split) for block in blocks]
@@ -189,6 +191,7 @@ class ConversationData:
                 rendered = wait()
                 report.add(name, rows, rendered.rejections)
                 for sample_row, sample in samples_of(rendered, rows):
+                    # Count rows, because a conversation may have several samples.
                     used.add(sample_row)
                     if len(used) > self.config.validation_conversations:
                         return samples
@@ -214,6 +217,7 @@ class ConversationData:
         number = self._names.index(source)
         rows = self._rows[number]
         preview = Preview(source, rows.place)
+        # Render one block at a time, because a preview needs few conversations.
         for block in rows.blocks:
             (wait,) = self._pool.submit([BlockJob(number, block, "train")])
             rendered = wait()
@@ -292,6 +296,7 @@ def join_samples(samples: Sequence[DataSample]) -> TrainingSamples:
 
 def samples_of(rendered: RenderedBlock, rows: Rows) -> list[tuple[int, DataSample]]:
     """Return the samples of a block, each with its line or row."""
+    # np.split takes the inner boundaries only.
     ids = np.split(rendered.token_ids, rendered.offsets[1:-1])
     masks = np.split(rendered.loss_mask, rendered.offsets[1:-1])
     samples = []
@@ -305,6 +310,7 @@ def _mixture(config: DataConfig) -> Mixture:
     """Return the mixture of the sources. Raises DataError if a weight is too small to be used."""
     weights = [source.weight for source in config.sources.values()]
     mixture = Mixture(weights, f"{config.seed}/data")
+    # All blocks of a mixture have the same shares, so one of them shows which sources are used.
     taken = {mixture.source_at(position) for position in range(BLOCK)}
     for number, name in enumerate(config.sources):
         if number not in taken:

@@ -73,12 +73,14 @@ def detect_format(record: Mapping[str, Any]) -> Format:
         raise ConversationError(
             f"it has neither a list 'messages' nor a list 'conversations', but {keys}"
         )
+    # One message in Harmony's form is enough, because the others may look like plain ones.
     return "harmony" if any(map(_is_harmonys, messages)) else "messages"
 
 
 def _is_harmonys(message: Any) -> bool:
     """Return True if a message can only be Harmony's."""
     if not isinstance(message, dict):
+        # The reader reports messages of other types with their number.
         return False
     content = message.get("content")
     first = content[0] if isinstance(content, list) and content else None
@@ -106,6 +108,7 @@ def read_messages(record: dict[str, Any]) -> Conversation:
 
 def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
     """Return a record's messages, with the keys that codecs know, and its tools."""
+    # Files with a fixed schema have unused keys that are null or empty.
     for key in EARLIER_CALLS:
         if record.get(key):
             raise ConversationError(f"{key!r} is a deprecated key. Describe functions in 'tools'")
@@ -128,6 +131,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
         )
 
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
+    # A file may have several of these keys, with all but one null.
     thoughts = [message[key] for key in THOUGHTS if message.get(key)]
     if len(thoughts) > 1:
         given = ", ".join(key for key in THOUGHTS if message.get(key))
@@ -143,6 +147,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
 
 def _tool_call(name: str, call: Any) -> dict[str, Any]:
     """Return a call whose arguments are JSON. ``name`` describes its message in errors."""
+    # Some files have name and arguments at the top level of a call.
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConversationError(
@@ -153,6 +158,7 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
         raise ConversationError(f"{name}: a tool call of type {kind!r}; only functions are called")
 
     arguments = function.get("arguments")
+    # Text stays as it is: rendering an object again could change its spacing.
     if isinstance(arguments, str):
         arguments = _checked_arguments(name, function["name"], arguments)
     elif not isinstance(arguments, dict | None):
@@ -195,6 +201,7 @@ def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
             continue
 
         answers: list[Numbered] = []
+        # Answers follow directly, before any other message.
         while at < len(messages) and messages[at][1].get("role") == "tool":
             answers.append(messages[at])
             at += 1
@@ -211,12 +218,14 @@ def _in_turns(
             "answered; GPT-OSS makes a further call after the answer only"
         )
 
+    # The weight applies to all calls of the message.
     kept = {key: message[key] for key in ("role", "weight") if key in message}
     ordered = paired_answers(message, answers[: len(calls)])
     for i, (call, answer) in enumerate(zip(calls, ordered, strict=True)):
         # The first message keeps the thoughts and the text.
         yield number, (message if i == 0 else kept) | {"tool_calls": [call]}
         yield answer
+    # The translator reports answers that belong to no call.
     yield from answers[len(calls) :]
 
 
@@ -263,6 +272,7 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
     name = f"message {number} (from {sender!r})"
     if role is None:
         raise ConversationError(f"{name}: 'from' must be one of {', '.join(SHAREGPT_ROLES)}")
+    # Files with a fixed schema have unused keys that are null.
     unknown = sorted(
         key for key in message if key not in SHAREGPT_KEYS and message[key] is not None
     )
@@ -315,11 +325,13 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
                 "be rendered"
             )
 
+        # The system message declares built-in tools, which may then be called.
         if isinstance(content, SystemContent):
             system = Message.from_role_and_content(Role.SYSTEM, content)
             namespaces |= set(content.tools or {})
             continue
         prefix.append(Message.from_role_and_content(Role.DEVELOPER, content))
+        # If tools are described, only these functions may be called.
         for namespace in (content.tools or {}).values():
             described = True
             namespaces.add(namespace.name)
@@ -372,6 +384,7 @@ def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | Devel
             f"{name}: {kinds[0]!r} is the only content of a message of role {expected!r}"
         )
     fields = {key: value for key, value in parts[0].items() if key != "type"}
+    # pydantic would drop unknown keys, and their content would be lost.
     unknown = sorted(set(fields) - set(reader.model_fields))
     if unknown:
         raise ConversationError(f"{name}: {kinds[0]} has no key {unknown[0]!r}")
@@ -392,6 +405,7 @@ def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | Devel
 
 def read_tools(value: Any) -> list[Tool]:
     """Read descriptions of functions: OpenAI's form, a JSON schema's form, or either as text."""
+    # Parquet files may store tools as JSON text, because their schemas differ from row to row.
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -418,6 +432,7 @@ def _tool(number: int, described: Any) -> Tool:
     if kind not in (None, "function"):
         raise ConversationError(f"{name}: its type is {kind!r}; only functions can be described")
 
+    # OpenAI puts the description into ``function``. Other files have its keys at the top level.
     function = described.get("function", described)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConversationError(f"{name}: it has no name")

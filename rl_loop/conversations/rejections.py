@@ -16,6 +16,7 @@ SHOWN_KINDS = 5
 ENOUGH_TO_JUDGE = 100
 """Minimum number of conversations for judging the rejected share before all are read."""
 
+# Order matters: quotations and names are replaced before the numbers within them.
 VARIABLE_PARTS = (
     (re.compile(r"'[^']*'|\"[^\"]*\""), "'...'"),
     (re.compile(r"functions\.[\w.-]+"), "functions..."),
@@ -73,6 +74,7 @@ class RejectionReport:
 
     def _count(self, record: dict[str, Any]) -> bool:
         """Count a record. Returns True if it is new."""
+        # JSON lines have a line, rows of other files a row.
         row = record["line"] if "line" in record else record["row"]
         key = (record["file"], row, record["reason"])
         if key in self._known:

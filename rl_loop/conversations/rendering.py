@@ -67,6 +67,7 @@ def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
 
     del sample.token_ids[limit:]
     del sample.loss_mask[limit:]
+    # Without a token in the loss, the sample would only cost time.
     if not any(sample.loss_mask):
         return f"its first {limit} tokens (data.max_tokens) have no token in the loss"
     return None
@@ -102,6 +103,8 @@ class ConversationRenderer:
 
         kept: list[RenderedSample] = []
         rejected: list[str] = []
+        # Number all samples before some are left out: a resumed run finds its place by these
+        # numbers.
         for number, sample in enumerate(samples):
             sample.number = number
             reason = fit(sample, self._options)
@@ -135,6 +138,7 @@ class ConversationRenderer:
 
         for turns in _user_turns(conversation):
             in_loss = any(statements[i].in_loss for turn in turns for i in turn)
+            # Turns of weight 0 are only context for later ones.
             if not in_loss:
                 continue
 
@@ -165,10 +169,12 @@ class ConversationRenderer:
         """Add one turn after its header. A turn that was cut off gets no stop token."""
         self._check_round_trip(turn)
         for i, statement in enumerate(turn):
+            # Within a turn, the policy samples the header of the next message, too.
             if i > 0:
                 sample.add(self._harmony.assistant_header, statement.in_loss)
 
             end: StopToken | None = "<|end|>"
+            # Only the last message ends with a token that stops sampling.
             if i == len(turn) - 1:
                 end = "<|call|>" if statement.is_call else "<|return|>"
                 end = None if is_truncated else end
@@ -187,6 +193,7 @@ class ConversationRenderer:
         reason = self._misread.get(messages)
         if reason is None:
             reason = self._misreading(messages)
+            # Files have few different headers, so clearing all of them is rare.
             if len(self._misread) >= CACHED_PREFIXES:
                 self._misread.clear()
             self._misread[messages] = reason
@@ -225,6 +232,7 @@ class ConversationRenderer:
             ids = self._harmony.render_prefix(
                 conversation.prefix,
                 conversation.tools,
+                # Tools of a record can have schemas that openai-harmony cannot describe.
                 system=conversation.system,
                 reasoning_effort=conversation.reasoning_effort,
             )
@@ -253,6 +261,7 @@ def _prefix_key(conversation: Conversation) -> PrefixKey:
 
 
 def _content_key(message: Message) -> str | None:
+    # openai-harmony gives each of these messages exactly one content.
     (content,) = message.content
     # Nearly all developer messages are instructions only, which need no JSON.
     if isinstance(content, DeveloperContent) and content.tools is None:

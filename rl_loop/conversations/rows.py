@@ -83,6 +83,7 @@ class Row:
         """Return bytes that are equal for copies of a record."""
         if isinstance(self.content, bytes):
             return self.content
+        # Arrow rows can contain dates, which JSON lacks. Sorted keys make copies equal.
         return json.dumps(self.content, sort_keys=True, default=str).encode()
 
 
@@ -124,6 +125,7 @@ class JsonLines:
         with self._path.open("rb") as file:
             file.seek(block.start)
             content = file.read(block.stop - block.start)
+        # The blocks were found at the start of the run. A shorter file would lose rows silently.
         if len(content) < block.stop - block.start:
             raise DataError(f"{self.place} has changed while it was in use")
 
@@ -148,6 +150,7 @@ class ArrowRows:
         if rows == 0:
             raise DataError(f"{place}: it has no rows")
 
+        # Arrow knows only the total size, so assume that all rows are equally large.
         row_bytes = max(1, self._table.nbytes // rows)
         per_block = max(1, BLOCK_BYTES // row_bytes)
         self.blocks: list[Block] = []
@@ -157,6 +160,7 @@ class ArrowRows:
 
     @cached_property
     def _table(self) -> Any:
+        # Imported here, because files of JSON lines do not need it.
         import pyarrow
 
         tables = []
@@ -216,6 +220,7 @@ def _parquet_files(place: str) -> list[str]:
 
     disable_progress_bar()
     try:
+        # Before conversion, because a small Parquet file may decode to a very large one.
         check_parquet(Path(place))
         return _cache_files(Dataset.from_parquet(place))
     except Exception as error:

@@ -149,6 +149,7 @@ class SourceStream:
         )
         self._used += 1
         self._position.last = int(block.rows[i]), int(block.numbers[i])
+        # Load the next window at once, so that ``exhausted`` is right after the last sample.
         if self._used == len(self._order):
             self._load_next_window()
         return sample
@@ -183,6 +184,7 @@ class SourceStream:
                 "continue behind its last sample. Restore the original file"
             )
         fields = {key: value for key, value in saved.items() if key != "file"}
+        # JSON has turned the tuple into a list.
         last = fields["last"]
         fields["last"] = None if last is None else (last[0], last[1])
         self._position = SourcePosition(**fields)
@@ -200,6 +202,7 @@ class SourceStream:
         self._submit_ahead()
 
         if self._position.last is not None:
+            # This run may have left out the last used sample, so search for the place of its key.
             last = self._key(window, *self._position.last)
             self._used = bisect_right(self._order, last, key=lambda sample: sample[0])
         if self._used == len(self._order):
@@ -213,6 +216,8 @@ class SourceStream:
             self._submit_ahead()
             if not self._ahead:
                 self.exhausted = True
+                # This is the end of the last epoch, so a stream that continues here is exhausted,
+                # too.
                 self._position.epoch, self._position.window = self._next
                 self._position.last = None
                 self._blocks, self._order = [], []
@@ -225,11 +230,13 @@ class SourceStream:
             self._position.epoch, self._position.window = window.epoch, window.number
             self._position.last = None
             self._account(window)
+            # All conversations of a window may be rejected.
             if self._order:
                 return
 
     def _submit_ahead(self) -> None:
         """Start rendering the next window, unless one is in progress or none is left."""
+        # One window ahead is enough to keep the processes busy, and bounds the memory.
         if self._ahead:
             return
         epoch, number = self._next
@@ -249,11 +256,13 @@ class SourceStream:
 
         blocks = list(self._rows.blocks)
         if self._data.shuffle:
+            # With the name in the seed, two sources of the same file have different orders.
             Random(f"{self._data.seed}/{self.name}/{epoch}").shuffle(blocks)
 
         windows: list[list[Block]] = []
         room = 0
         for block in blocks:
+            # A block that is larger than a window has a window alone.
             if not windows or block.size > room:
                 windows.append([])
                 room = WINDOW_BYTES
@@ -278,6 +287,7 @@ class SourceStream:
 
     def _key(self, window: Window, row: int, number: int) -> OrderKey:
         """Return the sort key of a sample in a window."""
+        # With equal first parts, rows and numbers decide.
         if not self._data.shuffle:
             return b"", row, number
         seed = f"{self._data.seed}/{self.name}/{window.epoch}/{window.number}"
@@ -289,6 +299,7 @@ class SourceStream:
     def _account(self, window: Window) -> None:
         """Count conversations and rejections. Raises DataError if too many are rejected."""
         self._samples_of_epoch += len(self._order)
+        # Later epochs read the same conversations again.
         if window.epoch == 0:
             for block in self._blocks:
                 self._position.conversations += block.conversations
@@ -297,6 +308,7 @@ class SourceStream:
             self._check_rejected(window.is_last)
 
         if window.is_last:
+            # Such a source would be read again and again without giving a sample.
             if self._samples_of_epoch == 0:
                 raise DataError(f"{self._rows.place}: {self._no_loss_tokens()}")
             self._samples_of_epoch = 0
