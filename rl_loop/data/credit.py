@@ -52,6 +52,7 @@ def assign_advantages(
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
     sequences = torch.tensor([len(trajectory.sequences) for trajectory in trajectories])
+    # GAE does not compare episodes. Every sequence ends with the reward of its episode.
     if isinstance(config.advantage, GaeAdvantage):
         per_sample = rewards.repeat_interleave(sequences)
         return _assign_generalized_advantages(samples, per_sample, config, config.advantage)
@@ -61,6 +62,7 @@ def assign_advantages(
         totals=rewards - _summed_kl_penalties(samples, sequences, config),
         parts=parts,
         part_weights=part_weights,
+        # Infrastructure failures can leave a group without episodes.
         group_sizes=[len(group.trajectories) for group in groups if group.trajectories],
     )
     per_episode = advantages.sample_advantages(config, batch)
@@ -74,6 +76,7 @@ def _assign_per_sample(
     samples: TrainingSamples, per_sample: torch.Tensor, config: AlgorithmConfig
 ) -> TrainingSamples:
     """Return the samples with the advantage [samples] of its sample for every sampled token."""
+    # Over tokens, long samples have more weight in the mean and the deviation.
     if config.whitens_over == "tokens":
         lengths = torch.from_numpy(_sampled_tokens(samples))
         per_token = per_sample.repeat_interleave(lengths).numpy()
@@ -132,6 +135,7 @@ def _length_penalties(
         penalty = advantages.overlong_penalty(
             trajectory.episode_sampled_tokens, max_response_tokens, config.overlong_buffer
         )
+        # The strictest penalty counts. Their sum could be below -1.
         for sequence in trajectory.sequences:
             penalty = min(
                 penalty,
@@ -157,8 +161,10 @@ def _context_penalty(
     if max_context_tokens is None or sequence.sampled_tokens == 0:
         return 0.0
     room = max_context_tokens - (len(sequence) - sequence.sampled_tokens)
+    # The context leaves enough tokens for the longest response.
     if room >= max_response_tokens:
         return 0.0
+    # The penalty divides by the buffer.
     buffer = max(1, round(config.overlong_buffer * room / max_response_tokens))
     return advantages.overlong_penalty(sequence.sampled_tokens, room, buffer)
 
@@ -327,6 +333,7 @@ def _spread_heads(column: np.ndarray, samples: TrainingSamples, counts: np.ndarr
     bounds = pairwise(samples.offsets.tolist())
     for (start, end), count in zip(bounds, counts.tolist(), strict=True):
         row = column[start:end]
+        # A copy, because source and destination overlap.
         numbers = row[:count].copy()
         row[:] = 0
         row[samples.loss_mask[start:end]] = numbers
@@ -336,6 +343,7 @@ def _spread_evenly(per_sample: np.ndarray, samples: TrainingSamples) -> np.ndarr
     """Assign the number of a sample to all its loss tokens: float32 [tokens], else 0."""
     column = np.zeros(samples.tokens, dtype=np.float32)
     for number, (start, end) in zip(per_sample, pairwise(samples.offsets.tolist()), strict=True):
+        # The number is fp64, and ``same_kind`` allows its conversion to float32.
         np.copyto(
             column[start:end], number, where=samples.loss_mask[start:end], casting="same_kind"
         )

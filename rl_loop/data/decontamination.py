@@ -80,6 +80,7 @@ def find_contaminated(prompts: Iterable[str], held_out: Sequence[str]) -> list[b
             short_held_out.add(words)
         held_out_counts.update({run for _, run in words.runs()})
 
+    # A set, because a run counts once per prompt.
     # Looking up a run's first and last word is cheaper than building the run, and usually enough.
     ends = {(run[0], run[-1]) for run in held_out_counts}
     held_out_prompts = set(held_out)
@@ -95,6 +96,7 @@ def find_contaminated(prompts: Iterable[str], held_out: Sequence[str]) -> list[b
         shared = [(start, run) for start, run in words.runs(ends) if run in held_out_counts]
         short = short_held_out.in_text(words)
         if words.is_short and words.tokens:
+            # A prompt without words is contained in every text.
             prompts_of[short_training.add(words)].append(number)
 
         training_counts.update({run for _, run in shared} | short)
@@ -109,6 +111,7 @@ def find_contaminated(prompts: Iterable[str], held_out: Sequence[str]) -> list[b
             for number in prompts_of[run]:
                 contained[number].add(run)
         held_out_counts.update(inside | short_held_out.in_text(words))
+    # A short prompt is contained in each of its copies.
     for run, numbers in prompts_of.items():
         training_counts[run] = max(training_counts[run], len(numbers))
 
@@ -149,6 +152,7 @@ class _Words:
     """True if there are fewer than SHARED_WORDS words."""
 
     def __post_init__(self) -> None:
+        # NFKC makes full-width and other compatibility forms equal to the usual ones.
         self.text = unicodedata.normalize("NFKC", self.text).lower()
         self.tokens = []
         self.weights = []
@@ -171,6 +175,7 @@ class _Words:
         if self.is_short:
             return [(0, tuple(tokens))] if ends is None or (tokens[0], tokens[-1]) in ends else []
 
+        # Sliding window: ``weight`` is the weight of tokens[start:stop].
         runs = []
         stop = 0
         weight = 0
@@ -178,6 +183,7 @@ class _Words:
             while weight < SHARED_WORDS * WORD and stop < len(tokens):
                 weight += self.weights[stop]
                 stop += 1
+            # The rest of the text is shorter than a run.
             if weight < SHARED_WORDS * WORD:
                 break
             if ends is None or (tokens[start], tokens[stop - 1]) in ends:
@@ -226,6 +232,7 @@ class _ShortPrompts:
         found = set()
         tokens = words.tokens
         for start, pair in enumerate(zip(tokens, [*tokens[1:], ""], strict=False)):
+            # Prompts of a single word have no second word.
             lengths = self._lengths.get(pair, set()) | self._lengths.get((pair[0], ""), set())
             for length in lengths:
                 run = tuple(tokens[start : start + length])
@@ -251,6 +258,7 @@ def _is_contaminated(shared: list[tuple[int, WordRun]], forms: set[WordRun]) -> 
     """
     words_of_forms = {start + i for start, run in shared if run in forms for i in range(len(run))}
     for start, run in shared:
+        # A run at the edge of a form has a few other words, which make no copy.
         other_words = sum(start + i not in words_of_forms for i in range(len(run)))
         if run not in forms and 2 * other_words > len(run):
             return True

@@ -35,6 +35,7 @@ class Mixture:
         return block * self._shares[source] + order[:offset].count(source)
 
 
+# Positions are read in sequence, so the order of a block is used many times.
 @lru_cache(maxsize=8)
 def _order(shares: tuple[int, ...], seed: str) -> list[int]:
     order = [number for number, share in enumerate(shares) for _ in range(share)]
@@ -47,6 +48,7 @@ def _shares(weights: Sequence[float]) -> list[int]:
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
 
+    # The key is minus the remainder, so the largest remainders come first.
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
     # The rounded-down shares sum to less than BLOCK. Shares with the largest remainders get one
     # more.

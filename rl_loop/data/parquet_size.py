@@ -20,7 +20,9 @@ TOO_MUCH = 3
 def main() -> None:
     path, limit, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    # A process that fails at its memory limit must not write a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Imported after the limits are set, so that they hold for its memory, too.
     import pyarrow.parquet as parquet
 
     decoded = 0

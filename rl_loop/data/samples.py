@@ -48,6 +48,7 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
         ValueError: see ``to_samples``.
     """
     trajectory.validate()
+    # Tokens without a reported version count as current.
     newest = max((span.version for span in trajectory.weight_versions), default=version)
     if newest > version:
         raise OffPolicyError(
@@ -73,6 +74,7 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     if trajectory.excluded:
         columns["loss_mask"] = np.zeros_like(trajectory.loss_mask)
 
+    # Without replay, routes would only take memory.
     if config.routing_replay == "R3":
         if trajectory.routed_experts is None:
             raise ValueError(

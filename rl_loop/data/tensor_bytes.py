@@ -50,6 +50,7 @@ class TensorBytes:
         size = 0
         for name, tensor in named.items():
             places[name] = Place(size, tensor.dtype, tensor.shape)
+            # Round up, because torch can view only aligned bytes as another dtype.
             size = -(-places[name].end // ALIGNMENT) * ALIGNMENT
 
         # At least one byte, because torch cannot view an empty array as another dtype.

@@ -85,13 +85,16 @@ def _differences(samples: TrainingSamples, trained: TrainedTokens) -> tuple[np.n
     for begin in range(0, samples.tokens, BLOCK_TOKENS):
         block = slice(begin, min(begin + BLOCK_TOKENS, samples.tokens))
         log_probs = trained.log_probs[block]
+        # NaN marks tokens of samples that no update took.
         is_compared = samples.loss_mask[block] & np.isfinite(log_probs)
+        # Older weights or another context sampled these tokens, so a difference is expected.
         for column in (samples.staleness, samples.is_spliced):
             if column is not None:
                 is_compared &= column[block] == 0
         differences = np.abs(samples.rollout_log_probs[block] - log_probs)
         differences[~is_compared] = 0
 
+        # The sequences in this block, and the positions in the block where they begin.
         first = np.searchsorted(starts, block.start, side="right") - 1
         whose = slice(first, np.searchsorted(starts, block.stop))
         pieces = np.maximum(starts[whose] - begin, 0)

@@ -141,6 +141,7 @@ class Trajectory(TokenColumns[np.ndarray]):
     def __post_init__(self) -> None:
         for name in TOKEN_COLUMNS:
             values = getattr(self, name)
+            # Other columns are optional. These are always needed.
             if values is None and name not in (*INPUT_COLUMNS, "rollout_log_probs"):
                 continue
             # An array comes from code that knows the dtype: conversion would hide a mistake, such
@@ -199,6 +200,7 @@ class Trajectory(TokenColumns[np.ndarray]):
         for name, column in self.columns.items():
             if column.dtype.kind == "f" and not (finite := np.isfinite(column)).all():
                 raise self._error(f"{name} contains {column[finite.argmin()]}")
+        # Sums over a sequence would include a log-prob of a token that was not sampled.
         log_probs = self.column("rollout_log_probs")
         if ((log_probs != 0) & ~self.loss_mask).any():
             raise self._error("rollout_log_probs is non-zero outside the loss mask")

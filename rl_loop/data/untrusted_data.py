@@ -61,6 +61,7 @@ def check_parquet(path: Path) -> None:
     if counted.returncode == parquet_size.TOO_MUCH:
         raise _too_much(size, limit, "has more")
     if counted.returncode != 0:
+        # The last line of Python's traceback names the error.
         lines = counted.stderr.strip().splitlines() or [f"status {counted.returncode}"]
         raise ValueError(
             f"decoding needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory: {lines[-1]}"
@@ -81,6 +82,7 @@ def read_line(file: Any, number: int) -> bytes:
     Raises:
         ValueError: the line is longer than MAX_LINE_BYTES. The message has its ``number``.
     """
+    # One byte more than allowed shows that the line is too long.
     line: bytes = file.readline(MAX_LINE_BYTES + 1)
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB")
@@ -96,6 +98,7 @@ def check_archive(path: Path) -> None:
     """
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
+        # The list has the declared sizes. Nothing is decompressed.
         for member in archive.infolist():
             if member.file_size > size:
                 raise ValueError(
