@@ -64,8 +64,10 @@ def engine_report(
     Raises:
         CanaryError: if they have different models.
     """
+    # Both get the same weights, so that only their computation can differ.
     rollouts.sync_weights(trainer, 0)
     lines = [f"{name}: {value}" for name, value in rollouts.engine_settings(SETTINGS).items()]
+    # With different models, the tables below would mean nothing.
     canary = check_canary(trainer, rollouts, tasks.canary(), tolerance=canary_tolerance, version=0)
     lines.append(f"canary: {canary:.2e} nats per token")
 
@@ -102,6 +104,7 @@ def gap_table(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) ->
 
     lines = [f"{'':26}{'tokens':>8}{'mean':>11}{'p50':>11}{'p95':>11}{'p99':>11}{'max':>11}"]
     lines += _row("all", tokens)
+    # The last range has no end.
     for start, end in zip(POSITIONS, (*POSITIONS[1:], float("inf")), strict=True):
         lines += _row(
             f"position {start} and on",
@@ -115,6 +118,7 @@ def gap_table(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) ->
 def _token_gaps(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) -> list[TokenGap]:
     """Compare engine and trainer on every sampled token."""
     assert samples.rollout_log_probs is not None
+    # Samples are concatenated, so subtract the start of each one.
     positions = np.arange(samples.tokens) - np.repeat(samples.offsets[:-1], samples.lengths)
     gaps = np.abs(scores - samples.rollout_log_probs)
 

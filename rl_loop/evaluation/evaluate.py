@@ -37,6 +37,7 @@ def hf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, directory.get(name)) for name in directory.names())
         return
 
+    # A run has checkpoints. Otherwise the path itself may be one.
     checkpoint = latest_checkpoint(path / "checkpoints") or path
     if not (checkpoint / "metadata.json").exists():
         raise ConversionError(
@@ -94,6 +95,7 @@ async def run_at_endpoint(
         EndpointError: if the server cannot be used.
     """
     engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
+    # Environments with an external agent need another worker.
     runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
@@ -117,6 +119,7 @@ async def run_at_endpoint(
     finally:
         await worker.close()
 
+    # A streak of failures has ended the evaluation before. Their share is known at its end.
     breaker.check_share()
     finished = [group.result() for group in groups]
     for group in finished:
@@ -135,12 +138,14 @@ def write_records(
             records.append(evaluation_record(request.task, sample, trajectory))
 
     output.parent.mkdir(parents=True, exist_ok=True)
+    # The write is atomic, so that an interrupted evaluation leaves no half file.
     atomic_write_text(output, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
 def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str, Any]:
     """Return one line of an evaluation's JSONL."""
+    # Tasks without a category are grouped by their environment.
     category = task.metadata.get("category", task.environment)
     return {
         "task_id": task.task_id,

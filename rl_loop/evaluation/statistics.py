@@ -62,7 +62,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     sample = Moments.of(values)
     mean = sample.mean
     trials = float(sample.count)
+    # Values that are all equal have no variance. Then each task is one trial.
     if sample.variance > 0:
+        # A binomial with this number of trials has the observed variance of the mean.
         trials = max(1.0, sample.count * mean * (1 - mean) / sample.variance)
 
     shrinkage = 1 + Z * Z / trials
@@ -86,6 +88,7 @@ def pass_at(correct: Sequence[bool], k: int) -> float:
     """
     episodes = len(correct)
     wrong = episodes - sum(correct)
+    # comb is 0 if fewer than k episodes are wrong, so the chance is 1.
     return 1.0 - math.comb(wrong, k) / math.comb(episodes, k)
 
 
@@ -114,6 +117,7 @@ def _share_of_correct_winners(
     votes = Counter(answers[i] for i in subset if answers[i] is not None)
     if not votes:
         return 0.0
+    # Equal answers to a task are equally correct.
     correct_answers = {answers[i] for i in subset if correct[i]}
     most = max(votes.values())
     winners = [answer for answer, count in votes.items() if count == most]
@@ -126,6 +130,7 @@ def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     n is the smallest number of samples of a task. maj@k is left out if no episode has an answer.
     """
     tasks = list(by_task(records).values())
+    # All tasks need k samples, so the task with the fewest samples limits k.
     samples = min(map(len, tasks))
     answers = [[record["answer"] for record in task] for task in tasks]
     correct = [[is_correct(record) for record in task] for task in tasks]
