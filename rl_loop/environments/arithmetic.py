@@ -65,6 +65,7 @@ def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Pr
         text, expression = rng.choice(TEMPLATES)
         drawn = {name: rng.choice(numbers) for name in "abc"}
 
+        # The expression decides, so that the same numbers in other words are in the same split.
         candidate = Problem(text.format(**drawn), expression.format(**drawn))
         if split_of(candidate.expression) == split:
             return candidate
@@ -76,6 +77,7 @@ def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Pr
 def split_of(expression: str) -> Split:
     """Return the split of an expression, which does not depend on the seed."""
     digest = hashlib.sha256(expression.encode()).digest()
+    # Not Python's own hash of a text, which differs from process to process.
     return "held_out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 
 
@@ -104,11 +106,14 @@ async def interpret(code: str, history: Sequence[str] = ()) -> ExecutionResult:
 
     These programs keep no state, so ``history`` is ignored.
     """
+    # An assignment prints nothing.
     if code.startswith("x="):
         return ExecutionResult("", 0)
 
+    # Only digits and operators, because ``answer`` evaluates the text.
     expression = re.fullmatch(r"print\(([-+*() 0-9]*)\)", code)
     if expression is not None:
+        # An expression of the right characters may still not be valid Python.
         with suppress(SyntaxError):
             return ExecutionResult(f"{Problem('', expression[1]).answer}\n", 0)
     return ExecutionResult(_syntax_error(code), 1)

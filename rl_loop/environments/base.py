@@ -179,6 +179,7 @@ class Environment:
             The task. The task source sets its id and the environment's name.
         """
         name = cls.__name__
+        # Name the class, so that its author knows where a method is missing.
         raise NotImplementedError(
             f"{name} does not generate tasks. Set train_path and held_out_path"
         )
@@ -301,6 +302,7 @@ class Environment:
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
         """Execute one assistant turn: run its tool calls, or judge its answer."""
         calls = [message for message in messages if message.recipient is not None]
+        # Turns without calls are answers. The message on ``final`` is the last one.
         if not calls:
             return await self._judge_turn(messages[-1])
 
@@ -317,7 +319,7 @@ class Environment:
             except UnknownTool:
                 return self.end_with_format_error("unknown_tool")
 
-            # The episode is over, so later calls are not executed.
+            # The episode is over, so later calls are not executed. The call that ended it counts.
             if isinstance(reply, StepResult):
                 return replace(reply, tool_calls=len(outputs) + 1, tool_errors=errors)
             # In Harmony a tool's result has the channel of its call.
@@ -327,6 +329,7 @@ class Environment:
 
     async def _judge_turn(self, message: ParsedMessage) -> StepResult:
         """Judge a turn without calls. Raises InfrastructureFailure if the checker fails."""
+        # The user reads only ``final``, so a turn that ends on another channel is no answer.
         if message.channel != "final":
             return self.end_with_format_error("unanswered")
 
@@ -384,6 +387,7 @@ class Environment:
 
     def restore_state(self, state: Any) -> None:
         """Restore the state that ``save_state`` returned. ``state`` can be used again."""
+        # A retry must not see attributes that the failed call added.
         added = vars(self).keys() - state.keys() - set(self.FIXED)
         for name in added:
             delattr(self, name)
@@ -412,6 +416,7 @@ class Environment:
         truncated = self.end_truncated()
         damage = min(0.0, truncated.reward - self.reward.wrong)
         parts = truncated.reward_parts | {"correct": 0.0, "format_error": 1.0}
+        # A positive score until then must not soften the penalty.
         parts["score"] = min(0.0, parts.get("score", 0.0))
 
         reward = self.reward.format_error + damage
@@ -425,6 +430,7 @@ class Environment:
             answer: normalized final answer, for maj@k.
             parts: further reward parts. Every end of an episode must have the same parts.
         """
+        # Linear: score 0 gives ``wrong``, score 1 gives ``correct``.
         reward = self.reward.wrong + (self.reward.correct - self.reward.wrong) * score
         all_parts = {"correct": float(score >= 1), "format_error": 0.0, "score": score, **parts}
         return StepResult(done=True, reward=reward, reward_parts=all_parts, answer=answer)
@@ -476,7 +482,9 @@ def arguments_of(text: str) -> dict[str, Any]:
         {'number': 5}
     """
     try:
+        # Python's parser accepts NaN and Infinity, and turns 1e999 into infinity.
         arguments = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+        # Unpaired surrogates cannot be encoded, so they fail here and not in a server.
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments are not JSON: {error}") from None
@@ -501,6 +509,7 @@ def _finite(text: str) -> float:
 
 def _is_deeper(value: Any, levels: int) -> bool:
     """Return True if JSON has more than ``levels`` levels of objects and lists."""
+    # Level by level, because a recursive function could exceed Python's limit of nested calls.
     level = [value]
     for _ in range(levels):
         children: list[Any] = []
@@ -528,5 +537,6 @@ def final(text: str) -> ParsedMessage:
 
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
     """Return a message that calls one of the ``tools``."""
+    # Arguments are JSON text, as a policy samples them.
     text = json.dumps(arguments)
     return ParsedMessage("commentary", f"{FUNCTIONS}{name}", "<|constrain|>json", text)

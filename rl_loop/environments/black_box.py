@@ -55,6 +55,8 @@ class BlackBoxOptions(EnvironmentOptions):
 
     @model_validator(mode="after")
     def _check_agent(self) -> Self:
+        # The interpreter of another environment has its own packages, so the agent cannot be
+        # imported here.
         if self.python is None:
             check_function(self.agent)
         elif shutil.which(self.python) is None:
@@ -80,6 +82,7 @@ class BlackBoxEnvironment(Environment):
         """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
         self.row = row_of(task)
+        # The options were validated when the task was made, so do not import the agent again.
         self.options = BlackBoxOptions.model_construct(**task.metadata["options"])
 
     def external_agent(self) -> ExternalAgent:
@@ -88,6 +91,7 @@ class BlackBoxEnvironment(Environment):
             task=self.row,
             history=self.options.history,
             concurrency=self.options.concurrency,
+            # Limits of processes are in bytes.
             memory_bytes=int(self.options.memory_gb * 1e9),
             python=self.options.python,
         )
@@ -102,6 +106,7 @@ class BlackBoxEnvironment(Environment):
         return row_task("black_box", record, name, options)
 
     async def answer(self, text: str) -> StepResult:
+        # The agent loop does not run these episodes, so a call is a bug and not the policy's fault.
         raise InfrastructureFailure("environment", "an external agent judges its own episodes")
 
     def to_reward(self, given: object) -> StepResult:
@@ -109,4 +114,5 @@ class BlackBoxEnvironment(Environment):
         return with_parts(self.end_with_score(numbers["score"]), numbers)
 
     def end_truncated(self) -> StepResult:
+        # Every end of an episode must have the same parts.
         return with_parts(self.end_with_score(0.0), dict.fromkeys(self.options.parts, 0.0))

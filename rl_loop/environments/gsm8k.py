@@ -48,6 +48,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
         problem = arithmetic.problem(split, seed, index, numbers=range(2, options.max_number + 1))
         record = {"question": problem.text, "answer": f"#### {problem.answer}"}
+        # Generated problems have the form of the original ones, so both are read in the same way.
         task = cls.from_record(record, f"{split}-{index}", options)
         task.metadata["expression"] = problem.expression
         return task
@@ -57,6 +58,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
         """Read {"question", "answer"} whose answer ends with "#### 1,234"."""
         question = text_in(record, "question")
         answer = text_in(record, "answer")
+        # Answers have separators of thousands, such as 1,234.
         ground_truth = answer.rpartition("####")[2].strip().replace(",", "")
         if not ground_truth:
             raise ValueError("'answer' has nothing after ####")
@@ -65,6 +67,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
             name, prompt_of(question, options), ground_truth, "gsm8k", {"tools": options.tools}
         )
         expression = expression_of(answer, ground_truth)
+        # Without marked calculations there is no expression, so demonstrations do not call Python.
         if expression is not None:
             task.metadata["expression"] = expression
         return task
@@ -78,6 +81,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
         if task.metadata["tools"] and "expression" in task.metadata:
             yield from ReToolEnvironment.solve(task, rng, inject_errors)
         elif inject_errors:
+            # A guess needs a number of about the right size.
             if not NUMBER.fullmatch(task.ground_truth.lstrip("-")):
                 raise NotImplementedError(f"a guess at {task.ground_truth!r} needs a number")
             guess = arithmetic.guess(int(float(task.ground_truth)), rng)
@@ -87,6 +91,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
 
     @classmethod
     async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
+        # Programs of this environment contain divisions, which ReTool's interpreter does not know.
         printed = re.fullmatch(r"print\((.*)\)", code)
         value = None if printed is None else evaluate(printed[1])
         if value is not None:
@@ -102,6 +107,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
         return super().builtin_tools() if self.task.metadata.get("tools") else ()
 
     async def call(self, tool: str, arguments: str) -> str:
+        # Without tools, a call is a format error, as for any unknown tool.
         if not self.task.metadata.get("tools"):
             raise UnknownTool
         return await super().call(tool, arguments)
@@ -116,6 +122,7 @@ def expression_of(solution: str, answer: str) -> str | None:
     Returns:
         An expression whose value in Python is exactly ``answer``; None if there is none.
     """
+    # Fractions, so that "2.50" and "2.5" are the same result.
     steps: dict[Fraction, str] = {}
 
     def written_out(number: re.Match[str]) -> str:
@@ -130,6 +137,7 @@ def expression_of(solution: str, answer: str) -> str | None:
         if NUMBER.fullmatch(result.strip()) and ARITHMETIC.fullmatch(expression):
             steps[Fraction(result.strip())] = expression
 
+    # The last calculation gives the answer. A solution may be wrong, or round its results.
     value = evaluate(expression)
     if value is None or not NUMBER.fullmatch(answer.lstrip("-")):
         return None
@@ -142,6 +150,7 @@ def evaluate(expression: str) -> int | float | None:
     Returns:
         Python's value; None for other expressions, and if Python raises an error.
     """
+    # A power such as 9**9**9 would take all memory.
     if not ARITHMETIC.fullmatch(expression) or "**" in expression:
         return None
     try:

@@ -84,6 +84,7 @@ class IncidentEnvironment(Environment):
         self._lure: str | None = data["lure"]
         self._level: int = data["level"]
         self._hosts = _hosts(data["hosts"])
+        # A separate generator, so that the noise of a task does not depend on the agent's actions.
         self._staff = Random(f"{data['seed']}/staff")
         self._step = 0
         self.log: list[Event] = []
@@ -99,6 +100,7 @@ class IncidentEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        # The name contains the split, so that splits have different incidents.
         name = f"{split}/{seed}/{index}"
         rng = Random(name)
         host, target, lure = rng.sample(_hosts(options.hosts), 3)
@@ -134,6 +136,7 @@ class IncidentEnvironment(Environment):
         If ``inject_errors``, the report claims one or two containments that were not executed.
         """
         alert = task.messages[0]["content"]
+        # Like a policy, the script knows only the prompt and the outputs of tools.
         email = alert.split("mail ")[1].split(".")[0]
         result = yield [function_call("fetch_email", email=email)]
         mail = json.loads(result.tool_outputs[0].text)
@@ -147,6 +150,7 @@ class IncidentEnvironment(Environment):
             ("isolate_host", move["target"]),
             ("reset_user", mail["to"]),
         ]
+        # A script with errors reports all containments, but executes only some.
         executed = steps[: rng.randint(1, 2)] if inject_errors else steps
         for action, name in executed:
             yield [function_call(action, **{ACTIONS[action]: name})]
@@ -164,6 +168,7 @@ class IncidentEnvironment(Environment):
         ]
 
     def tools(self) -> Sequence[Tool]:
+        # A policy that was fine-tuned on the tools needs no description.
         if not self.task.metadata["tools"]:
             return ()
 
@@ -186,6 +191,7 @@ class IncidentEnvironment(Environment):
         if name not in TOOLS:
             raise UnknownTool
 
+        # Failed calls count as steps, too.
         self._step += 1
         try:
             reply = self._run_tool(name, arguments_of(arguments))
@@ -235,6 +241,7 @@ class IncidentEnvironment(Environment):
     def _contain(self, action: str, arguments: dict[str, Any]) -> str:
         what = ACTIONS[action]
         name = arguments.get(what)
+        # The policy may give any JSON value.
         if not isinstance(name, str):
             raise ToolError(f"{action} needs {what!r}")
 
@@ -248,11 +255,13 @@ class IncidentEnvironment(Environment):
         if isinstance(contained, list):
             claims = [name for name in contained if isinstance(name, str)]
 
+        # Text, because the oracle compares clues with the truth by equality.
         clues = {clue: str(arguments.get(clue, "")) for clue in CLUES}
         self._record("agent", "submit_report", contained=claims, **clues)
         return "done"
 
     def _fetch_email(self, arguments: dict[str, Any]) -> str:
+        # Only the mail of the alert exists.
         if arguments.get("email") != self._truth["email"]:
             raise ToolError("no such mail")
 
@@ -281,6 +290,7 @@ class IncidentEnvironment(Environment):
     def _attack(self) -> None:
         """Execute the attacker's next action, if it is due and no containment prevents it."""
         contained = _contained(self.log)
+        # If the second host is isolated, nothing can be collected or sent.
         if self._truth["target"] in contained:
             return
 
@@ -320,7 +330,9 @@ def oracle(log: Sequence[Event], truth: dict[str, str], lure: str | None) -> dic
 
     # Containments count by the log, not by the report.
     data_lost = any(event["action"] == "exfiltrate" for event in log)
+    # An agent that ends the episode before the attack is over does not earn the point.
     attack_stopped = bool(contained & {truth["domain"], truth["target"]})
+    # Any action on this host counts, because it has no part in the attack.
     lured = lure is not None and any(event.get("host") == lure for event in calls)
     steps = {event["step"] for event in calls}
     return {
@@ -359,12 +371,14 @@ def _false_positives(calls: Sequence[Event], truth: dict[str, str]) -> float:
     points = 0.0
     for action, what in ACTIONS.items():
         names = {event[what] for event in calls if event["action"] == action}
+        # Objects of the attack are not innocent, even if no containment of them is needed.
         innocent = names - set(truth.values())
         points += min(1.0, 0.5 * len(innocent))
     return points
 
 
 def _report(log: Sequence[Event]) -> Event | None:
+    # Only the first report counts. It ends the episode.
     return next((event for event in log if event["action"] == "submit_report"), None)
 
 

@@ -71,6 +71,7 @@ class Verdict:
 @cache
 def ifeval_checkers() -> dict[str, Any]:
     """Return the checkers of IFEval by name. Raises CheckerFailure if they are not installed."""
+    # Optional packages, so they are imported only for tasks that need them.
     try:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
@@ -136,6 +137,7 @@ def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
     Equal seeds give equal constraints.
     """
     checker = ifeval_checkers()[name](name)
+    # Checkers draw their arguments from Python's global generator.
     with _seeded(seed):
         text = checker.build_description()
         arguments = checker.get_instruction_args() or {}
@@ -181,8 +183,10 @@ _processes = CheckerPool(
     f"{__name__}:answer",
     prepare=f"{__name__}:prepare",
     seconds=SECONDS,
+    # A question that every working process answers.
     control=(Constraint("punctuation:no_comma", {}), "text", ""),
 )
+# Worker processes must not outlive this one.
 atexit.register(_processes.close)
 
 
@@ -197,6 +201,7 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
     """
     from if_verifiable.common import get_loose_transformations
 
+    # A blank text would satisfy constraints such as "no commas".
     if not text.strip():
         return UNMET
 
@@ -224,6 +229,7 @@ def make_checker(constraint: Constraint, prompt: str) -> Any:
     constraints get equal checkers.
     """
     name = constraint.name
+    # Files can have all checkers' arguments in each entry. Those of other checkers are null.
     arguments = {key: value for key, value in constraint.arguments.items() if value is not None}
     checker = checker_class(name)(name)
 
@@ -249,6 +255,7 @@ def meets(checker: Any, name: str, text: str) -> bool:
     if name != CAPITAL_WORDS:
         return bool(checker.check_following(text))
 
+    # Fields of the checker, because its method would read NLTK's data.
     count = count_capital_words(text)
     if checker._comparison_relation == "less than":
         return bool(count < checker._frequency)

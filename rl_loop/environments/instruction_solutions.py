@@ -32,6 +32,7 @@ def solution[Function: Callable[..., str]](constraint: str) -> Callable[[Functio
 
 def write_solution(topic: str, constraints: Iterable[tuple[str, dict[str, Any]]]) -> str:
     """Return a text about ``topic`` that satisfies constraints, given as (name, arguments)."""
+    # SOLUTIONS has the order in which this file registers the solutions.
     order = list(SOLUTIONS)
     text = f"This is a note about {topic}."
     for name, arguments in sorted(constraints, key=lambda constraint: order.index(constraint[0])):
@@ -41,6 +42,7 @@ def write_solution(topic: str, constraints: Iterable[tuple[str, dict[str, Any]]]
 
 def _least(count: int, relation: str) -> int:
     """Return the smallest number of occurrences that satisfies a constraint."""
+    # Zero occurrences satisfy "less than".
     return count if relation == "at least" else 0
 
 

@@ -101,6 +101,7 @@ class InstructionEnvironment(Environment):
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
         for attempt in range(ATTEMPTS):
+            # Index and attempt are in the seed, so that a task is the same in every run.
             rng = Random(f"{split}/{seed}/{index}/{attempt}")
             task = _compose(f"{split}-{index}", rng, options)
             if task is not None:
@@ -117,6 +118,7 @@ class InstructionEnvironment(Environment):
         constraints = _constraints_of(record)
         for constraint in constraints:
             checker_class(constraint.name)  # raises ValueError for an unknown name
+            # Check before the run, because a checker without its data would fail in every episode.
             missing = missing_data(constraint.name)
             if missing and options.skip_unavailable:
                 return None
@@ -144,9 +146,11 @@ class InstructionEnvironment(Environment):
 
     async def answer(self, text: str) -> StepResult:
         turns = self.task.metadata["turns"]
+        # Constraints of earlier turns still apply.
         due = [Constraint(*entry) for turn in turns[: len(self._scores) + 1] for entry in turn]
         prompt = self.task.messages[-1]["content"]
 
+        # Checkers run in other processes, so check all constraints at the same time.
         verdicts = await asyncio.gather(*(judge(constraint, text, prompt) for constraint in due))
         strict = sum(verdict.strict for verdict in verdicts) / len(due)
         loose = sum(verdict.loose for verdict in verdicts) / len(due)
@@ -171,12 +175,14 @@ def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | N
     """Return a task with random constraints; None if the constraints are incompatible."""
     topic = rng.choice(TOPICS)
     names = _draw_compatible(options.checkers, options.constraints * options.turns, rng)
+    # All other constraints are in conflict with the drawn ones.
     if len(names) < options.constraints * options.turns:
         return None
 
     constraints: list[Constraint] = []
     sentences: list[str] = []
     for name in names:
+        # Each constraint has its own seed, so that it does not depend on the others.
         constraint, sentence = draw_constraint(name, rng.randrange(1 << 30))
         constraints.append(constraint)
         sentences.append(sentence)
@@ -199,6 +205,7 @@ def _draw_compatible(names: list[str], count: int, rng: Random) -> list[str]:
     """Return up to ``count`` random constraints without conflicts."""
     conflicts = ifeval_conflicts()
     chosen: list[str] = []
+    # A sample of all names is a random order.
     for name in rng.sample(names, len(names)):
         if len(chosen) < count and not any(name in conflicts[other] for other in chosen):
             chosen.append(name)
@@ -218,6 +225,7 @@ def _constraints_of(record: dict[str, Any]) -> list[Constraint]:
     names = record["instruction_id_list"]
     kwargs = record["kwargs"]
     for key, values in (("instruction_id_list", names), ("kwargs", kwargs)):
+        # Both lists need the same length, because the loop below pairs them.
         if not isinstance(values, list) or len(values) != len(names) or not values:
             raise ValueError(f"{key!r} must be a list with an entry for each constraint")
     if not all(arguments is None or isinstance(arguments, dict) for arguments in kwargs):

@@ -103,6 +103,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:
+        # The default judge compares with the answer, so a row without one is useless.
         if options.judge is None and cls.judge is McpEnvironment.judge:
             text_in(record, "answer")
         return row_task("mcp", record, name, options, instructions=options.instructions)
@@ -157,6 +158,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
             offered = offered_without_episode(self.options.servers, self.row)
         else:
             offered = self.toolbox.offered()
+        # A policy that could call it could reset its own task.
         return [tool for tool in offered if tool.name != self.options.setup_tool]
 
     # ---- turns
@@ -179,6 +181,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         given = await self.judge(text, self.toolbox)
         judge = self.options.judge or type(self).__name__
         numbers = read_parts(given, self.options.parts, judge)
+        # maj@k compares answers as text, so drop spaces at the ends.
         ended = replace(self.end_with_score(numbers["score"]), answer=text.strip())
         return with_parts(ended, numbers)
 
@@ -190,6 +193,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         arguments = (self.row, answer, tools)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
+        # A plain function would block the event loop, so run it in a thread.
         return await call_user_code(partial(function, *arguments), self.options.judge)
 
     def end_truncated(self) -> StepResult:

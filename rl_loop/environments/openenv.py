@@ -126,6 +126,7 @@ class OpenEnvSession:
 
     async def open(self) -> None:
         """Open the session. Raises InfrastructureFailure."""
+        # No limit on the total, because the session lasts as long as the episode.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds)
         self._http = aiohttp.ClientSession(headers=self._options.headers, timeout=timeout)
         url = f"{_http_url(self._options)}/ws"
@@ -133,15 +134,18 @@ class OpenEnvSession:
             async with asyncio.timeout(self._options.connect_seconds):
                 self._socket = await self._http.ws_connect(url, max_msg_size=FRAME_BYTES)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            # Close aiohttp's session, too. Otherwise it is reported as unclosed later.
             await self.close()
             raise failure_of(self._options, f"cannot be reached: {describe(error)}") from error
 
     async def close(self) -> None:
         """Close the session. Later calls do nothing."""
+        # Clear the attributes first, so that a second call has nothing to close.
         socket, http = self._socket, self._http
         self._socket = self._http = None
         if socket is not None:
             with suppress(Exception):
+                # A server that does not respond must not delay the end of an episode.
                 await asyncio.wait_for(socket.close(), timeout=5.0)
         if http is not None:
             await http.close()
@@ -153,6 +157,7 @@ class OpenEnvSession:
         except TimeoutError:
             seconds = self._options.connect_seconds
             raise failure_of(self._options, f"did not reset within {seconds:g} s") from None
+        # No action of the policy came before, so a failed reset is an infrastructure failure.
         if observed.error is not None:
             raise failure_of(self._options, f"cannot reset: {observed.error}")
         return observed
@@ -174,10 +179,12 @@ class OpenEnvSession:
             async with asyncio.timeout(seconds):
                 await self._socket.send_json({"type": kind, "data": data})
                 answer = await self._socket.receive()
+        # TimeoutError is a subclass of OSError, but callers handle it differently.
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:
             raise _lost(self._options, f"broke off: {describe(error)}") from error
+        # Other types mean that the connection is closed or broken.
         if answer.type is not aiohttp.WSMsgType.TEXT:
             reason = f"broke off ({answer.type.name.lower()}) in answer to a {kind}"
             raise _lost(self._options, reason)
@@ -189,6 +196,8 @@ class OpenEnvSession:
             message = json.loads(text)
             data = message["data"]
             if message["type"] == "error":
+                # Other codes do not come from an action, so the policy must not read them as its
+                # mistake.
                 if data["code"] not in ACTION_ERRORS:
                     raise failure_of(self._options, f"{data['code']}: {data['message']}")
                 details = data.get("errors") or data["message"]
@@ -242,9 +251,11 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         await self._session.open()
         arguments = self.options.reset | self.row.get("reset", {})
         first = await self._session.reset(arguments)
+        # After another observation, the recorded actions would have another meaning.
         if self._first is not None and first != self._first:
             raise failure_of(self.options, "gave another observation at its reset")
         self._first = first
+        # The policy has read the tools in its prompt, so keep them for the whole episode.
         if not self._tools:
             self._tools = await self._described_tools(self._session)
 
@@ -295,6 +306,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         if self._first is not None:
             shown = self._text_of(self._first)
             if shown:
+                # The observation belongs to the task, so it is part of the user's message.
                 messages[-1]["content"] += f"\n\n{shown}"
         return messages
 
@@ -323,6 +335,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         await self.ready()
         try:
             observed: Observed = await self.act({self.options.text_field: text})
+        # ``act`` has tried the text on several new servers.
         except ToolError:
             # The text ended every server, so the episode cannot continue.
             return self.ended(text.strip())
@@ -342,6 +355,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             shown = shown.get(field, "")
         elif self.options.interface == "tools" and "tool_name" in shown:
             shown = _result_text(shown.get("result"))
+        # A single value needs no JSON around it.
         elif len(shown) == 1:
             [shown] = shown.values()
         return truncate_text(_as_text(shown), self.options.max_output_bytes)
@@ -354,6 +368,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
     def ended(self, answer: str | None = None) -> StepResult:
         """Return the end of the episode, scored by the rewards of its steps."""
         observed = [recorded.result for recorded in self._actions]
+        # Steps without a reward are left out: they are not a reward of 0 for ``score: last``.
         rewards = [each.reward for each in observed if each.reward is not None]
         total = sum(rewards) if self.options.score == "sum" else (rewards or [0.0])[-1]
         return self.end_with_score(total / self.options.perfect_score, answer=answer)
@@ -386,6 +401,7 @@ async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
 
 def _tool_of(described: dict[str, Any]) -> Tool:
     """Return a tool of the environment. Raises ValueError for a name that calls cannot contain."""
+    # OpenEnv writes the key in snake case, MCP's JSON in camel case.
     schema = described.get("input_schema") or described.get("inputSchema") or {}
     return Tool(described["name"], described.get("description") or "", schema)
 
@@ -401,6 +417,7 @@ def _with_tool_error(observed: Observed) -> Observed:
     result = observed.observation.get("result")
     if isinstance(error, dict):
         message = str(error.get("message"))
+        # The policy cannot cause a tool that is not reachable.
         if error.get("error_type") == TRANSPORT_ERROR:
             raise ConnectionError(message)
         return replace(observed, error=message)

@@ -55,6 +55,7 @@ class ReasoningGymEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
+        # A data set is finite, but the index has no limit. Each block has a separate data set.
         block, number = divmod(index, DATASET_SIZE)
         # The seed depends on the split, so that the splits have different items.
         block_seed = random.Random(f"{split}/{seed}/{block}").randrange(1 << 30)
@@ -75,6 +76,7 @@ class ReasoningGymEnvironment(Environment):
         yield [final(rf"\boxed{{{answer}}}")]
 
     async def answer(self, text: str) -> StepResult:
+        # Only text in the box is an answer.
         boxed = last_boxed(text)
         if boxed is None:
             return self.end_with_score(0.0)
@@ -98,6 +100,7 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
     except ImportError as error:
         raise ExtraMissing("environment reasoning", "environments", error) from None
 
+    # Settings are JSON text, because lru_cache needs hashable arguments.
     return reasoning_gym.create_dataset(
         generator, seed=seed, size=DATASET_SIZE, **json.loads(settings)
     )
@@ -144,6 +147,7 @@ _processes = CheckerPool(
     prepare=f"{__name__}:prepare",
     seconds=SECONDS,
     memory_bytes=MEMORY_BYTES,
+    # Each question brings its own control.
     control=None,
 )
 atexit.register(_processes.close)

@@ -81,9 +81,11 @@ def _check_signatures(environment: type[Environment]) -> None:
     """
     for name in CHECKED_METHODS:
         parameters = inspect.signature(getattr(Environment, name)).parameters
+        # The loop passes some arguments by name, so their position is free.
         by_position = [parameter for parameter in parameters if parameter not in PASSED_BY_NAME]
         by_name = {parameter: None for parameter in parameters if parameter in PASSED_BY_NAME}
 
+        # Only the number and the kind of the arguments matter, so bind names in place of values.
         signature = inspect.signature(getattr(environment, name))
         try:
             signature.bind(*by_position, **by_name)

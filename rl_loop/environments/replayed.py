@@ -113,6 +113,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
             InfrastructureFailure: if the action failed in another way.
         """
         await self.ready()
+        # BaseException, because the server may also have executed an action that was cancelled.
         try:
             result = await self.do(action)
         except BaseException as error:
@@ -126,6 +127,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
 
     def _ends_servers(self, action: Any) -> bool:
         """Count a server that ended during an action. Return True if the action is the cause."""
+        # At another time the same action may meet another state, so count it separately.
         key = (len(self._actions), repr(action))
         self._lost_servers[key] += 1
         return self._lost_servers[key] >= ATTEMPTS
@@ -152,6 +154,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
     async def open(self) -> None:
         if self.is_connected and not self._is_stale:
             return
+        # The server has executed an unknown part of its actions, so do not keep it.
         await self.disconnect()
         try:
             await self.connect()

@@ -89,6 +89,7 @@ class ReToolEnvironment(Environment):
             messages = _conversation(record["prompt"], options)
             ground_truth = _ground_truth(record["reward_model"])
         else:
+            # Files spell their columns differently, such as "Problem".
             row = {str(key).lower(): value for key, value in record.items()}
             question = text_in(row, "problem" if row.get("problem") else "question")
             messages = prompt_of(question, options)
@@ -118,6 +119,7 @@ class ReToolEnvironment(Environment):
 
         program = f"print({expression})"
         if rng.random() < MISTAKE_SHARE:
+            # The first mistake prints nothing, the second is a syntax error.
             mistake = rng.choice([f"x={expression}", f"print({expression}"])
             yield [think("Use python."), _python(mistake)]
             yield [think("Again."), _python(program)]
@@ -179,6 +181,7 @@ class ReToolEnvironment(Environment):
         notice = NEW_SESSION if self._session_ended else ""
 
         self._session_ended = execution.ended
+        # The program ended the interpreter, and the session's variables with it.
         if execution.ended:
             self._history = ()
         elif execution.error is None:

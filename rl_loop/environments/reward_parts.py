@@ -32,6 +32,7 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
     """
     named = given if isinstance(given, Mapping) else {"score": given}
     expected = {"score", *parts}
+    # GDPO compares each part over episodes, so every episode needs exactly these.
     if set(named) != expected:
         names = ", ".join(sorted(map(str, named)))
         wanted = ", ".join(sorted(expected))
@@ -40,6 +41,7 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
 
     numbers: dict[str, float] = {}
     for name, value in named.items():
+        # A NaN in one reward would make all advantages of its group NaN.
         if not isinstance(value, Real) or not math.isfinite(value):
             reason = f"{giver}: {name} is {value!r}, expected a finite number"
             raise InfrastructureFailure("checker", reason, giver)

@@ -63,6 +63,7 @@ def row_task(
     if instructions is not None:
         messages.insert(0, {"role": "developer", "content": instructions})
 
+    # Row and options are in the task, because a rollout worker gets only the task.
     metadata: dict[str, Any] = {"record": row, "options": options.model_dump(mode="json")}
     if "category" in row:
         metadata["category"] = row["category"]
@@ -77,6 +78,7 @@ def row_task(
 
 def row_of(task: Task) -> dict[str, Any]:
     """Return the row of a task. Raises ValueError if the task was not created by ``row_task``."""
+    # A task in a file may name this environment without having come from ``row_task``.
     missing = [key for key in ("record", "options") if key not in task.metadata]
     if missing:
         raise ValueError(

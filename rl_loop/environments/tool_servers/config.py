@@ -69,11 +69,13 @@ class ToolServerConfig(BaseModel):
                 f"a tool server needs one of {', '.join(TRANSPORTS)}, but has {listed}"
             )
 
+        # A key without effect is an error, because a user would rely on it.
         [transport] = given
         if transport != "command" and (self.env or self.cwd is not None):
             raise ValueError(f"env and cwd need a command, but this server has {transport}")
         if transport != "url" and self.headers:
             raise ValueError(f"headers need a url, but this server has {transport}")
+        # Import the function here, so that a wrong name fails before the run.
         if self.in_process is not None:
             FACTORIES.resolve(self.in_process)
         return self
@@ -83,6 +85,7 @@ class ToolServerConfig(BaseModel):
 
         Compiled programs, such as an interpreter, are left out.
         """
+        # Words that are not files, such as options, are left out below.
         folder = Path(self.cwd or ".")
         files = [folder / word for word in self.command or []]
         if self.in_process is not None:

@@ -80,6 +80,7 @@ class ServerConnection:
         seconds = self.config.connect_seconds
         self._holding = asyncio.create_task(self._hold(), name=f"tool server {self.name}")
         opening = asyncio.create_task(self._opened.wait())
+        # If the connection fails, the task that holds it ends first. Wait for either event.
         try:
             await asyncio.wait(
                 {self._holding, opening}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -136,6 +137,7 @@ class ServerConnection:
         if self._holding is None:
             return
         # A task that has not connected yet does not wait for the event.
+        # Give the server time to exit before the task is cancelled.
         if self._opened.is_set():
             await asyncio.wait({self._holding}, timeout=CLOSE_SECONDS)
         await _end(self._holding)
@@ -146,6 +148,7 @@ class ServerConnection:
         """Connect, and keep the connection until ``close``."""
         from mcp import Client
 
+        # The stack closes in reverse order: the client before the HTTP client that it uses.
         async with AsyncExitStack() as stack:
             target = await self._target(stack)
             client = await stack.enter_async_context(Client(target))
@@ -160,6 +163,7 @@ class ServerConnection:
 
         config = self.config
         if config.in_process is not None:
+            # Pass a copy, because the function is the user's code.
             return FACTORIES.resolve(config.in_process)(dict(self._task))
         if config.command is not None:
             program, *arguments = config.command
@@ -187,6 +191,7 @@ class ServerConnection:
             raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
         error = asking.exception()
         if error is None:
+            # OpenEnv sends the same blocks as JSON, so ``text_of`` takes plain data.
             result = asking.result()
             said = text_of([block.model_dump() for block in result.content])
             text = truncate_text(said, self.config.max_output_bytes)
@@ -207,6 +212,7 @@ class ServerConnection:
             return "it was closed"
         if self._holding.cancelled():
             return "it was cancelled"
+        # anyio wraps errors of its tasks in groups, which hide the cause.
         error = self._holding.exception()
         return "it ended" if error is None else describe(_innermost(error))
 

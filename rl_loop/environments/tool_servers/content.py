@@ -21,5 +21,6 @@ def _piece(block: Mapping[str, Any]) -> str:
             return str(block["resource"]["text"])
         case "resource_link":
             return f"[{block['name']}: {block['uri']}]"
+    # The name depends on whether the block comes from ``mcp``'s objects or from JSON.
     media = block.get("mime_type") or block.get("mimeType") or kind
     return f"[{media}: cannot be shown]"

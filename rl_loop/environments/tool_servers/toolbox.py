@@ -64,6 +64,7 @@ class ToolBox:
             ValueError: if two tools have the same name.
         """
         opening = [self._connect(name, config) for name, config in self._servers.items()]
+        # Wait for all of them, so that none is still opening when an error is raised.
         results = await asyncio.gather(*opening, return_exceptions=True)
         self._connections = [c for c in results if isinstance(c, ServerConnection)]
         try:
@@ -77,6 +78,7 @@ class ToolBox:
 
     async def close(self) -> None:
         """Disconnect from the servers of the episode. Later calls do nothing."""
+        # Connections of shared servers serve other episodes, too.
         own = [c for c in self._connections if not c.config.shared]
         self._connections = []
         self._tools = {}
@@ -112,6 +114,7 @@ class ToolBox:
         """Return an open connection. Raises InfrastructureFailure."""
         if config.shared:
             return await _shared_connection(name, config)
+        # A separate server for each episode, because it may keep state.
         connection = ServerConnection(name, config, self._task)
         await connection.open()
         return connection
@@ -160,9 +163,11 @@ async def _shared_connection(name: str, config: ToolServerConfig) -> ServerConne
     Raises:
         InfrastructureFailure: if the server cannot be reached.
     """
+    # A connection works only in the event loop that opened it.
     connections = _shared.setdefault(asyncio.get_running_loop(), {})
     key = f"{name} {config.model_dump_json()}"
     opening = connections.get(key)
+    # Connect again after a failure, so that a restarted server is found.
     if opening is None or (opening.done() and not _is_usable(opening)):
         opening = asyncio.create_task(_opened(name, config))
         connections[key] = opening
@@ -203,6 +208,7 @@ def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[T
         ValueError: if two tools have the same name.
     """
     key = _SERVERS.dump_json(dict(servers))
+    # One thread connects. The others wait for its result.
     with _discovering:
         if key not in _discovered:
             # Another thread, because the caller may be running an event loop.
