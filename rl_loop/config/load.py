@@ -211,8 +211,8 @@ def value_origins(
     origins = {key: str(path) for key in _leaf_keys(tree)}
 
     for change in overrides or []:
-        # These overrides name a file. Its values are added below.
         key, _, value = change.partition("=")
+        # These overrides name a file. Its values are added below.
         if key in ("model", "algorithm"):
             tree[key] = value
         # An override of a section replaces the values below it, whatever file they came from.
@@ -310,6 +310,7 @@ def _find_either(path: Path) -> Path:
 
 def _load_either(path: Path, overrides: list[str] | None) -> RunConfig:
     """Read a configuration of ``gptoss rl`` or of ``gptoss sft``."""
+    # Keys that only configurations of ``gptoss sft`` have.
     is_sft = bool({"demonstrations", "sequences_per_step"} & set(read_yaml(path)))
     return load_run_config(path, "sft" if is_sft else "rl", overrides)
 

@@ -82,6 +82,7 @@ class TrainerConfig(PolicyConfig):
 
         None with adapters, because the sum of a base and its adapters has no MXFP4 values.
         """
+        # An adapter is trained in ``dtype``, and its base is frozen.
         return self.quantization if self.adapter is None else None
 
     @property

@@ -99,9 +99,9 @@ class RunConfig(EpisodesConfig, TrainerConfig):
     def _check_dense(self) -> None:
         """Refuse settings that have no effect on a model without experts and sinks."""
         if self.model.num_experts > 0:
-            # A setting without effect is an error, so that no user trusts in it.
             return
 
+        # A setting without effect is an error, because a user would rely on it.
         ablation = self.ablation
         family = self.model.model_type
         if self.rollout.routed_experts:
@@ -311,6 +311,7 @@ class RlConfig(RunConfig):
                 f"algorithm.routing_replay ({algorithm.routing_replay}): a "
                 f"{self.model.model_type} model has no experts. Set it to none."
             )
+        # Only the engine knows the experts that it chose while it sampled.
         if algorithm.routing_replay == "R3" and not rollout.routed_experts:
             raise ValueError(
                 "algorithm.routing_replay=R3 needs the engine's routes. Set "

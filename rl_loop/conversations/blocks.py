@@ -102,6 +102,7 @@ class BlockRenderer:
 
     def render(self, job: BlockJob) -> RenderedBlock:
         """Read and render the block's conversations of the job's split."""
+        # Jobs carry only an index, because sources are large to send with each block.
         source = self._plan.sources[job.source]
         token_ids: list[np.ndarray] = []
         loss_masks: list[np.ndarray] = []

@@ -79,6 +79,7 @@ class ChatMlRenderer:
                 if it is too long.
         """
         messages, tools = _read(record, form)
+        # Order first: the checks below compare neighboring messages.
         statements = _statements(answers_in_order(messages))
         check_conversation(statements, tools)
 

@@ -80,6 +80,7 @@ class Conversation:
                 if i > start:
                     turns.append(range(start, i))
                 start = i + 1
+        # The checks make sure that the assistant speaks last.
         turns.append(range(start, len(self.statements)))
         return turns
 
@@ -124,6 +125,7 @@ def make_conversation(
         truncated=truncated,
     )
 
+    # The ends come first: the turns below exist only if the assistant speaks last.
     _check_ends(conversation)
     for turn in conversation.turns:
         is_last = turn.stop == len(conversation.statements)
@@ -145,6 +147,7 @@ def _translate(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
 ) -> tuple[list[Statement], bool]:
     """Return the messages of Harmony, and True if the last one was cut off."""
+    # The translator pairs calls and answers, so it needs all messages in order.
     translator = MessageTranslator()
     statements: list[Statement] = []
     truncated = False

@@ -72,6 +72,7 @@ class ConversationData:
             of_source = config.sources[name]
             sources.append(RenderSource(name, validation_rows, of_source.format, of_source.columns))
 
+        # All processes get the same plan, so a block is rendered the same way by any of them.
         plan = RenderPlan(
             sources=sources,
             codec=codec,
@@ -132,6 +133,7 @@ class ConversationData:
                     None if saved is None else saved["sources"][name],
                 )
             )
+        # The position of the mixture counts samples of all sources together.
         position = 0 if saved is None else saved["position"]
         return ConversationStream(streams, self._mixture, position)
 
@@ -166,6 +168,7 @@ class ConversationData:
                     f"validation (data.validation_share is {share}). Increase it, or set "
                     "validation_path"
                 )
+            # Each source has a separate validation loss.
             measured[name] = join_samples(samples)
         return measured
 
@@ -226,6 +229,7 @@ class ConversationData:
             preview.rejections += [
                 describe_rejection(rows, rejection) for rejection in rendered.rejections
             ]
+            # The kinds summarize the reasons if too many conversations are rejected.
             preview.kinds.update(kind_of(rejection.reason) for rejection in rendered.rejections)
             if preview.conversations >= conversations:
                 break

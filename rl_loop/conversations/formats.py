@@ -84,6 +84,7 @@ def _is_harmonys(message: Any) -> bool:
         return False
     content = message.get("content")
     first = content[0] if isinstance(content, list) and content else None
+    # Only Harmony's JSON has these types, a channel, or an author as an object.
     kind = first.get("type") if isinstance(first, dict) else None
     return (
         kind in ("system_content", "developer_content")
@@ -133,6 +134,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     # A file may have several of these keys, with all but one null.
     thoughts = [message[key] for key in THOUGHTS if message.get(key)]
+    # Taking one of them would lose the others silently.
     if len(thoughts) > 1:
         given = ", ".join(key for key in THOUGHTS if message.get(key))
         raise ConversationError(f"{name}: {given} have the same meaning. Give one of them")
@@ -195,6 +197,7 @@ def one_call_per_turn(messages: Sequence[Numbered]) -> Iterator[Numbered]:
     while at < len(messages):
         number, message = messages[at]
         at += 1
+        # Other messages stay as they are.
         calls = message.get("tool_calls") or []
         if len(calls) < 2:
             yield number, message
@@ -267,6 +270,7 @@ def plain_sharegpt(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
 
 
 def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
+    # A message that is not an object has no sender, and is reported as such.
     sender = message.get("from") if isinstance(message, dict) else None
     role = SHAREGPT_ROLES.get(sender) if isinstance(sender, str) else None
     name = f"message {number} (from {sender!r})"
@@ -289,6 +293,7 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ConversationError(f"{name}: its value is not JSON: {error}") from None
+    # A single call may be an object instead of a list.
     if not isinstance(calls, list):
         calls = [calls]
     if not calls:

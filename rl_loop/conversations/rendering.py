@@ -167,6 +167,7 @@ class ConversationRenderer:
         self, sample: RenderedSample, turn: Sequence[Statement], is_truncated: bool
     ) -> None:
         """Add one turn after its header. A turn that was cut off gets no stop token."""
+        # Training on a turn that RL would reject as malformed teaches the wrong format.
         self._check_round_trip(turn)
         for i, statement in enumerate(turn):
             # Within a turn, the policy samples the header of the next message, too.
@@ -223,6 +224,7 @@ class ConversationRenderer:
 
         Results are cached, because many conversations have the same ones.
         """
+        # The key contains all that ``render_prefix`` gets.
         key = _prefix_key(conversation)
         if key in self._prefixes:
             self._prefixes.move_to_end(key)

@@ -125,6 +125,7 @@ class SourceStream:
         """Number of rejections by kind of reason."""
         self._samples_of_epoch = 0
 
+        # Windows that are rendered while the current one is used.
         self._ahead: deque[Window] = deque()
         self._next = (0, 0)
         """Epoch and window to render after the windows in ``_ahead``."""
@@ -183,6 +184,7 @@ class SourceStream:
                 f"{self._rows.place} has changed since the checkpoint was saved, so the run cannot "
                 "continue behind its last sample. Restore the original file"
             )
+        # The file was compared above and is not part of the position.
         fields = {key: value for key, value in saved.items() if key != "file"}
         # JSON has turned the tuple into a list.
         last = fields["last"]
@@ -290,6 +292,7 @@ class SourceStream:
         # With equal first parts, rows and numbers decide.
         if not self._data.shuffle:
             return b"", row, number
+        # The key depends on the line only, so samples that are left out do not move the others.
         seed = f"{self._data.seed}/{self.name}/{window.epoch}/{window.number}"
         text = f"{seed}/{row}/{number}".encode()
         return hashlib.blake2b(text, digest_size=8).digest(), row, number
@@ -314,6 +317,7 @@ class SourceStream:
             self._samples_of_epoch = 0
 
     def _check_rejected(self, all_seen: bool) -> None:
+        # A few conversations at the beginning of a file may not be typical.
         if all_seen or self._position.conversations >= ENOUGH_TO_JUDGE:
             check_rejected_share(
                 self._rows.place,

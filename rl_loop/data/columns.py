@@ -17,6 +17,7 @@ def rename_columns(record: Any, columns: Mapping[str, str]) -> Any:
     if not columns or not isinstance(record, dict):
         return record
 
+    # A null value is allowed, because the column exists.
     missing = [column for column in columns.values() if column not in record]
     if missing:
         keys = ", ".join(map(str, record)) or "no columns"

@@ -51,12 +51,14 @@ def assign_advantages(
     )
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
+    # An episode's advantage is repeated for each of its sequences.
     sequences = torch.tensor([len(trajectory.sequences) for trajectory in trajectories])
     # GAE does not compare episodes. Every sequence ends with the reward of its episode.
     if isinstance(config.advantage, GaeAdvantage):
         per_sample = rewards.repeat_interleave(sequences)
         return _assign_generalized_advantages(samples, per_sample, config, config.advantage)
 
+    # Only gdpo compares parts. The other functions use the totals.
     parts, part_weights = _reward_parts(trajectories, length_penalties, config)
     batch = advantages.BatchRewards(
         totals=rewards - _summed_kl_penalties(samples, sequences, config),
@@ -98,6 +100,7 @@ def has_signal(group: TrajectoryGroup, config: AlgorithmConfig) -> bool:
 
     # One column for each compared value. A difference in any column is a signal.
     columns = [[trajectory.reward for trajectory in group.trajectories]]
+    # Parts without weight have no effect on gdpo's advantages.
     if config.advantage.type == "gdpo":
         compared = [name for name, weight in config.reward_weights.items() if weight != 0]
         columns = [[t.reward_parts.get(name, 0.0) for t in group.trajectories] for name in compared]
@@ -160,6 +163,7 @@ def _context_penalty(
     assert config.overlong_buffer is not None
     if max_context_tokens is None or sequence.sampled_tokens == 0:
         return 0.0
+    # Prompt and tool outputs take the rest of the context.
     room = max_context_tokens - (len(sequence) - sequence.sampled_tokens)
     # The context leaves enough tokens for the longest response.
     if room >= max_response_tokens:

@@ -83,6 +83,7 @@ def find_contaminated(prompts: Iterable[str], held_out: Sequence[str]) -> list[b
     # A set, because a run counts once per prompt.
     # Looking up a run's first and last word is cheaper than building the run, and usually enough.
     ends = {(run[0], run[-1]) for run in held_out_counts}
+    # Equal prompts count even if all their words belong to a form.
     held_out_prompts = set(held_out)
 
     shared_runs: list[list[tuple[int, WordRun]]] = []
@@ -115,6 +116,7 @@ def find_contaminated(prompts: Iterable[str], held_out: Sequence[str]) -> list[b
     for run, numbers in prompts_of.items():
         training_counts[run] = max(training_counts[run], len(numbers))
 
+    # Only now are all counts known.
     forms = _forms(training_counts, len(shared_runs), held_out_counts, len(held_out))
     return [
         equal or bool(short - forms) or _is_contaminated(shared, forms)

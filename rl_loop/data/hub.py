@@ -15,6 +15,7 @@ def hub_name(place: str) -> tuple[list[str], str]:
         ValueError: the form is neither ``hub:NAME:SPLIT`` nor ``hub:NAME:CONFIGURATION:SPLIT``.
     """
     *name, split = place.removeprefix(PREFIX).split(":")
+    # An empty part comes from a missing name, such as in ``hub::train``.
     if len(name) not in (1, 2) or not all([*name, split]):
         raise ValueError(
             f"{place} is not the name of a data set. Use hub:NAME:SPLIT or "

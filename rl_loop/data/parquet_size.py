@@ -27,6 +27,7 @@ def main() -> None:
 
     decoded = 0
     with parquet.ParquetFile(path) as file:
+        # Stop at the limit, so that a huge file is not decoded to its end.
         for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
             decoded += batch.nbytes
             if decoded > limit:

@@ -36,6 +36,7 @@ def to_samples(
         [_columns(sequence, config, version) for sequence in sequences],
         names=[sequence.task_id for sequence in sequences],
     )
+    # Losses that average over episodes need to know the sequences of each one.
     counts = [len(trajectory.sequences) for trajectory in trajectories]
     return replace(samples, episodes=np.repeat(np.arange(len(counts), dtype=np.int64), counts))
 
@@ -50,6 +51,7 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     trajectory.validate()
     # Tokens without a reported version count as current.
     newest = max((span.version for span in trajectory.weight_versions), default=version)
+    # Training would take these tokens for newer than the weights that are updated.
     if newest > version:
         raise OffPolicyError(
             f"task {trajectory.task_id}: the engine reports weights {newest}, but the newest "

@@ -55,11 +55,13 @@ def check_sampled_by_policy(
         return
 
     sums, counts = _differences(samples, trained)
+    # ``maximum`` avoids a division by 0 in sequences without compared tokens.
     means = np.where(counts >= MIN_TOKENS, sums / np.maximum(counts, 1), 0)
     if len(means) == 0 or not means.max() > limit:
         return
 
     worst = int(means.argmax())
+    # The worst one is named, because it is the clearest evidence.
     name = samples.names[worst] if samples.names else f"sample {worst}"
     raise ResponseMismatchError(
         f"step {step + 1}: the policy has not sampled an episode of task {name}: engine and "

@@ -175,6 +175,7 @@ class Trajectory(TokenColumns[np.ndarray]):
     @property
     def truncated(self) -> bool:
         """True if a limit, not the agent, ended the episode."""
+        # A malformed turn ends an episode, but the agent and not a limit is the cause.
         return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
 
     @property
@@ -193,6 +194,7 @@ class Trajectory(TokenColumns[np.ndarray]):
         Raises:
             ValueError: it cannot. The message names the task and the field.
         """
+        # Such an episode says nothing about the policy.
         if self.invalid is not None:
             raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
 

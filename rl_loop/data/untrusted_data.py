@@ -49,6 +49,7 @@ def check_parquet(path: Path) -> None:
             f"{metadata.num_rows:,} rows in {size:,} bytes cannot be text. The file was not read"
         )
 
+    # Declared sizes can be wrong, so decode the file within limits of memory and time.
     numbers = [str(limit), str(MAX_MEMORY_BYTES)]
     command = [sys.executable, "-m", parquet_size.__name__, str(path), *numbers]
     seconds = MIN_SECONDS + limit / BYTES_PER_SECOND
@@ -100,6 +101,7 @@ def check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         # The list has the declared sizes. Nothing is decompressed.
         for member in archive.infolist():
+            # Without compression, no member is larger than its archive.
             if member.file_size > size:
                 raise ValueError(
                     f"{member.filename} would decompress to {member.file_size:,} bytes, but the "

@@ -72,6 +72,7 @@ def engine_report(
     lines.append(f"canary: {canary:.2e} nats per token")
 
     groups = rollouts.run(held_out_requests(tasks, temperature, with_routes=True))
+    # Version 0 is the one that was synced above.
     samples = to_samples(groups, algorithm, version=0)
     # First with the trainer's own experts, as in a run without replay.
     table = gap_table(samples, trainer.score(samples.without_routes()), tasks.codec)
@@ -133,6 +134,7 @@ def _row(name: str, tokens: Sequence[TokenGap]) -> list[str]:
     """Return one line of the table. Returns none without tokens."""
     if not tokens:
         return []
+    # Means hide rare large gaps, so show quantiles and the maximum, too.
     gaps = np.array([token.gap for token in tokens])
     figures = (gaps.mean(), *np.quantile(gaps, QUANTILES), gaps.max())
     return [f"{name:26}{len(gaps):>8}" + "".join(f"{figure:>11.2e}" for figure in figures)]

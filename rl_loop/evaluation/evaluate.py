@@ -70,6 +70,7 @@ def evaluation_requests(
     tasks: HeldOutTasks, samples_per_task: int, temperature: float
 ) -> list[GroupRequest]:
     """Return requests for episodes of every held-out task, with the same seeds in every call."""
+    # Fixed seeds make two checkpoints comparable.
     seeds = tuple(range(samples_per_task))
     return [GroupRequest(task, seeds, temperature) for task in tasks.held_out()]
 
@@ -99,6 +100,7 @@ async def run_at_endpoint(
     runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
+    # Failures of the endpoint must not count as wrong answers.
     breaker = CircuitBreaker.with_streak(rollout.max_invalid_share)
     # Limit the episodes, not the tasks, because a task has several episodes.
     slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))

@@ -67,6 +67,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         # A binomial with this number of trials has the observed variance of the mean.
         trials = max(1.0, sample.count * mean * (1 - mean) / sample.variance)
 
+    # Wilson's score interval.
     shrinkage = 1 + Z * Z / trials
     center = (mean + Z * Z / (2 * trials)) / shrinkage
     spread = math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
@@ -153,6 +154,7 @@ def compare(
     """Estimate accuracy minus the accuracy of ``baseline``, per task. None without common tasks."""
     new = pass_rates(records)
     old = pass_rates(baseline)
+    # Differences per task leave out how hard the tasks are.
     gains = [new[task] - old[task] for task in new if task in old]
     if not gains:
         return None
