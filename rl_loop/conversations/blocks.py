@@ -221,7 +221,7 @@ class RenderPool:
     def _broken(self) -> DataError:
         names = ", ".join(source.name for source in self._plan.sources)
         return DataError(
-            f"data.sources ({names}): a process that renders conversations died; if memory was "
+            f"data.sources ({names}): a process that renders conversations died. If memory was "
             "short, lower data.workers"
         )
 

@@ -125,15 +125,14 @@ class ChatMlRenderer:
         read = self._codec.parse(turn)
         if isinstance(read, FormatError):
             raise ConversationError(
-                f"message {statement.number}: its calls would be a format error of the "
-                f"policy ({read.kind})"
+                f"message {statement.number}: in RL its calls would be a format error ({read.kind})"
             )
         # Text before the calls is a message without a recipient.
         recipients = [message.recipient for message in read if message.recipient is not None]
         meant = [call_recipient(call) for call in statement.message.calls]
         if recipients != meant:
             raise ConversationError(
-                f"message {statement.number}: its calls of {meant} would be read as {recipients}"
+                f"message {statement.number}: parsing would change its calls of {meant} to {recipients}"
             )
 
     def _render_prefix(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
@@ -184,7 +183,7 @@ def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
         # calls.
         if len(answers) != len(calls):
             raise ConversationError(
-                f"message {number} calls {len(calls)} functions, and {len(answers)} answers follow"
+                f"message {number} calls {len(calls)} functions, but {len(answers)} answers follow"
             )
         ordered += paired_answers(message, answers)
     return ordered
@@ -220,8 +219,8 @@ def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool
     last = statements[-1]
     if not last.is_by_assistant:
         raise ConversationError(
-            f"it ends with message {last.number} (role {last.message.role!r}), which the assistant "
-            "does not answer"
+            f"it ends with message {last.number} (role {last.message.role!r}). The last message "
+            "must be the assistant's"
         )
 
     for before, statement in pairwise(statements):
@@ -229,8 +228,8 @@ def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool
             raise ConversationError("a message with finish_reason 'length' must be the last one")
         if before.is_by_assistant and statement.is_by_assistant:
             raise ConversationError(
-                f"message {before.number}: a turn of the assistant is followed by the assistant, "
-                "without a reply in between"
+                f"message {before.number}: a turn of the assistant is followed by "
+                "another message of the assistant"
             )
     _check_calls(statements, tools)
     for statement in statements:
@@ -247,8 +246,8 @@ def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> 
             # Without tools, instructions may describe the functions in words.
             if described and call.name not in described:
                 raise ConversationError(
-                    f"message {statement.number}: it calls {call.name}, which its tools do not "
-                    f"describe (they are: {', '.join(sorted(described))})"
+                    f"message {statement.number}: it calls {call.name}, which is not "
+                    f"described (described: {', '.join(sorted(described))})"
                 )
 
 
@@ -262,6 +261,6 @@ def _check_text(statement: ChatStatement) -> None:
             spelled = SPELLED_CALL.search(text)
         if spelled is not None:
             raise ConversationError(
-                f"message {statement.number}: its text spells {spelled.group()}; give texts "
-                "without markup, and calls in 'tool_calls'"
+                f"message {statement.number}: its text contains {spelled.group()}. Remove "
+                "markup from texts, and give calls in 'tool_calls'"
             )

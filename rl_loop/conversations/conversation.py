@@ -161,7 +161,7 @@ def _translate(
         if role not in ("assistant", "tool") and translator.open_calls:
             recipient = translator.open_calls[0].recipient
             raise ConversationError(
-                f"{describe_message(number, message)}: the call of {recipient} before it has no answer"
+                f"{describe_message(number, message)}: the earlier call of {recipient} has no answer"
             )
 
         in_loss = False
@@ -191,12 +191,12 @@ def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
     name = describe_message(number, message)
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
-        raise ConversationError(f"{name}: weight is {weight!r}; it must be 0 or 1")
+        raise ConversationError(f"{name}: weight is {weight!r}. It must be 0 or 1")
 
     finish_reason = message.get("finish_reason")
     if finish_reason not in (None, "stop", "tool_calls", "length"):
         raise ConversationError(
-            f"{name}: finish_reason is {finish_reason!r}; it must be stop, tool_calls or length"
+            f"{name}: finish_reason is {finish_reason!r}. It must be stop, tool_calls or length"
         )
     return weight != 0, finish_reason == "length"
 
@@ -206,7 +206,7 @@ def check_not_empty(number: int, message: Mapping[str, Any]) -> None:
     # A message without any of these would train only the stop token.
     if not any(message.get(key) for key in keys):
         raise ConversationError(
-            f"{describe_message(number, message)}: it has none of {', '.join(keys)}"
+            f"{describe_message(number, message)}: it needs at least one of {', '.join(keys)}"
         )
 
 
@@ -228,7 +228,7 @@ def _check_ends(conversation: Conversation) -> None:
     if not last.is_by_assistant:
         role = last.message.author.role.value
         raise ConversationError(
-            f"it ends with message {last.number} (role {role!r}), which the assistant does not answer"
+            f"it ends with message {last.number} (role {role!r}). The last message must be the assistant's"
         )
 
 
@@ -239,19 +239,19 @@ def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
         if statement.is_call:
             raise ConversationError(
                 f"message {statement.number}: the call of {statement.message.recipient} is followed "
-                "by the assistant, not by its answer"
+                "by a message of the assistant instead of its answer"
             )
         if statement.is_answer:
             raise ConversationError(
-                f"message {statement.number}: an answer of the assistant is followed by the "
-                "assistant, without a reply in between"
+                f"message {statement.number}: an answer of the assistant is followed by "
+                "another message of the assistant"
             )
 
     last = turn[-1]
     if not (last.is_call or last.is_answer or may_be_cut):
         raise ConversationError(
             f"message {last.number}: the assistant's turn ends on channel {last.message.channel}, "
-            "without a call or an answer (finish_reason 'length' says that it was cut off)"
+            "without a call or an answer. If it was cut off, set finish_reason to 'length'"
         )
 
 
@@ -280,8 +280,8 @@ def _check_calls(conversation: Conversation, functions: frozenset[str]) -> None:
             # List the described names, because the mistake is often a spelling.
             described = ", ".join(sorted(functions)) or "none"
             raise ConversationError(
-                f"message {statement.number}: it calls {recipient}, which its tools do not "
-                f"describe (they are: {described})"
+                f"message {statement.number}: it calls {recipient}, which is not "
+                f"described (described: {described})"
             )
 
 
@@ -305,6 +305,6 @@ def _check_text(name: str, text: str) -> None:
     token = SPECIAL_TOKEN.search(text)
     if token is not None:
         raise ConversationError(
-            f"{name}: its text spells the special token {token.group()}; give texts without "
-            "special tokens"
+            f"{name}: its text contains the special token {token.group()}. Remove special "
+            "tokens from texts"
         )

@@ -128,7 +128,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
         raise ConversationError(f"{name}: a message is a JSON object, not {_kind(message)}")
     if message.get("function_call") or message.get("role") == "function":
         raise ConversationError(
-            f"{name}: function calls are given as 'tool_calls', and answers with the role 'tool'"
+            f"{name}: give function calls in 'tool_calls', and answers with the role 'tool'"
         )
 
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
@@ -153,11 +153,13 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConversationError(
-            f'{name}: a tool call is like {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}'
+            f'{name}: a tool call has the form {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}'
         )
     kind = call.get("type")
     if kind not in (None, "function"):
-        raise ConversationError(f"{name}: a tool call of type {kind!r}; only functions are called")
+        raise ConversationError(
+            f"{name}: a tool call has type {kind!r}. Only functions can be called"
+        )
 
     arguments = function.get("arguments")
     # Text stays as it is: rendering an object again could change its spacing.
@@ -217,8 +219,8 @@ def _in_turns(
     """Split a message with several calls into several messages, with the answers in between."""
     if len(answers) < len(calls):
         raise ConversationError(
-            f"{describe_message(number, message)}: of its {len(calls)} calls {len(answers)} are "
-            "answered; GPT-OSS makes a further call after the answer only"
+            f"{describe_message(number, message)}: only {len(answers)} of its {len(calls)} "
+            "calls have an answer. GPT-OSS waits for the answer to each call"
         )
 
     # The weight applies to all calls of the message.
@@ -297,7 +299,7 @@ def _sharegpt_message(number: int, message: Any) -> dict[str, Any]:
     if not isinstance(calls, list):
         calls = [calls]
     if not calls:
-        raise ConversationError(f"{name}: it calls nothing")
+        raise ConversationError(f"{name}: the list of calls is empty")
     tool_calls = [_tool_call(name, call) for call in calls]
     return {"role": "assistant", "tool_calls": tool_calls, **control}
 
@@ -326,8 +328,8 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
             continue
         if rest or (isinstance(content, SystemContent) and number > 0):
             raise ConversationError(
-                f"{describe_message(number, flat)}: it comes after others, where only texts can "
-                "be rendered"
+                f"{describe_message(number, flat)}: system and developer content must come "
+                "first. Later messages can have text only"
             )
 
         # The system message declares built-in tools, which may then be called.
@@ -378,15 +380,15 @@ def _rich_content(number: int, message: dict[str, Any]) -> SystemContent | Devel
         reader, expected = DeveloperContent, "developer"
     elif message.get("role") == "system":
         raise ConversationError(
-            f"{name}: Harmony's system message has a part of type 'system_content'; the role "
-            "of a chat's system message is 'developer'"
+            f"{name}: in Harmony's format, role 'system' needs content of type "
+            "'system_content'. Give instructions the role 'developer'"
         )
     else:
         return None
 
     if message.get("role") != expected or len(parts) != 1:
         raise ConversationError(
-            f"{name}: {kinds[0]!r} is the only content of a message of role {expected!r}"
+            f"{name}: {kinds[0]!r} must be the only content of a message of role {expected!r}"
         )
     fields = {key: value for key, value in parts[0].items() if key != "type"}
     # pydantic would drop unknown keys, and their content would be lost.
@@ -435,7 +437,7 @@ def _tool(number: int, described: Any) -> Tool:
         raise ConversationError(f"{name}: a tool is a JSON object, not {_kind(described)}")
     kind = described.get("type")
     if kind not in (None, "function"):
-        raise ConversationError(f"{name}: its type is {kind!r}; only functions can be described")
+        raise ConversationError(f"{name}: its type is {kind!r}. Only functions can be described")
 
     # OpenAI puts the description into ``function``. Other files have its keys at the top level.
     function = described.get("function", described)
@@ -476,7 +478,9 @@ def _reasoning_effort(value: Any) -> ReasoningEffort | None:
         return None
     efforts = {effort.value.lower(): effort for effort in ReasoningEffort}
     if not isinstance(value, str) or value.lower() not in efforts:
-        raise ConversationError(f"reasoning_effort is {value!r}; it is one of {', '.join(efforts)}")
+        raise ConversationError(
+            f"reasoning_effort is {value!r}. It must be one of {', '.join(efforts)}"
+        )
     return efforts[value.lower()]
 
 

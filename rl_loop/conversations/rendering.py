@@ -205,10 +205,10 @@ class ConversationRenderer:
         """Return an error if the headers of a turn are parsed as others, else ""."""
         read = self._harmony.parse(self._harmony.render_assistant(messages))
         if isinstance(read, FormatError):
-            return f"its turn would be a format error of the policy ({read.kind})"
+            return f"in RL its turn would be a format error ({read.kind})"
         for meant, understood in zip(messages, read, strict=True):
             if meant != understood:
-                return f"the header of {meant} would be read as {understood}"
+                return f"parsing would change the header of {meant} to {understood}"
         return ""
 
     def _add_others(self, sample: RenderedSample, others: Sequence[Statement]) -> None:

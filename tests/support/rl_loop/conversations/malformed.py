@@ -66,7 +66,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "a call without an answer",
         "messages",
         line(chat(user("a"), calls(call("f", "{}")), user("b"), said("c"))),
-        "message 2 (role 'user'): the call of functions.f before it has no answer",
+        "message 2 (role 'user'): the earlier call of functions.f has no answer",
     ),
     (
         "one of two calls is answered",
@@ -79,13 +79,13 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
                 said("c"),
             )
         ),
-        "message 1 (role 'assistant'): of its 2 calls 1 are answered",
+        "message 1 (role 'assistant'): only 1 of its 2 calls have an answer",
     ),
     (
         "a function that is not described",
         "messages",
         line(chat(user("a"), calls(call("f", "{}")), tools=[WEATHER])),
-        "message 1: it calls functions.f, which its tools do not describe (they are: weather)",
+        "message 1: it calls functions.f, which is not described (described: weather)",
     ),
     (
         "arguments that are no JSON",
@@ -103,20 +103,20 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "the user speaks last",
         "messages",
         line(chat(user("a"), said("b"), user("c"))),
-        "it ends with message 2 (role 'user'), which the assistant does not answer",
+        "it ends with message 2 (role 'user'). The last message must be the assistant's",
     ),
     ("nobody answers", "messages", line(chat(user("a"))), "it has no message of the assistant"),
     (
         "two answers",
         "messages",
         line(chat(user("a"), said("b"), said("c"))),
-        "message 1: an answer of the assistant is followed by the assistant",
+        "message 1: an answer of the assistant is followed by another message of the assistant",
     ),
     (
         "an empty answer",
         "messages",
         line(chat(user("a"), said(""))),
-        "message 1 (role 'assistant'): it has none of content, thinking, tool_calls",
+        "message 1 (role 'assistant'): it needs at least one of content, thinking, tool_calls",
     ),
     (
         "thoughts without an answer",
@@ -128,13 +128,13 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "a special token",
         "messages",
         line(chat(user("<|start|>user<|message|>a<|end|>"), said("b"))),
-        "message 0: its text spells the special token <|start|>",
+        "message 0: its text contains the special token <|start|>",
     ),
     (
         "a special token of a tool",
         "messages",
         line(chat(user("a"), said("b"), tools=[{"name": "f", "description": "<|end|>"}])),
-        "the tool f: its text spells the special token <|end|>",
+        "the tool f: its text contains the special token <|end|>",
     ),
     (
         "nothing to learn",
@@ -146,7 +146,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "half a weight",
         "messages",
         line(chat(user("a"), said("b", weight=0.5))),
-        "message 1 (role 'assistant'): weight is 0.5; it must be 0 or 1",
+        "message 1 (role 'assistant'): weight is 0.5. It must be 0 or 1",
     ),
     (
         "half a surrogate pair",
@@ -170,7 +170,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "a tool of another kind",
         "messages",
         line(chat(user("a"), said("b"), tools=[{"type": "web_search"}])),
-        "tool 0: its type is 'web_search'; only functions can be described",
+        "tool 0: its type is 'web_search'. Only functions can be described",
     ),
     (
         "ShareGPT of nobody",
@@ -196,7 +196,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         line(
             chat({"role": "system", "content": "Be brief."}, user("a"), said("b", channel="final"))
         ),
-        "message 0 (role 'system'): Harmony's system message has a part of type 'system_content'",
+        "message 0 (role 'system'): in Harmony's format, role 'system' needs content of type 'system_content'",
     ),
     (
         "a channel that there is not",
