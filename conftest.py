@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -89,7 +90,11 @@ because one process would run it alone."""
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file together, because they share fixtures. Ray's come first, then LONGEST."""
+    """Keep the tests of a file together, because they share fixtures. Ray's come first, then LONGEST.
+
+    Files with ``run_distributed`` share a process, too, because each process with such a test
+    imports the modules of ranks once more.
+    """
     from xdist.scheduler import (
         LoadFileScheduling,
     )  # a local import, because without -n the tests do not need xdist
@@ -97,10 +102,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # Keep the order of the collection instead of the number of tests.
     config.option.loadscopereorder = False
 
+    @cache
+    def group_of(file: str) -> str:
+        if file in START_RAY:
+            return "Ray"
+        return "ranks" if "run_distributed" in (config.rootpath / file).read_text() else file
+
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "Ray" if file in START_RAY else file
+            return group_of(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 
