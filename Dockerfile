@@ -24,7 +24,7 @@ RUN python3.12 -m venv /opt/sglang \
 FROM base AS trainer
 WORKDIR /opt/gptoss
 COPY requirements.txt requirements-gpu.txt ./
-# The four packages after --no-binary have no wheel. scripts/bootstrap.sh has the same list.
+# Four packages have no wheel and are built. scripts/bootstrap.sh has the same list.
 RUN python3.12 -m venv venv \
     && venv/bin/python -m pip install --no-cache-dir --no-deps --only-binary :all: \
         --no-binary cellpylib,langdetect,pycosat,zss --require-hashes -r requirements.txt
