@@ -60,7 +60,7 @@ def merge_adapter(
     Args:
         hf_dir: directory of the base; experts may be MXFP4.
         adapter_dir: checkpoint of a trainer, or an adapter in PEFT's format.
-        merged_dir: directory to write. It appears in one move at the end.
+        merged_dir: directory to write. It is renamed to this name after all checks.
         dtype: dtype of the result, and of the base before the merge. Use the dtype of the training.
             With "mxfp4", weights are merged in bf16 and experts are then quantized, which is lossy.
         progress: callback that receives the progress of writing.

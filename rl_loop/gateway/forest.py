@@ -46,7 +46,7 @@ class Forest:
         """Turn that made a call, by the id of the call."""
 
     def __len__(self) -> int:
-        """Return the number of turns."""
+        """Return the number of stored turns, including turns with a format error."""
         return len(self._nodes)
 
     @property
@@ -139,7 +139,7 @@ class Forest:
         return message | {"thinking": node.answer.reasoning}
 
     def add(self, node: Node) -> None:
-        """Add a turn."""
+        """Store a turn, and drop the oldest turns above the limits of number and memory."""
         self._nodes[node.response_id] = node
         # Two conversations may continue from one turn. Each ends in its own leaf.
         if node.parent is not None:

@@ -234,7 +234,7 @@ class EpisodeRunner:
                 self.calls_run += result.tool_calls
                 return result
             except InfrastructureFailure:
-                # A world whose state cannot be restored is not changed twice.
+                # Without a saved state, a second attempt could repeat the effects of the first one.
                 if pause is None or state is None:
                     raise
                 await self.episode.clock.pause(pause)

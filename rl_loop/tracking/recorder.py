@@ -58,7 +58,7 @@ class StepRecord:
 
     @contextmanager
     def timed_evaluation(self, phase: str) -> Iterator[None]:
-        """Do the same as ``timed`` for a phase of the evaluation."""
+        """Show and time a phase of the evaluation, as ``timed`` does for phases of the step."""
         with self._timed(phase, self.evaluation):
             yield
 
@@ -90,7 +90,8 @@ class StepRecorder:
         *,
         steps: int,
     ) -> None:
-        """
+        """Create the recorder of a run, with the values of its first steps if it is resumed.
+
         Args:
             run: the run's directory.
             writer: writes metrics.

@@ -8,28 +8,35 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-
 from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.critic import ValueTrainer, make_critic
-from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
-from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
+from megatron_gptoss.critic import ValueTrainer
+from megatron_gptoss.critic import make_critic
+from megatron_gptoss.gpu_memory import phase_memory
+from megatron_gptoss.gpu_memory import release_cached_memory
+from megatron_gptoss.layers.adapters import copy_factors
+from megatron_gptoss.layers.adapters import replaced_factors
+from megatron_gptoss.layers.adapters import without_adapters
 from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
-from megatron_gptoss.step_results import LossFunction, StepStatistics
+from megatron_gptoss.scorer import Scorer
+from megatron_gptoss.scorer import alignment
+from megatron_gptoss.scorer import gather_parameters
+from megatron_gptoss.step_results import LossFunction
+from megatron_gptoss.step_results import StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
+from rl_loop.algorithms.objectives import policy_objective
+from rl_loop.algorithms.objectives import sft_objective
+from rl_loop.algorithms.objectives import value_objective
 from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
@@ -37,14 +44,21 @@ from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.process_memory import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model
-from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
-from rl_loop.trainer.rank_inputs import RankInputs, RankMiniBatch
-from rl_loop.trainer.rank_results import RankPosition, ResumedState
+from rl_loop.trainer.memory_metrics import max_over_ranks
+from rl_loop.trainer.memory_metrics import memory_metrics
+from rl_loop.trainer.rank_inputs import RankInputs
+from rl_loop.trainer.rank_inputs import RankMiniBatch
+from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_results import ResumedState
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
 from rl_loop.weight_sync.source import WeightSender
+
+
+
+
 
 
 class TrainerWorker:
@@ -90,8 +104,8 @@ class TrainerWorker:
         if self.algorithm.routing_replay != "none":
             self.trainer.replay = RoutingReplay(self.model)
 
-        # With new adapters, the policy without them is the reference. With initial adapters, the
-        # policy with their initial factors is.
+        # With adapters, the reference policy needs no second model. It is the policy without
+        # adapters, or with their initial factors if the run starts from adapters.
         self.reference: Scorer | None = None
         self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
@@ -153,7 +167,7 @@ class TrainerWorker:
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
     def place(self) -> RankPosition:
-        """Return the position of this rank."""
+        """Return the data-parallel rank, and whether this rank returns results to the driver."""
         # Per-token results of updates exist only on the last stage. Tensor- and context-parallel
         # ranks have the same results.
         answers = (
