@@ -278,13 +278,13 @@ def schedule(
     # matter more than equal sums per rank.
     rounds = list(batched(micro_batches, data_parallel_size))
 
-    def most_tokens(taken: Sequence[list[int]]) -> int:
+    def largest_batch(taken: Sequence[list[int]]) -> int:
         return max((int(inputs[sequences].sum()) for sequences in taken if sequences), default=0)
 
     # The round with most tokens comes first, so that later tensors fit into its memory. If tensors
     # grew from one micro-batch to the next, torch's allocator would request new memory and also
     # keep the memory of smaller tensors.
-    rounds.sort(key=most_tokens, reverse=True)
+    rounds.sort(key=largest_batch, reverse=True)
     return Schedule([[taken[rank] for taken in rounds] for rank in range(data_parallel_size)])
 
 

@@ -142,7 +142,7 @@ class RlLoop:
         # weights only.
         self.held_out = held_out_requests(tasks, config.rollout.evaluation_temperature)
         self.group_store = group_store
-        self.sampled_bits: Digests = {}
+        self.engine_digests: Digests = {}
         """Digests of the quantized experts that the engines held after the last sync."""
 
         # The check of the last sync may run on a thread while episodes run.
@@ -278,7 +278,7 @@ class RlLoop:
         with record.timed("sync"):
             assert self._sync_check is not None
             found = self._sync_check.result()
-        self.sampled_bits = found.packed_experts
+        self.engine_digests = found.packed_experts
         # SGLang's servers report no digests, because checksums compare their weights. A count of 0
         # would read as if no weights had been compared.
         if found.packed_experts:

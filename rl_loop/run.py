@@ -184,7 +184,7 @@ def run_rl(
         # The export needs the memory of the engines.
         session.rollouts.close()
 
-        compared = _export(config, session, loop.sampled_bits)
+        compared = _export(config, session, loop.engine_digests)
         agreement = _compare_answers(config, session)
         seconds = session.checkpointer.seconds + _seconds_of_initial_run(config)
         session.run.write_summary(
@@ -337,14 +337,14 @@ def _interrupt_message(config: RlConfig, session: Session, done: int) -> str:
 
 
 def _export(
-    config: RunConfig, session: Session, sampled_bits: dict[str, str] | None = None
+    config: RunConfig, session: Session, engine_digests: dict[str, str] | None = None
 ) -> dict[str, int]:
     """Write the Hugging Face checkpoint and, if there are any, the separate adapters.
 
     Args:
         config: configuration of the run.
         session: the open session.
-        sampled_bits: digests of the quantized experts that engines held last.
+        engine_digests: digests of the quantized experts that engines held last.
 
     Returns:
         Entries for the run's summary.
@@ -359,7 +359,7 @@ def _export(
         tokenizer_source=config.tokenizer or config.initial_weights,
         settings_source=config.initial_weights,
         quantization=config.trained_quantization,
-        sampled=sampled_bits,
+        sampled=engine_digests,
     )
     if config.adapter is not None:
         export_trained_adapter(

@@ -432,22 +432,22 @@ def with_start_timeout(seconds: float = START_SECONDS) -> Iterator[None]:
     def check_start() -> None:
         _check_start(nodes, deadline, seconds)
 
-    def wait_for_port_as_long_as_it_takes(
+    def wait_for_port_until_deadline(
         directory: str, node_id: str, name: str, timeout_ms: int = 1000
     ) -> Any:
         # The call fails while there is no such file yet. It waits itself.
         find = partial(wait_for_port, directory, node_id, name, timeout_ms=timeout_ms)
         return _repeat_until_found(find, check_start, pause=0.0)
 
-    def get_node_as_soon_as_it_is_there(gcs_address: str, node_id: str) -> Any:
+    def get_node_until_deadline(gcs_address: str, node_id: str) -> Any:
         # The call fails if the raylet does not register in RAY_raylet_start_wait_time_s (30 s).
         find = partial(get_node, gcs_address, node_id)
         return _repeat_until_found(find, check_start, pause=0.1)
 
     node_class.start_gcs_server = start_known_gcs_server
     node_class.start_raylet = start_raylet_without_waiting_for_agents
-    node_module.wait_for_persisted_port = wait_for_port_as_long_as_it_takes
-    services.get_node = get_node_as_soon_as_it_is_there
+    node_module.wait_for_persisted_port = wait_for_port_until_deadline
+    services.get_node = get_node_until_deadline
     try:
         yield
     except RayStartError:

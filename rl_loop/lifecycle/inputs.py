@@ -86,7 +86,7 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
     return inputs
 
 
-def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
+def task_input_paths(tasks: TaskConfig) -> dict[str, Any]:
     """Return the paths in ``tasks`` by key. None for keys without a path."""
     places: dict[str, Any] = {}
     for name, source in tasks.sources.items():
@@ -107,7 +107,7 @@ def places_of_tasks(tasks: TaskConfig) -> dict[str, Any]:
     return places
 
 
-def places_of_data(key: str, data: CorpusConfig | None) -> dict[str, Any]:
+def data_input_paths(key: str, data: CorpusConfig | None) -> dict[str, Any]:
     """Return the paths in ``data`` or ``vocabulary_data`` by key. None for keys without a path."""
     places: dict[str, Any] = {}
     if data is not None:

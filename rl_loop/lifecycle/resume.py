@@ -17,10 +17,10 @@ from rl_loop.lifecycle.inputs import (
     TOOL_SERVERS,
     WEIGHTS,
     Input,
+    data_input_paths,
     from_json,
-    places_of_data,
-    places_of_tasks,
     read_inputs,
+    task_input_paths,
 )
 from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, Effect, rule_of
 from rl_loop.tasks.codec import tokenizer_directory
@@ -51,11 +51,11 @@ def places_of(config: RunConfig) -> dict[str, str]:
     # Other vocabularies depend on no tokenizer of the weights.
     if config.vocabulary == "tokenizer":
         places["tokenizer"] = tokenizer_directory(config.tokenizer or config.initial_weights)
-    places |= places_of_tasks(config.tasks)
+    places |= task_input_paths(config.tasks)
     if isinstance(config, SftConfig):
-        places |= places_of_data("data", config.data)
+        places |= data_input_paths("data", config.data)
     if isinstance(config, RlConfig):
-        places |= places_of_data("vocabulary_data", config.vocabulary_data)
+        places |= data_input_paths("vocabulary_data", config.vocabulary_data)
     return {key: str(place) for key, place in places.items() if place is not None}
 
 

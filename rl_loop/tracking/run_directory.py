@@ -5,15 +5,22 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO
-
+from typing import Any
+from typing import BinaryIO
 from gptoss_kernels import cache
-from megatron_gptoss.new_directory import OLD, PARTIAL
+from megatron_gptoss.new_directory import OLD
+from megatron_gptoss.new_directory import PARTIAL
 from megatron_gptoss.user_error import UserError
+
+
+
 
 MAX_RUNS_SHOWN = 10
 """Maximum number of runs that an error about a missing run lists."""
@@ -141,9 +148,9 @@ class RunDirectory:
         # Every attribute is a path of the run. A broken link would be in the way of a new file,
         # too.
         listed = [path for path in vars(self).values() if path != self.path]
-        return [path for path in listed + self._beside_exports() if os.path.lexists(path)]
+        return [path for path in listed + self._leftover_export_paths() if os.path.lexists(path)]
 
-    def _beside_exports(self) -> list[Path]:
+    def _leftover_export_paths(self) -> list[Path]:
         return [
             final.with_name(final.name + suffix)
             for final in (self.export, self.adapter)
@@ -159,7 +166,7 @@ class RunDirectory:
         for root in (self.checkpoints, self.critic_checkpoints, self.adapters):
             found += root.glob(f"*{PARTIAL}")
         # The old export stays, because the new one may never be completed.
-        exports = [path for path in self._beside_exports() if path.name.endswith(PARTIAL)]
+        exports = [path for path in self._leftover_export_paths() if path.name.endswith(PARTIAL)]
         return found + [path for path in exports if path.exists()]
 
     @property

@@ -66,7 +66,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
         check_weights(kept, partial, selection)
         check_packed_experts(export.directory, partial, export.packed_digests)
 
-    def on_their_way() -> Iterator[NamedTensor]:
+    def host_copies() -> Iterator[NamedTensor]:
         for name, tensor in weights:
             # The gathering may reuse a tensor's memory for the next tensor.
             on_host = tensor.detach().cpu()
@@ -78,7 +78,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
     write_hf_directory(
         export.directory,
         model,
-        on_their_way(),
+        host_copies(),
         extras=export.extras,
         eos_token_ids=export.eos_token_ids,
         overwrite=True,

@@ -214,14 +214,14 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
     share = fraction * gpu.total
     if least > most:
         raise NotEnoughGpuMemory(
-            f"{KEY}: a server needs {_gb(needs.all)} of {gpu.name} ({_needs_in_words(needs)}), "
+            f"{KEY}: a server needs {_gb(needs.all)} of {gpu.name} ({_describe_needs(needs)}), "
             f"but only {_gb(gpu.free)} of {_gb(gpu.total)} are free. Reduce the trainer's memory "
             "there (optimizer.offload, more GPUs), or run servers on separate GPUs"
         )
     if share < needs.all:
         raise NotEnoughGpuMemory(
             f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, but a server needs "
-            f"{_gb(needs.all)} ({_needs_in_words(needs)}). Set it to {least:.2f} to {most:.2f}"
+            f"{_gb(needs.all)} ({_describe_needs(needs)}). Set it to {least:.2f} to {most:.2f}"
         )
     if share > gpu.free:
         raise NotEnoughGpuMemory(
@@ -257,7 +257,7 @@ def memory_fault(log: str, fraction: float) -> str | None:
     return None
 
 
-def _needs_in_words(needs: ServerNeeds) -> str:
+def _describe_needs(needs: ServerNeeds) -> str:
     return (
         f"weights {_gb(needs.weights)}, a cache of {USEFUL_CACHE_TOKENS:,} tokens "
         f"{_gb(needs.cache)}, graphs and activations {_gb(needs.working)}, context "

@@ -49,7 +49,7 @@ LOCKS = 1000
 READ_BYTES = 1 << 16
 
 # One level of niceness reduces the weight by a factor of 1.25 (sched_prio_to_weight in the kernel).
-WEIGHT_OF_A_NICE_LEVEL = 1.25
+NICE_LEVEL_WEIGHT = 1.25
 MAX_NICE = 19
 
 # Number of the system call, and its type for comparing address spaces.
@@ -289,7 +289,7 @@ class ProcessWatch:
         self._busy_before = busy
         if steadily_busy < 2:
             return
-        level = min(MAX_NICE, math.ceil(math.log(steadily_busy, WEIGHT_OF_A_NICE_LEVEL)))
+        level = min(MAX_NICE, math.ceil(math.log(steadily_busy, NICE_LEVEL_WEIGHT)))
         for task_id, nice in niceness.items():
             if nice < level:
                 try:

@@ -89,8 +89,8 @@ def test_exported_mxfp4_values_equal_those_of_the_engines(
         harmony = loop.tasks.codec
 
         # Other quantized values in the engines are an error before the directory is renamed.
-        name = next(iter(loop.sampled_bits))
-        other = loop.sampled_bits | {name: "0" * 16}
+        name = next(iter(loop.engine_digests))
+        other = loop.engine_digests | {name: "0" * 16}
         with pytest.raises(
             ConversionError, match=r"expert 0 has other MXFP4 bits .* than the engines"
         ):
@@ -104,7 +104,7 @@ def test_exported_mxfp4_values_equal_those_of_the_engines(
             harmony,
             tmp_path / "hf",
             quantization="mxfp4",
-            sampled=loop.sampled_bits,
+            sampled=loop.engine_digests,
         )
         assert compared == EXPERTS
         agreement = greedy_agreement(

@@ -35,12 +35,12 @@ MAX_TABLE_SIZE = 8192
 """Maximum size, tokens times experts, of the table in a program's registers."""
 MIN_ROWS = 8
 """Minimum rows of that table: with 32 experts, a warp has 4 threads for each of 8 tokens."""
-VALUES_OF_A_THREAD = 32
+MAX_VALUES_PER_THREAD = 32
 """Maximum table entries per thread.
 
 32 are all logits of a token with 32 experts, so that the choice needs no other thread.
 """
-BYTES_OF_A_LOAD = 16
+MAX_LOAD_BYTES = 16
 """Longest load of a thread, in bytes."""
 MIN_BLOCK_LOG2 = 4
 BLOCK_SIZES = 4
@@ -97,21 +97,21 @@ def _table(tokens: int, experts: int) -> tuple[int, int]:
     return rows, columns
 
 
-def _added_in_turn(tokens: int, experts: int, bytes_of_logit: int) -> int:
+def _sequential_sum_size(tokens: int, experts: int, bytes_of_logit: int) -> int:
     """Return the number of adjacent experts whose gates are summed sequentially.
 
-    The sums of these groups are then summed in halves: group 0 with the middle group, and so on,
+    The sums of these groups are then summed pairwise, group i with group i + n / 2 of n groups,
     until one sum is left. The number is that of a kernel with one program for all tokens, so that
     gates have equal bits in both. It does not depend on the number of logits per thread of this
     kernel.
     """
     rows = max(16, triton.next_power_of_2(tokens))
     columns = triton.next_power_of_2(experts)
-    of_a_thread = min(8, max(1, rows * columns // 256))
-    return min(of_a_thread, BYTES_OF_A_LOAD // bytes_of_logit, columns)
+    per_thread = min(8, max(1, rows * columns // 256))
+    return min(per_thread, MAX_LOAD_BYTES // bytes_of_logit, columns)
 
 
-def most_blocks(entries: int, experts: int) -> int:
+def max_blocks(entries: int, experts: int) -> int:
     """Return the maximum number of blocks of 16 that the entries of all experts can occupy."""
     if entries <= experts:
         return entries
@@ -129,7 +129,7 @@ def route(logits: Tensor, top_k: int) -> Routes:
     """
     tokens, experts = logits.shape
     entries = tokens * top_k
-    blocks = most_blocks(entries, experts)
+    blocks = max_blocks(entries, experts)
     rows, columns = _table(tokens, experts)
 
     chosen = logits.new_empty(tokens, top_k, dtype=torch.int32)
@@ -143,7 +143,7 @@ def route(logits: Tensor, top_k: int) -> Routes:
         block_starts=chosen.new_empty(BLOCK_SIZES, experts + 1),
         schedule=chosen.new_empty(BLOCK_SIZES, blocks),
     )
-    warps = max(1, rows * columns // (32 * VALUES_OF_A_THREAD))
+    warps = max(1, rows * columns // (32 * MAX_VALUES_PER_THREAD))
     threads_of_token = max(1, 32 * warps // rows)
     # One more program than experts. It writes the totals after the last expert.
     _route_kernel[(experts + 1,)](
@@ -163,12 +163,12 @@ def route(logits: Tensor, top_k: int) -> Routes:
         TOP_K=top_k,
         TOKENS=rows,
         COLUMNS=columns,
-        WIDTH=min(columns, threads_of_token * BYTES_OF_A_LOAD // logits.element_size()),
+        WIDTH=min(columns, threads_of_token * MAX_LOAD_BYTES // logits.element_size()),
         CHOICES=triton.next_power_of_2(top_k),
-        ADDED_IN_TURN=_added_in_turn(tokens, experts, logits.element_size()),
+        ADDED_IN_TURN=_sequential_sum_size(tokens, experts, logits.element_size()),
         # Both are computed from the padded number of rows, because a server sees every number of
         # tokens and compiling a program takes at least 1 s.
-        BLOCKS=triton.next_power_of_2(most_blocks(rows * top_k, experts)),
+        BLOCKS=triton.next_power_of_2(max_blocks(rows * top_k, experts)),
         BLOCKS_OF_EXPERT=triton.cdiv(rows, 1 << MIN_BLOCK_LOG2),  # an expert has a token once
         MIN_BLOCK_LOG2=MIN_BLOCK_LOG2,
         BLOCK_SIZES=BLOCK_SIZES,
@@ -393,7 +393,7 @@ def _store_schedule(
 
 @triton.jit
 def _add_groups(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDED_IN_TURN: tl.constexpr):
-    """Sum each row of a table in the order of ``_added_in_turn``. Returns [rows]."""
+    """Sum each row of a table in the order of ``_sequential_sum_size``. Returns [rows]."""
     GROUPS: tl.constexpr = COLUMNS // ADDED_IN_TURN
     sums = tl.sum(tl.reshape(table, (ROWS, GROUPS, ADDED_IN_TURN)), 2)
     for halving in tl.static_range(1, GROUPS.bit_length()):

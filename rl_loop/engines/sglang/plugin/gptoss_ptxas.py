@@ -40,7 +40,7 @@ def install() -> None:
     """
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
-        warn_of_others(chosen)
+        warn_if_faulty(chosen)
         return
 
     # The same major version as torch, because the driver need not run the output of another one.
@@ -58,7 +58,7 @@ def install() -> None:
     )
 
 
-def warn_of_others(path: str) -> None:
+def warn_if_faulty(path: str) -> None:
     """Warn if the ptxas that the user has chosen has the fault."""
     if version_of(path) < MIN_PTXAS_VERSION:
         logger.warning(

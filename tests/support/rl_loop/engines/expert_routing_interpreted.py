@@ -76,7 +76,7 @@ def compare_order_of_a_gates_sum() -> None:
     assert not torch.equal(sums, in_another_order)
 
     added = torch.zeros(rows)
-    in_turn = routing._added_in_turn(8, experts, raised.element_size())
+    in_turn = routing._sequential_sum_size(8, experts, raised.element_size())
     add_rows[(1,)](raised, added, ROWS=rows, COLUMNS=experts, ADDED_IN_TURN=in_turn)
     assert torch.equal(added, sums[:, 0])
 
