@@ -5,22 +5,15 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
 from gptoss_kernels import cache
-from megatron_gptoss.new_directory import OLD
-from megatron_gptoss.new_directory import PARTIAL
+from megatron_gptoss.new_directory import OLD, PARTIAL
 from megatron_gptoss.user_error import UserError
-
-
-
 
 MAX_RUNS_SHOWN = 10
 """Maximum number of runs that an error about a missing run lists."""
