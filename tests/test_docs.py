@@ -22,6 +22,10 @@ from typer.testing import CliRunner
 from launch.cli import app
 from rl_loop.config.load import load_run_config
 from rl_loop.config.shipped import shipped_files
+from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
+from rl_loop.environments import Task, make_offline_environment
+from rl_loop.tracking.metrics import StepMetrics
+from rl_loop.tracking.step_metrics import add_rollout_metrics
 from scripts.reference import API, configuration_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -329,3 +333,44 @@ def test_metrics_page_names_metrics_of_the_code() -> None:
         # A prefix may be put in: rollout/invalid is "…/invalid" in the code.
         tail = f"…/{name.rpartition('/')[2]}"
         assert any(text == name or text in (tail, f"{name}…") for text in texts), name
+
+
+# ---- pages for people who change the code
+
+
+def test_files_that_show_a_step_define_the_named_functions() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("Four files show a step")[2].partition("\n\n`rl_loop/session.py`")[0]
+    items = re.split(r"^\d\. ", section, flags=re.M)[1:]
+    assert len(items) == 4
+    text = "".join((ROOT / re.findall(r"`([\w/]+\.py)`", item)[0]).read_text() for item in items)
+    for name in re.findall(r"`(?:\w+\.)?([a-z_]+)`", section):
+        assert f"{name}(" in text, name
+
+
+def test_metric_of_an_episode_has_the_documented_name() -> None:
+    """The page's code runs in an environment, and its number has the page's name."""
+    page = (ROOT / "docs/metrics.md").read_text()
+    row = re.search(r"^\| an episode \| `self\.(.*?)` in .* \| `(.*?)` \|$", page, flags=re.M)
+    assert row is not None
+    call, name = row.groups()
+    task = Task("t", [{"role": "user", "content": "1 + 1"}], "2", environment="gsm8k")
+    end = eval(
+        f"environment.{call}",
+        {
+            "environment": make_offline_environment(task),
+            "score": 1.0,
+            "answer": "2",
+        },
+    )
+    episode = Trajectory(
+        "t",
+        token_ids=[1, 2],
+        loss_mask=[0, 1],
+        rollout_log_probs=[0.0, -1.0],
+        reward=end.reward,
+        reward_parts=end.reward_parts,
+    )
+    metrics = StepMetrics(step=1)
+    add_rollout_metrics(metrics, [TrajectoryGroup("t", [episode])])
+    assert metrics.values()[name] == 3.0
