@@ -356,7 +356,7 @@ def _export(
         session.trainer,
         session.codec,
         session.run.export,
-        tokenizer_source=config.tokenizer or config.initial_weights,
+        tokenizer_source=config.tokenizer_source,
         settings_source=config.initial_weights,
         quantization=config.trained_quantization,
         sampled=engine_digests,

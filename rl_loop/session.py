@@ -488,7 +488,7 @@ def backend_context(config: RunConfig) -> BackendContext:
 
 def training_of(config: RunConfig) -> "Training":
     """Return the facts about the run for the model card of an export."""
-    from rl_loop.tasks.codec import CHAT_FORMATS
+    from rl_loop.tasks.codec import chat_format_of
     from rl_loop.tracking.model_card import Training
 
     algorithm = ""
@@ -505,6 +505,7 @@ def training_of(config: RunConfig) -> "Training":
         data_kind = "Conversations"
         data = config.data.model_dump(mode="json", exclude_defaults=True)
 
+    chat_format = chat_format_of(config)
     return Training(
         name=config.name,
         command=config.command,
@@ -516,8 +517,10 @@ def training_of(config: RunConfig) -> "Training":
         algorithm=algorithm,
         data_kind=data_kind,
         data=data,
-        chat_format=CHAT_FORMATS[type(config.model)],
-        has_released_vocabulary=config.vocabulary != "tiny",
+        chat_format=chat_format,
+        # Harmony's parsers of other servers know only the ids of the released models.
+        has_released_vocabulary=config.vocabulary == "gptoss"
+        or (config.vocabulary == "tokenizer" and chat_format == "chatml"),
     )
 
 

@@ -50,8 +50,6 @@ class ModelConfig(StrictModel, ABC):
     """Values of ``model_type`` in config.json that this family reads."""
     hf_keys: ClassVar[HfKeys]
     """Keys of config.json that this family reads. All others are rejected."""
-    default_vocabulary: ClassVar[Literal["gptoss", "tokenizer"]] = "tokenizer"
-    """Default vocabulary: the released token ids of GPT-OSS, or the checkpoint's tokenizer."""
 
     model_type: str
     """Name of the family, as in model_type of Hugging Face's config.json."""
@@ -123,6 +121,11 @@ class ModelConfig(StrictModel, ABC):
         return self
 
     # -- properties that a family may override -------------------------------------------------
+
+    @property
+    def default_vocabulary(self) -> Literal["gptoss", "tokenizer"]:
+        """Default vocabulary: the released token ids of GPT-OSS, or the checkpoint's tokenizer."""
+        return "tokenizer"
 
     @property
     def tied_embeddings(self) -> bool:

@@ -20,9 +20,6 @@ from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
 
-RELEASED_VOCABULARY = 201_088
-"""Number of token ids of GPT-OSS-20B and 120B."""
-
 
 def load_config[Config: RunConfig](
     path: Path,
@@ -321,12 +318,6 @@ def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
         model = read_hf_config(path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    if model.default_vocabulary == "gptoss" and model.vocab_size != RELEASED_VOCABULARY:
-        raise ConfigError(
-            f"{path}: its model has {model.vocab_size} token ids, a vocabulary that only the "
-            "configuration of its training run defines. Name the run's directory or "
-            f"configuration, and add --weights {path}"
-        )
 
     tree = {
         "name": "serve",

@@ -119,17 +119,18 @@ class EpisodesConfig(PolicyConfig):
     """Rendering, sampling and rewards of episodes."""
 
     vocabulary: Literal["gptoss", "tokenizer", "tiny"] = "gptoss"
-    """Set of token ids. ``gptoss``: the 201,088 ids of the released models. ``tokenizer``: the ids
-    of a dense model's tokenizer, the default for dense models. ``tiny``: the released models'
-    tokens that generated tasks and their demonstrations need, and the special tokens of the chat
-    format, for small models."""
+    """Set of token ids. ``gptoss``: the 201,088 ids of the released models, the default for models
+    of this size. ``tokenizer``: the ids of the checkpoint's tokenizer, the default for other
+    models. Its special tokens also select the chat format. ``tiny``: the released models' tokens
+    that generated tasks and their demonstrations need, and the special tokens of the chat format,
+    for small models."""
     tokenizer: Path | None = None
     """Source of vocabulary ``tokenizer``: a directory with tokenizer.json, or a run with an export.
     null: ``initial_weights``."""
     prompt: PromptConfig = PromptConfig()
     """Harmony system message. Empty by default with vocabulary ``tiny``."""
     chatml: ChatMlConfig = ChatMlConfig()
-    """ChatML system message of dense models. None by default with vocabulary ``tiny``."""
+    """ChatML system message. None by default with vocabulary ``tiny``."""
     tasks: TaskConfig = TaskConfig()
     """Training and held-out tasks."""
     rollout: RolloutConfig = RolloutConfig()

@@ -1,4 +1,4 @@
-"""Token ids: the vocabulary of the released models, and tiny vocabularies cut from it.
+"""Token ids: the released models' vocabulary, tiny ones cut from it, and tokenizers of others.
 
 openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary
 translates between Harmony ids and the ids of its model. Untrusted text (prompts, tool output) is
@@ -6,18 +6,32 @@ always encoded as text and cannot become a special token.
 """
 
 from binascii import a2b_base64
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
-from itertools import count, groupby
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import cache
+from functools import lru_cache
+from itertools import count
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
-
+from typing import TYPE_CHECKING
+from typing import Literal
+from openai_harmony import HarmonyEncoding
+from openai_harmony import HarmonyEncodingName
+from openai_harmony import load_harmony_encoding
 from rl_loop.chat.codec import without_surrogates
 from rl_loop.chat.text_encoding import check_encodes_text
-from rl_loop.harmony.bounded_encoding import O200K_PATTERN, encode_bounded
-from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
+from rl_loop.harmony.bounded_encoding import O200K_PATTERN
+from rl_loop.harmony.bounded_encoding import encode_bounded
+from rl_loop.harmony.o200k import FILE_NAME
+from rl_loop.harmony.o200k import VocabularyUnavailable
+from rl_loop.harmony.o200k import ensure_o200k
+from collections.abc import Mapping
+from rl_loop.chat.tokenizer_vocabulary import TokenizerVocabulary
+
+
+
+
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -178,14 +192,7 @@ class TinyVocabulary:
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
         """Convert Harmony ids to the model's ids. Text is encoded again."""
-        translated: list[int] = []
-        for is_special, group in groupby(ids, key=lambda i: i in self._from_harmony):
-            # Special tokens have equal meanings. Ordinary tokens of the vocabularies differ.
-            if is_special:
-                translated += [self._from_harmony[i] for i in group]
-            else:
-                translated += self.encode_text(harmony_encoding().decode(list(group)))
-        return translated
+        return _from_harmony(ids, self._from_harmony, self.encode_text)
 
     def to_harmony(self, ids: Sequence[int]) -> list[int]:
         """Convert the model's ids to Harmony ids, for parsing only.
@@ -221,7 +228,57 @@ class TinyVocabulary:
         return [Path(file) for file in exported.save_pretrained(directory)]
 
 
-Vocabulary = GptOssVocabulary | TinyVocabulary
+class HarmonyTokenizer(TokenizerVocabulary):
+    """Ids of a Hugging Face tokenizer that has Harmony's special tokens among its added tokens."""
+
+    required = SPECIAL_TOKENS
+    stop_tokens = TURN_ENDS
+    used = SPECIAL_TOKENS
+
+    def __init__(self, tokenizer_json: str, size: int, where: str) -> None:
+        super().__init__(tokenizer_json, size, where)
+        self._from_harmony = {special_id(name): self.markup[name] for name in SPECIAL_TOKENS}
+        self._to_harmony = {ours: theirs for theirs, ours in self._from_harmony.items()}
+
+    def from_harmony(self, ids: Sequence[int]) -> list[int]:
+        """Convert Harmony ids to the model's ids. Text is encoded again."""
+        return _from_harmony(ids, self._from_harmony, self.encode_text)
+
+    def to_harmony(self, ids: Sequence[int]) -> list[int]:
+        """Convert the model's ids to Harmony ids, for parsing only.
+
+        Added tokens that Harmony does not have, and unused ids, become a reserved token. Sampling
+        it is a format error.
+        """
+        translated: list[int] = []
+        for is_text, group in groupby(ids, key=self.is_text):
+            if is_text:
+                translated += _harmony_ids(self.decode(list(group)))
+            else:
+                translated += [self._to_harmony.get(i, FIRST_RESERVED_ID) for i in group]
+        return translated
+
+
+def _from_harmony(
+    ids: Sequence[int], specials: Mapping[int, int], encode_text: Callable[[str], list[int]]
+) -> list[int]:
+    """Convert Harmony ids to a model's ids.
+
+    Args:
+        ids: Harmony ids.
+        specials: the model's id by Harmony id of a special token.
+        encode_text: encoder of all other tokens, whose text is encoded again.
+    """
+    translated: list[int] = []
+    for is_special, group in groupby(ids, key=specials.__contains__):
+        if is_special:
+            translated += [specials[i] for i in group]
+        else:
+            translated += encode_text(harmony_encoding().decode(list(group)))
+    return translated
+
+
+Vocabulary = GptOssVocabulary | TinyVocabulary | HarmonyTokenizer
 
 
 def make_vocabulary(

@@ -9,40 +9,42 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
-
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.config.run import RlConfig
+from rl_loop.config.run import RunConfig
+from rl_loop.config.run import SftConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.data.hub import is_hub_dataset
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
-from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
-from rl_loop.lifecycle.disk_checks import (
-    check_disk,
-    check_writable,
-    checkpoint_bytes,
-    export_bytes,
-    kept_adapter_bytes,
-)
-from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
-from rl_loop.lifecycle.store_size import (
-    StoreNeed,
-    check_local_store,
-    evaluation_store_need,
-    rl_store_need,
-    sft_store_need,
-)
-from rl_loop.lifecycle.weight_checks import (
-    check_initial_adapter,
-    check_newest_checkpoint,
-    check_weights,
-)
+from rl_loop.lifecycle.address_checks import check_endpoint
+from rl_loop.lifecycle.address_checks import check_ray_address
+from rl_loop.lifecycle.disk_checks import check_disk
+from rl_loop.lifecycle.disk_checks import check_writable
+from rl_loop.lifecycle.disk_checks import checkpoint_bytes
+from rl_loop.lifecycle.disk_checks import export_bytes
+from rl_loop.lifecycle.disk_checks import kept_adapter_bytes
+from rl_loop.lifecycle.remedies import how_to_make
+from rl_loop.lifecycle.remedies import how_to_make_weights
+from rl_loop.lifecycle.store_size import StoreNeed
+from rl_loop.lifecycle.store_size import check_local_store
+from rl_loop.lifecycle.store_size import evaluation_store_need
+from rl_loop.lifecycle.store_size import rl_store_need
+from rl_loop.lifecycle.store_size import sft_store_need
+from rl_loop.lifecycle.weight_checks import check_initial_adapter
+from rl_loop.lifecycle.weight_checks import check_newest_checkpoint
+from rl_loop.lifecycle.weight_checks import check_weights
 from rl_loop.sandbox import check_isolation
-from rl_loop.tasks.codec import CHAT_FORMATS, tokenizer_directory
+from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
+from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
+from rl_loop.tasks.codec import chat_format_of
+
+
+
 
 logger = logging.getLogger(__name__)
 
@@ -101,49 +103,60 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
 
 
 def check_chat_format(config: RunConfig) -> None:
-    """Check that the chat format of the model supports the configuration.
+    """Check the vocabulary, and that the chat format supports the configuration.
 
     Raises:
-        StartError: the chat format does not support a setting.
+        StartError: the vocabulary does not fit, or the chat format does not support a setting.
+        TokenizerError: the tokenizer cannot be read.
         VocabularyUnavailable: the vocabulary of the released models is needed and missing.
     """
-    # Both other vocabularies consist of tokens of o200k.
-    if config.vocabulary != "tokenizer":
+    if config.vocabulary == "tokenizer":
+        _check_tokenizer(config.tokenizer_source)
+    chat_format = chat_format_of(config)
+    # The tiny vocabularies and Harmony's parser use tokens of the released models.
+    if config.vocabulary != "tokenizer" or chat_format == "harmony":
         ensure_o200k()
-    # openai-harmony renders to the ids of the released models and reads no tokenizer.
-    if CHAT_FORMATS[type(config.model)] == "harmony":
-        if config.vocabulary == "tokenizer":
-            raise StartError(
-                "vocabulary=tokenizer is not supported for GPT-OSS. Set vocabulary=gptoss for a "
-                "released model, or vocabulary=tiny"
-            )
-        return
-
-    family = config.model.model_type
     if config.vocabulary == "gptoss":
-        raise StartError(
-            f"vocabulary=gptoss does not fit a {family} model. Set vocabulary=tokenizer for the "
-            "tokenizer of the checkpoint, or vocabulary=tiny"
-        )
-    source = config.tokenizer or config.initial_weights
-    if config.vocabulary == "tokenizer" and source is not None and not source.exists():
+        _check_released_vocabulary(config)
+    if chat_format == "chatml":
+        _check_chatml(config)
+
+
+def _check_tokenizer(source: Path | None) -> None:
+    """Raise StartError if there is no tokenizer."""
+    if source is not None and not source.exists():
         raise StartError(
             f"vocabulary=tokenizer: {source} does not exist. {how_to_make_weights(source)}"
         )
-    if config.vocabulary == "tokenizer" and tokenizer_directory(source) is None:
+    if tokenizer_directory(source) is None:
         raise StartError(
             "vocabulary=tokenizer: there is no tokenizer.json in "
             f"{source or 'initial_weights, which is null'}. Set tokenizer to a directory that "
             "has one"
         )
-    _check_chatml(config, family)
 
 
-def _check_chatml(config: RunConfig, family: str) -> None:
+def _check_released_vocabulary(config: RunConfig) -> None:
+    """Raise StartError if the model does not have the released models' ids."""
+    family = config.model.model_type
+    if chat_format_of(config) != "harmony":
+        raise StartError(
+            f"vocabulary=gptoss does not fit a {family} model. Set vocabulary=tokenizer for the "
+            "tokenizer of the checkpoint, or vocabulary=tiny"
+        )
+    if config.model.vocab_size != RELEASED_VOCABULARY:
+        raise StartError(
+            f"vocabulary=gptoss has {RELEASED_VOCABULARY} ids, but model.vocab_size is "
+            f"{config.model.vocab_size}. Set vocabulary=tokenizer for the tokenizer of the "
+            "checkpoint, or vocabulary=tiny"
+        )
+
+
+def _check_chatml(config: RunConfig) -> None:
     """Raise StartError for settings that only Harmony supports."""
     if isinstance(config, SftConfig) and config.demonstrations.history == "harmony":
         raise StartError(
-            f"demonstrations.history=harmony is only for GPT-OSS. A {family} model sees earlier "
+            "demonstrations.history=harmony is only for Harmony. A model with ChatML sees earlier "
             "turns as they were sampled. Set demonstrations.history=append"
         )
 

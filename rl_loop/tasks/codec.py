@@ -1,6 +1,6 @@
 """Builds the codec of a run from its model family and vocabulary.
 
-``CHAT_FORMATS`` has a family's chat format, and ``_BUILDERS`` has a format's constructor.
+``chat_format_of`` chooses the chat format, and ``_BUILDERS`` has a format's constructor.
 """
 
 import re
@@ -14,15 +14,21 @@ from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.tokenizer_vocabulary import (
+    TOKENIZER_FILE,
+    TokenizerVocabulary,
+    added_tokens,
+    read_vocabulary,
+)
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.vocabulary import TOKENIZER_FILE, read_vocabulary, tiny_vocabulary
+from rl_loop.chatml.vocabulary import ChatMlVocabulary, tiny_vocabulary
 from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.conversations.corpus import conversation_texts
 from rl_loop.environments import ENVIRONMENTS, environment_class
 from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.vocabulary import GptOssVocabulary, make_vocabulary
+from rl_loop.harmony.vocabulary import GptOssVocabulary, HarmonyTokenizer, make_vocabulary
 from rl_loop.tasks.demonstrations import demonstrate
 
 ChatFormat = Literal["harmony", "chatml"]
@@ -31,7 +37,12 @@ CHAT_FORMATS: dict[type[ModelConfig], ChatFormat] = {
     GptOssModelConfig: "harmony",
     DenseModelConfig: "chatml",
 }
-"""Chat formats by model family."""
+"""Chat formats by model family. A checkpoint's tokenizer may have the tokens of another one."""
+TOKENIZER_KINDS: dict[ChatFormat, type[TokenizerVocabulary]] = {
+    "harmony": HarmonyTokenizer,
+    "chatml": ChatMlVocabulary,
+}
+"""Vocabularies of a checkpoint's tokenizer by chat format."""
 
 CORPUS_TASKS = 100
 """Number of demonstrations per source from which a tiny vocabulary is built."""
@@ -43,7 +54,28 @@ def codec_of(config: EpisodesConfig) -> ChatCodec:
     Raises:
         ValueError: if the vocabulary does not fit the model.
     """
-    return _BUILDERS[CHAT_FORMATS[type(config.model)]](config)
+    return _BUILDERS[chat_format_of(config)](config)
+
+
+def chat_format_of(config: EpisodesConfig) -> ChatFormat:
+    """Return the chat format of a run.
+
+    It is that of the model family. If the checkpoint's tokenizer lacks tokens of this format and
+    has all tokens of another one, it is the other one.
+
+    Raises:
+        TokenizerError: if the tokenizer cannot be read.
+    """
+    of_family = CHAT_FORMATS[type(config.model)]
+    directory = tokenizer_directory(config.tokenizer_source)
+    if config.vocabulary != "tokenizer" or directory is None:
+        return of_family
+
+    names = added_tokens(directory)
+    known = [form for form, kind in TOKENIZER_KINDS.items() if names.issuperset(kind.required)]
+    if of_family in known or not known:
+        return of_family
+    return known[0]
 
 
 def tokenizer_directory(source: Path | None) -> Path | None:
@@ -58,19 +90,17 @@ def tokenizer_directory(source: Path | None) -> Path | None:
 
 
 def _build_harmony(config: EpisodesConfig) -> Harmony:
+    size, seconds = config.model.vocab_size, config.sandbox.timeout_seconds
     if config.vocabulary == "tokenizer":
-        raise ValueError(
-            "vocabulary=tokenizer is not supported for GPT-OSS. Set vocabulary=gptoss for a "
-            "released model, or vocabulary=tiny"
-        )
+        vocabulary = read_vocabulary(HarmonyTokenizer, _tokenizer_directory(config), size)
+        return Harmony(vocabulary, config.prompt, seconds)
 
     def corpus() -> str:
         # Episodes need a separate event loop, because the caller may be running one.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(vocabulary_corpus, config).result()
 
-    vocabulary = make_vocabulary(config.vocabulary, config.model.vocab_size, corpus)
-    return Harmony(vocabulary, config.prompt, config.sandbox.timeout_seconds)
+    return Harmony(make_vocabulary(config.vocabulary, size, corpus), config.prompt, seconds)
 
 
 def _build_chatml(config: EpisodesConfig) -> ChatMl:
@@ -86,6 +116,12 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
             corpus = thread.submit(_chatml_corpus, config).result()
         return ChatMl(tiny_vocabulary(size, corpus), config.chatml, seconds)
 
+    vocabulary = read_vocabulary(ChatMlVocabulary, _tokenizer_directory(config), size)
+    return ChatMl(vocabulary, config.chatml, seconds)
+
+
+def _tokenizer_directory(config: EpisodesConfig) -> Path:
+    """Return the directory of vocabulary ``tokenizer``. Raises ValueError if there is none."""
     directory = tokenizer_directory(config.tokenizer_source)
     if directory is None:
         raise ValueError(
@@ -93,7 +129,7 @@ def _build_chatml(config: EpisodesConfig) -> ChatMl:
             f"{config.tokenizer_source or 'initial_weights is null, which'} has no "
             f"{TOKENIZER_FILE}. Set tokenizer to a directory that has one"
         )
-    return ChatMl(read_vocabulary(directory, size), config.chatml, seconds)
+    return directory
 
 
 _BUILDERS: dict[ChatFormat, Callable[[EpisodesConfig], ChatCodec]] = {

@@ -24,7 +24,8 @@ from converters.merge_adapter import merge_adapter
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from megatron_gptoss.families.registry import read_hf_config
-from rl_loop.chatml.vocabulary import read_vocabulary
+from rl_loop.chat.tokenizer_vocabulary import read_vocabulary
+from rl_loop.chatml.vocabulary import ChatMlVocabulary
 from rl_loop.config.load import load_served_config
 from rl_loop.lifecycle.weight_checks import check_weights
 from tests.support.converters.models import TINY, save_hf
@@ -100,7 +101,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "initial_weights of Megatron": lambda root: check_weights("key", root / "megatron", TINY),
     "model": lambda root: read_hf_config(root / "hf"),
     "serve": lambda root: load_served_config(root / "hf"),
-    "tokenizer": lambda root: read_vocabulary(root / "hf", 96),
+    "tokenizer": lambda root: read_vocabulary(ChatMlVocabulary, root / "hf", 96),
     "a checkpoint": lambda root: export_checkpoint(root / "megatron", root / "out"),
 }
 FILES: dict[str, dict[str, tuple[str, ...]]] = {

@@ -156,7 +156,7 @@ def test_unservable_directory_is_named(
         ([str(CONFIG), "--weights", str(tmp_path)], f"--weights: {tmp_path} is neither"),
         ([str(tmp_path)], f"{tmp_path} is neither a run (config.yaml) nor a Hugging Face"),
         ([str(tmp_path / "absent.yaml")], "no such file"),
-        ([str(checkpoint)], "only the configuration of its training run defines"),
+        ([str(checkpoint)], "there is no tokenizer.json in"),
         (
             [str(CONFIG), "--weights", str(checkpoint), "--max-tokens", "5000"],
             "--max-tokens 5000 exceeds the 1024 positions of the model",

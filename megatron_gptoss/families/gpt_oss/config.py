@@ -26,6 +26,8 @@ _QUANTIZATION_KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
 _EXPERT_PATTERN = "experts"
 SWIGLU_LIMIT = 7.0
 """Clamp of the SwiGLU inputs in the released models."""
+RELEASED_VOCABULARY = 201_088
+"""Number of token ids of GPT-OSS-20B and 120B."""
 
 
 class GptOssModelConfig(ModelConfig):
@@ -36,7 +38,6 @@ class GptOssModelConfig(ModelConfig):
     )  # fmt: skip
     quantizations: ClassVar[tuple[Quantization, ...]] = ("mxfp4",)
     hf_model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
-    default_vocabulary = "gptoss"
     hf_keys: ClassVar[HfKeys] = HfKeys(
         fields={
             "num_hidden_layers": "num_layers",
@@ -91,7 +92,7 @@ class GptOssModelConfig(ModelConfig):
     """Number of key/value heads, a divisor of num_attention_heads."""
     head_size: int = Field(64, gt=0)
     """Channels per head. May differ from hidden_size / num_attention_heads."""
-    vocab_size: int = Field(201_088, gt=0)
+    vocab_size: int = Field(RELEASED_VOCABULARY, gt=0)
     """Rows of the embedding and of the output layer (untied)."""
     sliding_window: int = Field(128, gt=0)
     """Keys that a token sees in window layers, including its own."""
@@ -133,6 +134,11 @@ class GptOssModelConfig(ModelConfig):
                 f"({self.num_experts})"
             )
         return self
+
+    @property
+    def default_vocabulary(self) -> Literal["gptoss", "tokenizer"]:
+        """Default vocabulary: that of the released models if the size is theirs."""
+        return "gptoss" if self.vocab_size == RELEASED_VOCABULARY else "tokenizer"
 
     @property
     def rope_frequencies(self) -> YarnScaling:

@@ -169,17 +169,19 @@ def test_settings_of_another_model_family_are_rejected(tmp_path: Path) -> None:
     refused(rl_config(tmp_path, "vocabulary=tokenizer"), "initial_weights, which is null")
     refused(
         sft_config(tmp_path, "demonstrations.history=harmony"),
-        "history=harmony is only for GPT-OSS",
+        "history=harmony is only for Harmony",
     )
 
-    gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["vocabulary=tokenizer"])
-    refused(gpt_oss, "tokenizer is not supported for GPT-OSS")
+    gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["vocabulary=gptoss"])
+    refused(gpt_oss, r"vocabulary=gptoss has 201088 ids, but model\.vocab_size is \d+")
 
 
-def test_default_vocabulary_is_that_of_the_model_family() -> None:
+def test_default_vocabulary_depends_on_family_and_size() -> None:
     dense = load_config(CONFIGS / "rl/smollm2-135m_1x1.yaml", RlConfig).model_dump(mode="json")
     del dense["vocabulary"]
     assert RlConfig.model_validate(dense).vocabulary == "tokenizer"
     gpt_oss = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig).model_dump(mode="json")
     del gpt_oss["vocabulary"]
+    assert RlConfig.model_validate(gpt_oss).vocabulary == "tokenizer"
+    gpt_oss["model"]["vocab_size"] = 201_088
     assert RlConfig.model_validate(gpt_oss).vocabulary == "gptoss"

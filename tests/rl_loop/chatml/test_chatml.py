@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_loop.chat.messages import FormatError, ParsedMessage, ToolOutput
 from rl_loop.chat.open_calls import OpenCall
+from rl_loop.chat.tokenizer_vocabulary import TokenizerError, read_vocabulary
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.conversation import Call, ChatMessage
 from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
-from rl_loop.chatml.vocabulary import TINY_MARKUP, TokenizerError, read_vocabulary, tiny_vocabulary
+from rl_loop.chatml.vocabulary import TINY_MARKUP, ChatMlVocabulary, tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
@@ -555,22 +556,22 @@ def test_fuzzed_episodes_end_with_a_reason_and_keep_their_tokens() -> None:
 
 def test_invalid_tokenizer_directory_is_rejected_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: No such file"):
-        read_vocabulary(tmp_path, 1200)
+        read_vocabulary(ChatMlVocabulary, tmp_path, 1200)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="cannot be read as a tokenizer"):
-        read_vocabulary(tmp_path, 1200)
+        read_vocabulary(ChatMlVocabulary, tmp_path, 1200)
 
     VOCABULARIES["qwen"].save(tmp_path)
     with pytest.raises(TokenizerError, match=r"has ids up to \d+, but model\.vocab_size is 300"):
-        read_vocabulary(tmp_path, 300)
-    vocabulary = read_vocabulary(tmp_path, 1200)
+        read_vocabulary(ChatMlVocabulary, tmp_path, 300)
+    vocabulary = read_vocabulary(ChatMlVocabulary, tmp_path, 1200)
     assert vocabulary.encode_text(WORDS) == VOCABULARIES["qwen"].encode_text(WORDS)
     assert vocabulary.save(tmp_path) == []
 
     plain = byte_pair_tokenizer(tokens_of(WORDS))
     plain.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"has no token <\|im_start\|>"):
-        read_vocabulary(tmp_path, 1200)
+        read_vocabulary(ChatMlVocabulary, tmp_path, 1200)
 
 
 def test_too_small_vocabulary_is_rejected_with_the_needed_size() -> None:

@@ -1,0 +1,123 @@
+"""The tokenizer of a checkpoint selects vocabulary and chat format, for every model family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.chat.messages import FormatError
+from rl_loop.chat.tokenizer_vocabulary import TokenizerError
+from rl_loop.chatml.codec import ChatMl
+from rl_loop.chatml.vocabulary import tiny_vocabulary
+from rl_loop.config.load import load_rl_config
+from rl_loop.config.run import RlConfig
+from rl_loop.environments import arithmetic
+from rl_loop.harmony.codec import Harmony
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer, TinyVocabulary
+from rl_loop.lifecycle.start_checks import check_chat_format
+from rl_loop.session import training_of
+from rl_loop.tasks.codec import codec_of
+from tests.support.rl_loop.chatml_vocabularies import without_call_tokens
+
+CONFIGS = Path(__file__).parents[3] / "configs/rl"
+WORDS = arithmetic.vocabulary_text()
+SIZE = 1200
+QUESTION = [{"role": "user", "content": "Compute 12*34. Ends with <|end|> or <|im_end|>?"}]
+
+
+def config_of(name: str, tokenizer: Path) -> RlConfig:
+    settings = [f"model.vocab_size={SIZE}", "vocabulary=tokenizer", f"tokenizer={tokenizer}"]
+    return load_rl_config(CONFIGS / f"{name}.yaml", settings)
+
+
+def codec(config: RlConfig) -> ChatCodec:
+    check_chat_format(config)
+    return codec_of(config)
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Path:
+    tiny_vocabulary(SIZE, WORDS).save(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def harmony(tmp_path: Path) -> Path:
+    TinyVocabulary(SIZE, WORDS).save(tmp_path)
+    return tmp_path
+
+
+def test_gpt_oss_speaks_chatml_with_a_chatml_tokenizer(chatml: Path) -> None:
+    config = config_of("tiny_retool", chatml)
+    spoken = codec(config)
+    assert isinstance(spoken, ChatMl)
+    assert spoken.decode(spoken.render_prompt(QUESTION)).startswith("<|im_start|>system")
+    assert spoken.render_prompt(QUESTION) == codec(config_of("tiny_dense", chatml)).render_prompt(
+        QUESTION
+    )
+    assert training_of(config).chat_format == "chatml"
+
+
+def test_harmony_tokenizer_equals_the_tiny_vocabulary(harmony: Path) -> None:
+    spoken = codec(config_of("tiny_retool", harmony))
+    assert isinstance(spoken, Harmony) and isinstance(spoken.vocabulary, HarmonyTokenizer)
+    tiny = TinyVocabulary(SIZE, WORDS)
+    expected = Harmony(tiny, config_of("tiny_retool", harmony).prompt)
+    prompt = spoken.render_prompt(QUESTION)
+    assert prompt == expected.render_prompt(QUESTION)
+    assert spoken.stop_token_ids == expected.stop_token_ids
+    assert spoken.decode(prompt) == expected.decode(prompt)
+    assert spoken.vocabulary.to_harmony(prompt) == tiny.to_harmony(prompt)
+    text = "é漢 <|end|> \U0001f600"
+    assert spoken.vocabulary.encode_text(text) == tiny.encode_text(text)
+
+
+def test_harmony_tokenizer_parses_sampled_turns(harmony: Path) -> None:
+    spoken = codec(config_of("tiny_retool", harmony))
+    assert isinstance(spoken, Harmony) and isinstance(spoken.vocabulary, HarmonyTokenizer)
+    ids = spoken.vocabulary.markup
+    text = spoken.vocabulary.encode_text
+    answer = [ids["<|channel|>"], *text("final"), ids["<|message|>"], *text("408")]
+    parsed = spoken.parse([*answer, ids["<|return|>"]])
+    assert not isinstance(parsed, FormatError)
+    assert [(message.channel, message.text) for message in parsed] == [("final", "408")]
+
+    # An id that Harmony does not have is a format error, wherever it stands.
+    unused = SIZE - 1
+    assert isinstance(spoken.parse([*answer, unused, ids["<|return|>"]]), FormatError)
+
+
+def test_dense_model_speaks_harmony_with_harmonys_tokens(harmony: Path) -> None:
+    config = config_of("tiny_dense", harmony)
+    assert isinstance(codec(config), Harmony)
+    # The parsers of other servers know only the ids of the released models.
+    assert not training_of(config).has_released_vocabulary
+
+
+def test_family_decides_if_a_tokenizer_has_both_formats(harmony: Path) -> None:
+    path = harmony / "tokenizer.json"
+    description = json.loads(path.read_text())
+    names = {f"<|unused_{i}|>": name for i, name in enumerate(("<|im_start|>", "<|im_end|>"))}
+    for added in description["added_tokens"]:
+        added["content"] = names.get(added["content"], added["content"])
+    path.write_text(json.dumps(description))
+    assert isinstance(codec(config_of("tiny_retool", harmony)), Harmony)
+    assert isinstance(codec(config_of("tiny_dense", harmony)), ChatMl)
+
+
+def test_missing_tokens_of_the_familys_format_are_named(tmp_path: Path) -> None:
+    description = json.loads(without_call_tokens()._tokenizer.to_str())
+    description["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    for name, token in (("tiny_retool", SPECIAL_TOKENS[0]), ("tiny_dense", "<|im_start|>")):
+        with pytest.raises(TokenizerError) as refusal:
+            codec(config_of(name, tmp_path))
+        assert f"has no token {token}" in str(refusal.value)
+        assert "with the tokens of ChatML or of Harmony" in str(refusal.value)
+
+    (tmp_path / "tokenizer.json").write_text("[1]")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        check_chat_format(config_of("tiny_retool", tmp_path))
