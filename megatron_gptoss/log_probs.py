@@ -21,6 +21,9 @@ from torch import Tensor
 from gptoss_kernels.logits import fp32_logits
 from megatron_gptoss.block_sizes import CHUNK_COLUMNS, CHUNK_TOKENS
 
+OUTSIDE = -1
+"""Id that no block of the vocabulary contains."""
+
 
 def log_probs_and_entropy(
     hidden: Tensor,
@@ -48,13 +51,45 @@ def log_probs_and_entropy(
     Raises:
         ValueError: the temperature is not positive.
     """
+    no_candidates = labels.new_empty(len(labels), 0)
+    log_probs, entropy, _ = log_probs_with_candidates(
+        hidden, weight, labels, no_candidates, temperature, group
+    )
+    return log_probs, entropy
+
+
+def log_probs_with_candidates(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    candidates: Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``log_probs_and_entropy``, and the log-probs of further ids of every token.
+
+    Args:
+        hidden: as in ``log_probs_and_entropy``, like the other arguments.
+        weight: output weight of this rank.
+        labels: ids of the labels.
+        candidates: [tokens, k] int64 ids in the whole vocabulary. The ids of a token differ.
+        temperature: divisor of the logits.
+        group: tensor-parallel ranks.
+
+    Returns:
+        Log-probs of the labels and entropy, [tokens] each, and log-probs of the candidates
+        [tokens, k].
+
+    Raises:
+        ValueError: the temperature is not positive.
+    """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    return _LogProbsAndEntropy.apply(hidden, weight, labels, temperature, group)
+    return _LogProbsAndEntropy.apply(hidden, weight, labels, candidates, temperature, group)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Computation of ``log_probs_and_entropy``."""
+    """Computation of ``log_probs_with_candidates``."""
 
     @staticmethod
     def forward(
@@ -62,30 +97,46 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
+        candidates: Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         first_id = _first_id(weight, group)
-        statistics = _local_statistics(hidden, weight, labels, first_id, temperature)
+        statistics, candidate_scores = _local_statistics(
+            hidden, weight, labels, candidates, first_id, temperature
+        )
         peak, total, weighted, label_score = _reduce_statistics(statistics, group)
+        if group is not None and group.size() > 1 and candidates.shape[1] > 0:
+            dist.all_reduce(candidate_scores, group=group)
 
         normalizer = peak + total.log()
         entropy = normalizer - weighted / total
 
         # The backward pass computes the logits again from these tensors.
-        ctx.save_for_backward(hidden, weight, labels, normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, labels, candidates, normalizer, entropy)
         ctx.temperature = temperature
         ctx.group = group
-        return label_score - normalizer, entropy
+        return label_score - normalizer, entropy, candidate_scores - normalizer[:, None]
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
-        # hidden is [tokens, hidden_size]; labels, normalizer and entropy are [tokens]. The
-        # normalizer and the entropy cover the whole vocabulary, so no communication is necessary.
-        hidden, weight, labels, normalizer, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor, grad_candidates: Tensor
+    ) -> tuple[Any, ...]:
+        # hidden is [tokens, hidden_size]; candidates is [tokens, k]; labels, normalizer and entropy
+        # are [tokens]. The normalizer and the entropy cover the whole vocabulary, so no
+        # communication is necessary.
+        hidden, weight, labels, candidates, normalizer, entropy = ctx.saved_tensors
         dtype = normalizer.dtype
         first_id = _first_id(weight, ctx.group)
-        row_statistics = torch.stack([normalizer, entropy, grad_log_probs, grad_entropy])
+        has_candidates = candidates.shape[1] > 0
+        from_normalizer = grad_log_probs
+        if has_candidates:
+            from_normalizer = grad_log_probs + grad_candidates.sum(-1)
+            targets, grad_targets = _merge_targets(
+                labels, candidates, grad_log_probs, grad_candidates
+            )
+            labels = torch.full_like(labels, OUTSIDE)
+        row_statistics = torch.stack([normalizer, entropy, from_normalizer, grad_entropy])
         grad_hidden = torch.empty_like(hidden)
 
         # With Megatron's data parallelism, add products to the gradient buffer directly, which
@@ -113,6 +164,16 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                     ctx.temperature,
                     out=grad_logits,
                 )
+                if has_candidates:
+                    _write_target_gradient(
+                        logits,
+                        targets[rows],
+                        grad_targets[rows],
+                        chunk_statistics,
+                        first_id + columns.start,
+                        ctx.temperature,
+                        out=grad_logits,
+                    )
                 # Free the logits before the next block allocates its own.
                 del logits
                 _add_matmul(grad_chunk, grad_logits, weight[columns])
@@ -121,35 +182,38 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             grad_hidden[rows] = grad_chunk
 
         if grad_weight is None:
-            return grad_hidden, None, None, None, None
+            return grad_hidden, None, None, None, None, None
         if in_place:
             # Megatron's hooks need a gradient to exist, but do not read it. A tied weight is an
             # exception: its gradient is added to that of the embedding, so it must be 0.
             weight.grad_added_to_main_grad = True
             is_shared = getattr(weight, "zero_out_wgrad", False)
             shown = torch.zeros_like(weight) if is_shared else torch.empty_like(weight)
-            return grad_hidden, shown, None, None, None
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            return grad_hidden, shown, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _local_statistics(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    candidates: Tensor,
     first_id: int,
     temperature: float,
-) -> Tensor:
-    """Reduce the logits of this rank's vocabulary to four numbers per token.
+) -> tuple[Tensor, Tensor]:
+    """Reduce the logits of this rank's vocabulary to a few numbers per token.
 
     Returns:
         [4, tokens]: largest score (peak), sum of exp(score - peak), sum of
-        exp(score - peak) * score, and score of the label, which is 0 if another rank has the label.
+        exp(score - peak) * score, and score of the label. And the scores of the candidates,
+        [tokens, k]. The score of an id of another rank is 0.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # The kernel updates the statistics of a chunk in place, block after block, and needs them
     # contiguous.
     statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)
     statistics[0] = -torch.inf
+    candidate_scores = statistics.new_zeros(candidates.shape)
     for rows in _spans(len(hidden), CHUNK_TOKENS):
         chunk_statistics = statistics[:, rows].contiguous()
         for columns in _column_spans(weight):
@@ -161,8 +225,14 @@ def _local_statistics(
                 first_id + columns.start,
                 temperature,
             )
+            if candidates.shape[1] > 0:
+                is_inside, local = _local_columns(
+                    candidates[rows], first_id + columns.start, logits.shape[-1]
+                )
+                scores = logits.gather(-1, local) / temperature
+                candidate_scores[rows] = torch.where(is_inside, scores, candidate_scores[rows])
         statistics[:, rows] = chunk_statistics
-    return statistics
+    return statistics, candidate_scores
 
 
 def _reduce_statistics(
@@ -220,7 +290,7 @@ def _accumulate(
     peak.copy_(new_peak)
 
     # Exactly one block of one rank contains a label. Other blocks keep the value.
-    is_inside, columns = _columns_of_labels(labels, first_id, logits.shape[-1])
+    is_inside, columns = _local_columns(labels, first_id, logits.shape[-1])
     scores_at_labels = scores.gather(-1, columns[:, None])[:, 0]
     label_score.copy_(torch.where(is_inside, scores_at_labels, label_score))
 
@@ -254,10 +324,111 @@ def _logit_gradient(
     log_p = logits / temperature - normalizer
     grad_scores = -log_p.exp() * (grad_log_prob + (log_p + entropy) * grad_entropy)
 
-    is_inside, columns = _columns_of_labels(labels, first_id, logits.shape[-1])
+    is_inside, columns = _local_columns(labels, first_id, logits.shape[-1])
     grad_at_labels = torch.where(is_inside[:, None], grad_log_prob, 0.0)
     grad_scores.scatter_add_(-1, columns[:, None], grad_at_labels)
     out.copy_(grad_scores / temperature)
+
+
+def _merge_targets(
+    labels: Tensor, candidates: Tensor, grad_log_probs: Tensor, grad_candidates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the ids with a gradient of their own, and the gradients of their log-probs.
+
+    Returns:
+        Ids and gradients, [tokens, 1 + k]. If the label is a candidate, both of its entries have
+        the sum of the two gradients.
+    """
+    is_label = candidates == labels[:, None]
+    of_label = grad_log_probs + (is_label * grad_candidates).sum(-1)
+    of_candidates = grad_candidates + is_label * grad_log_probs[:, None]
+    targets = torch.cat([labels[:, None], candidates], dim=1)
+    return targets, torch.cat([of_label[:, None], of_candidates], dim=1)
+
+
+def _write_target_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    grad_targets: Tensor,
+    row_statistics: Tensor,
+    first_id: int,
+    temperature: float,
+    out: Tensor,
+) -> None:
+    """Write the gradient of the logits of ``targets`` to a block of gradients.
+
+    Args:
+        logits: [rows, columns] of the block.
+        targets: [rows, n] ids in the whole vocabulary.
+        grad_targets: [rows, n] gradients of their log-probs.
+        row_statistics: [4, rows] as in ``_logit_gradient``.
+        first_id: id of the first column.
+        temperature: divisor of the logits.
+        out: [rows, columns] gradient of the block, without that of the targets.
+    """
+    is_inside, local = _local_columns(targets, first_id, logits.shape[-1])
+    rows, entries = is_inside.nonzero(as_tuple=True)
+    columns = local[rows, entries]
+
+    # Written, not added to ``out``: p - p_teacher is small, and ``out`` has p rounded to bf16.
+    normalizer, entropy, from_normalizer, grad_entropy = row_statistics[:, rows]
+    log_p = logits[rows, columns] / temperature - normalizer
+    grad = grad_targets[rows, entries]
+    grad = grad - log_p.exp() * (from_normalizer + (log_p + entropy) * grad_entropy)
+    out[rows, columns] = (grad / temperature).to(out.dtype)
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the k most likely ids of each token, and their log-probs.
+
+    Args:
+        hidden: [tokens, hidden_size], the same on all ranks of ``group``.
+        weight: [vocab_size / group size, hidden_size] rows of this rank.
+        k: number of ids, at most the size of the vocabulary.
+        temperature: divisor of the logits.
+        group: tensor-parallel ranks that split the vocabulary; None for a single rank.
+
+    Returns:
+        Ids [tokens, k] int64, most likely first, and log-probs [tokens, k].
+    """
+    first_id = _first_id(weight, group)
+    ranks = 1 if group is None else group.size()
+    best, ids = [], []
+    for rows in _spans(len(hidden), CHUNK_TOKENS):
+        block_scores, block_ids = [], []
+        for columns in _column_spans(weight):
+            logits = fp32_logits(hidden[rows], weight[columns])
+            scores, index = logits.topk(min(k, logits.shape[-1]), dim=-1)
+            block_scores.append(scores / temperature)
+            block_ids.append(index + first_id + columns.start)
+        scores, kept = torch.cat(block_scores, dim=-1), torch.cat(block_ids, dim=-1)
+        scores, index = scores.topk(min(k, scores.shape[-1]), dim=-1)
+        best.append(scores)
+        ids.append(kept.gather(-1, index))
+
+    scores, kept = torch.cat(best), torch.cat(ids)
+    if group is not None and ranks > 1:
+        scores, kept = _gather_columns(scores, group), _gather_columns(kept, group)
+        scores, index = scores.topk(k, dim=-1)
+        kept = kept.gather(-1, index)
+
+    # The label is one of the ids, so its log-prob gives the normalizer.
+    log_probs, _ = log_probs_and_entropy(hidden, weight, kept[:, 0], temperature, group)
+    return kept, scores - scores[:, :1] + log_probs[:, None]
+
+
+def _gather_columns(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Join [tokens, columns] of all ranks to [tokens, ranks * columns]."""
+    gathered = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(gathered, values.contiguous(), group=group)
+    return torch.cat(gathered, dim=-1)
 
 
 @torch.no_grad()
@@ -333,9 +504,9 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _columns_of_labels(labels: Tensor, first_id: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return which labels are in a block of columns, [rows] bool, and their columns [rows]."""
-    local = labels - first_id
+def _local_columns(ids: Tensor, first_id: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return which ids are in a block of columns, as bool, and their columns, in the same shape."""
+    local = ids - first_id
     is_inside = (local >= 0) & (local < columns)
     return is_inside, local.clamp(0, columns - 1)
 

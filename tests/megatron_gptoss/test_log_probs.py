@@ -5,7 +5,12 @@ import torch
 
 from megatron_gptoss import distributed, log_probs
 from megatron_gptoss.config import ParallelConfig
-from megatron_gptoss.log_probs import greedy_tokens, log_probs_and_entropy
+from megatron_gptoss.log_probs import (
+    greedy_tokens,
+    log_probs_and_entropy,
+    log_probs_with_candidates,
+    top_log_probs,
+)
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.allocations import Allocations
 from tests.support.tolerances import assert_within, log_prob_error, product_error
@@ -62,6 +67,58 @@ def test_gradcheck() -> None:
     )
 
 
+def candidates_of(labels: torch.Tensor, k: int = 7) -> torch.Tensor:
+    """Return k different ids for each token. The label is among those of every third token."""
+    torch.manual_seed(1)
+    ids = torch.rand(len(labels), VOCAB).argsort(-1)[:, :k]
+    for i in range(0, len(labels), 3):
+        ids[i] = (labels[i] + torch.arange(k) * 40) % VOCAB
+    return ids
+
+
+def test_candidates_equal_log_softmax_in_values_and_gradients() -> None:
+    hidden, weight, labels = inputs()
+    candidates = candidates_of(labels)
+    ours = [x.clone().requires_grad_() for x in (hidden, weight)]
+    theirs = [x.clone().requires_grad_() for x in (hidden, weight)]
+    got = log_probs_with_candidates(*ours, labels, candidates, TEMPERATURE)
+    log_softmax = (theirs[0] @ theirs[1].t() / TEMPERATURE).log_softmax(-1)
+    want = (*expected(*theirs, labels), log_softmax.gather(-1, candidates))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+    for values in (got, want):
+        torch.manual_seed(2)
+        sum((torch.randn_like(v) * v).sum() for v in values).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_gradient_of_close_distributions_is_not_rounded() -> None:
+    """The gradient p - p_teacher is small, and must not have the rounding error of p."""
+    hidden, weight, labels = inputs()
+    low = hidden.bfloat16(), weight.bfloat16()
+    exact = [x.double() for x in low]
+    logits = exact[0] @ exact[1].t()
+    teacher = (1.002 * logits).softmax(-1)
+    want = (logits.softmax(-1) - teacher) @ exact[1]
+
+    ids = torch.arange(VOCAB).expand(TOKENS, VOCAB)
+    leaf = low[0].clone().requires_grad_()
+    log_probs = log_probs_with_candidates(leaf, low[1], labels, ids)[2]
+    (-(teacher * log_probs).sum()).backward()
+    assert leaf.grad is not None
+    assert (leaf.grad - want).norm() < 0.02 * want.norm()
+
+
+def test_top_log_probs_equal_topk_of_log_softmax() -> None:
+    hidden, weight, _ = inputs()
+    for k in (1, 9, 200, VOCAB):
+        ids, log_probs = top_log_probs(hidden, weight, k, TEMPERATURE)
+        want = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1).topk(k, dim=-1)
+        torch.testing.assert_close(log_probs, want.values)
+        assert torch.equal(ids, want.indices)
+
+
 def test_bf16_inputs_are_multiplied_and_reduced_in_fp32() -> None:
     hidden, weight, labels = inputs()
     low = hidden.bfloat16(), weight.bfloat16()
@@ -111,24 +168,35 @@ def shard(rank: int, port: int) -> tuple[torch.Tensor, ...]:
     hidden, weight, labels = inputs()
     hidden.requires_grad_()
     local = weight.chunk(2)[rank].clone().requires_grad_()
-    values, entropy = log_probs_and_entropy(hidden, local, labels, TEMPERATURE, group)
-    (values.sum() + 2 * entropy.sum()).backward()
+    values, entropy, others = log_probs_with_candidates(
+        hidden, local, labels, candidates_of(labels), TEMPERATURE, group
+    )
+    (values.sum() + 2 * entropy.sum() + 3 * others.square().sum()).backward()
     greedy = greedy_tokens(hidden, local, group)
-    return values.detach(), entropy.detach(), hidden.grad, local.grad, greedy
+    top = top_log_probs(hidden, local, 200, TEMPERATURE, group)
+    shown = [tensor.detach() for tensor in (values, entropy, others)]
+    return *shown, hidden.grad, local.grad, greedy, *top
 
 
 def test_a_vocabulary_split_over_two_ranks_gives_the_same() -> None:
     hidden, weight, labels = inputs()
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
     want = expected(*leaves, labels)
-    (want[0].sum() + 2 * want[1].sum()).backward()
+    log_softmax = (leaves[0] @ leaves[1].t() / TEMPERATURE).log_softmax(-1)
+    of_candidates = log_softmax.gather(-1, candidates_of(labels))
+    (want[0].sum() + 2 * want[1].sum() + 3 * of_candidates.square().sum()).backward()
+    top = log_softmax.detach().topk(200, dim=-1)
+
     results = run_distributed(shard, 2, free_port())
-    for values, entropy, _, _, greedy in results:
+    for values, entropy, others, _, _, greedy, top_ids, top_values in results:
         torch.testing.assert_close(values, want[0].detach())
         torch.testing.assert_close(entropy, want[1].detach())
+        torch.testing.assert_close(others, of_candidates.detach())
         assert torch.equal(greedy, (hidden @ weight.t()).argmax(-1))
-    torch.testing.assert_close(results[0][2] + results[1][2], leaves[0].grad)
-    torch.testing.assert_close(torch.cat([r[3] for r in results]), leaves[1].grad)
+        assert torch.equal(top_ids, top.indices)
+        torch.testing.assert_close(top_values, top.values)
+    torch.testing.assert_close(results[0][3] + results[1][3], leaves[0].grad)
+    torch.testing.assert_close(torch.cat([r[4] for r in results]), leaves[1].grad)
 
 
 def test_a_temperature_of_zero_is_rejected() -> None:
