@@ -13,7 +13,12 @@ from torch import Tensor
 
 from megatron_gptoss.context_parallel.token_order import inverse_order
 from megatron_gptoss.layers.adapted_vocabulary import AdaptedHead
-from megatron_gptoss.log_probs import gather_hidden_states, greedy_tokens, log_probs_and_entropy
+from megatron_gptoss.log_probs import (
+    gather_hidden_states,
+    greedy_tokens,
+    log_probs_and_entropy,
+    top_log_probs,
+)
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch
@@ -68,6 +73,29 @@ class Scorer:
             return greedy_tokens(hidden, weight, group)
 
         return self._evaluate(batches, head)
+
+    def top_log_probs(
+        self, batches: Sequence[PackedBatch], k: int, temperature: float = 1.0
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the k most likely tokens at the place of every label. Collective.
+
+        Args:
+            batches: micro-batches of this data-parallel rank.
+            k: number of tokens, at most the size of the vocabulary.
+            temperature: divisor of the logits.
+
+        Returns:
+            Ids [tokens, k] int32 and log-probs [tokens, k] fp32 of every micro-batch, most likely
+            first, on all ranks with the same micro-batches.
+        """
+
+        def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
+            ids, log_probs = top_log_probs(hidden, weight, k, temperature, group)
+            # A schedule returns one tensor. fp32 holds ids exactly, because they are below 2^24.
+            return torch.stack([ids.float(), log_probs.float()], dim=1)
+
+        values = self._evaluate(batches, head)
+        return [(both[:, 0].int(), both[:, 1]) for both in values]
 
     @torch.no_grad()
     def _evaluate(self, batches: Sequence[PackedBatch], head: Head) -> list[Tensor]:

@@ -37,6 +37,9 @@ class Column:
     predicted from the inputs before it. Entry 0 of a sequence is not a label and is unused."""
     default: float = 0
     """Value of sequences without the column if others have it, and of padding."""
+    is_wide: bool = False
+    """True if a token has k values, so that a packed column is [tokens, k]. Only ranks fill such
+    columns, because samples and trajectories hold one value per token."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -73,6 +76,10 @@ class TokenColumns[Array]:
     current."""
     is_spliced: Annotated[Array | None, Column("bool", "driver")] = None
     """True if the token was sampled in another context. None if no token was."""
+    teacher_ids: Annotated[Array | None, Column("int32", "rank", is_wide=True)] = None
+    """The k tokens that a teacher of distillation finds most likely at the place of this token."""
+    teacher_log_probs: Annotated[Array | None, Column("float32", "rank", is_wide=True)] = None
+    """Log-probs of ``teacher_ids`` by the teacher, in nats."""
 
     @property
     def columns(self) -> dict[str, Array]:

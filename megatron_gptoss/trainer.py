@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
-from megatron_gptoss.log_probs import log_probs_and_entropy
+from megatron_gptoss.log_probs import log_probs_and_entropy, log_probs_with_candidates
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
@@ -150,7 +150,7 @@ class PolicyTrainer(Scorer):
         # Megatron takes the second result for a number of tokens to divide by, which
         # _finalize_gradients prevents.
         def loss(values: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, LossOutput]:
-            output = loss_function(*values, batch)
+            output = loss_function(*_loss_arguments(values, batch), batch)
             return output.loss, torch.ones((), dtype=torch.int), output
 
         return self._run_schedule(
@@ -163,12 +163,18 @@ class PolicyTrainer(Scorer):
     def _training_head(self, temperature: float) -> Head:
         """Return the function that computes the first arguments of ``loss_function``.
 
-        For a policy these are log-probs and entropy, stacked as [2, tokens].
+        For a policy these are log-probs and entropy, stacked as [2, tokens]. For batches with
+        ``teacher_ids`` [tokens, k] they are followed by the log-probs of these ids: [2 + k, tokens].
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
-            outputs = log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)
-            return torch.stack(outputs)
+            if batch.teacher_ids is None:
+                outputs = log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)
+                return torch.stack(outputs)
+            log_probs, entropy, of_teacher_ids = log_probs_with_candidates(
+                hidden, weight, batch.labels, batch.teacher_ids.long(), temperature, group
+            )
+            return torch.cat([torch.stack([log_probs, entropy]), of_teacher_ids.t()])
 
         return head
 
@@ -282,6 +288,13 @@ class PolicyTrainer(Scorer):
         statistics.tflops_per_gpu = flops / gpu_seconds / 1e12
         if device.type == "cuda":
             statistics.mfu = statistics.tflops_per_gpu / matmul_ceiling()
+
+
+def _loss_arguments(values: Tensor, batch: PackedBatch) -> list[Tensor]:
+    """Split the output of a training head into the first arguments of a loss function."""
+    if batch.teacher_ids is None:
+        return list(values)
+    return [values[0], values[1], values[2:].t()]
 
 
 def _check_trained(module: torch.nn.Module) -> None:

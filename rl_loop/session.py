@@ -427,11 +427,12 @@ def open_supervised_data(config: SftConfig) -> tuple["ChatCodec", "SupervisedDat
     from rl_loop.supervised_data import ConversationBatches, DemonstrationBatches
 
     count = config.sequences_per_step
+    all_tokens = config.distillation is not None and config.distillation.all_tokens
     if config.data is None:
         tasks = build_tasks(config)
-        return tasks.codec, DemonstrationBatches(tasks, config.demonstrations, count)
+        return tasks.codec, DemonstrationBatches(tasks, config.demonstrations, count, all_tokens)
     codec, conversations = open_conversations(config)
-    return codec, ConversationBatches(conversations, count)
+    return codec, ConversationBatches(conversations, count, all_tokens)
 
 
 def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) -> "TrainerGroup":

@@ -13,6 +13,11 @@ from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer.checkpointer import Checkpointer
 
+DISTILLATION_METRICS = "distillation/"
+"""Prefix of sums of a distillation loss over the tokens in the loss."""
+TEACHER_VALIDATION_LOSS = "validation/teacher_loss"
+"""Metric of the teacher's cross-entropy."""
+
 
 class Trainer(Protocol):
     """Trainer that takes optimizer steps and computes log-probs: a TrainerGroup."""
@@ -20,6 +25,8 @@ class Trainer(Protocol):
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics: ...
 
     def score(self, samples: TrainingSamples) -> np.ndarray: ...
+
+    def teacher_score(self, samples: TrainingSamples) -> np.ndarray | None: ...
 
 
 def train_supervised(
@@ -58,7 +65,11 @@ def train_supervised(
         recorder.progress.phase("train")
         update = trainer.sft_step(samples, state.step)
 
-        record.metrics.add_mean(Name.LOSS, update.sums["loss"], update.sums["tokens"], "tokens")
+        tokens = update.sums["tokens"]
+        record.metrics.add_mean(Name.LOSS, update.sums["loss"], tokens, "tokens")
+        for name, total in update.sums.items():
+            if name.startswith(DISTILLATION_METRICS):
+                record.metrics.add_mean(name, total, tokens, "tokens")
         add_optimizer_metrics(record.metrics, update)
         data.add_metrics(record.metrics)
         recorder.record_sft_step(record, tokens=samples.tokens)
@@ -85,6 +96,8 @@ def add_validation_loss(
 ) -> None:
     """Measure the cross-entropy, in nats per token in the loss, in total and for each source.
 
+    With a teacher, also measure the teacher's.
+
     Args:
         record: gets the metrics.
         trainer: computes log-probs.
@@ -101,6 +114,12 @@ def add_validation_loss(
                 # An fp32 sum over many tokens would lose digits.
                 total -= float(log_probs.sum(dtype=np.float64))
                 tokens += len(log_probs)
+                of_teacher = trainer.teacher_score(part)
+                if of_teacher is not None:
+                    loss = -float(of_teacher[part.loss_mask].sum(dtype=np.float64))
+                    record.evaluation.add_mean(
+                        TEACHER_VALIDATION_LOSS, loss, len(log_probs), "tokens"
+                    )
 
             record.evaluation.add_mean(Name.VALIDATION_LOSS, total, tokens, "tokens")
             if len(validation) > 1:

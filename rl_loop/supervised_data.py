@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.conversations.dataset import ConversationData, ConversationStream
@@ -90,7 +92,22 @@ class DemonstrationBatches:
     validation: Mapping[str, TrainingSamples] = {}
     validate_every = 1
 
-    def __init__(self, tasks: Tasks, mixture: DemonstrationConfig, sequences_per_step: int) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        mixture: DemonstrationConfig,
+        sequences_per_step: int,
+        all_tokens: bool = False,
+    ) -> None:
+        """Use the demonstrations of tasks.
+
+        Args:
+            tasks: source of the demonstrations.
+            mixture: mixture of demonstrations.
+            sequences_per_step: number of demonstrations of a step.
+            all_tokens: whether every token is in the loss.
+        """
+        self._all_tokens = all_tokens
         self._tasks = tasks
         self._mixture = mixture
         self._count = sequences_per_step
@@ -110,7 +127,8 @@ class DemonstrationBatches:
     def take(self, step: int) -> TrainingSamples:
         """Make the demonstrations of a step."""
         # By position, so that a resumed run continues with the next demonstrations.
-        return self._tasks.demonstrations(step * self._count, self._count, self._mixture)
+        samples = self._tasks.demonstrations(step * self._count, self._count, self._mixture)
+        return with_all_tokens(samples) if self._all_tokens else samples
 
     def state(self) -> None:
         """Return None: there are no conversations."""
@@ -136,7 +154,17 @@ class ConversationBatches:
     validation: Mapping[str, TrainingSamples]
     _stream: ConversationStream
 
-    def __init__(self, data: ConversationData, sequences_per_step: int) -> None:
+    def __init__(
+        self, data: ConversationData, sequences_per_step: int, all_tokens: bool = False
+    ) -> None:
+        """Use conversations.
+
+        Args:
+            data: conversations of all sources.
+            sequences_per_step: number of samples of a step.
+            all_tokens: whether every token is in the loss, and in the validation loss.
+        """
+        self._all_tokens = all_tokens
         self.validate_every = data.config.validate_every
         self._data = data
         self._count = sequences_per_step
@@ -154,6 +182,10 @@ class ConversationBatches:
     def start(self, report: RejectionReport) -> None:
         """Render the validation samples, and begin to render training samples. Raises DataError."""
         self.validation = self._data.validation(report)
+        if self._all_tokens:
+            self.validation = {
+                name: with_all_tokens(samples) for name, samples in self.validation.items()
+            }
         self._stream = self._data.stream(report, self._saved)
 
     @property
@@ -165,7 +197,7 @@ class ConversationBatches:
         """Return the next samples. The last step of the data may have fewer than others."""
         samples = self._stream.take(self._count)
         assert samples is not None, "the caller checks ``exhausted`` before"
-        return samples
+        return with_all_tokens(samples) if self._all_tokens else samples
 
     def state(self) -> dict[str, Any]:
         """Return the position of the stream."""
@@ -193,3 +225,10 @@ class ConversationBatches:
     def close(self) -> None:
         """End the processes that render."""
         self._data.close()
+
+
+def with_all_tokens(samples: TrainingSamples) -> TrainingSamples:
+    """Return samples with every token in the loss, except the first, which is not predicted."""
+    loss_mask = np.ones(samples.tokens, dtype=np.bool_)
+    loss_mask[samples.offsets[:-1]] = False
+    return samples.with_columns(loss_mask=loss_mask)

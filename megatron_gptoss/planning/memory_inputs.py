@@ -53,7 +53,7 @@ class MemoryInputs:
     """Models, layout and batch of a training run."""
 
     model: ModelConfig
-    """Architecture of all models."""
+    """Architecture of all models except a teacher."""
     parallel: ParallelConfig
     """Parallel layout of all models."""
     optimizer: OptimizerConfig
@@ -66,6 +66,8 @@ class MemoryInputs:
     Each entry is the optimizer of a critic, or None for a reference policy. Only one model computes
     at a time.
     """
+    teacher: ModelConfig | None = None
+    """Architecture of a frozen teacher with the layout of the policy; None if there is none."""
     adapter: AdapterConfig | None = None
     """Adapters that all models train; None if all parameters are trained."""
     frozen: tuple[str, ...] = ()

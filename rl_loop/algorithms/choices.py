@@ -1,16 +1,28 @@
-"""Typed sections for the policy loss and the advantage: ``{type: NAME, ...}``, or a plain NAME.
+"""Typed sections for losses and the advantage: ``{type: NAME, ...}``, or a plain NAME.
 
 Each type has the keys and the defaults of one function. No other place has defaults, so a loss has
 the same bounds however it is chosen. Needs neither torch nor Ray.
 """
 
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
-
+from typing import Annotated
+from typing import Any
+from typing import Literal
+from typing import Self
+from pydantic import BeforeValidator
+from pydantic import Discriminator
+from pydantic import Field
+from pydantic import Tag
+from pydantic import model_validator
 from megatron_gptoss.config import StrictModel
-from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
+from rl_loop.algorithms.registry import ADVANTAGES
+from rl_loop.algorithms.registry import POLICY_LOSSES
+from rl_loop.algorithms.registry import check_function
 from rl_loop.registry import TAG
+from pathlib import Path
+
+
+
+
 
 
 class FunctionChoice(StrictModel):
@@ -170,6 +182,32 @@ class CustomAdvantage(FunctionChoice):
         return self.options
 
 
+# ---- losses of supervised fine-tuning
+
+
+class CrossEntropyLoss(StrictModel):
+    """Negative log-prob of every token in the loss."""
+
+    type: Literal["cross_entropy"] = "cross_entropy"
+    """Name of the loss."""
+
+
+class DistillationLoss(StrictModel):
+    """KL divergence from a frozen teacher's distribution at every token (arXiv 1503.02531)."""
+
+    type: Literal["distillation"] = "distillation"
+    """Name of the loss."""
+    teacher: Path
+    """Hugging Face directory of the teacher, of any family, with the vocabulary of ``model``. Every
+    trainer rank holds a part of it."""
+    top_k: int = Field(64, gt=0)
+    """Number of the teacher's most likely tokens that are compared one by one. All other tokens are
+    compared by their total probability."""
+    all_tokens: bool = True
+    """Train on every token, because the teacher has a distribution for each. false: only on the
+    tokens of the assistant."""
+
+
 # ---- the unions
 
 
@@ -197,6 +235,10 @@ def _advantage_tag(value: Any) -> str:
     return _tag_of(value, ADVANTAGES, "grpo")
 
 
+def _supervised_tag(value: Any) -> str:
+    return _tag_of(value, ("cross_entropy", "distillation"), "cross_entropy")
+
+
 # MODULE:FUNCTION is no literal by which pydantic could choose, so a function returns the tag.
 AnyPolicyLoss = Annotated[
     Annotated[PpoLoss, Tag(f"{TAG}ppo")]
@@ -222,5 +264,13 @@ AnyAdvantage = Annotated[
 ]
 """The type of ``algorithm.advantage``."""
 
-CHOICES = ("algorithm.policy_loss", "algorithm.advantage")
+AnySupervisedLoss = Annotated[
+    Annotated[CrossEntropyLoss, Tag(f"{TAG}cross_entropy")]
+    | Annotated[DistillationLoss, Tag(f"{TAG}distillation")],
+    Discriminator(_supervised_tag),
+    BeforeValidator(as_section),
+]
+"""The type of ``loss`` of supervised fine-tuning."""
+
+CHOICES = ("algorithm.policy_loss", "algorithm.advantage", "loss")
 """Configuration keys of sections with a type, which accept a plain NAME."""

@@ -18,6 +18,7 @@ from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.step_results import LossFunction, LossOutput
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.correction import Correction, mismatch_sums, rollout_correction
+from rl_loop.algorithms.distillation import forward_kl
 from rl_loop.algorithms.policy_loss import (
     LossInputs,
     PolicyLoss,
@@ -50,6 +51,33 @@ def sft_objective(loss_tokens: int) -> LossFunction:
         # The gradient is of the mean over the global batch. The metric is divided when all ranks
         # are known.
         return LossOutput(total / loss_tokens, {"loss": total, "tokens": in_loss.sum()})
+
+    return loss
+
+
+def distillation_objective(loss_tokens: int) -> LossFunction:
+    """Return the mean KL(teacher || policy) in nats, at the tokens in the loss.
+
+    ``loss_tokens`` counts those of the global batch. The batches have the teacher's columns.
+    """
+
+    def loss(
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
+        of_teacher_ids: torch.Tensor,
+        batch: PackedBatch,
+    ) -> LossOutput:
+        in_loss = batch.loss_mask
+        teacher = _only(in_loss[:, None], batch.column("teacher_log_probs"))
+        kl = forward_kl(_only(in_loss[:, None], of_teacher_ids), teacher)
+        total = _only(in_loss, kl).sum()
+        sums = {
+            "loss": total,
+            "tokens": in_loss.sum(),
+            "distillation/teacher_mass": _only(in_loss, teacher.exp().sum(-1)).sum(),
+            "distillation/cross_entropy": -_only(in_loss, log_probs.detach()).sum(),
+        }
+        return LossOutput(total / loss_tokens, sums)
 
     return loss
 

@@ -199,6 +199,29 @@ def added_tokens(directory: Path) -> frozenset[str]:
         raise TokenizerError(f"{file}: cannot be read as a tokenizer: {error}") from None
 
 
+def text_tokens(directory: Path) -> dict[str, int]:
+    """Return the ids of the tokens of a tokenizer that are text.
+
+    Added tokens are left out, because a model may use other names for the same ids.
+
+    Raises:
+        TokenizerError: if the file is missing or unreadable.
+    """
+    file = directory / TOKENIZER_FILE
+    try:
+        description = json.loads(read_tokenizer(directory))
+        added = {token["id"] for token in description["added_tokens"]}
+        return {
+            token: token_id
+            for token, token_id in description["model"]["vocab"].items()
+            if token_id not in added
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, TokenizerError):
+            raise
+        raise TokenizerError(f"{file}: cannot be read as a tokenizer: {error}") from None
+
+
 def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a tokenizer without added tokens, so that no text can become one.
 

@@ -18,6 +18,7 @@ from megatron_gptoss.config import (
 )
 from megatron_gptoss.families.registry import AnyModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from rl_loop.algorithms.choices import DistillationLoss
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.config.rollout import RolloutConfig
@@ -89,6 +90,11 @@ class TrainerConfig(PolicyConfig):
     def objective(self) -> AlgorithmConfig:
         """Objective of updates. Supervised runs have the default, without additional models."""
         return AlgorithmConfig()
+
+    @property
+    def distillation(self) -> DistillationLoss | None:
+        """Teacher and its settings. None without distillation."""
+        return None
 
     @property
     def training_temperature(self) -> float:

@@ -1,19 +1,37 @@
 """Complete configuration of a run, which YAML files in ``configs/`` and overrides define."""
 
 from dataclasses import replace
-from typing import Any, ClassVar, Self
-
-from pydantic import BaseModel, Field, model_validator
-
-from megatron_gptoss.config import OptimizerConfig, check_quantization
+from typing import Any
+from typing import ClassVar
+from typing import Self
+from pydantic import BaseModel
+from pydantic import Field
+from pydantic import model_validator
+from megatron_gptoss.config import OptimizerConfig
+from megatron_gptoss.config import check_quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
-from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
+from rl_loop.algorithms.config import GROUP_ADVANTAGES
+from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.parts import EpisodesConfig, TrainerConfig
-from rl_loop.config.training import DemonstrationConfig, EvaluationConfig, TrackingConfig
-from rl_loop.conversations.config import CorpusConfig, DataConfig
+from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.training import DemonstrationConfig
+from rl_loop.config.training import EvaluationConfig
+from rl_loop.config.training import TrackingConfig
+from rl_loop.conversations.config import CorpusConfig
+from rl_loop.conversations.config import DataConfig
 from rl_loop.environments.registry import environment_class
+from pathlib import Path
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.families.registry import read_hf_config
+from rl_loop.algorithms.choices import AnySupervisedLoss
+from rl_loop.algorithms.choices import CrossEntropyLoss
+from rl_loop.algorithms.choices import DistillationLoss
+
+
+
+
 
 SHORTEST_PROMPT = {
     "model_identity": None,
@@ -347,6 +365,9 @@ class SftConfig(RunConfig):
     """Conversations to train on. null for demonstrations on ``tasks``."""
     demonstrations: DemonstrationConfig = DemonstrationConfig()
     """Mixture of demonstrations."""
+    loss: AnySupervisedLoss = CrossEntropyLoss()
+    """Loss: ``cross_entropy``, or ``distillation`` from a teacher. {type: NAME, ...}, or a plain
+    NAME."""
     sequences_per_step: int = Field(64, gt=0)
     """Number of demonstrations (episodes), or of samples of ``data``, in one optimizer step."""
 
@@ -358,6 +379,11 @@ class SftConfig(RunConfig):
         their checkpoints, which have no base.
         """
         return self.adapter is not None or self.data is not None
+
+    @property
+    def distillation(self) -> DistillationLoss | None:
+        """Value of ``loss``, if it is distillation."""
+        return self.loss if isinstance(self.loss, DistillationLoss) else None
 
     @property
     def vocabulary_conversations(self) -> CorpusConfig | None:
@@ -375,13 +401,25 @@ class SftConfig(RunConfig):
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """Memory inputs for sequences of the maximum length of ``data``."""
+        """Memory inputs with a teacher, for sequences of the maximum length of ``data``."""
         # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = super().memory_inputs
+        if self.distillation is not None:
+            inputs = replace(inputs, teacher=model_of(self.distillation.teacher))
         if self.data is None:
             return inputs
         # The last token of a sequence takes no position in a row.
         return replace(inputs, longest_sequence=min(self.longest_sample, inputs.tokens))
+
+    @model_validator(mode="after")
+    def _check_distillation(self) -> Self:
+        distillation = self.distillation
+        if distillation is not None and distillation.top_k > self.model.vocab_size:
+            raise ValueError(
+                f"loss.top_k ({distillation.top_k}) exceeds model.vocab_size "
+                f"({self.model.vocab_size}). Lower it."
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -395,6 +433,17 @@ class SftConfig(RunConfig):
                 "so the longest sample would not fit. Lower it."
             )
         return self
+
+
+def model_of(directory: Path) -> ModelConfig | None:
+    """Return the architecture of a Hugging Face directory. None if it has no ``config.json``.
+
+    Raises:
+        ValueError: the file describes no supported model.
+    """
+    if not (directory / "config.json").exists():
+        return None
+    return read_hf_config(directory)
 
 
 def check_reward_parts(config: RlConfig, parts: set[str]) -> None:

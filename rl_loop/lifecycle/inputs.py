@@ -48,7 +48,9 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 TOOL_SERVERS = "options.servers"
 """Option with tool servers, whose scripts are inputs."""
 WEIGHTS = ("initial_weights", "initial_adapter")
-"""Keys of weights."""
+"""Keys of the policy's weights."""
+TEACHER = "loss.teacher"
+"""Key of a teacher's weights."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def from_json(content: Mapping[str, Any]) -> dict[str, Input]:
 
 
 def _read_input(key: str, place: str) -> Input:
-    if key in WEIGHTS:
+    if key in (*WEIGHTS, TEACHER):
         directory = resolved_weights(Path(place))
         return Input(os.path.abspath(directory), weights_digest(directory))
     if key == "tokenizer":

@@ -31,6 +31,9 @@ from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.tracking.run_directory import atomic_write_text
 from rl_loop.tracking.run_directory import read_json
+from rl_loop.lifecycle.inputs import TEACHER
+
+
 
 
 
@@ -63,6 +66,8 @@ def places_of(config: RunConfig) -> dict[str, str]:
     places |= task_input_paths(config.tasks)
     if isinstance(config, SftConfig):
         places |= data_input_paths("data", config.data)
+        if config.distillation is not None:
+            places[TEACHER] = config.distillation.teacher
     if isinstance(config, RlConfig):
         places |= data_input_paths("vocabulary_data", config.vocabulary_data)
     return {key: str(place) for key, place in places.items() if place is not None}

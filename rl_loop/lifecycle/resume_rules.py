@@ -77,6 +77,10 @@ RULES: dict[str, Rule] = {
     "tasks": _rejected(DATA),
     "demonstrations": _rejected(DATA),
     "sequences_per_step": _rejected(DATA),
+    "loss.all_tokens": LEARNING,
+    "loss.top_k": LEARNING,
+    "loss.type": LEARNING,
+    "loss.teacher": FILES,
     # Compared by content, not by path.
     "initial_weights": FILES,
     "initial_adapter": FILES,

@@ -42,6 +42,12 @@ from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
 from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
 from rl_loop.tasks.codec import chat_format_of
+from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE
+from rl_loop.chat.tokenizer_vocabulary import text_tokens
+from rl_loop.config.run import model_of
+from rl_loop.lifecycle.inputs import TEACHER
+
+
 
 
 
@@ -73,6 +79,8 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_weights("initial_weights", config.initial_weights, config.model)
     if config.initial_adapter is not None and config.adapter is not None:
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
+    if isinstance(config, SftConfig) and config.distillation is not None:
+        check_teacher(config.distillation.teacher, config)
     # A resume continues from it. A new run has none, and the check passes.
     check_newest_checkpoint(RunDirectory(config.directory))
 
@@ -159,6 +167,42 @@ def _check_chatml(config: RunConfig) -> None:
             "demonstrations.history=harmony is only for Harmony. A model with ChatML sees earlier "
             "turns as they were sampled. Set demonstrations.history=append"
         )
+
+
+def check_teacher(teacher: Path, config: SftConfig) -> None:
+    """Check that a directory has a teacher for the configured model.
+
+    Raises:
+        StartError: the weights are missing or incomplete, the vocabulary is another one, or the
+            teacher does not fit the layout of the policy.
+        TokenizerError: a tokenizer cannot be read.
+    """
+    try:
+        model = model_of(teacher)
+    except ValueError as error:
+        raise StartError(f"{TEACHER}: {error}") from None
+    if model is None:
+        raise StartError(
+            f"{TEACHER}: {teacher} has no config.json. Name a Hugging Face directory, such as the "
+            "export of a run"
+        )
+    check_weights(TEACHER, teacher, model)
+    if model.vocab_size != config.model.vocab_size:
+        raise StartError(
+            f"{TEACHER}: {teacher} has {model.vocab_size} token ids, but model.vocab_size is "
+            f"{config.model.vocab_size}. Use a teacher with the vocabulary of the model"
+        )
+    own = tokenizer_directory(config.tokenizer_source)
+    has_both = own is not None and (teacher / TOKENIZER_FILE).exists()
+    if has_both and text_tokens(own) != text_tokens(teacher):
+        raise StartError(
+            f"{TEACHER}: the tokenizers of {teacher} and {own} have different tokens. Use a "
+            "teacher with the vocabulary of the model"
+        )
+    try:
+        config.parallel.check_layout(model, None, ())
+    except ValueError as error:
+        raise StartError(f"{TEACHER}: {teacher} does not fit the layout: {error}") from None
 
 
 def check_evaluation_requirements(config: RlConfig, weights: Path | None, output: Path) -> None:

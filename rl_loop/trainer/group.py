@@ -208,6 +208,15 @@ class TrainerGroup:
         results = self._on_ranks("score", inputs, self._result_ranks, temperature)
         return plan.gather_results(samples, results, "log_probs", np.dtype(np.float32))
 
+    def teacher_score(self, samples: TrainingSamples) -> np.ndarray | None:
+        """Compute the log-probs of the teacher, as ``score`` does. None without a teacher."""
+        if self._settings.distillation is None:
+            return None
+        plan = self._plan(samples)
+        inputs = self._inputs.store(samples, plan, SCORED_COLUMNS)
+        results = self._on_ranks("teacher_score", inputs, self._result_ranks)
+        return plan.gather_results(samples, results, "log_probs", np.dtype(np.float32))
+
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray:
         """Return the greedy token at each position: int64 [tokens].
 

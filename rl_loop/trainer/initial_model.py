@@ -62,6 +62,22 @@ def build_initial_model(
     return model
 
 
+def build_teacher(settings: TrainerConfig, directory: Path) -> torch.nn.Module:
+    """Build this rank's part of a teacher, in the layout of the policy. Collective.
+
+    Args:
+        settings: settings of the trainer.
+        directory: Hugging Face directory of the teacher.
+
+    Raises:
+        ConversionError: a file, key or tensor does not fit. The message names it.
+    """
+    source = HfDirectory(directory)
+    model = build_model(source.config, settings.parallel, getattr(torch, settings.dtype))
+    load_hf_weights(model, source.config, source.view)
+    return model
+
+
 def _load_base(
     model: torch.nn.Module, settings: TrainerConfig, quantization: Quantization | None
 ) -> None:

@@ -8,28 +8,35 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-
 from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.critic import ValueTrainer, make_critic
-from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
-from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
+from megatron_gptoss.critic import ValueTrainer
+from megatron_gptoss.critic import make_critic
+from megatron_gptoss.gpu_memory import phase_memory
+from megatron_gptoss.gpu_memory import release_cached_memory
+from megatron_gptoss.layers.adapters import copy_factors
+from megatron_gptoss.layers.adapters import replaced_factors
+from megatron_gptoss.layers.adapters import without_adapters
 from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
-from megatron_gptoss.step_results import LossFunction, StepStatistics
+from megatron_gptoss.scorer import Scorer
+from megatron_gptoss.scorer import alignment
+from megatron_gptoss.scorer import gather_parameters
+from megatron_gptoss.step_results import LossFunction
+from megatron_gptoss.step_results import StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.objectives import policy_objective, sft_objective, value_objective
+from rl_loop.algorithms.objectives import policy_objective
+from rl_loop.algorithms.objectives import sft_objective
+from rl_loop.algorithms.objectives import value_objective
 from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
@@ -37,14 +44,23 @@ from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.process_memory import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model
-from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
-from rl_loop.trainer.rank_inputs import RankInputs, RankMiniBatch
-from rl_loop.trainer.rank_results import RankPosition, ResumedState
+from rl_loop.trainer.memory_metrics import max_over_ranks
+from rl_loop.trainer.memory_metrics import memory_metrics
+from rl_loop.trainer.rank_inputs import RankInputs
+from rl_loop.trainer.rank_inputs import RankMiniBatch
+from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_results import ResumedState
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
 from rl_loop.weight_sync.source import WeightSender
+from rl_loop.algorithms.objectives import distillation_objective
+from rl_loop.trainer.initial_model import build_teacher
+
+
+
+
 
 
 class TrainerWorker:
@@ -98,6 +114,9 @@ class TrainerWorker:
             self.reference = Scorer(build_initial_model(settings, settings.quantization))
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
+        self.teacher: Scorer | None = None
+        if settings.distillation is not None:
+            self.teacher = Scorer(build_teacher(settings, settings.distillation.teacher))
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             # Values are not sampled, so a critic's trained weights stay as they are.
@@ -166,7 +185,7 @@ class TrainerWorker:
     # -- training ---------------------------------------------------------------------------------
 
     def sft_step(self, inputs: RankInputs, step: int) -> StepStatistics:
-        """Take one optimizer step on demonstrations.
+        """Take one optimizer step on demonstrations or conversations.
 
         Raises:
             ValueError: no token is in the loss.
@@ -177,8 +196,21 @@ class TrainerWorker:
             count = len(mini_batch.loss_tokens)
             raise ValueError(f"none of the {count} samples has a token in the loss")
         # Normalized by the tokens of all ranks, not of this one.
-        loss = sft_objective(int(mini_batch.loss_tokens.sum()))
+        loss_tokens = int(mini_batch.loss_tokens.sum())
+        loss = sft_objective(loss_tokens)
+        if self.settings.distillation is not None:
+            self._add_teacher(batches, self.settings.distillation.top_k)
+            loss = distillation_objective(loss_tokens)
         return self._update(self.trainer, batches, loss, step)
+
+    def _add_teacher(self, batches: Sequence[PackedBatch], k: int) -> None:
+        """Fill the columns of the teacher's k most likely tokens in the micro-batches."""
+        assert self.teacher is not None
+        with out_of_memory_explained(self.settings.memory_inputs):
+            tops = self.teacher.top_log_probs(batches, k)
+        for batch, (ids, log_probs) in zip(batches, tops, strict=True):
+            batch.teacher_ids = ids.cpu()
+            batch.teacher_log_probs = log_probs.cpu()
 
     def compute_values_and_reference_log_probs(self, inputs: RankInputs) -> dict[str, np.ndarray]:
         """Compute the columns of this rank's sequences that advantages need, float32 [tokens] each.
@@ -341,6 +373,11 @@ class TrainerWorker:
         """
         self.memory.observe()  # Engines are awake while a canary is scored.
         return self._score_with(self.trainer, inputs, temperature)
+
+    def teacher_score(self, inputs: RankInputs) -> np.ndarray:
+        """Return the log-probs of the teacher, as ``score`` does for the policy."""
+        assert self.teacher is not None
+        return self._score_with(self.teacher, inputs)
 
     def greedy_tokens(self, inputs: RankInputs) -> np.ndarray:
         """Return the greedy token at each position of this rank's sequences: int64 [tokens].

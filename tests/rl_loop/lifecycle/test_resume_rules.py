@@ -53,6 +53,8 @@ SECTIONS = {
     "algorithm.advantage.gamma": ["algorithm=ppo"],
     "algorithm.kl.": ["algorithm.kl={}"],
     "adapter.": ["adapter={rank: 4}"],
+    "loss.type": [],
+    "loss.": ["loss={type: distillation, teacher: teachers/first}"],
 }
 """Overrides that create the keys with this prefix. The first matching prefix applies."""
 
@@ -76,6 +78,8 @@ VALUES: dict[str, list[str]] = {
     "algorithm.advantage.reward_weights": [
         "algorithm.advantage={type: gdpo, reward_weights: {score: 2}}",
     ],
+    "loss.type": ["loss={type: distillation, teacher: teachers/first}"],
+    "loss.teacher": ["loss.teacher=teachers/second"],
     "algorithm.policy_loss.type": ["algorithm.policy_loss=cispo"],
     "algorithm.correction.bounds": ["algorithm.correction={weight: icepop, bounds: [0.3, 3.0]}"],
     "algorithm.critic": ["algorithm=ppo"],
@@ -217,8 +221,9 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
         [*paths, *adapters, f"vocabulary_data={conversations}"],
     )
     places |= set(places_of(rl))
+    teacher = f"loss={{type: distillation, teacher: {tmp_path}}}"
     sft = load_config(
-        CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*paths, f"data={conversations}"]
+        CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*paths, f"data={conversations}", teacher]
     )
     places |= set(places_of(sft))
     found = {key.replace("sources.s.", "sources.*.") for key in places}

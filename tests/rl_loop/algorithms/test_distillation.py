@@ -1,0 +1,214 @@
+"""Distillation from a teacher's most likely tokens: formula, gradients, masks, and a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import kl_div
+from transformers import AutoModelForCausalLM
+
+from converters.hf_directory import write_hf_directory
+from converters.names import hf_shapes
+from converters.random_weights import random_hf_weights
+from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.planning.state_memory import weight_memory
+from megatron_gptoss.samples import TrainingSamples
+from rl_loop.algorithms.distillation import forward_kl
+from rl_loop.algorithms.objectives import distillation_objective
+from rl_loop.config.errors import ConfigError, StartError
+from rl_loop.config.load import load_config
+from rl_loop.config.run import SftConfig
+from rl_loop.lifecycle.start_checks import check_teacher
+from rl_loop.supervised_data import with_all_tokens
+from tests.support.in_process import local_trainer
+from tests.support.rl_loop.algorithms import batch_of, in_fp64, samples
+
+ROOT = Path(__file__).parents[3]
+VOCAB = 60
+TOKENS = 11
+
+
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of a policy and a teacher, fp64 [tokens, vocabulary]."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        3 * torch.randn(TOKENS, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+
+
+def lumped_kl(policy: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence over the ids and the event of all others, from its definition."""
+
+    def events(logits: torch.Tensor) -> torch.Tensor:
+        p = logits.softmax(-1)
+        is_other = torch.ones_like(p).scatter_(-1, ids, 0.0)
+        return torch.cat([p.gather(-1, ids), (p * is_other).sum(-1, keepdim=True)], dim=-1)
+
+    p, q = events(teacher), events(policy)
+    return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+
+
+@pytest.mark.parametrize("k", [1, 5, 30])
+def test_forward_kl_and_its_gradient_equal_the_formula(k: int) -> None:
+    policy, teacher = distributions()
+    ids = teacher.topk(k, dim=-1).indices
+    ours, theirs = policy.clone().requires_grad_(), policy.clone().requires_grad_()
+    got = forward_kl(ours.log_softmax(-1).gather(-1, ids), teacher.log_softmax(-1).gather(-1, ids))
+    want = lumped_kl(theirs, teacher, ids)
+    torch.testing.assert_close(got, want)
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_forward_kl_over_the_vocabulary_is_exact_in_fp32() -> None:
+    """The rest is rounding error, and must not reach the loss or the gradient."""
+    policy, teacher = distributions()
+    ids = teacher.topk(VOCAB, dim=-1).indices
+    leaf = policy.float().requires_grad_()
+    got = forward_kl(
+        leaf.log_softmax(-1).gather(-1, ids), teacher.float().log_softmax(-1).gather(-1, ids)
+    )
+    want = kl_div(
+        policy.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    got.sum().backward()
+    gradient = policy.softmax(-1) - teacher.softmax(-1)
+    torch.testing.assert_close(leaf.grad.double(), gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_objective_is_a_mean_that_ignores_tokens_outside_of_the_loss() -> None:
+    batch = in_fp64(batch_of(samples(), align=4))
+    generator = torch.Generator().manual_seed(1)
+    log_probs = torch.randn(batch.tokens, 3, generator=generator).double().log_softmax(-1) - 1
+    teacher = torch.randn(batch.tokens, 3, generator=generator).double().log_softmax(-1) - 0.5
+    outside = ~batch.loss_mask
+    log_probs[outside] = torch.nan
+    teacher[outside] = torch.nan
+    batch.teacher_log_probs = teacher
+    leaf = log_probs.requires_grad_()
+    labels = leaf.detach()[:, 0]
+
+    output = distillation_objective(20)(labels, labels, leaf, batch)
+    want = forward_kl(leaf[batch.loss_mask], teacher[batch.loss_mask])
+    torch.testing.assert_close(output.loss, want.sum() / 20)
+    assert output.sums["tokens"] == batch.loss_mask.sum() < batch.tokens
+    mass = teacher[batch.loss_mask].exp().sum()
+    torch.testing.assert_close(output.sums["distillation/teacher_mass"], mass)
+    output.loss.backward()
+    assert torch.equal(leaf.grad[outside], torch.zeros_like(leaf.grad[outside]))
+    assert leaf.grad[batch.loss_mask].abs().min() > 0
+
+
+def test_all_tokens_but_the_first_are_in_the_loss() -> None:
+    joined = with_all_tokens(TrainingSamples.join(samples((5, 9))))
+    assert joined.loss_tokens.tolist() == [4, 8]
+    assert np.flatnonzero(~joined.loss_mask).tolist() == [0, 5]
+
+
+# ---- a trainer with a teacher
+
+
+def save(directory: Path, config: ModelConfig, seed: int) -> Path:
+    tensors = ((name, random_hf_weights(config, seed)(name)) for name in hf_shapes(config))
+    write_hf_directory(directory, config, tensors)
+    return directory
+
+
+def dense_config() -> ModelConfig:
+    dense = load_config(ROOT / "configs/sft/tiny_dense.yaml", SftConfig, ["model.num_layers=2"])
+    return dense.model.model_copy(update={"vocab_size": 576})
+
+
+def config_of(teacher: Path, *overrides: str) -> SftConfig:
+    """Return a run of the tiny GPT-OSS with a teacher."""
+    options = [
+        "model.num_layers=2",
+        f"loss={{type: distillation, teacher: {teacher}}}",
+        f"output_dir={teacher.parent}",
+        "optimizer={lr: 3.0e-3, warmup_steps: 0, schedule: constant}",
+        "initial_weights=null",
+        *overrides,
+    ]
+    return load_config(ROOT / "configs/sft/tiny_retool.yaml", SftConfig, options)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("models") / "teacher", dense_config(), seed=3)
+
+
+@pytest.mark.parametrize("top_k", [8, 576])
+def test_student_approaches_the_teachers_distribution(
+    teacher: Path, top_k: int, tmp_path: Path
+) -> None:
+    student = save(tmp_path / "student", config_of(teacher).model, seed=4)
+    settings = config_of(teacher, f"loss.top_k={top_k}", f"initial_weights={student}")
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 576, (1, n), generator=generator) for n in (40, 25, 60)]
+    data = with_all_tokens(
+        TrainingSamples.join(
+            [{"token_ids": row[0].tolist(), "loss_mask": [0] * row.numel()} for row in rows]
+        )
+    )
+    trainer = local_trainer(settings)
+    try:
+        of_teacher = trainer.teacher_score(data)
+        updates = [trainer.sft_step(data, step) for step in range(12)]
+    finally:
+        trainer.close()
+
+    # The first update has the divergence of both models in transformers.
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (student, teacher)
+    ]
+    expected, divergences = [], []
+    for row in rows:
+        with torch.no_grad():
+            policy, other = (model(row).logits[0, :-1].double() for model in models)
+        log_probs = other.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+        expected += [0.0, *log_probs.tolist()]
+        ids = other.topk(top_k, dim=-1).indices
+        divergences.append(lumped_kl(policy, other, ids))
+    assert of_teacher is not None
+    np.testing.assert_allclose(of_teacher, expected, atol=1e-4)
+    kl = [update.sums["loss"] / update.sums["tokens"] for update in updates]
+    assert kl[0] == pytest.approx(torch.cat(divergences).mean().item(), abs=1e-4)
+    assert updates[0].sums["tokens"] == 40 + 25 + 60 - 3
+    assert kl[-1] < 0.7 * kl[0]
+
+
+def test_unsuitable_teachers_are_rejected_before_the_run(teacher: Path, tmp_path: Path) -> None:
+    check_teacher(teacher, config_of(teacher))
+    with pytest.raises(StartError, match=r"loss\.teacher: .*absent has no config\.json"):
+        check_teacher(tmp_path / "absent", config_of(tmp_path / "absent"))
+
+    other = save(tmp_path / "other", dense_config().model_copy(update={"vocab_size": 512}), 0)
+    with pytest.raises(StartError, match=r"has 512 token ids, but model\.vocab_size is 576"):
+        check_teacher(other, config_of(other))
+
+    (teacher / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"a": 0}}}')
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"b": 0}}}')
+    with pytest.raises(StartError, match="have different tokens"):
+        check_teacher(teacher, config_of(teacher, f"tokenizer={tmp_path}"))
+    (teacher / "tokenizer.json").unlink()
+
+    tensor = config_of(teacher, "parallel={world_size: 4, tensor: 2, expert: 4}", "dtype=bfloat16")
+    with pytest.raises(StartError, match="does not fit the layout"):
+        check_teacher(teacher, tensor)
+    with pytest.raises(ConfigError, match=r"loss\.top_k \(577\) exceeds model\.vocab_size"):
+        config_of(teacher, "loss.top_k=577")
+    with pytest.raises(ConfigError, match=r"loss\.teacher"):
+        load_config(ROOT / "configs/sft/tiny_retool.yaml", SftConfig, ["loss=distillation"])
+
+
+def test_plan_counts_the_weights_of_the_teacher(teacher: Path) -> None:
+    with_teacher = config_of(teacher).memory_inputs
+    without = config_of(teacher, "loss=cross_entropy").memory_inputs
+    difference = weight_memory(with_teacher, 0) - weight_memory(without, 0)
+    assert difference == pytest.approx(2 * dense_config().num_parameters, rel=1e-6)
