@@ -36,6 +36,7 @@ START_RAY = {
     "tests/rl_loop/test_loop_on_ray.py",
     "tests/rl_loop/test_session.py",
     "tests/rl_loop/test_sft_on_conversations.py",
+    "tests/rl_loop/test_upcycled_chain.py",
     "tests/rl_loop/cluster/test_ray_session.py",
     "tests/rl_loop/engines/test_outside_backend.py",
     "tests/rl_loop/engines/test_sglang_sync.py",
