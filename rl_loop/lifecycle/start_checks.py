@@ -9,48 +9,43 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
+
+from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
+from rl_loop.chat.tokenizer_vocabulary import text_tokens
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
-from rl_loop.config.run import RlConfig
-from rl_loop.config.run import RunConfig
-from rl_loop.config.run import SftConfig
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig, model_of
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.data.hub import is_hub_dataset
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
-from rl_loop.lifecycle.address_checks import check_endpoint
-from rl_loop.lifecycle.address_checks import check_ray_address
-from rl_loop.lifecycle.disk_checks import check_disk
-from rl_loop.lifecycle.disk_checks import check_writable
-from rl_loop.lifecycle.disk_checks import checkpoint_bytes
-from rl_loop.lifecycle.disk_checks import export_bytes
-from rl_loop.lifecycle.disk_checks import kept_adapter_bytes
-from rl_loop.lifecycle.remedies import how_to_make
-from rl_loop.lifecycle.remedies import how_to_make_weights
-from rl_loop.lifecycle.store_size import StoreNeed
-from rl_loop.lifecycle.store_size import check_local_store
-from rl_loop.lifecycle.store_size import evaluation_store_need
-from rl_loop.lifecycle.store_size import rl_store_need
-from rl_loop.lifecycle.store_size import sft_store_need
-from rl_loop.lifecycle.weight_checks import check_initial_adapter
-from rl_loop.lifecycle.weight_checks import check_newest_checkpoint
-from rl_loop.lifecycle.weight_checks import check_weights
+from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
+from rl_loop.lifecycle.disk_checks import (
+    check_disk,
+    check_writable,
+    checkpoint_bytes,
+    export_bytes,
+    kept_adapter_bytes,
+)
+from rl_loop.lifecycle.inputs import TEACHER
+from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
+from rl_loop.lifecycle.store_size import (
+    StoreNeed,
+    check_local_store,
+    evaluation_store_need,
+    rl_store_need,
+    sft_store_need,
+)
+from rl_loop.lifecycle.weight_checks import (
+    check_initial_adapter,
+    check_newest_checkpoint,
+    check_weights,
+)
 from rl_loop.sandbox import check_isolation
-from rl_loop.tasks.codec import tokenizer_directory
+from rl_loop.tasks.codec import chat_format_of, tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
-from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
-from rl_loop.tasks.codec import chat_format_of
-from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE
-from rl_loop.chat.tokenizer_vocabulary import text_tokens
-from rl_loop.config.run import model_of
-from rl_loop.lifecycle.inputs import TEACHER
-
-
-
-
-
 
 logger = logging.getLogger(__name__)
 
@@ -193,10 +188,10 @@ def check_teacher(teacher: Path, config: SftConfig) -> None:
             f"{config.model.vocab_size}. Use a teacher with the vocabulary of the model"
         )
     own = tokenizer_directory(config.tokenizer_source)
-    has_both = own is not None and (teacher / TOKENIZER_FILE).exists()
-    if has_both and text_tokens(own) != text_tokens(teacher):
+    theirs = tokenizer_directory(teacher)
+    if own is not None and theirs is not None and text_tokens(own) != text_tokens(theirs):
         raise StartError(
-            f"{TEACHER}: the tokenizers of {teacher} and {own} have different tokens. Use a "
+            f"{TEACHER}: the tokenizers of {theirs} and {own} have different tokens. Use a "
             "teacher with the vocabulary of the model"
         )
     try:
