@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy, silu
 
 from converters.errors import ConversionError
+from converters.harmony_tokens import harmony_tokens
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
 from converters.model_extras import ModelExtras, read_extras
@@ -103,6 +104,8 @@ class UpcycleOptions:
     """Standard deviation of the router's random weights."""
     seed: int = 0
     """Seed of the noise and of the router."""
+    harmony: bool = False
+    """Rename unused added tokens of a ChatML tokenizer to Harmony's special tokens."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ def upcycle(
     source = HfDirectory(source_dir)
     config = upcycled_config(source, options)
     extras = read_extras(source_dir)
+    renamed = harmony_tokens(extras) if options.harmony else None
     ids = torch.tensor(tokens[: config.max_length])
     if len(ids) < 2:
         raise ConversionError("text: needs at least two tokens to measure activations")
@@ -189,6 +193,9 @@ def upcycle(
     with torch.no_grad():
         measured = measure(source, config, options, ids, measure_progress)
         tensors = upcycled_tensors(source, config, options, measured.up_scales, dtype)
+        if renamed is not None:
+            tensors = renamed.with_rows(tensors)
+            extras = renamed.extras
         write_hf_directory(
             target_dir,
             config,

@@ -211,6 +211,10 @@ def convert_upcycle(
         Option(min=0, help="Noise that separates the experts, relative to the weights' spread."),
     ] = 0.03,
     seed: Annotated[int, Option(help="Seed of noise and router.")] = 0,
+    harmony: Annotated[
+        bool,
+        Option(help="Rename unused tokens of a ChatML tokenizer to Harmony's special tokens."),
+    ] = False,
     text: Annotated[
         Path | None,
         Option(help="Text file on which activations and losses are measured. Default: built in."),
@@ -243,6 +247,7 @@ def convert_upcycle(
         sink=sink,
         expert_noise=expert_noise,
         seed=seed,
+        harmony=harmony,
     )
     with bytes_bars("measure", "write  ") as (measured, written):
         report = upcycle(

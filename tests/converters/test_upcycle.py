@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.errors import ConversionError
 from converters.families.registry import hugging_face_reference
@@ -27,7 +28,10 @@ from converters.upcycle import (
 )
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.layers.rotary import inverse_frequencies
-from rl_loop.chatml.vocabulary import tiny_vocabulary
+from rl_loop.chat.tokenizer_vocabulary import read_vocabulary
+from rl_loop.chatml.vocabulary import ChatMlVocabulary, tiny_vocabulary
+from rl_loop.harmony.codec import Harmony, PromptConfig
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer
 from tests.support.converters.dense_models import save_dense
 from tests.support.converters.models import save_hf, tiny_weights
 from tests.support.megatron_gptoss.dense_reference import LLAMA, MODELS, dense_weights
@@ -145,6 +149,73 @@ def test_tokenizer_and_end_tokens_come_along(tmp_path: Path) -> None:
     written = tmp_path / "moe"
     assert (written / "tokenizer.json").read_bytes() == (dense / "tokenizer.json").read_bytes()
     assert '"eos_token_id": [' in (written / "generation_config.json").read_text()
+
+
+def chatml_with_unused_tokens(directory: Path, unused: int) -> Path:
+    """Write a small dense model with a ChatML tokenizer and further added tokens."""
+    config = LLAMA.model_copy(update={"vocab_size": 512})
+    save_dense(directory, config)
+    tokenizer = json.loads(tiny_vocabulary(config.vocab_size, "Hello")._tokenizer.to_str())
+    added = tokenizer["added_tokens"]
+    first = added[-1]["id"] + 1
+    added += [{**added[0], "id": first + i, "content": f"<unused_{i}>"} for i in range(unused)]
+    # As in SmolLM2's tokenizer.
+    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+def test_harmonys_tokens_replace_unused_ones(tmp_path: Path) -> None:
+    dense = chatml_with_unused_tokens(tmp_path / "dense", 8)
+    options = dataclasses.replace(EXACT, harmony=True)
+    upcycle(dense, tmp_path / "moe", options, TOKENS.tolist(), torch.float32)
+    assert not (tmp_path / "moe/chat_template.jinja").exists()
+
+    # All ids that are text keep their text, and the tokens work with Harmony's codec.
+    before = read_vocabulary(ChatMlVocabulary, dense, 512)
+    after = read_vocabulary(HarmonyTokenizer, tmp_path / "moe", 512)
+    assert after.encode_text("Hello <|end|>") == before.encode_text("Hello <|end|>")
+    assert after.markup["<|start|>"] == before.markup["<|im_start|>"]
+    assert after.markup["<|end|>"] == before.markup["<|im_end|>"]
+    assert after.markup["<|endoftext|>"] == before.markup["<|endoftext|>"]
+    assert {"<unused_6>", "<unused_7>", "<tool_call>"} < set(after.markup)
+    prompt = Harmony(after, PromptConfig()).render_prompt([{"role": "user", "content": "Hello"}])
+    assert after.decode(prompt).endswith("<|start|>user<|message|>Hello<|end|><|start|>assistant")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "moe")
+    assert loaded(after.decode(prompt), add_special_tokens=False).input_ids == prompt
+    assert loaded.eos_token_id == after.markup["<|return|>"]
+    settings = json.loads((tmp_path / "moe/generation_config.json").read_text())
+    assert settings["eos_token_id"] == list(after.stop_token_ids)
+
+    dense_rows, rows = (
+        HfDirectory(path).get("model.embed_tokens.weight") for path in (dense, tmp_path / "moe")
+    )
+    end = before.markup["<|im_end|>"]
+    assert torch.equal(rows[after.markup["<|return|>"]], dense_rows[end])
+    assert torch.equal(rows[end], dense_rows[end])
+    channel = before.encode_text(" channel")
+    expected = dense_rows[channel].mean(0)
+    torch.testing.assert_close(rows[after.markup["<|channel|>"]], expected)
+    new = {i for name, i in after.markup.items() if name in SPECIAL_TOKENS} - set(
+        before.markup[name] for name in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    )
+    kept = [i for i in range(512) if i not in new]
+    assert len(new) == 6 and torch.equal(rows[kept], dense_rows[kept])
+
+
+def test_tokenizers_without_room_for_harmony_are_rejected(tmp_path: Path) -> None:
+    options = dataclasses.replace(EXACT, harmony=True)
+    few = chatml_with_unused_tokens(tmp_path / "few", 5)
+    with pytest.raises(ConversionError, match=r"needs 6 added tokens .* but there are 5"):
+        upcycle(few, tmp_path / "moe", options, TOKENS.tolist())
+    (few / "tokenizer.json").write_text('{"added_tokens": []}')
+    with pytest.raises(ConversionError, match="cannot be read as a tokenizer"):
+        upcycle(few, tmp_path / "moe", options, TOKENS.tolist())
+    save_dense(tmp_path / "none", LLAMA)
+    with pytest.raises(ConversionError, match=r"tokenizer\.json: cannot be read"):
+        upcycle(tmp_path / "none", tmp_path / "moe", options, TOKENS.tolist())
+    assert not (tmp_path / "moe").exists()
 
 
 @pytest.mark.parametrize(
