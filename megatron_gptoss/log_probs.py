@@ -333,7 +333,7 @@ def _logit_gradient(
 def _merge_targets(
     labels: Tensor, candidates: Tensor, grad_log_probs: Tensor, grad_candidates: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids with a gradient of their own, and the gradients of their log-probs.
+    """Return the labels and candidates as one list of ids, and the gradients of their log-probs.
 
     Returns:
         Ids and gradients, [tokens, 1 + k]. If the label is a candidate, both of its entries have
