@@ -4,25 +4,14 @@ Each type has the keys and the defaults of one function. No other place has defa
 the same bounds however it is chosen. Needs neither torch nor Ray.
 """
 
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from typing import Self
-from pydantic import BeforeValidator
-from pydantic import Discriminator
-from pydantic import Field
-from pydantic import Tag
-from pydantic import model_validator
-from megatron_gptoss.config import StrictModel
-from rl_loop.algorithms.registry import ADVANTAGES
-from rl_loop.algorithms.registry import POLICY_LOSSES
-from rl_loop.algorithms.registry import check_function
-from rl_loop.registry import TAG
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-
-
+from megatron_gptoss.config import StrictModel
+from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES, check_function
+from rl_loop.registry import TAG
 
 
 class FunctionChoice(StrictModel):

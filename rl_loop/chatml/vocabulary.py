@@ -2,18 +2,11 @@
 
 import re
 from pathlib import Path
-from tokenizers import AddedToken
-from tokenizers import Regex
-from tokenizers import normalizers
-from tokenizers import pre_tokenizers
-from rl_loop.harmony.vocabulary import byte_pair_tokenizer
-from rl_loop.harmony.vocabulary import tokens_of
-from rl_loop.chat.tokenizer_vocabulary import TokenizerError
-from rl_loop.chat.tokenizer_vocabulary import TokenizerVocabulary
 
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
-
-
+from rl_loop.chat.tokenizer_vocabulary import TokenizerError, TokenizerVocabulary
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"

@@ -1,37 +1,22 @@
 """Complete configuration of a run, which YAML files in ``configs/`` and overrides define."""
 
 from dataclasses import replace
-from typing import Any
-from typing import ClassVar
-from typing import Self
-from pydantic import BaseModel
-from pydantic import Field
-from pydantic import model_validator
-from megatron_gptoss.config import OptimizerConfig
-from megatron_gptoss.config import check_quantization
-from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.planning.memory_inputs import MemoryInputs
-from rl_loop.algorithms.config import GROUP_ADVANTAGES
-from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.config.errors import ConfigError
-from rl_loop.config.parts import EpisodesConfig
-from rl_loop.config.parts import TrainerConfig
-from rl_loop.config.training import DemonstrationConfig
-from rl_loop.config.training import EvaluationConfig
-from rl_loop.config.training import TrackingConfig
-from rl_loop.conversations.config import CorpusConfig
-from rl_loop.conversations.config import DataConfig
-from rl_loop.environments.registry import environment_class
 from pathlib import Path
-from megatron_gptoss.config import ModelConfig
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from megatron_gptoss.config import ModelConfig, OptimizerConfig, check_quantization
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.families.registry import read_hf_config
-from rl_loop.algorithms.choices import AnySupervisedLoss
-from rl_loop.algorithms.choices import CrossEntropyLoss
-from rl_loop.algorithms.choices import DistillationLoss
-
-
-
-
+from megatron_gptoss.planning.memory_inputs import MemoryInputs
+from rl_loop.algorithms.choices import AnySupervisedLoss, CrossEntropyLoss, DistillationLoss
+from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
+from rl_loop.config.errors import ConfigError
+from rl_loop.config.parts import EpisodesConfig, TrainerConfig
+from rl_loop.config.training import DemonstrationConfig, EvaluationConfig, TrackingConfig
+from rl_loop.conversations.config import CorpusConfig, DataConfig
+from rl_loop.environments.registry import environment_class
 
 SHORTEST_PROMPT = {
     "model_identity": None,

@@ -6,32 +6,19 @@ always encoded as text and cannot become a special token.
 """
 
 from binascii import a2b_base64
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from functools import cache
-from functools import lru_cache
-from itertools import count
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import count, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Literal
-from openai_harmony import HarmonyEncoding
-from openai_harmony import HarmonyEncodingName
-from openai_harmony import load_harmony_encoding
+from typing import TYPE_CHECKING, Literal
+
+from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
+
 from rl_loop.chat.codec import without_surrogates
 from rl_loop.chat.text_encoding import check_encodes_text
-from rl_loop.harmony.bounded_encoding import O200K_PATTERN
-from rl_loop.harmony.bounded_encoding import encode_bounded
-from rl_loop.harmony.o200k import FILE_NAME
-from rl_loop.harmony.o200k import VocabularyUnavailable
-from rl_loop.harmony.o200k import ensure_o200k
-from collections.abc import Mapping
 from rl_loop.chat.tokenizer_vocabulary import TokenizerVocabulary
-
-
-
-
+from rl_loop.harmony.bounded_encoding import O200K_PATTERN, encode_bounded
+from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -4,39 +4,28 @@
 """
 
 import os
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from megatron_gptoss.checkpoint.directory import LATEST_FILE
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.load import dump_config
-from rl_loop.config.load import read_yaml
-from rl_loop.config.run import RlConfig
-from rl_loop.config.run import RunConfig
-from rl_loop.config.run import SftConfig
-from rl_loop.lifecycle.inputs import TOOL_SERVERS
-from rl_loop.lifecycle.inputs import WEIGHTS
-from rl_loop.lifecycle.inputs import Input
-from rl_loop.lifecycle.inputs import data_input_paths
-from rl_loop.lifecycle.inputs import from_json
-from rl_loop.lifecycle.inputs import read_inputs
-from rl_loop.lifecycle.inputs import task_input_paths
-from rl_loop.lifecycle.resume_rules import TOKEN_IDS
-from rl_loop.lifecycle.resume_rules import TOOLS
-from rl_loop.lifecycle.resume_rules import Effect
-from rl_loop.lifecycle.resume_rules import rule_of
+from rl_loop.config.load import dump_config, read_yaml
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.lifecycle.inputs import (
+    TEACHER,
+    TOOL_SERVERS,
+    WEIGHTS,
+    Input,
+    data_input_paths,
+    from_json,
+    read_inputs,
+    task_input_paths,
+)
+from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, Effect, rule_of
 from rl_loop.tasks.codec import tokenizer_directory
-from rl_loop.tracking.run_directory import RunDirectory
-from rl_loop.tracking.run_directory import atomic_write_text
-from rl_loop.tracking.run_directory import read_json
-from rl_loop.lifecycle.inputs import TEACHER
-
-
-
-
-
+from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
 LOCATION = ("name", "output_dir")
 """Keys of the run's location, which is correct because the run was found."""

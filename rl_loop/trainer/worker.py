@@ -8,59 +8,48 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
 from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.critic import ValueTrainer
-from megatron_gptoss.critic import make_critic
-from megatron_gptoss.gpu_memory import phase_memory
-from megatron_gptoss.gpu_memory import release_cached_memory
-from megatron_gptoss.layers.adapters import copy_factors
-from megatron_gptoss.layers.adapters import replaced_factors
-from megatron_gptoss.layers.adapters import without_adapters
+from megatron_gptoss.critic import ValueTrainer, make_critic
+from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
+from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
 from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.scorer import Scorer
-from megatron_gptoss.scorer import alignment
-from megatron_gptoss.scorer import gather_parameters
-from megatron_gptoss.step_results import LossFunction
-from megatron_gptoss.step_results import StepStatistics
+from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
+from megatron_gptoss.step_results import LossFunction, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.algorithms.objectives import policy_objective
-from rl_loop.algorithms.objectives import sft_objective
-from rl_loop.algorithms.objectives import value_objective
+from rl_loop.algorithms.objectives import (
+    distillation_objective,
+    policy_objective,
+    sft_objective,
+    value_objective,
+)
 from rl_loop.cluster.group_authentication import authenticate_groups
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.process_memory import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
-from rl_loop.trainer.initial_model import build_initial_model
-from rl_loop.trainer.memory_metrics import max_over_ranks
-from rl_loop.trainer.memory_metrics import memory_metrics
-from rl_loop.trainer.rank_inputs import RankInputs
-from rl_loop.trainer.rank_inputs import RankMiniBatch
-from rl_loop.trainer.rank_results import RankPosition
-from rl_loop.trainer.rank_results import ResumedState
+from rl_loop.trainer.initial_model import build_initial_model, build_teacher
+from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
+from rl_loop.trainer.rank_inputs import RankInputs, RankMiniBatch
+from rl_loop.trainer.rank_results import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
 from rl_loop.weight_sync.source import WeightSender
-from rl_loop.algorithms.objectives import distillation_objective
-from rl_loop.trainer.initial_model import build_teacher
-
-
-
-
 
 
 class TrainerWorker:
