@@ -59,6 +59,7 @@ class TokenizerVocabulary:
         self._check_markup(description["added_tokens"], where)
         self._names = {token_id: name for name, token_id in self.markup.items()}
 
+        # Added tokens may have ids behind a gap, so the size alone is not enough.
         known = self._tokenizer.get_vocab_size(with_added_tokens=True)
         largest = max([known - 1, *self._names])
         if largest >= size:
@@ -68,6 +69,7 @@ class TokenizerVocabulary:
             )
         self._known = largest + 1
 
+        # A second tokenizer without added tokens, so that no text can become markup.
         self._text_tokenizer = Tokenizer.from_str(json.dumps(_text_only(description, where)))
         self._forbidden = frozenset([*self._names, self._text_tokenizer.token_to_id(UNKNOWN)])
         """Ids that encoded text must not contain: markup, and the id of unknown bytes."""
@@ -113,6 +115,7 @@ class TokenizerVocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with markup as text. Bytes that are not UTF-8 become U+FFFD."""
         text = ""
+        # The text tokenizer does not know the added tokens.
         for is_text, group in groupby(ids, key=self.is_text):
             if is_text:
                 text += self._text_tokenizer.decode(list(group), skip_special_tokens=False)
@@ -179,6 +182,7 @@ def read_vocabulary[V: TokenizerVocabulary](kind: type[V], directory: Path, size
     file = directory / TOKENIZER_FILE
     try:
         return kind(content, size, str(file))
+    # Its message has the cause already.
     except TokenizerError:
         raise
     except Exception as error:  # tokenizers raises no specific class
