@@ -307,8 +307,9 @@ def _find_either(path: Path) -> Path:
 
 def _load_either(path: Path, overrides: list[str] | None) -> RunConfig:
     """Read a configuration of ``gptoss rl`` or of ``gptoss sft``."""
-    # Keys that only configurations of ``gptoss sft`` have.
-    is_sft = bool({"demonstrations", "sequences_per_step"} & set(read_yaml(path)))
+    # No key of ``gptoss sft`` is required, so any key that only it has decides.
+    keys_of_sft = set(SftConfig.model_fields) - set(RlConfig.model_fields)
+    is_sft = bool(keys_of_sft & set(read_yaml(path)))
     return load_run_config(path, "sft" if is_sft else "rl", overrides)
 
 

@@ -396,6 +396,14 @@ def test_what_is_served_may_be_named_as_the_shipped_ones_are() -> None:
         load_served_config(Path("tiny_retol"))
 
 
+def test_served_config_with_only_data_is_an_sft_config(tmp_path: Path) -> None:
+    """``data`` alone tells the command, because no other key of ``gptoss sft`` is required."""
+    file = tmp_path / "chats.yaml"
+    file.write_text("name: chats\nmodel: tiny\ndata: {path: chats.jsonl}\n")
+
+    assert load_served_config(file).command == "sft"
+
+
 @pytest.mark.parametrize(
     "name", [".", "..", ".hidden", "-x", "--resume", "a" * 300, "a/b", "a b", ""]
 )
