@@ -107,7 +107,9 @@ class BlackBoxEnvironment(Environment):
 
     async def answer(self, text: str) -> StepResult:
         # The agent loop does not run these episodes, so a call is a bug and not the policy's fault.
-        raise InfrastructureFailure("environment", "an external agent judges its own episodes")
+        raise InfrastructureFailure(
+            "environment", "an external agent scores this episode, not the agent loop"
+        )
 
     def to_reward(self, given: object) -> StepResult:
         numbers = read_parts(given, self.options.parts, self.options.agent)

@@ -83,7 +83,9 @@ class Gsm8kEnvironment(ReToolEnvironment):
         elif inject_errors:
             # A guess needs a number of about the right size.
             if not NUMBER.fullmatch(task.ground_truth.lstrip("-")):
-                raise NotImplementedError(f"a guess at {task.ground_truth!r} needs a number")
+                raise NotImplementedError(
+                    f"cannot guess near {task.ground_truth!r}, which is not a number"
+                )
             guess = arithmetic.guess(int(float(task.ground_truth)), rng)
             yield [think("I guess."), final(rf"\boxed{{{guess}}}")]
         else:

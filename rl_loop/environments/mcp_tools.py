@@ -210,5 +210,5 @@ async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolResult:
         raise InfrastructureFailure("tool", f"no server has the tool {name}")
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
-        raise InfrastructureFailure("environment", f"{name} wants a JSON object, not {kind}")
+        raise InfrastructureFailure("environment", f"{name} needs a JSON object, not {kind}")
     return await tools.call(name, arguments)

@@ -183,10 +183,10 @@ class OpenEnvSession:
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:
-            raise _lost(self._options, f"broke off: {describe(error)}") from error
+            raise _lost(self._options, f"lost the connection: {describe(error)}") from error
         # Other types mean that the connection is closed or broken.
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            reason = f"broke off ({answer.type.name.lower()}) in answer to a {kind}"
+            reason = f"answered a {kind} with {answer.type.name.lower()} instead of text"
             raise _lost(self._options, reason)
         return self._read(answer.data)
 
@@ -253,7 +253,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         first = await self._session.reset(arguments)
         # After another observation, the recorded actions would have another meaning.
         if self._first is not None and first != self._first:
-            raise failure_of(self.options, "gave another observation at its reset")
+            raise failure_of(self.options, "returned a different observation at reset")
         self._first = first
         # The policy has read the tools in its prompt, so keep them for the whole episode.
         if not self._tools:
@@ -270,14 +270,14 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
 
     async def do(self, action: dict[str, Any]) -> Observed:
         if self._session is None:
-            raise failure_of(self.options, "is gone")
+            raise failure_of(self.options, "is not connected")
         observed = await self._session.step(action)
         if self.options.interface != "tools":
             return observed
         try:
             return _with_tool_error(observed)
         except ConnectionError as error:
-            raise failure_of(self.options, f"does not reach its tools: {error}") from error
+            raise failure_of(self.options, f"cannot reach its tools: {error}") from error
 
     async def _described_tools(self, session: OpenEnvSession) -> list[Tool]:
         """Return the tools of the policy. Raises InfrastructureFailure."""

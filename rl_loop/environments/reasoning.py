@@ -156,5 +156,5 @@ atexit.register(_processes.close)
 def _checked(score: Any) -> float:
     """Return a scorer's result. Raises ValueError if it is not a finite number."""
     if not math.isfinite(score):
-        raise ValueError(f"a score of {score!r}")
+        raise ValueError(f"the score is {score!r}, not a finite number")
     return float(score)

@@ -145,7 +145,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         if result != recorded.result:
             raise InfrastructureFailure(
                 "environment",
-                f"{type(self).__name__}: replaying {recorded.action!r:.200} gave another result. "
+                f"{type(self).__name__}: replaying {recorded.action!r:.200} gave a different result. "
                 "Set replay: false if results of this environment vary",
             )
 

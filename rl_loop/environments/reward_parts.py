@@ -36,7 +36,7 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
     if set(named) != expected:
         names = ", ".join(sorted(map(str, named)))
         wanted = ", ".join(sorted(expected))
-        reason = f"{giver} gave the reward parts {names}; expected {wanted}"
+        reason = f"{giver} returned the reward parts {names}. Expected: {wanted}"
         raise InfrastructureFailure("checker", reason, giver)
 
     numbers: dict[str, float] = {}

@@ -30,7 +30,7 @@ def generated_row(path: str | None, split: Split, seed: int, index: int) -> dict
     """
     if path is None:
         raise NotImplementedError(
-            "tasks cannot be generated without `tasks`. Set it, or train_path and held_out_path"
+            "option tasks is null, so tasks cannot be generated. Set it, or train_path and held_out_path"
         )
     row = FUNCTIONS.resolve(path)(split, seed, index)
     if not isinstance(row, dict):

@@ -113,7 +113,7 @@ class ServerConnection:
                 internal error.
         """
         if not self.is_usable:
-            raise self._failure(f"is gone: {self._reason()}")
+            raise self._failure(f"is not connected: {self._reason()}")
         assert self._client is not None and self._holding is not None
 
         seconds = self.config.call_seconds

@@ -134,7 +134,7 @@ def named_tools(connections: list[ServerConnection]) -> dict[str, BoxedTool]:
         if missing:
             has = ", ".join(known) or "none"
             raise ValueError(
-                f"tool server {connection.name} has no tool {missing[0]!r}; it has: {has}"
+                f"tool server {connection.name} has no tool {missing[0]!r}. Its tools: {has}"
             )
 
         for tool in connection.tools:

@@ -175,7 +175,7 @@ def test_rewards_over_http_sum_and_replace_those_of_equal_name(tiny: Harmony) ->
     [
         ("silent", "checker", "returned no reward and posted none"),
         ("idle", "environment", "returned without a turn of the policy"),
-        ("wrong_parts", "checker", "gave the reward parts score, tone; expected score"),
+        ("wrong_parts", "checker", "returned the reward parts score, tone. Expected: score"),
         ("broken", "environment", "ConnectionError: the database is away"),
         ("exiting", "environment", "SystemExit: enough"),
         ("greedy_for_memory", "environment", "MemoryError"),

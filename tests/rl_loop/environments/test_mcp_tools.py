@@ -301,7 +301,7 @@ def test_replay_with_another_result_is_an_infrastructure_failure() -> None:
         finally:
             await environment.close()
 
-    with pytest.raises(InfrastructureFailure, match=r"tool='clock'.*gave another result"):
+    with pytest.raises(InfrastructureFailure, match=r"tool='clock'.*gave a different result"):
         asyncio.run(run())
 
 
@@ -387,7 +387,9 @@ def test_tools_of_equal_name_are_rejected_without_a_prefix() -> None:
 def test_invalid_or_missing_tool_names_are_rejected() -> None:
     with pytest.raises(ValueError, match="'to/do' is not a valid name of a tool"):
         _offered({"bad": {"in_process": f"{LEDGER}:badly_named"}})
-    with pytest.raises(ValueError, match="tool server bank has no tool 'fly'; it has: deposit"):
+    with pytest.raises(
+        ValueError, match=r"tool server bank has no tool 'fly'\. Its tools: deposit"
+    ):
         _offered({"bank": IN_PROCESS | {"tools": ["fly"]}})
 
 
@@ -460,7 +462,7 @@ def test_judge_reads_the_state_of_the_servers(harmony: Harmony) -> None:
     ("options", "setup", "component", "reason"),
     [
         ({"setup_tool": "open_with"}, {"amount": "much"}, "tool", "setup_tool open_with: "),
-        ({"setup_tool": "open_with"}, 3, "environment", "open_with wants a JSON object, not int"),
+        ({"setup_tool": "open_with"}, 3, "environment", "open_with needs a JSON object, not int"),
         ({"setup_tool": "fly"}, {}, "tool", "no server has the tool fly"),
         ({"twice": True}, {}, "tool", "tool servers bank and shop both have a tool 'balance'"),
     ],
@@ -576,7 +578,7 @@ def test_task_without_an_answer_raises_an_error() -> None:
         )
     with pytest.raises(ValueError, match="its metadata has no record"):
         environment_of(Task("t", [{"role": "user", "content": "?"}], "", "mcp"))
-    with pytest.raises(InfrastructureFailure, match="gave the reward parts score; expected"):
+    with pytest.raises(InfrastructureFailure, match=r"returned the reward parts score\. Expected:"):
         asyncio.run(_answer_without_parts())
 
 

@@ -233,7 +233,7 @@ def test_unreachable_tool_is_called_again_or_is_infrastructure(
         assert trajectory.invalid is not None
         assert trajectory.invalid.component == "environment"
         assert trajectory.invalid.failure_source == f"OpenEnv at {served_tools.url}"
-        assert f"does not reach its tools: {FAR}" in trajectory.invalid.reason
+        assert f"cannot reach its tools: {FAR}" in trajectory.invalid.reason
         assert math.isnan(trajectory.reward)
 
 
@@ -391,7 +391,7 @@ def test_tasks_have_unique_numbers_and_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "what"),
-    [(2, "number': 3} gave another result"), (12, "gave another observation at its reset")],
+    [(2, "number': 3} gave a different result"), (12, "returned a different observation at reset")],
 )
 def test_game_with_another_replay_is_an_infrastructure_failure(
     served: Served, seed: int, what: str
