@@ -1,9 +1,9 @@
 """Forward and backward pass of attention as plain functions, for use by context parallelism.
 
-Context parallelism communicates before, between and after the passes, which autograd would hide.
+Context parallelism communicates before, between and after the passes, so it calls them directly.
 
-Queries may be the *last* tokens of a longer range of keys: a context-parallel rank holds the
-queries of some chunks and sees the keys of all earlier tokens. The backward pass takes O and LSE
+Queries may be the *last* tokens of a longer range of keys, because a context-parallel rank holds
+the queries of some chunks and sees the keys of all earlier tokens. The backward pass takes O and LSE
 as arguments, so its keys may be a part of all keys. With O and LSE of *all* keys, its gradients
 are the exact contributions of the given keys.
 """
@@ -77,7 +77,7 @@ def attention_forward(
     scale = settings.scale
     backend = settings.backend_for(q, k)
 
-    # The private functions of flash-attn-4: the public one has autograd around both passes.
+    # Use private functions of flash-attn-4, because the public function wraps both in autograd.
     if backend == "flash4":
         from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -164,7 +164,7 @@ def attention_backward(
 
 
 def _square_segments(segments: Segments) -> tuple[Tensor, Segments]:
-    """Return segments in which every key has a query, and the positions of the real queries.
+    """Return the positions of the real queries, and segments in which every key has a query.
 
     Returns:
         Index of each real query among the keys, [queries] int64, and the new segments.

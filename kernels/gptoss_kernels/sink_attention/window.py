@@ -1,6 +1,6 @@
-"""Custom attention kernels for Hopper in CUDA C++, with warpgroup products and a native sink.
+"""Custom attention kernels for Hopper in CUDA C++, with warpgroup MMA and a native sink.
 
-They compute forward and backward pass of sliding-window layers, and of full attention over short
+They compute the forward and backward pass of sliding-window layers, and of full attention over short
 packed sequences.
 
 - Query heads that share a kv head form one tile. With 8 heads a tile has 8 positions, so little
@@ -32,7 +32,7 @@ SOURCES = Path(__file__).parent / "cuda"
 THREADS = 128
 """Threads per block of every kernel: one warpgroup."""
 TILE_ROWS = 64
-"""Rows per tile: positions times heads. It is M of a warpgroup product."""
+"""Rows per tile: positions times heads. M of a warpgroup MMA."""
 # All keys of a chunk are in shared memory. With these chunks three blocks fit on a multiprocessor.
 CHUNK = {"window_forward": 64, "window_backward_q": 40}
 """Positions per block of the window kernels for O and dQ, in whole tiles."""
@@ -41,11 +41,11 @@ KEYS = 64
 STAGES = {"backward_kv": 4, "full_backward_q": 2, "full_forward": 3}
 """Pipeline stages per kernel. A stage holds a pair of tiles: Q and dO, or K and V."""
 STEP_KEYS = 48
-"""Keys per product in the window kernels for O and dQ."""
-# The forward kernel keeps all scores of a row in registers. More products would not fit.
+"""Keys per MMA step in the window kernels for O and dQ."""
+# The forward kernel keeps all scores of a row in registers. More steps would not fit.
 MAX_KEY_STEPS = 3
-"""Maximum products of STEP_KEYS keys per tile, which limits the window."""
-# The kernels compute exponentials as powers of 2, which the hardware has an instruction for.
+"""Maximum steps of STEP_KEYS keys per tile, which limits the window."""
+# The kernels compute exponentials as powers of 2, because the GPU has an instruction for them.
 LOG2_E = 1.4426950408889634
 """log2(e)."""
 HEAD_SIZE = 64
@@ -76,19 +76,19 @@ class KernelShape:
 
     @property
     def halo(self) -> int:
-        """Keys in shared memory before a chunk. HALO in resident_keys.cuh."""
+        """Keys in shared memory before a chunk, like HALO in resident_keys.cuh."""
         earlier_keys = (self.window or 1) - 1
         return _round_up(earlier_keys, 16)
 
     @property
     def key_steps(self) -> int:
-        """Products of STEP_KEYS keys per tile. STEPS in resident_keys.cuh."""
+        """Steps of STEP_KEYS keys per tile, like STEPS in resident_keys.cuh."""
         keys = self.halo - self._skipped_keys + self.tile_positions
         return _ceil_divide(keys, STEP_KEYS)
 
     @property
     def _skipped_keys(self) -> int:
-        """Keys of the halo that no row sees. SKIP in resident_keys.cuh."""
+        """Keys of the halo that no row sees, like SKIP in resident_keys.cuh."""
         return (self.halo - (self.window or 1) + 1) // 8 * 8
 
     def chunk(self, kernel: str) -> int:
@@ -96,8 +96,8 @@ class KernelShape:
         return _round_up(CHUNK.get(kernel, self.tile_positions), self.tile_positions)
 
     def resident_keys(self, chunk: int) -> int:
-        """Return the keys in shared memory for a chunk. RESIDENT_KEYS in resident_keys.cuh."""
-        # The last product may read beyond the chunk: the number of keys is rounded up to STEP_KEYS.
+        """Return the keys in shared memory for a chunk, like RESIDENT_KEYS in resident_keys.cuh."""
+        # The last step may read beyond the chunk, because a step always has STEP_KEYS keys.
         last_tile = chunk - self.tile_positions
         last_step_end = last_tile + self._skipped_keys + self.key_steps * STEP_KEYS
         return max(self.halo + chunk, _round_up(last_step_end, 8))
@@ -271,7 +271,7 @@ def _key_gradients(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dK, dV and, from the items' shares, the sinks' gradient [heads] in fp32."""
+    """Compute dK and dV, and the sinks' gradient [heads] in fp32 as the sum of ``shares``."""
     q, k, v = saved[:3]
     heads = q.shape[1]
     shape = KernelShape(heads // k.shape[1], window)
