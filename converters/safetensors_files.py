@@ -186,7 +186,7 @@ def _describe_incomplete_tensor(
     name: str, shape: list[int], present_bytes: int, tensor_bytes: int
 ) -> str:
     rows = shape[0] if shape else 1
-    # Users know how far a download came by the expert, so name its index.
+    # The index of an expert tells users how much of a download is missing.
     row = max(0, present_bytes) * rows // max(1, tensor_bytes)
     unit = "expert" if ".experts." in name else "row"
     return f"; it ends in tensor {name}, {unit} {row} of {rows}"
@@ -213,7 +213,7 @@ class SafetensorsWriter:
             metadata: strings to store with the tensors. Loaders ignore them.
         """
         self._metadata = {"format": "pt", **(metadata or {})}
-        # The longest possible header has all tensors, each at an offset of 14 digits.
+        # Reserve space for the longest possible header: all tensors, with offsets of 14 digits.
         longest = {
             name: self._entry("BF16", shape, 10**13, 10**13) for name, shape in expected.items()
         }

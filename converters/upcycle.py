@@ -12,7 +12,8 @@ dense one, after a change of scales:
 Both are equal where no clamp is reached. ``scale`` is chosen per channel so that ``up`` stays
 within its clamp. The clamp of ``gate`` cannot be moved, because the sigmoid is not linear.
 
-Sinks, windows and noise between the experts change the function. ``UpcycleReport`` says how much.
+Sinks, windows and noise on the experts change the function. ``UpcycleReport`` has the difference in
+loss.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ Tensor = torch.Tensor
 TARGET_PEAK = 4.0
 """Largest ``scale * up`` on the calibration text. ``up'`` reaches its clamp at 8."""
 MAX_TEXT_BYTES = 16 << 20
-"""Size limit of a calibration text. Only the first ``max_length`` tokens are used."""
+"""Size limit of a calibration text. Only the first ``max_length`` tokens of it are used."""
 SMALLEST_PEAK = 0.05
 """Lower bound of a channel's peak, so that unused channels get no huge scale."""
 
@@ -93,7 +94,7 @@ class UpcycleOptions:
     sliding_window: int = 128
     """Keys that a token sees in layers 0, 2, 4, ... The dense model sees all of them."""
     sink: float = 0.0
-    """Initial sink of every head, as a score. -30 gives the sink no probability."""
+    """Initial sink logit of every head. -30 gives the sink a probability of almost 0."""
     expert_noise: float = 0.03
     """Standard deviation of the noise on every expert's copy of a dense matrix, relative to that of
     the matrix.
@@ -263,8 +264,8 @@ def upcycled_config(source: HfDirectory, options: UpcycleOptions) -> GptOssModel
             "experts"
         )
 
-    # YaRN with these bounds scales no channel, so that frequencies keep all their bits. A ramp
-    # within the channels would round them, even with factor 1.
+    # GPT-OSS always uses YaRN. With these bounds, its ramp covers no channel, so all frequencies stay
+    # unchanged. A ramp over some channels would round them, even with factor 1.
     rotations_of_slowest = dense.max_length / (2 * math.pi * dense.rope_theta)
     return GptOssModelConfig(
         num_layers=dense.num_layers,
@@ -413,9 +414,9 @@ def measure(
 
 
 def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> float:
-    """Return the mean loss of the tokens after the first, nats per token.
+    """Return the mean loss over all tokens but the first, in nats per token.
 
-    ``progress`` is called with the share of the layers that are done.
+    ``progress`` is called with the completed share of the layers.
     """
     layers = model.config.num_layers
     x = model.embed(tokens)
@@ -428,8 +429,8 @@ def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> 
 def _up_scale(peak: Tensor) -> Tensor:
     """Return the scale of each channel of ``up`` with the largest magnitudes ``peak``.
 
-    A power of two keeps all bits of the weights. bf16 rounds ``up'``, so that small values of
-    ``scale * up`` lose bits beside the 1: the scale is as large as the clamp allows.
+    A power of two keeps all bits of the weights. bf16 rounds ``up' = scale * up - 1``, so a small
+    ``scale * up`` loses bits to the 1. Therefore the scale is as large as the clamp allows.
     """
     wanted = TARGET_PEAK / peak.double().clamp_min(SMALLEST_PEAK)
     return torch.exp2(wanted.log2().floor())
@@ -468,7 +469,7 @@ def upcycled_tensors(
 
         _, _, number, part = name.split(".", 3)
         layer = int(number)
-        # Every tensor has a seed of its own, so that its values do not depend on the order.
+        # Seed every tensor separately, so that its values do not depend on the order.
         generator.manual_seed(_seed_of(options.seed, name))
         if part.startswith("mlp.experts."):
             tensor = _experts(source, part, layer, up_scales[layer], options, generator)
@@ -543,7 +544,7 @@ def _with_progress(
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> Iterator[NamedTensor]:
-    """Yield the tensors, and report the bytes of those that the consumer has taken."""
+    """Yield the tensors, and report the bytes that the consumer has taken so far."""
     total = sum(math.prod(shape) for shape in hf_shapes(config).values()) * dtype.itemsize
     done = 0
     for name, tensor in tensors:

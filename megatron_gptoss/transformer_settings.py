@@ -1,4 +1,4 @@
-"""Construction of Megatron's TransformerConfig from a model and a layout, for all families."""
+"""Construction of Megatron's TransformerConfig from a model and a layout, for all model families."""
 
 from typing import Any
 
@@ -91,8 +91,8 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "pipeline_model_parallel_size": parallel.pipeline,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "virtual_pipeline_model_parallel_size": virtual_pipeline,
-        # With batched messages, two ranks would confuse the two directions of the interleaved
-        # schedule.
+        # With batched messages, two ranks would mix up the forward and backward messages of the
+        # interleaved schedule.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
         # PyTorch keeps tensors alive while they are sent, so no synchronization is necessary.
