@@ -93,7 +93,7 @@ def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
 
 def main(output: Path) -> None:
     """Measure and, on rank 0, write ``output``."""
-    # Before the first group, whose ports other users of the node could connect to.
+    # A group opens ports, to which other users of the node could connect.
     authenticate_groups()
     # torchrun sets both.
     local_rank = int(os.environ["LOCAL_RANK"])

@@ -1,7 +1,7 @@
 """Installation of SGLang in a separate environment: ``gptoss doctor --install-engine DIR``.
 
 Versions and hashes are in ``pinned/sglang.txt``, made by `uv pip compile` (docs/installing.md).
-Packages are installed in portions. Completed packages are recorded, so that an interrupted
+Packages are installed in batches. Completed packages are recorded, so that an interrupted
 installation can continue.
 """
 
@@ -73,7 +73,7 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
 
     Args:
         directory: new or empty directory, or one of an earlier call.
-        log_line: receives a line per portion.
+        log_line: receives a line per batch of packages.
         pinned: requirements with hashes.
 
     Returns:
@@ -85,7 +85,7 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
     """
     directory = directory.absolute()
     requirements = read_requirements(pinned)
-    # Before the lock, which creates its file in the directory.
+    # Check before the lock, which creates a file in the directory.
     check_directory(directory)
     python = directory / "bin" / "python"
 
@@ -97,7 +97,7 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
             return python
 
         missing = [requirement for requirement in requirements if requirement.pin not in done]
-        # Before anything is written. Only missing packages need space.
+        # Check before the installation. Only missing packages need space.
         if reason := unsupported_reason(
             this_machine(directory), share=len(missing) / len(requirements)
         ):
@@ -105,8 +105,8 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
         _make_environment(directory, pinned)
         _install(directory, missing, len(requirements), lock, log_line)
         _compile(python, log_line)
-        # Recorded last: the next call skips everything if this entry exists.
         _check_import(python)
+        # Record this last, because the next call skips everything if the entry exists.
         _record_completed(directory, [COMPLETE])
     return python
 
@@ -121,7 +121,7 @@ def read_requirements(pinned: Path) -> list[Requirement]:
     blocks = re.split(r"\n(?=\S)", pinned.read_text().strip())
     requirements = []
     for block in blocks:
-        # uv's header, and comments between packages.
+        # Skip uv's header and comments between packages.
         if block.startswith("#"):
             continue
         pin = block.split()[0]
@@ -255,7 +255,7 @@ def _make_environment(directory: Path, pinned: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-    # Write in place, because the lock belongs to this file.
+    # Rewrite this file in place, because it holds the lock.
     with open(notes, "r+") as file:
         file.truncate()
         file.write(f"{_digest(pinned)}\n")
@@ -268,7 +268,7 @@ def _make_environment(directory: Path, pinned: Path) -> None:
 def _install(
     directory: Path, missing: Sequence[Requirement], total: int, lock: int, log_line: LogLine
 ) -> None:
-    """Install the missing packages, one portion at a time."""
+    """Install the missing packages, one batch at a time."""
     began = time.monotonic()
     done = total - len(missing)
     if done:
@@ -295,13 +295,13 @@ def _install(
             f"pip could not install {names}. Repeat the command to continue",
             keep_open=(lock,),
         )
-        # After pip has returned, so that an entry means a complete package.
+        # Record packages after pip has returned, so that an entry means a complete package.
         _record_completed(directory, [requirement.pin for requirement in portion])
     portion_file.unlink(missing_ok=True)
 
 
 def _compile(python: Path, log_line: LogLine) -> None:
-    """Compile to byte code on all cores. Servers start faster.
+    """Compile all packages to byte code on all cores, so that servers start faster.
 
     Users without write permission would otherwise compile at every start.
     """

@@ -17,7 +17,7 @@ from rl_loop.logs import configure_logging
 
 
 class UnbrokenHelp(typer.core.TyperGroup):
-    """Joins the lines of the commands' help, because --help of the group would keep the breaks."""
+    """Joins the lines of the commands' help, because --help of a group would keep the line breaks."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -29,7 +29,7 @@ class UnbrokenHelp(typer.core.TyperGroup):
 
 
 class ErrorsInOneLine(UnbrokenHelp):
-    """Prints every error in one line, with the traceback's file for unexpected errors."""
+    """Prints every error in one line. For an unexpected error, it names the file of the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,13 +40,13 @@ class ErrorsInOneLine(UnbrokenHelp):
             # 128 + SIGINT, as shells report it.
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
-            # The broken pipe may be another one, such as a child process's. That is an error.
+            # If standard output is intact, another pipe broke, such as a child process's.
             if not discard_unread_output():
                 print_failure(error)
                 raise typer.Exit(1) from None
             raise typer.Exit(128 + signal.SIGPIPE) from None
         except Exception as error:
-            # typer handles --help and invalid options itself, before torch is imported.
+            # typer reports its own exceptions, such as invalid options.
             if type(error).__module__.split(".")[0] in ("typer", "click"):
                 raise
             print_failure(error)
@@ -54,9 +54,10 @@ class ErrorsInOneLine(UnbrokenHelp):
 
 
 def discard_unread_output() -> bool:
-    """Return True if the reader of standard output has exited, like ``head`` after its last line.
+    """Discard further output if its reader has exited, like ``head`` after its last line.
 
-    Further output is then discarded.
+    Returns:
+        True if the reader of standard output has exited.
     """
     output = sys.stdout.fileno()
     state = select.poll()
