@@ -158,7 +158,7 @@ class ParallelConfig(StrictModel):
                 f"parallel.expert ({self.expert}) must be 1: a {model.model_type} model has no "
                 "experts"
             )
-        # Of the parts that can be recomputed, dense layers have only core_attn.
+        # Dense layers have only core_attn of the parts that can be recomputed.
         without_effect = [part for part in self.recompute if part != "core_attn"]
         if without_effect:
             raise ValueError(
