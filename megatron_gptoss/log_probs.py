@@ -139,13 +139,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         row_statistics = torch.stack([normalizer, entropy, from_normalizer, grad_entropy])
         grad_hidden = torch.empty_like(hidden)
 
-        # With Megatron's data parallelism, add products to the gradient buffer directly, which
-        # saves a copy of the gradient.
-        has_buffer = getattr(weight, "main_grad", None) is not None
-        in_place = has_buffer and hasattr(weight, "grad_added_to_main_grad")
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = weight.main_grad if in_place else torch.zeros_like(weight, dtype=dtype)
+            grad_weight = _gradient_buffer(weight, dtype)
 
         # Rows are the outer loop: the gradient of a chunk of hidden states is accumulated over all
         # columns in fp32 and rounded once. The weight's gradient has a buffer for all blocks.
@@ -181,16 +177,39 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                     _add_matmul(grad_weight[columns], grad_logits.t(), chunk)
             grad_hidden[rows] = grad_chunk
 
-        if grad_weight is None:
-            return grad_hidden, None, None, None, None, None
-        if in_place:
-            # Megatron's hooks need a gradient to exist, but do not read it. A tied weight is an
-            # exception: its gradient is added to that of the embedding, so it must be 0.
-            weight.grad_added_to_main_grad = True
-            is_shared = getattr(weight, "zero_out_wgrad", False)
-            shown = torch.zeros_like(weight) if is_shared else torch.empty_like(weight)
-            return grad_hidden, shown, None, None, None, None
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        if grad_weight is not None:
+            grad_weight = _returned_gradient(weight, grad_weight)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _accumulates_in_place(weight: Tensor) -> bool:
+    """Return True if Megatron's data parallelism has a gradient buffer for the weight."""
+    has_buffer = getattr(weight, "main_grad", None) is not None
+    return has_buffer and hasattr(weight, "grad_added_to_main_grad")
+
+
+def _gradient_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the buffer to which products are added: [ids, hidden_size] in ``dtype``.
+
+    It is Megatron's own buffer if there is one, which saves a copy of the gradient.
+    """
+    if _accumulates_in_place(weight):
+        buffer: Tensor = weight.main_grad
+        return buffer
+    return torch.zeros_like(weight, dtype=dtype)
+
+
+def _returned_gradient(weight: Tensor, buffer: Tensor) -> Tensor:
+    """Return what autograd gets as the weight's gradient, from its filled buffer."""
+    if not _accumulates_in_place(weight):
+        return buffer.to(weight.dtype)
+
+    # Megatron's hooks need a gradient to exist, but do not read it. A tied weight is an exception:
+    # its gradient is added to that of the embedding, so it must be 0.
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
 
 
 def _local_statistics(
@@ -214,6 +233,7 @@ def _local_statistics(
     statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)
     statistics[0] = -torch.inf
     candidate_scores = statistics.new_zeros(candidates.shape)
+
     for rows in _spans(len(hidden), CHUNK_TOKENS):
         chunk_statistics = statistics[:, rows].contiguous()
         for columns in _column_spans(weight):

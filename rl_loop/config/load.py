@@ -106,6 +106,7 @@ def _name_only_sources(tree: Any, changes: list[str]) -> list[str]:
         # A file that has both forms is rejected later, by ``CorpusConfig``.
         if short and not named:
             data["sources"] = {ONLY_SOURCE: {key: data.pop(key) for key in short}}
+
         # With several sources, a short key belongs to none of them.
         if set(data.get("sources", {})) != {ONLY_SOURCE}:
             continue
@@ -369,6 +370,7 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
             if name not in (key, f"{key}.type"):
                 others.append(change)
                 continue
+
             is_chosen = True
             # from_dotlist parses the value as YAML, so ``{type: ppo, ...}`` becomes a mapping.
             value = as_section(_plain(OmegaConf.select(OmegaConf.from_dotlist([change]), name)))

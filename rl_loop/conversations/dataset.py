@@ -220,6 +220,7 @@ class ConversationData:
         number = self._names.index(source)
         rows = self._rows[number]
         preview = Preview(source, rows.place)
+
         # Render one block at a time, because a preview needs few conversations.
         for block in rows.blocks:
             (wait,) = self._pool.submit([BlockJob(number, block, "train")])

@@ -202,6 +202,7 @@ class OpenEnvSession:
                     raise failure_of(self._options, f"{data['code']}: {data['message']}")
                 details = data.get("errors") or data["message"]
                 return Observed({}, None, False, _as_text(details))
+
             reward = data["reward"]
             return Observed(
                 observation=dict(data["observation"]),

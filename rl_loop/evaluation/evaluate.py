@@ -149,6 +149,7 @@ def evaluation_record(task: Task, sample: int, episode: Trajectory) -> dict[str,
     """Return one line of an evaluation's JSONL."""
     # Tasks without a category are grouped by their environment.
     category = task.metadata.get("category", task.environment)
+
     return {
         "task_id": task.task_id,
         "category": category,

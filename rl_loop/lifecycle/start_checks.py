@@ -181,12 +181,14 @@ def check_teacher(teacher: Path, config: SftConfig) -> None:
             f"{TEACHER}: {teacher} has no config.json. Name a Hugging Face directory, such as the "
             "export of a run"
         )
+
     check_weights(TEACHER, teacher, model)
     if model.vocab_size != config.model.vocab_size:
         raise StartError(
             f"{TEACHER}: {teacher} has {model.vocab_size} token ids, but model.vocab_size is "
             f"{config.model.vocab_size}. Use a teacher with the vocabulary of the model"
         )
+
     own = tokenizer_directory(config.tokenizer_source)
     theirs = tokenizer_directory(teacher)
     if own is not None and theirs is not None and text_tokens(own) != text_tokens(theirs):
