@@ -210,7 +210,7 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
         description = describe_layout(layout, inputs.parallel)
         lines.append(f"  {description}: {needed.peak.total / 1e9:.1f} GB")
 
-    lines.append("to take less, one after the other:")
+    lines.append("settings that need less memory, each in addition to those above it:")
     for override, needed in smaller_settings(inputs, gigabytes):
         lines.append(f"  {override}: {needed.peak.total / 1e9:.1f} GB")
     lines.append("  more GPUs")
@@ -273,13 +273,13 @@ def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
 
 def _phase_table(estimate: MemoryEstimate) -> list[str]:
     """Return the lines of the phase table, in GB."""
-    columns = ("trainer", "servers", "around", "together")
-    lines = ["  phase       " + "".join(f"{column:>10}" for column in columns) + "  GB"]
+    columns = ("trainer", "servers", "overhead", "total")
+    lines = ["  phase         " + "".join(f"{column:>10}" for column in columns) + "  GB"]
     for phase in estimate.phases:
         sizes = (phase.trainer, phase.engine, phase.overhead, phase.total)
         figures = "".join(f"{size / 1e9:10.1f}" for size in sizes)
-        mark = "  <- most" if phase == estimate.peak else ""
-        lines.append(f"  {phase.name:12}{figures}{mark}")
+        mark = "  <- peak" if phase == estimate.peak else ""
+        lines.append(f"  {phase.name:14}{figures}{mark}")
     return lines
 
 
@@ -301,7 +301,7 @@ def _host_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardwar
     return (
         f"host memory: {needed:.1f} GB, pinned, for the optimizer state of "
         f"{_describe_node(inputs, hardware)}, "
-        "besides what the run needs"
+        "in addition to the memory of the run"
     )
 
 
@@ -311,13 +311,13 @@ def _save_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardwar
     more = " more" if estimate.host else ""
     text = (
         f"host memory while a checkpoint is saved: {needed:.1f} GB{more} on the fullest node, for "
-        "the weights, and the optimizer's state in fp32, that its ranks write"
+        "the weights and the fp32 optimizer state of its ranks"
     )
     if hardware.host_gigabytes is None:
         return text
 
     all_needed = _host_bytes(inputs, estimate, hardware) / 1e9
-    together = f"; together {all_needed:.1f} GB" if estimate.host else ""
+    together = f"; {all_needed:.1f} GB in total" if estimate.host else ""
     relation = "more than" if all_needed > hardware.host_gigabytes else "of"
     return f"{text}{together}, {relation} its {hardware.host_gigabytes:.0f} GB"
 

@@ -368,7 +368,8 @@ def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> 
 
 def advice_of(plan: str, configured: list[str]) -> list[tuple[list[str], str]]:
     """Return (overrides, promised GB) of every line of a memory plan."""
-    layouts, _, settings = plan.partition("to take less, one after the other:\n")
+    title = "settings that need less memory, each in addition to those above it:\n"
+    layouts, _, settings = plan.partition(title)
     advice = []
 
     # Settings accumulate. The last line is "more GPUs", which is not an override.

@@ -649,10 +649,10 @@ def test_host_memory_must_hold_offloaded_and_saved_state(
     assert saving.startswith(more)
     assert saving.endswith(
         {
-            None: "that its ranks write",
-            430.0: "together 425.8 GB, of its 430 GB",
-            420.0: "together 425.8 GB, more than its 420 GB",
-            140.0: "together 425.8 GB, more than its 140 GB",
+            None: "state of its ranks",
+            430.0: "425.8 GB in total, of its 430 GB",
+            420.0: "425.8 GB in total, more than its 420 GB",
+            140.0: "425.8 GB in total, more than its 140 GB",
         }[host]
     )
 
@@ -663,7 +663,7 @@ def test_a_save_needs_host_memory_where_nothing_is_offloaded_too() -> None:
     plan = memory_plan(inputs, Hardware(H200, host_gigabytes=300, gpus_per_node=1)).splitlines()
     (line,) = [line for line in plan if "host memory" in line]
     assert f"saved: {first / 1e9:.1f} GB on the fullest node" in line
-    assert line.endswith("that its ranks write, of its 300 GB")
+    assert line.endswith("state of its ranks, of its 300 GB")
     assert exceeds_memory(inputs, Hardware(1000, host_gigabytes=200))
     assert not exceeds_memory(inputs, Hardware(1000, host_gigabytes=200, gpus_per_node=1))
 
@@ -695,11 +695,11 @@ def test_the_table_shows_every_phase_and_which_needs_most() -> None:
     assert lines[0].startswith(f"does not fit: the {shown.peak.name} needs ")
     assert lines[1] == "memory per H200, in bf16, 16384 tokens per micro-batch:"
     for line, phase in zip(lines[3:], shown.phases, strict=False):
-        name, *figures = line.removesuffix("  <- most").split()
+        name, *figures = line.removesuffix("  <- peak").split()
         assert name == phase.name
         sizes = (phase.trainer, phase.engine, phase.overhead, phase.total)
         assert figures == [f"{size / 1e9:.1f}" for size in sizes]
-        assert line.endswith("<- most") == (phase == shown.peak)
+        assert line.endswith("<- peak") == (phase == shown.peak)
 
 
 def test_layer_without_recomputation_does_not_change_config(
