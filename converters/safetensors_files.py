@@ -34,7 +34,7 @@ DTYPES = {
     "F32": torch.float32,
     "U8": torch.uint8,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8
 """Size of the first field: the length of the JSON header, little-endian."""
 MAX_HEADER_BYTES = 100_000_000
@@ -237,7 +237,9 @@ class SafetensorsWriter:
         # Values are written in C order, which a transposed view does not have.
         data = tensor.detach().cpu().contiguous().flatten()
         stop = self.size + data.nbytes
-        self._entries[name] = self._entry(NAMES[data.dtype], tuple(tensor.shape), self.size, stop)
+        self._entries[name] = self._entry(
+            DTYPE_NAMES[data.dtype], tuple(tensor.shape), self.size, stop
+        )
         place = FileRange(
             path=self.path,
             offset=LENGTH_BYTES + self._header_bytes + self.size,

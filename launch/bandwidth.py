@@ -35,7 +35,7 @@ class NodeRanks:
     node: int
     """Index of this process's node."""
 
-    def of(self, first: int, count: int = 1) -> list[int]:
+    def on_nodes(self, first: int, count: int = 1) -> list[int]:
         """Return the ranks on ``count`` adjacent nodes, starting at node ``first``."""
         return list(range(first * self.per_node, (first + count) * self.per_node))
 
@@ -64,7 +64,7 @@ def measure_bandwidth(group: dist.ProcessGroup, buffer: torch.Tensor) -> float:
 def measure_within(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
     """Measure all processes of this node with ``buffer`` [elements]; None if there is only one."""
     # new_group is collective: every process must create every group.
-    groups = [dist.new_group(ranks.of(node)) for node in range(ranks.nodes)]
+    groups = [dist.new_group(ranks.on_nodes(node)) for node in range(ranks.nodes)]
     if ranks.per_node == 1:
         return None
     return measure_bandwidth(groups[ranks.node], buffer)
@@ -84,7 +84,7 @@ def measure_between(ranks: NodeRanks, buffer: torch.Tensor) -> float | None:
     for first in (0, 1):
         for left in range(first, ranks.nodes - 1, 2):
             # Collective, too: also processes outside of the pair create it.
-            pair = dist.new_group(ranks.of(left, count=2))
+            pair = dist.new_group(ranks.on_nodes(left, count=2))
             if ranks.node in (left, left + 1):
                 fastest = max(fastest or 0.0, measure_bandwidth(pair, buffer))
         dist.barrier()  # a node must not begin the second round while its neighbor measures

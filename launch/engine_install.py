@@ -269,21 +269,19 @@ def _install(
     directory: Path, missing: Sequence[Requirement], total: int, lock: int, log_line: LogLine
 ) -> None:
     """Install the missing packages, one batch at a time."""
-    began = time.monotonic()
+    started = time.monotonic()
     done = total - len(missing)
     if done:
         log_line(f"{done} of {total} packages are already installed")
 
-    portion_file = directory / "portion.txt"
+    batch_file = directory / "batch.txt"
     for start in range(0, len(missing), PACKAGES_PER_CALL):
-        portion = missing[start : start + PACKAGES_PER_CALL]
-        names = ", ".join(requirement.pin.split("==")[0] for requirement in portion)
-        elapsed = format_seconds(time.monotonic() - began)
-        log_line(
-            f"[{done + start + 1}-{done + start + len(portion)} of {total}, {elapsed}] {names}"
-        )
+        batch = missing[start : start + PACKAGES_PER_CALL]
+        names = ", ".join(requirement.pin.split("==")[0] for requirement in batch)
+        elapsed = format_seconds(time.monotonic() - started)
+        log_line(f"[{done + start + 1}-{done + start + len(batch)} of {total}, {elapsed}] {names}")
 
-        portion_file.write_text("\n".join(requirement.text for requirement in portion) + "\n")
+        batch_file.write_text("\n".join(requirement.text for requirement in batch) + "\n")
         # An interrupted package looks installed but may be incomplete, so reinstall it.
         # The file lists all dependencies with hashes, so pip must not resolve or build any.
         options = ["--no-deps", "--ignore-installed", "--only-binary", ":all:", "--require-hashes"]
@@ -291,13 +289,13 @@ def _install(
         quiet = ["-q", "--no-input", "--disable-pip-version-check", "--no-compile"]
         pip = [str(directory / "bin" / "python"), "-m", "pip", "install"]
         _run(
-            [*pip, *quiet, *options, "-r", str(portion_file)],
+            [*pip, *quiet, *options, "-r", str(batch_file)],
             f"pip could not install {names}. Repeat the command to continue",
             keep_open=(lock,),
         )
         # Record packages after pip has returned, so that an entry means a complete package.
-        _record_completed(directory, [requirement.pin for requirement in portion])
-    portion_file.unlink(missing_ok=True)
+        _record_completed(directory, [requirement.pin for requirement in batch])
+    batch_file.unlink(missing_ok=True)
 
 
 def _compile(python: Path, log_line: LogLine) -> None:
@@ -334,5 +332,5 @@ def _run(command: Sequence[str], failure: str, keep_open: tuple[int, ...] = ()) 
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=keep_open)
     if done.returncode:
-        complaint = [line for line in done.stderr.splitlines() if line.strip()]
-        raise InstallError(f"{failure}: {complaint[-1] if complaint else done.returncode}")
+        error_lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise InstallError(f"{failure}: {error_lines[-1] if error_lines else done.returncode}")

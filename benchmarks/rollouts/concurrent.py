@@ -217,7 +217,7 @@ def run(load: Load, directory: Path) -> Outcome:
         requests = TrainingRequests(tasks, config.rollout, config.seed)
         collector = RolloutCollector(pool, requests, config.algorithm, steps=load.steps)
         episode_log = EpisodeLog(
-            load, tasks, seeds_of=lambda number: requests.of(number, number).seeds
+            load, tasks, seeds_of=lambda number: requests.for_group(number, number).seeds
         )
         began, processor_began = time.time(), processor_seconds()
         for step in range(load.steps):

@@ -8,10 +8,10 @@ import typer
 from typer import Option
 
 from launch.cli import certify, convert, data, inspection, jobs, serving, training
-from launch.cli.groups import ErrorsInOneLine
+from launch.cli.groups import OneLineErrorGroup
 
 app = typer.Typer(
-    cls=ErrorsInOneLine,
+    cls=OneLineErrorGroup,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     help="Agentic reinforcement learning for GPT-OSS on Megatron-Core.",

@@ -10,10 +10,10 @@ from typing import Annotated, Literal, NoReturn
 import typer
 from typer import Argument, Option
 
-from launch.cli.groups import UnbrokenHelp
+from launch.cli.groups import JoinedHelpGroup
 
 convert = typer.Typer(
-    cls=UnbrokenHelp,
+    cls=JoinedHelpGroup,
     no_args_is_help=True,
     help="Convert between Hugging Face and Megatron checkpoints, without a GPU.",
 )

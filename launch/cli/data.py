@@ -6,10 +6,10 @@ import typer
 from typer import Option
 
 from launch.cli.arguments import ConfigFile, Overrides
-from launch.cli.groups import UnbrokenHelp
+from launch.cli.groups import JoinedHelpGroup
 
 data = typer.Typer(
-    cls=UnbrokenHelp,
+    cls=JoinedHelpGroup,
     no_args_is_help=True,
     help="Inspect the conversations for `gptoss sft`.",
 )

@@ -16,7 +16,7 @@ from rl_loop.config.shipped import find_config
 from rl_loop.logs import configure_logging
 
 
-class UnbrokenHelp(typer.core.TyperGroup):
+class JoinedHelpGroup(typer.core.TyperGroup):
     """Joins the lines of the commands' help, because --help of a group would keep the line breaks."""
 
     def __init__(self, **settings: Any) -> None:
@@ -28,7 +28,7 @@ class UnbrokenHelp(typer.core.TyperGroup):
                 command.help = "\n\n".join(joined)
 
 
-class ErrorsInOneLine(UnbrokenHelp):
+class OneLineErrorGroup(JoinedHelpGroup):
     """Prints every error in one line. For an unexpected error, it names the file of the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -84,7 +84,7 @@ def print_failure(error: Exception, directory: Path | None = None) -> None:
     print(f"gptoss: {show_control_characters(explain(error, directory))}", file=sys.stderr)
 
 
-class GroupWithDefault(UnbrokenHelp):
+class GroupWithDefault(JoinedHelpGroup):
     """Runs the group's first command if the first argument is not a command.
 
     Example: ``gptoss launch CONFIG``.

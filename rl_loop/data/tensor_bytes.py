@@ -6,21 +6,25 @@ Therefore all tensors of a model are stored as one array. A hundred small ones w
 than the forward pass that needs them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
 import numpy as np
 import ray
 import torch
+
+
+
 
 ALIGNMENT = 16
 """Alignment of tensors in bytes, sufficient for any dtype."""
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlot:
     """Position, dtype and shape of a tensor in ``TensorBytes.content``."""
 
     first: int
@@ -40,7 +44,7 @@ class TensorBytes:
 
     content: np.ndarray
     """uint8 [bytes], the tensors in sequence in C order. uint8 because numpy has no bfloat16."""
-    places: dict[str, Place]
+    places: dict[str, TensorSlot]
     """Name -> position of the tensor."""
 
     @classmethod
@@ -49,7 +53,7 @@ class TensorBytes:
         places = {}
         size = 0
         for name, tensor in named.items():
-            places[name] = Place(size, tensor.dtype, tensor.shape)
+            places[name] = TensorSlot(size, tensor.dtype, tensor.shape)
             # Round up, because torch can view only aligned bytes as another dtype.
             size = -(-places[name].end // ALIGNMENT) * ALIGNMENT
 
@@ -65,7 +69,7 @@ class TensorBytes:
         return _parts(torch.from_numpy(self.content.copy()), self.places)
 
 
-def _parts(content: torch.Tensor, places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+def _parts(content: torch.Tensor, places: Mapping[str, TensorSlot]) -> dict[str, torch.Tensor]:
     """Return the tensors in uint8 [bytes]. They share its memory."""
     parts = {}
     for name, place in places.items():

@@ -12,7 +12,7 @@ from typing import Any
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.gateway.errors import ApiError, invalid_request
-from rl_loop.gateway.node import Node, Place
+from rl_loop.gateway.node import ForestPosition, Node
 from rl_loop.gateway.parameters import MAX_MESSAGES
 from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls
 from rl_loop.rollout.episode_draft import EpisodeDraft
@@ -82,7 +82,7 @@ class Forest:
 
     # ---- growing
 
-    def find(self, request: TurnRequest) -> Place:
+    def find(self, request: TurnRequest) -> ForestPosition:
         """Find the longest stored prefix of a request's conversation.
 
         Raises:
@@ -115,7 +115,7 @@ class Forest:
                 break
 
         new = zip(everything[reused:], all_digests[reused:], strict=True)
-        return Place(
+        return ForestPosition(
             parent=parent,
             conversation=conversation,
             digests=digests,

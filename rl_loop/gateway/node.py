@@ -119,8 +119,8 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of a request in the forest."""
+class ForestPosition:
+    """Position of a request in the forest."""
 
     parent: Node | None
     """Turn to continue. None for a new sequence."""
@@ -163,7 +163,7 @@ class Prompt:
 def new_node(
     request: TurnRequest,
     response_id: str,
-    place: Place,
+    place: ForestPosition,
     prompt: Prompt,
     sampled: SampledTurn,
     turn: ReadTurn,

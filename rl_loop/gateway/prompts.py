@@ -6,7 +6,7 @@ from typing import Literal
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.jobs import Rendered, RenderJob, SessionJobs, StoredTokens
-from rl_loop.gateway.node import Node, Place, Prompt
+from rl_loop.gateway.node import ForestPosition, Node, Prompt
 from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
 from rl_loop.tasks.prompt_limit import MAX_TOKEN_BYTES
 
@@ -40,7 +40,7 @@ class PromptRenderer:
     """Limit of a conversation."""
     jobs: SessionJobs
 
-    async def render(self, request: TurnRequest, place: Place) -> Prompt:
+    async def render(self, request: TurnRequest, place: ForestPosition) -> Prompt:
         """Render the prompt of a request.
 
         Args:
@@ -76,7 +76,7 @@ class PromptRenderer:
                 parameter="reasoning_effort",
             )
 
-    def _check_size(self, request: TurnRequest, place: Place) -> None:
+    def _check_size(self, request: TurnRequest, place: ForestPosition) -> None:
         """Raise PromptTooLong for a text that is certainly too long, before it is tokenized."""
         # Tools are a part of the first prompt only.
         size = text_size(place.new_messages)
@@ -89,7 +89,7 @@ class PromptRenderer:
         if 2 * len(place.new_messages) > self.max_tokens:
             raise PromptTooLong(f"at least {2 * len(place.new_messages)}")
 
-    def _job(self, request: TurnRequest, place: Place) -> RenderJob:
+    def _job(self, request: TurnRequest, place: ForestPosition) -> RenderJob:
         """Return the job that renders the new messages of a conversation."""
         stored = None
         parent = place.parent
@@ -118,7 +118,7 @@ def _is_short(request: TurnRequest, job: RenderJob) -> bool:
     return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY
 
 
-def _prompt_of(place: Place, rendered: Rendered) -> Prompt:
+def _prompt_of(place: ForestPosition, rendered: Rendered) -> Prompt:
     """Return the prompt of a turn."""
     parent = place.parent
     if parent is None:

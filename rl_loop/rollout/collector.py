@@ -74,7 +74,7 @@ class TrainingRequests:
     seed: int
     """Seed of the run."""
 
-    def of(self, number: int, position: int) -> GroupRequest:
+    def for_group(self, number: int, position: int) -> GroupRequest:
         """Request the episodes of a group.
 
         Args:
@@ -101,7 +101,7 @@ class StepGroups:
     max_rounds: int
     keep: Callable[[TrajectoryGroup], bool]
     """Returns True for a group that is worth training on."""
-    begun_with: dict[int, int] = field(default_factory=dict)
+    start_versions: dict[int, int] = field(default_factory=dict)
     """Version of the engines' weights when a group began, by its number."""
     ended: dict[int, TrajectoryGroup] = field(default_factory=dict)
     """Ended groups by number."""
@@ -109,7 +109,7 @@ class StepGroups:
     @property
     def round_is_over(self) -> bool:
         """True if all groups that have begun have ended."""
-        return len(self.ended) == len(self.begun_with)
+        return len(self.ended) == len(self.start_versions)
 
     @property
     def kept(self) -> list[int]:
@@ -119,7 +119,7 @@ class StepGroups:
     @property
     def needs_another_round(self) -> bool:
         """True if too few groups were kept and a further round is allowed."""
-        rounds = len(self.begun_with) // self.groups_per_round
+        rounds = len(self.start_versions) // self.groups_per_round
         return (
             self.round_is_over
             and rounds < self.max_rounds
@@ -129,7 +129,7 @@ class StepGroups:
     @property
     def is_complete(self) -> bool:
         """True if the step can train."""
-        return bool(self.begun_with) and self.round_is_over and not self.needs_another_round
+        return bool(self.start_versions) and self.round_is_over and not self.needs_another_round
 
     @property
     def next_task(self) -> int | None:
@@ -295,7 +295,7 @@ class RolloutCollector:
         """Return the groups that have ended and were not collected."""
         with self._changed:
             return {
-                number: (groups.begun_with[number], group)
+                number: (groups.start_versions[number], group)
                 for groups in self._open.values()
                 for number, group in groups.ended.items()
             }
@@ -342,7 +342,7 @@ class RolloutCollector:
             return
 
         for groups in self._open.values():
-            if number in groups.begun_with:
+            if number in groups.start_versions:
                 groups.ended[number] = group
                 # A broken infrastructure would fail every further round, too, so check before a
                 # round begins.
@@ -380,17 +380,19 @@ class RolloutCollector:
 
     def _begin_round(self, groups: StepGroups) -> None:
         """Begin the next ``tasks_per_step`` groups of a step."""
-        begun = len(groups.begun_with)
+        begun = len(groups.start_versions)
         places = range(begun, begun + groups.groups_per_round)
         requests = {
-            groups.first_number + place: self._requests.of(
+            groups.first_number + place: self._requests.for_group(
                 groups.first_number + place, groups.first_task + place
             )
             for place in places
         }
         restored = self._take_restored(requests)
         for number in requests:
-            groups.begun_with[number] = restored[number][0] if number in restored else self._version
+            groups.start_versions[number] = (
+                restored[number][0] if number in restored else self._version
+            )
 
         # A restored group may complete the round, so the whole round must be known first.
         for number, request in requests.items():
@@ -416,7 +418,7 @@ class RolloutCollector:
         samples = self._rollout.samples_per_task
         # A held-out group is one episode.
         ended = len(groups.ended) * samples + len(self._held_out)
-        wanted = len(groups.begun_with) * samples + self._held_out_count
+        wanted = len(groups.start_versions) * samples + self._held_out_count
         self._on_ended(ended, wanted)
 
     def _run_ahead(self) -> RunAhead | None:
@@ -424,7 +426,7 @@ class RolloutCollector:
         if self._max_staleness == 0:
             return None
         return RunAhead(
-            groups=sum(len(groups.begun_with) for groups in self._open.values()),
+            groups=sum(len(groups.start_versions) for groups in self._open.values()),
             ended=sum(len(groups.ended) for groups in self._open.values()),
         )
 

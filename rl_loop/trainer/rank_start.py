@@ -66,7 +66,7 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
     """
     import ray
 
-    began = told = time.monotonic()
+    began = last_log = time.monotonic()
     waiting = list(calls)
     while waiting:
         # A quarter of the interval, so that messages and the time limit are not late by more.
@@ -81,10 +81,10 @@ def wait_for_processes(calls: Sequence[Any], limit: float) -> None:
                 f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores). Use fewer ranks "
                 "(parallel.world_size), or stop other processes on this machine"
             )
-        if waiting and now - told >= LOG_INTERVAL_SECONDS:
+        if waiting and now - last_log >= LOG_INTERVAL_SECONDS:
             logger.info(
                 "starting trainer ranks: %d of %d after %.0f s", started, len(calls), now - began
             )
-            told = now
-    if told > began:
+            last_log = now
+    if last_log > began:
         logger.info("all %d trainer ranks have started and load their weights", len(calls))

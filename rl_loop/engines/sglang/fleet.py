@@ -180,7 +180,7 @@ class SglangFleet:
             EngineUnavailable: if a server was given up that is waited for, or none is healthy and
                 one was given up.
         """
-        began = told = time.monotonic()
+        began = last_log = time.monotonic()
         while True:
             known = dict(zip(self.actors, asyncio.run(statuses(self.actors)), strict=True))
             healthy = {actor: status for actor, status in known.items() if status.healthy}
@@ -194,13 +194,13 @@ class SglangFleet:
                 return healthy
 
             now = time.monotonic()
-            if now - told >= LOG_INTERVAL_SECONDS:
+            if now - last_log >= LOG_INTERVAL_SECONDS:
                 logger.info(
                     "waiting for SGLang servers: %d of %d are ready after %.0f s; their output "
                     "is in %s",
                     len(healthy), len(known), now - began, self._directory / "server_*.log",
                 )  # fmt: skip
-                told = now
+                last_log = now
             time.sleep(0.2)
 
     def _synced(self) -> dict[Any, ServerStatus]:

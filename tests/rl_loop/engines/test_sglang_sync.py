@@ -602,7 +602,7 @@ def test_episodes_continue_their_prefix_after_server_deaths(
         pool.sync_weights(weights[1], 1)
         stream = pool.stream()
         for number in range(6):
-            stream.admit(number, requests.of(number, number))
+            stream.admit(number, requests.for_group(number, number))
         time.sleep(0.5)
 
         fault = tmp_path / "fault"

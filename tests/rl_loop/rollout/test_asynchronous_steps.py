@@ -161,7 +161,7 @@ def sequential_weights(settings: RlConfig) -> dict[str, torch.Tensor]:
     algorithm, longest = settings.algorithm, settings.rollout.max_response_tokens
     for step in range(STEPS):
         first = step * TASKS
-        groups = rollouts.run([requests.of(n, n) for n in range(first, first + TASKS)])
+        groups = rollouts.run([requests.for_group(n, n) for n in range(first, first + TASKS)])
         samples = to_samples(groups, algorithm, version=0)
         trainer.rl_step(assign_advantages(samples, groups, algorithm, longest), step)
     weights = {name: tensor.clone() for name, tensor in trainer.weights().items()}

@@ -76,7 +76,7 @@ class Running:
         self.pool = RolloutPool(self.backend, self.settings)
         self.pool.ready()
         requests = TrainingRequests(tasks, self.settings.rollout, seed=0)
-        self.requests = [requests.of(number, number) for number in range(GROUPS)]
+        self.requests = [requests.for_group(number, number) for number in range(GROUPS)]
 
     def sync(self, version: int) -> None:
         self.pool.sync_weights(LoadedWeights({}), version)

@@ -172,7 +172,7 @@ def test_resumed_dynamic_sampling_skips_no_task(staleness: int, tmp_path: Path) 
 
 def first_request(loop: RlLoop) -> GroupRequest:
     """Return the first training request of a loop."""
-    return loop.collector._requests.of(0, 0)
+    return loop.collector._requests.for_group(0, 0)
 
 
 def test_only_training_episodes_are_purified(tmp_path: Path) -> None:

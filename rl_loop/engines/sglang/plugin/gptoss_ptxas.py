@@ -88,12 +88,12 @@ def installed_assemblers() -> Iterator[str]:
 def version_of(path: str) -> tuple[int, int]:
     """Return the CUDA version of a ptxas. (0, 0) if it does not exist or does not run."""
     try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         # Older than every version, so that the next candidate is tried.
         return 0, 0
     # The output has a line such as "Cuda compilation tools, release 13.3, V13.3.33".
-    version = re.search(r"release (\d+)\.(\d+)", told.stdout)
+    version = re.search(r"release (\d+)\.(\d+)", completed.stdout)
     return (int(version[1]), int(version[2])) if version else (0, 0)
 
 
