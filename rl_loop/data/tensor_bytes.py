@@ -6,18 +6,14 @@ Therefore all tensors of a model are stored as one array. A hundred small ones w
 than the forward pass that needs them.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
 import numpy as np
 import ray
 import torch
-
-
-
 
 ALIGNMENT = 16
 """Alignment of tensors in bytes, sufficient for any dtype."""
