@@ -182,13 +182,13 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _accumulates_in_place(weight: Tensor) -> bool:
+def _accumulates_in_place(weight: Any) -> bool:
     """Return True if Megatron's data parallelism has a gradient buffer for the weight."""
     has_buffer = getattr(weight, "main_grad", None) is not None
     return has_buffer and hasattr(weight, "grad_added_to_main_grad")
 
 
-def _gradient_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _gradient_buffer(weight: Any, dtype: torch.dtype) -> Tensor:
     """Return the buffer to which products are added: [ids, hidden_size] in ``dtype``.
 
     It is Megatron's own buffer if there is one, which saves a copy of the gradient.
@@ -199,7 +199,7 @@ def _gradient_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(weight, dtype=dtype)
 
 
-def _returned_gradient(weight: Tensor, buffer: Tensor) -> Tensor:
+def _returned_gradient(weight: Any, buffer: Tensor) -> Tensor:
     """Return what autograd gets as the weight's gradient, from its filled buffer."""
     if not _accumulates_in_place(weight):
         return buffer.to(weight.dtype)
