@@ -2,7 +2,7 @@
 
     python -m tests.faults                       # one fault of every kind
     python -m tests.faults --count 200 --seed 7 --minutes 120 --results faults.jsonl
-    python -m tests.faults --kinds kill_worker lie_nan --count 4
+    python -m tests.faults --kinds kill_worker answer_nan --count 4
     python -m tests.faults --servers 2           # rollouts with mock SGLang servers
     python -m tests.faults --pairs --count 50    # two faults at a time
     python -m tests.faults --whole-run 20        # kill -9 of all processes, 20 times
@@ -19,7 +19,7 @@ answers, checkpoints, recorded episodes. Faults happen at random times:
     fill        the run's file system, a small one, is full (root)
     corrupt_*   a bit flips in the newest checkpoint, in a recorded episode file, or in the weights
                 sent to the engines
-    lie_*       an engine's answer has NaN log-probs, a future weight version, or belongs to
+    answer_*    an engine's answer has NaN log-probs, a future weight version, or belongs to
                 another request
 
 With --servers, processes with SGLang's protocol sample. They get the policy's weights from the
@@ -30,8 +30,8 @@ are injected:
     stop_server    SIGSTOP, and SIGCONT --stopped later
     cut_server     a server closes its connections in the middle of an answer
     keep_bucket    a server reports that it has loaded a tensor, and keeps the old bytes
-    lie_old        an answer has the previous weights
-    lie_routes     all routed experts of an answer are 0
+    answer_old     an answer has the previous weights
+    answer_routes  all routed experts of an answer are 0
 
 With --pairs, every fault consists of two, the second within 3 seconds of the first. The pair may
 have every outcome that one of its faults may have. The run must recover if it must recover from

@@ -361,11 +361,11 @@ KINDS: dict[str, Kind] = {
         must_end=True,
         named_by="canary prompt|but its content differs in",
     ),
-    "lie_nan": Kind(order("nan"), is_order=True, must_recover=True),
-    "lie_version": Kind(
+    "answer_nan": Kind(order("nan"), is_order=True, must_recover=True),
+    "answer_version": Kind(
         order("version"), is_order=True, must_end=True, named_by=r"engine reports weights \d+"
     ),
-    "lie_twice": Kind(order("twice"), is_order=True, must_recover=True),
+    "answer_twice": Kind(order("twice"), is_order=True, must_recover=True),
 }
 """Kinds for every run, with any engine."""
 
@@ -377,8 +377,8 @@ SERVER_KINDS: dict[str, Kind] = {
     "keep_bucket": Kind(
         order("keep"), is_order=True, must_end=True, named_by="but its content differs in"
     ),
-    "lie_old": Kind(order("old"), is_order=True, must_recover=True),
-    "lie_routes": Kind(
+    "answer_old": Kind(order("old"), is_order=True, must_recover=True),
+    "answer_routes": Kind(
         order("routes"), is_order=True, must_end=True, named_by="routed experts of layer"
     ),
 }

@@ -122,7 +122,7 @@ def test_interrupted_fault_test_kills_its_processes(
     monkeypatch.setattr(ObservedRun, "start", start)
     monkeypatch.setattr(ObservedRun, "newest_time", interrupt)
     monkeypatch.setattr(whole_run, "_wait_for_moment", interrupt)
-    options = Options(kinds=("lie_nan",), count=1)
+    options = Options(kinds=("answer_nan",), count=1)
     try:
         with pytest.raises(type(reason)):
             if is_whole_run:
@@ -139,39 +139,39 @@ def test_interrupted_fault_test_kills_its_processes(
 def test_resumed_fault_test_injects_only_missing_faults(tmp_path: Path) -> None:
     """Faults of another seed, skipped faults, and faults of unexamined runs count as missing."""
     file = tmp_path / "faults.jsonl"
-    options = Options(seed=3, kinds=("lie_nan", "lie_twice"), count=6)
+    options = Options(seed=3, kinds=("answer_nan", "answer_twice"), count=6)
     written = [
-        Injection("lie_nan", 3, seed=3, run="a", outcome="recovered"),
-        Injection("lie_nan", 3, seed=3, run="a", outcome="not injected"),
-        Injection("lie_nan", 3, seed=3, run="unexamined", outcome="recovered"),
-        Injection("lie_twice", 3, seed=4, run="a", outcome="recovered"),
+        Injection("answer_nan", 3, seed=3, run="a", outcome="recovered"),
+        Injection("answer_nan", 3, seed=3, run="a", outcome="not injected"),
+        Injection("answer_nan", 3, seed=3, run="unexamined", outcome="recovered"),
+        Injection("answer_twice", 3, seed=4, run="a", outcome="recovered"),
         RunResult("a", seed=3),
         RunResult("a", seed=4),
     ]
     for record in written:
         results.append(file, record)
     left = FaultInjector(options, tmp_path, file).left
-    assert Counter(left) == {"lie_nan": 2, "lie_twice": 3}
+    assert Counter(left) == {"answer_nan": 2, "answer_twice": 3}
 
 
 def test_table_counts_injected_faults_and_names_failures() -> None:
     found = Results(
         [
-            Injection("lie_nan", 3, 5, "a", outcome="recovered", seconds=1.5),
-            Injection("lie_nan", 4, 5, "a", outcome="ended", seconds=2.5),
-            Injection("lie_nan", 9, 5, "a", outcome="hung", seconds=61.0, failure="it hung"),
-            Injection("lie_nan", 4, 5, "a", outcome="not injected"),
+            Injection("answer_nan", 3, 5, "a", outcome="recovered", seconds=1.5),
+            Injection("answer_nan", 4, 5, "a", outcome="ended", seconds=2.5),
+            Injection("answer_nan", 9, 5, "a", outcome="hung", seconds=61.0, failure="it hung"),
+            Injection("answer_nan", 4, 5, "a", outcome="not injected"),
             Injection("fill", 4, 5, "unexamined", outcome="recovered", seconds=3.0),
         ],
         [RunResult("a", 5, attempts=2, steps=30, episodes=240)],
         [WholeRunKill("b", 3, 6)],
     )
     lines = results.table(found).splitlines()
-    assert lines[2] == "| lie_nan | 3 | 1 | 1 | 2.5 | 61.0 | 1 |"
+    assert lines[2] == "| answer_nan | 3 | 1 | 1 | 2.5 | 61.0 | 1 |"
     assert not any(line.startswith("| fill") for line in lines)
     assert "seeds 5, 6; 1 runs in 2 attempts, 30 steps compared, 240 episodes" in lines[-2]
     assert "1 faults took more than 60 s; 1 kills" in lines[-2]
-    assert lines[-1] == "- FAILED: lie_nan: it hung"
+    assert lines[-1] == "- FAILED: answer_nan: it hung"
 
 
 @dataclass
@@ -292,7 +292,7 @@ class Ended:
     ("injection", "status", "verdict"),
     [
         (Injection("kill_worker", 1, outcome="recovered"), 0, ""),
-        (Injection("lie_version", 1, outcome="recovered"), 0, "nothing has noticed it"),
+        (Injection("answer_version", 1, outcome="recovered"), 0, "nothing has noticed it"),
         (Injection("kill_worker", 1, outcome="hung", limit=60), 0, "neither recovered nor ended"),
         (Injection("stop", 1, outcome="ended"), 1, "without saying why"),
         (Injection("stop", 1, outcome="ended", message="gptoss: it hangs"), 1, ""),
@@ -301,15 +301,23 @@ class Ended:
             1,
             "should have gone on",
         ),
-        (Injection("lie_twice", 1, outcome="ended", message="gptoss: x"), 1, "should have gone on"),
         (
-            Injection("lie_version", 1, outcome="ended", message="gptoss: no"),
+            Injection("answer_twice", 1, outcome="ended", message="gptoss: x"),
+            1,
+            "should have gone on",
+        ),
+        (
+            Injection("answer_version", 1, outcome="ended", message="gptoss: no"),
             1,
             "another cause: gptoss",
         ),
-        (Injection("lie_version", 1, outcome="ended", message="engine reports weights 9"), 1, ""),
         (
-            Injection("lie_version", 1, outcome="ended", message="engine reports weights 9"),
+            Injection("answer_version", 1, outcome="ended", message="engine reports weights 9"),
+            1,
+            "",
+        ),
+        (
+            Injection("answer_version", 1, outcome="ended", message="engine reports weights 9"),
             0,
             "with status 0",
         ),
@@ -370,7 +378,7 @@ def test_short_fault_test_loses_and_repeats_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine returns a wrong answer, and a damaged file ends an attempt. One worker suffices."""
-    kinds = ("lie_twice", "corrupt_checkpoint")
+    kinds = ("answer_twice", "corrupt_checkpoint")
     injected = inject_kinds(tmp_path, kinds, len(kinds), 0.0, monkeypatch, workers=1)
     assert injected == set(kinds)
 
@@ -385,11 +393,11 @@ def test_fault_test_of_8_kinds_loses_and_repeats_no_episode(
         "kill_worker",
         "kill_checker",
         "corrupt_bucket",
-        "lie_nan",
-        "lie_twice",
+        "answer_nan",
+        "answer_twice",
         "corrupt_episodes",
         "corrupt_checkpoint",
-        "lie_version",
+        "answer_version",
     )
     half = len(kinds) // 2
     injected = inject_kinds(tmp_path, kinds, half, 1.5, monkeypatch)

@@ -163,7 +163,7 @@ def test_a_server_whose_routes_are_zero_is_named(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path) as servers:
             servers.order("routes")
-            with pytest.raises(RuntimeError, match=SERVER_KINDS["lie_routes"].named_by):
+            with pytest.raises(RuntimeError, match=SERVER_KINDS["answer_routes"].named_by):
                 await servers.engine.generate(request(4))
 
     asyncio.run(run())
@@ -235,7 +235,7 @@ def test_pairs_have_equal_kind_counts_and_run_enders_second() -> None:
 
 
 def test_pairs_option_plans_pairs_of_kinds(tmp_path: Path) -> None:
-    options = Options(seed=3, kinds=("kill_worker", "lie_nan", "stop"), count=6, pairs=True)
+    options = Options(seed=3, kinds=("kill_worker", "answer_nan", "stop"), count=6, pairs=True)
     left = FaultInjector(options, tmp_path).left
     assert len(left) == 6 and all(name.count("+") == 1 for name in left)
 
@@ -253,16 +253,16 @@ class Ended:
 @pytest.mark.parametrize(
     ("kind", "outcome", "message", "verdict"),
     [
-        ("kill_worker+lie_nan", "recovered", "", ""),
-        ("kill_worker+lie_nan", "ended", "gptoss: x", "should have gone on"),
+        ("kill_worker+answer_nan", "recovered", "", ""),
+        ("kill_worker+answer_nan", "ended", "gptoss: x", "should have gone on"),
         ("kill_worker+kill_trainer", "recovered", "", "nothing has noticed it"),
         ("kill_worker+kill_trainer", "ended", "gptoss: trainer rank 0 died", ""),
         ("kill_worker+kill_trainer", "ended", "gptoss: x", "another cause"),
-        ("kill_trainer+lie_version", "ended", "gptoss: engine reports weights 9", ""),
+        ("kill_trainer+answer_version", "ended", "gptoss: engine reports weights 9", ""),
         # the killed worker may be the one with the false answer
-        ("lie_version+kill_worker", "recovered", "", ""),
-        ("stop+lie_version", "ended", "gptoss: it hangs", ""),
-        ("stop+lie_version", "ended", "", "without saying why"),
+        ("answer_version+kill_worker", "recovered", "", ""),
+        ("stop+answer_version", "ended", "gptoss: it hangs", ""),
+        ("stop+answer_version", "ended", "", "without saying why"),
         ("kill_server+kill_run", "ended", "", ""),
     ],
 )
