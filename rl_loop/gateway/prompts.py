@@ -55,7 +55,7 @@ class PromptRenderer:
         self._check_size(request, place)
         job = self._job(request, place)
         rendered = await self.jobs.run(job, is_short=_is_short(request, job))
-        # The job leaves out so many tokens, only their number comes back.
+        # The job leaves these tokens out and returns only their number.
         if rendered.too_many is not None:
             raise PromptTooLong(str(rendered.too_many))
 

@@ -280,7 +280,7 @@ class RolloutCollector:
             next_task = groups.next_task
             assert next_task is not None, "a complete step knows its tasks"
             del self._open[step]
-            # No later step has begun, so the next one begins after this step's tasks.
+            # If no later step has begun, the next step starts after the tasks of this step.
             if self._next_step == step + 1:
                 self._next_task = next_task
             return RolloutBatch(
