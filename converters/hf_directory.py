@@ -138,8 +138,8 @@ class HfDirectory:
         if stored.is_mxfp4 or stored.output_major or stored.rows != slice(0, None):
             return None
 
-        [place] = self.file_ranges(name)
-        return TensorRange(place.path, place.offset, place.length, self.dtype(name))
+        [byte_range] = self.file_ranges(name)
+        return TensorRange(byte_range.path, byte_range.offset, byte_range.length, self.dtype(name))
 
     def get(self, name: str, expert: int | None = None) -> torch.Tensor:
         """Read a tensor [hf_shapes], or one expert's slice of it without the first dimension.
@@ -407,9 +407,9 @@ def write_hf_directory(
             max_bytes=max_shard_bytes,
         )
         for name, tensor in named_tensors:
-            place = shards.add(name, tensor)
+            byte_range = shards.add(name, tensor)
             if on_written is not None:
-                on_written(name, place)
+                on_written(name, byte_range)
             del tensor  # otherwise two tensors are in memory while the next one is computed
         dtype = shards.finish()
 

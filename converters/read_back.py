@@ -41,7 +41,7 @@ from converters.names import parameter_mappings
 from converters.parameter_selection import Selection, remember_layer
 from converters.pipeline import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
-from converters.reports import ExportReport, QuantizationLoss, ReadBack
+from converters.reports import ExportReport, QuantizationLoss, ReadBackResult
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.durable_files import directory_syncing
 from megatron_gptoss.new_directory import final_name
@@ -55,7 +55,7 @@ def check_import(
     dtype: torch.dtype | None,
     selection: Selection,
     progress: Progress | None = None,
-) -> ReadBack:
+) -> ReadBackResult:
     """Compare an unfinished torch_dist checkpoint with the directory it was imported from.
 
     Args:
@@ -145,7 +145,7 @@ def check_export(
     report: ExportReport,
     selection: Selection,
     progress: Progress | None = None,
-) -> ReadBack:
+) -> ReadBackResult:
     """Compare an unfinished Hugging Face directory with the checkpoint it was exported from.
 
     Args:
@@ -288,7 +288,7 @@ def check_weights(
     partial: Path,
     selection: Selection,
     progress: Progress | None = None,
-) -> ReadBack:
+) -> ReadBackResult:
     """Compare an unfinished Hugging Face directory with the weights it was written from.
 
     Args:
@@ -346,7 +346,7 @@ def _compare_selected[Result](
     selection: Selection,
     use: Callable[[ParameterMapping, Result], None] = lambda mapping, result: None,
     progress: Progress | None,
-) -> ReadBack:
+) -> ReadBackResult:
     """Call ``compare`` for all selected parameters, on all cores.
 
     On return, ``partial`` is synced to the disk.
@@ -385,7 +385,7 @@ def _compare_selected[Result](
 
     # The sync takes its time without the comparison, too. Count only the time beyond it.
     waited_for_disk = min(max(0.0, synced - began), ended - began)
-    return ReadBack(
+    return ReadBackResult(
         check=selection.check,
         layer=selection.layer,
         layers=config.num_layers,

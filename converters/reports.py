@@ -13,7 +13,7 @@ Check = Literal["sample", "all"]
 
 
 @dataclass(frozen=True)
-class ReadBack:
+class ReadBackResult:
     """Result of a successful comparison. ``str`` gives a text for the user."""
 
     check: Check
@@ -97,7 +97,7 @@ class ExportReport:
 
     losses: dict[str, QuantizationLoss] = field(default_factory=dict)
     """Loss by tensor name; empty unless the export is MXFP4."""
-    read_back: ReadBack | None = None
+    read_back: ReadBackResult | None = None
     """Result of the comparison after writing; None before."""
 
     def add(self, name: str, loss: QuantizationLoss) -> None:

@@ -118,18 +118,18 @@ class SafetensorsFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read rows ``start`` to ``stop`` (None: the end) as [rows, ...], in the stored dtype."""
         entry = self.entries[name]
-        place = self.file_range(name, start, stop)
-        buffer = torch.empty(place.length, dtype=torch.uint8)
+        byte_range = self.file_range(name, start, stop)
+        buffer = torch.empty(byte_range.length, dtype=torch.uint8)
         # Drop the pages of this range, so that the read below cannot come from the cache.
         if self._from_disk:
             os.posix_fadvise(
-                self._file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED
+                self._file.fileno(), byte_range.offset, byte_range.length, os.POSIX_FADV_DONTNEED
             )
         try:
-            self._fill(memoryview(buffer.numpy()), place.offset)
+            self._fill(memoryview(buffer.numpy()), byte_range.offset)
         except OSError as error:
             raise ConversionError(f"{self.path}: tensor {name} cannot be read ({error})") from None
-        rows = place.length // entry.row_bytes
+        rows = byte_range.length // entry.row_bytes
         return buffer.view(entry.dtype).view(rows, *entry.shape[1:])
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
@@ -240,7 +240,7 @@ class SafetensorsWriter:
         self._entries[name] = self._entry(
             DTYPE_NAMES[data.dtype], tuple(tensor.shape), self.size, stop
         )
-        place = FileRange(
+        byte_range = FileRange(
             path=self.path,
             offset=LENGTH_BYTES + self._header_bytes + self.size,
             length=data.nbytes,
@@ -248,7 +248,7 @@ class SafetensorsWriter:
         self.names.append(name)
         self.size = stop
         self._write(data.view(torch.uint8).numpy())
-        return place
+        return byte_range
 
     def close(self) -> None:
         """Write the header and close the file."""

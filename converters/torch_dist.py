@@ -40,7 +40,7 @@ from converters.page_cache import StreamedPages, read_window, write_window
 from converters.parameter_selection import Selection, select_parameters
 from converters.pipeline import Progress, ordered_map
 from converters.read_back import check_export, check_import, export_kind
-from converters.reports import Check, ExportReport, QuantizationLoss, ReadBack
+from converters.reports import Check, ExportReport, QuantizationLoss, ReadBackResult
 from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
@@ -62,7 +62,7 @@ def import_checkpoint(
     progress: Progress | None = None,
     check: Check = "sample",
     check_progress: Progress | None = None,
-) -> ReadBack:
+) -> ReadBackResult:
     """Write a checkpoint that loads at any tensor-, pipeline- and expert-parallel size.
 
     Args:
@@ -137,11 +137,11 @@ def _write_parameters(
         with contextlib.closing(tensors):
             for mapping, tensor in zip(table, tensors, strict=True):
                 index = mapping.checkpoint_index
-                place = writer.add_tensor(
+                byte_range = writer.add_tensor(
                     mapping.checkpoint_key, leading_shape[: len(index)], index, tensor
                 )
                 if not selection.includes(mapping):
-                    written.add([place])
+                    written.add([byte_range])
 
 
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
@@ -332,12 +332,12 @@ class _Exporter:
                     self.report.add(result.mapping.hf_names[0], result.loss)
                 yield result.mapping, result.parts
 
-    def note_written(self, stored_name: str, place: FileRange) -> None:
+    def note_written(self, stored_name: str, byte_range: FileRange) -> None:
         """Release the cached pages of a written tensor unless it will be read back."""
         # Selections know Hugging Face's names only.
         name = stored_name.removesuffix("_blocks").removesuffix("_scales")
         if name not in self._names_to_read_back:
-            self._written.add([place])
+            self._written.add([byte_range])
 
     def read_back(self, partial: Path, progress: Progress | None) -> None:
         """Compare the unfinished directory with the checkpoint.

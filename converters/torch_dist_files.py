@@ -54,7 +54,7 @@ class TorchDistWriter:
         self.directory = directory
         self._file = open(directory / DATA_FILE, "wb")  # noqa: SIM115 (closed by close)
         self._metadata: dict[str, Any] = {}
-        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        self._byte_ranges: dict[dcp.MetadataIndex, _StorageInfo] = {}
         # Hash the data in memory: a hash of read bytes would miss faults of the disk.
         self._hash = xxhash.xxh3_128()
         self._size = 0
@@ -133,7 +133,7 @@ class TorchDistWriter:
             # tell() counts the buffered bytes, too.
             length = self._file.tell() - start
         self._size += length
-        self._places[index] = _StorageInfo(DATA_FILE, start, length)
+        self._byte_ranges[index] = _StorageInfo(DATA_FILE, start, length)
         return FileRange(path, start, length)
 
     def close(self) -> None:
@@ -141,8 +141,8 @@ class TorchDistWriter:
         with name_file_in_errors(self.directory / DATA_FILE):
             self._file.close()
         # Written after all chunks: readers take a directory with these two files for complete.
-        places: Any = {"storage_data": self._places, "storage_meta": dcp.StorageMeta()}
-        metadata = dcp.Metadata(self._metadata, **places, version="1.0.0")
+        storage: Any = {"storage_data": self._byte_ranges, "storage_meta": dcp.StorageMeta()}
+        metadata = dcp.Metadata(self._metadata, **storage, version="1.0.0")
         (self.directory / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self.directory / FORMAT_FILE).write_text(json.dumps(content))
@@ -247,7 +247,7 @@ class TorchDistReader:
             metadata = read_metadata(self.directory / METADATA_FILE)
         except ValueError as error:
             raise ConversionError(str(error)) from None
-        self._places: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._byte_ranges: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
         # Objects such as ``_extra_state`` have no values to convert.
         self._tensors: dict[str, dcp.TensorStorageMetadata] = {
             key: entry
@@ -308,15 +308,17 @@ class TorchDistReader:
         if not chunks:
             # The metadata lacks the element, so it is the file to name.
             return METADATA_FILE
-        return self._place(key, chunks[0]).relative_path
+        return self._byte_range(key, chunks[0]).relative_path
 
     def chunk_ranges(self, key: str, leading_index: Shape) -> list[FileRange]:
         """Return the byte ranges of an element's chunks, each including its zip archive."""
         ranges = []
         for chunk in self._chunks(key, leading_index):
-            place = self._place(key, chunk)
+            byte_range = self._byte_range(key, chunk)
             ranges.append(
-                FileRange(self.directory / place.relative_path, place.offset, place.length)
+                FileRange(
+                    self.directory / byte_range.relative_path, byte_range.offset, byte_range.length
+                )
             )
         return ranges
 
@@ -327,8 +329,8 @@ class TorchDistReader:
         if len(chunks) != 1 or tuple(chunks[0].sizes[len(leading_index) :]) != shape:
             return None
 
-        place = self._place(key, chunks[0])
-        path = self.directory / place.relative_path
+        byte_range = self._byte_range(key, chunks[0])
+        path = self.directory / byte_range.relative_path
         dtype = self._tensors[key].properties.dtype
         length = math.prod(shape) * dtype.itemsize
         try:
@@ -336,16 +338,16 @@ class TorchDistReader:
             with open(path, "rb") as file:
                 # torch.save writes a tensor's values, uncompressed, to the record "data/0" of
                 # its archive.
-                view = cast(Any, _create_file_view(file, place.offset, place.length))
+                view = cast(Any, _create_file_view(file, byte_range.offset, byte_range.length))
                 archive: Any = torch._C.PyTorchFileReader(view)
-                start = place.offset + archive.get_record_offset("data/0")
+                start = byte_range.offset + archive.get_record_offset("data/0")
         except (
             Exception
         ):  # a damaged archive raises anything; reading the tensor gives a clear error
             return None
 
         # The archive's own table may be damaged, too.
-        if start + length > place.offset + place.length:
+        if start + length > byte_range.offset + byte_range.length:
             return None
         return TensorRange(path, start, length, dtype)
 
@@ -356,16 +358,18 @@ class TorchDistReader:
             ConversionError: naming the key and its leading index.
         """
         by_file: dict[str, list[_NamedRange]] = {}
-        for index, place in self._places.items():
+        for index, byte_range in self._byte_ranges.items():
             name = index.fqn
             if index.offset is not None:
                 # Objects have no offset.
                 name += str(list(index.offset))
-            named_place = _NamedRange(place.offset, place.offset + place.length, name)
-            by_file.setdefault(place.relative_path, []).append(named_place)
+            named_range = _NamedRange(
+                byte_range.offset, byte_range.offset + byte_range.length, name
+            )
+            by_file.setdefault(byte_range.relative_path, []).append(named_range)
 
-        for file, places in by_file.items():
-            _check_ranges_in_file(self.directory / file, sorted(places))
+        for file, byte_ranges in by_file.items():
+            _check_ranges_in_file(self.directory / file, sorted(byte_ranges))
 
     def _check_element(self, key: str, leading_index: Shape, shape: Shape) -> None:
         size = self.shape(key)
@@ -395,12 +399,12 @@ class TorchDistReader:
             self._chunks_by_index[key] = by_index
         return self._chunks_by_index[key].get(leading_index, [])
 
-    def _place(self, key: str, chunk: dcp.ChunkStorageMetadata) -> _StorageInfo:
-        return self._places[dcp.MetadataIndex(key, chunk.offsets)]
+    def _byte_range(self, key: str, chunk: dcp.ChunkStorageMetadata) -> _StorageInfo:
+        return self._byte_ranges[dcp.MetadataIndex(key, chunk.offsets)]
 
     def _read(self, key: str, chunk: dcp.ChunkStorageMetadata) -> torch.Tensor:
-        place = self._place(key, chunk)
-        path = self.directory / place.relative_path
+        byte_range = self._byte_range(key, chunk)
+        path = self.directory / byte_range.relative_path
         try:
             # open() of a FIFO would block.
             check_regular(path)
@@ -408,9 +412,9 @@ class TorchDistReader:
                 # Drop the pages of this range, so that the read below cannot come from the cache.
                 if self._from_disk:
                     os.posix_fadvise(
-                        file.fileno(), place.offset, place.length, os.POSIX_FADV_DONTNEED
+                        file.fileno(), byte_range.offset, byte_range.length, os.POSIX_FADV_DONTNEED
                     )
-                view = _create_file_view(file, place.offset, place.length)
+                view = _create_file_view(file, byte_range.offset, byte_range.length)
                 # weights_only: an untrusted pickle could run any code.
                 tensor = torch.load(cast(Any, view), map_location="cpu", weights_only=True)
         except FileNotFoundError:
@@ -439,22 +443,22 @@ class _NamedRange:
     name: str
 
 
-def _check_ranges_in_file(path: Path, places: list[_NamedRange]) -> None:
+def _check_ranges_in_file(path: Path, byte_ranges: list[_NamedRange]) -> None:
     """Raise ConversionError if sorted ranges overlap or lie outside the file."""
     try:
         file_bytes = path.stat().st_size
     except FileNotFoundError:
         raise ConversionError(
-            f"{path}: missing, but {METADATA_FILE} places {places[0].name} in it"
+            f"{path}: missing, but {METADATA_FILE} places {byte_ranges[0].name} in it"
         ) from None
 
     # Sorted by start, so that two ranges overlap only if neighbors do.
-    for before, place in pairwise(places):
-        if place.start < before.end:
-            raise ConversionError(f"{path}: {place.name} and {before.name} overlap")
-    for place in places:
-        if place.end > file_bytes:
+    for before, byte_range in pairwise(byte_ranges):
+        if byte_range.start < before.end:
+            raise ConversionError(f"{path}: {byte_range.name} and {before.name} overlap")
+    for byte_range in byte_ranges:
+        if byte_range.end > file_bytes:
             raise ConversionError(
-                f"{path}: truncated or damaged where {place.name} should be: it has {file_bytes} "
-                f"bytes, expected at least {place.end}"
+                f"{path}: truncated or damaged where {byte_range.name} should be: it has {file_bytes} "
+                f"bytes, expected at least {byte_range.end}"
             )

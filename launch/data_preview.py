@@ -103,12 +103,12 @@ def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
 
 def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
     """Yield a line per token: position, "train" if it has a loss, id and text."""
-    place = 0
+    position = 0
     for piece in pieces_of(sample, codec):
         mask = "train" if piece.trained else ""
         ids = "+".join(map(str, piece.token_ids))
-        yield f"{place:6}  {mask:5}  {ids:>8}  {piece.text!r}"
-        place += len(piece.token_ids)
+        yield f"{position:6}  {mask:5}  {ids:>8}  {piece.text!r}"
+        position += len(piece.token_ids)
 
 
 def colored(sample: DataSample, codec: ChatCodec) -> Text:
@@ -126,7 +126,7 @@ def statistics_lines(preview: Preview) -> Iterator[str]:
     """Yield lines with counts, lengths and rejections of a source."""
     rejected = len(preview.rejections)
     yield (
-        f"{preview.source} ({preview.place}): {preview.conversations:,} conversations read, "
+        f"{preview.source} ({preview.location}): {preview.conversations:,} conversations read, "
         f"{len(preview.samples):,} samples, {rejected:,} rejected"
     )
     for rejection in preview.rejections[:SHOWN_REJECTIONS]:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
-from rl_loop.forked_server import READY, Setup, receive, send
+from rl_loop.forked_server import READY, ServerSettings, receive, send
 from rl_loop.out_of_memory import out_of_memory_kills
 
 START_SECONDS = 180.0
@@ -82,7 +82,9 @@ class ForkedPool:
         self.control = control
         self._name = name
         self._function = function
-        self._setup = Setup(seconds, memory_bytes, niceness, prepare, pickle.dumps(argument))
+        self._setup = ServerSettings(
+            seconds, memory_bytes, niceness, prepare, pickle.dumps(argument)
+        )
         self._idle_workers = idle_workers
         self._slots = threading.BoundedSemaphore(workers)
         # One thread per worker, so that no question waits for a thread while a worker is free.

@@ -36,7 +36,7 @@ Reply = tuple[Literal["ready", "value", "error", "memory"], Any]
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServerSettings:
     """Settings of a server and its workers."""
 
     seconds: float
@@ -51,7 +51,7 @@ class Setup:
     """Pickled argument of ``prepare``."""
 
 
-def serve(requests: socket.socket, function: str, setup: Setup) -> None:
+def serve(requests: socket.socket, function: str, setup: ServerSettings) -> None:
     """Fork a worker for every received file descriptor, until the other end is closed.
 
     Args:
@@ -143,7 +143,7 @@ def _function(path: str) -> Callable[[Any], Any]:
 
 
 def _run_worker(
-    questions: socket.socket, answer: Callable[[Any], Any], setup: Setup, server_pid: int
+    questions: socket.socket, answer: Callable[[Any], Any], setup: ServerSettings, server_pid: int
 ) -> None:
     """Answer questions until the socket closes. Never returns.
 

@@ -34,7 +34,7 @@ from rl_loop.tracking.model_card import write_model_card
 from rl_loop.tracking.progress import ProgressFactory, silent
 from rl_loop.tracking.run_directory import (
     RunDirectory,
-    Start,
+    StartMode,
     metric_curve,
     read_json,
     read_json_lines,
@@ -78,7 +78,7 @@ def run_sft(
     Raises:
         Interrupted: the run was asked to stop.
     """
-    how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
+    how = StartMode.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     steps = config.training.steps
     with SftSession(config, show, how) as session:
         data = session.data
@@ -164,7 +164,7 @@ def run_rl(
     if config.algorithm.critic is not None or config.algorithm.kl is not None:
         # Values and reference log-probs are columns, too, and double the memory that a step uses.
         keep_freed_memory()
-    how = Start.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
+    how = StartMode.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     with RlSession(config, show, how) as session:
         loop = build_loop(config, session)
         _wait_for_engines(config, session)

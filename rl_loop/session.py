@@ -16,7 +16,7 @@ from rl_loop.config.load import dump_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_parts
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
-from rl_loop.lifecycle.inputs import WEIGHTS, Input, to_json
+from rl_loop.lifecycle.inputs import WEIGHTS, RunInput, to_json
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
 from rl_loop.lifecycle.resume import Change, changes_since, inputs_of, write_config
 from rl_loop.lifecycle.resume_rules import sampling_digest
@@ -26,7 +26,7 @@ from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.progress import Progress, ProgressFactory
 from rl_loop.tracking.run_directory import (
     RunDirectory,
-    Start,
+    StartMode,
     check_start,
     read_json_lines,
     start_run,
@@ -81,7 +81,7 @@ class Session(ABC):
     checkpointer: "Checkpointer"
     """Saves the run, and knows the step to continue from."""
 
-    def __init__(self, config: RunConfig, show: ProgressFactory, how: Start) -> None:
+    def __init__(self, config: RunConfig, show: ProgressFactory, how: StartMode) -> None:
         self._config = config
         self._show = show
         self._how = how
@@ -147,7 +147,7 @@ class Session(ABC):
         stack.enter_context(self.interrupt.installed())
 
         # A previous attempt's node may have died, and its lock is then still held.
-        wait_seconds = LEASE_SECONDS if how is Start.RESUME_OR_NEW else 0.0
+        wait_seconds = LEASE_SECONDS if how is StartMode.RESUME_OR_NEW else 0.0
         stack.enter_context(locked_run(config.directory, wait_seconds))
         self.run = check_start(config.directory, how)
         if how.may_resume:
@@ -312,7 +312,7 @@ class RlSession(Session):
 
     _config: RlConfig
 
-    def __init__(self, config: RlConfig, show: ProgressFactory, how: Start) -> None:
+    def __init__(self, config: RlConfig, show: ProgressFactory, how: StartMode) -> None:
         super().__init__(config, show, how)
 
     def _open_data(self) -> None:
@@ -348,7 +348,7 @@ class SftSession(Session):
 
     _config: SftConfig
 
-    def __init__(self, config: SftConfig, show: ProgressFactory, how: Start) -> None:
+    def __init__(self, config: SftConfig, show: ProgressFactory, how: StartMode) -> None:
         super().__init__(config, show, how)
 
     def _open_data(self) -> None:
@@ -435,7 +435,9 @@ def open_supervised_data(config: SftConfig) -> tuple["ChatCodec", "SupervisedDat
     return codec, ConversationBatches(conversations, count, all_tokens)
 
 
-def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) -> "TrainerGroup":
+def build_trainer(
+    config: RunConfig, inputs: Mapping[str, RunInput] | None = None
+) -> "TrainerGroup":
     """Start the trainer's ranks. ``ready`` waits for them.
 
     Args:
@@ -450,7 +452,7 @@ def build_trainer(config: RunConfig, inputs: Mapping[str, Input] | None = None) 
     return TrainerGroup(settings, RayRanks(settings))
 
 
-def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, Input]) -> "TrainerConfig":
+def pinned_settings(settings: "TrainerConfig", inputs: Mapping[str, RunInput]) -> "TrainerConfig":
     """Return settings with the recorded directories of weights in place of run directories."""
     pinned: dict[str, Any] = {}
     for key in WEIGHTS:

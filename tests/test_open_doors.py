@@ -20,7 +20,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from megatron_gptoss.rendezvous import tcp_store
 from rl_loop.cluster.placement import free_port
-from rl_loop.cluster.tokens import NotPrivate, private_directory, write_token
+from rl_loop.cluster.tokens import NotPrivateError, private_directory, write_token
 from rl_loop.config.load import load_rl_config
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
 from tests.support.open_doors import (
@@ -340,8 +340,8 @@ def test_private_directory_rejects_another_owner(tmp_path: Path) -> None:
     directory = tmp_path / "squatted"
     directory.mkdir()
     os.chown(directory, ATTACKER, ATTACKER)
-    with pytest.raises(NotPrivate, match="is not a directory of this user"):
+    with pytest.raises(NotPrivateError, match="is not a directory of this user"):
         private_directory(directory)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(NotPrivate, match="is not a directory of this user"):
+    with pytest.raises(NotPrivateError, match="is not a directory of this user"):
         private_directory(tmp_path / "link")

@@ -138,7 +138,7 @@ def convert(expression: str, paths: list[Path]) -> Timing:
     """Run a conversion in a separate process.
 
     Args:
-        expression: Python expression with the variable ``paths``. Its value is a ``ReadBack``.
+        expression: Python expression with the variable ``paths``. Its value is a ``ReadBackResult``.
         paths: directories of the conversion.
     """
     code = (

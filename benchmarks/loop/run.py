@@ -62,7 +62,7 @@ from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import check_writable
 from rl_loop.session import RlSession, build_loop
 from rl_loop.tracking.metrics import Name
-from rl_loop.tracking.run_directory import Start
+from rl_loop.tracking.run_directory import StartMode
 
 if TYPE_CHECKING:
     import torch
@@ -291,7 +291,7 @@ def run(
         stack.enter_context(no_checkpoints())
         stack.enter_context(timed_waking(watch))
         began = time.monotonic()
-        session = stack.enter_context(RlSession(config, watch.show, Start.OVERWRITE))
+        session = stack.enter_context(RlSession(config, watch.show, StartMode.OVERWRITE))
         assert config.initial_weights is not None
         if not keep_weights:
             shutil.rmtree(config.initial_weights)

@@ -27,7 +27,7 @@ from megatron_gptoss.checkpoint.state import (
     trainer_state,
 )
 from megatron_gptoss.checkpoint.streamed_state import (
-    KeptState,
+    StateShard,
     load_parameter_state,
     take_out_parameter_state,
 )
@@ -117,7 +117,7 @@ def _load_trainer(path: Path, trainer: PolicyTrainer) -> dict[str, Any]:
 
     wanted = trainer_state(trainer, is_loading=True)
     # The state of parameters is large, so it is loaded in parts, after everything else.
-    parameter_states: list[KeptState] = []
+    parameter_states: list[StateShard] = []
     if trainer.updated:
         parameter_states = take_out_parameter_state(trainer.optimizer, wanted["optimizer"])
 

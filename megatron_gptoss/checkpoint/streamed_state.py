@@ -32,7 +32,7 @@ PARAMETER_STATE = "param_state"
 
 
 @dataclass(frozen=True)
-class KeptState:
+class StateShard:
     """State of a parameter of which this rank keeps a part."""
 
     optimizer: DistributedOptimizer
@@ -74,7 +74,7 @@ def _describe_state(optimizer: DistributedOptimizer, **_: Any) -> dict[int, dict
     }
 
 
-def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[KeptState]:
+def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[StateShard]:
     """Remove the state of parameters from ``state`` and return it.
 
     The caller loads the rest first.
@@ -90,7 +90,7 @@ def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[Kept
     # With a single optimizer Megatron's state has no level of numbers.
     states = [state] if len(chained_optimizers) == 1 else list(state.values())
 
-    kept: list[KeptState] = []
+    kept: list[StateShard] = []
     for chained, its_state in zip(chained_optimizers, states, strict=True):
         if isinstance(chained, DistributedOptimizer):
             kept += _kept_states(chained, its_state.pop(PARAMETER_STATE))
@@ -99,7 +99,7 @@ def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[Kept
 
 def _kept_states(
     optimizer: DistributedOptimizer, described: dict[int, dict[str, Sharded]]
-) -> Iterator[KeptState]:
+) -> Iterator[StateShard]:
     """Yield the state of each parameter of which this rank keeps a part."""
     # The keys of `described` are numbers: Megatron counts the parameters of all buffers in this
     # order, also those without a part on this rank.
@@ -111,11 +111,11 @@ def _kept_states(
                 if parameter in shares:
                     share = shares[parameter]["param"]
                     tensors = described[number]
-                    yield KeptState(optimizer, parameter, slice(share.start, share.end), tensors)
+                    yield StateShard(optimizer, parameter, slice(share.start, share.end), tensors)
                 number += 1
 
 
-def load_parameter_state(path: Path, states: Sequence[KeptState]) -> None:
+def load_parameter_state(path: Path, states: Sequence[StateShard]) -> None:
     """Load the state of parameters into their optimizers, in parts. Collective.
 
     The weights of the model must be loaded already, because they may be the upper half of master
@@ -147,10 +147,10 @@ def load_parameter_state(path: Path, states: Sequence[KeptState]) -> None:
             state.optimizer._set_main_param_and_optimizer_states(state.parameter, shares)
 
 
-def _parts(states: Sequence[KeptState]) -> list[list[KeptState]]:
+def _parts(states: Sequence[StateShard]) -> list[list[StateShard]]:
     """Divide states, in order, into parts of at most ``LOADED_BYTES``, or of one larger state."""
     # Greedy in the given order, which is the order in the files. A better fit would save little.
-    parts: list[list[KeptState]] = []
+    parts: list[list[StateShard]] = []
     size = 0
     for state in states:
         if not parts or size + state.nbytes > LOADED_BYTES:

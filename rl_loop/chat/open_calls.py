@@ -29,10 +29,10 @@ class OpenCall:
 class UnmatchedToolOutput(ValueError):
     """Answer of a tool that belongs to no call, or to an ambiguous one."""
 
-    def __init__(self, place: int, message: str) -> None:
-        """Create the error. ``place`` is the index of the answer."""
+    def __init__(self, index: int, message: str) -> None:
+        """Create the error. ``index`` counts answers from 0."""
         super().__init__(message)
-        self.place = place
+        self.index = index
 
 
 def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
@@ -49,7 +49,7 @@ def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
 
 
 def answered_calls(
-    calls: Sequence[OpenCall], answers: Sequence[Mapping[str, Any]], *, by_place: bool = False
+    calls: Sequence[OpenCall], answers: Sequence[Mapping[str, Any]], *, by_index: bool = False
 ) -> list[OpenCall]:
     """Return the call of each answer.
 
@@ -59,31 +59,31 @@ def answered_calls(
     Args:
         calls: open calls, oldest first.
         answers: consecutive messages of tools.
-        by_place: allow answers without id and name if calls of different functions are open.
+        by_index: allow answers without id and name if calls of different functions are open.
 
     Raises:
         UnmatchedToolOutput: if a call is missing or ambiguous.
     """
     # Ids of answers are useless if the calls were recorded without ids.
-    has_ids = any(call.call_id is not None for call in calls) or not by_place
+    has_ids = any(call.call_id is not None for call in calls) or not by_index
     claims = [_claim(answer, has_ids) for answer in answers]
 
     # An answer belongs to the latest turn, unless it names a call that the conversation skipped.
     left = [*(c for c in calls if not c.is_skipped), *(c for c in calls if c.is_skipped)]
     matched: dict[int, OpenCall] = {}
     # The most specific answers choose first.
-    for place in sorted(range(len(answers)), key=lambda i: claims[i].rank):
+    for index in sorted(range(len(answers)), key=lambda i: claims[i].rank):
         try:
-            call = claims[place].choose(left, by_place)
+            call = claims[index].choose(left, by_index)
         except ValueError as error:
-            raise UnmatchedToolOutput(place, str(error)) from None
+            raise UnmatchedToolOutput(index, str(error)) from None
         left.remove(call)
-        matched[place] = call
-    return [matched[place] for place in range(len(answers))]
+        matched[index] = call
+    return [matched[index] for index in range(len(answers))]
 
 
 def in_call_order(
-    calls: Sequence[OpenCall], answers: Sequence[Numbered], *, by_place: bool = False
+    calls: Sequence[OpenCall], answers: Sequence[Numbered], *, by_index: bool = False
 ) -> list[tuple[Numbered, OpenCall]]:
     """Sort consecutive answers by the order of their calls. Arguments as in ``answered_calls``.
 
@@ -91,9 +91,9 @@ def in_call_order(
         UnmatchedToolOutput: as in ``answered_calls``. Also if a call of a function is answered but
             an earlier call of the same turn and function is not.
     """
-    matched = answered_calls(calls, [message for _, message in answers], by_place=by_place)
-    place_of = {id(call): place for place, call in enumerate(calls)}
-    order = sorted(range(len(answers)), key=lambda i: place_of[id(matched[i])])
+    matched = answered_calls(calls, [message for _, message in answers], by_index=by_index)
+    index_of = {id(call): index for index, call in enumerate(calls)}
+    order = sorted(range(len(answers)), key=lambda i: index_of[id(matched[i])])
 
     # Answers of calls of one function differ only in their order once they are rendered.
     answered = {id(call) for call in matched}
@@ -153,7 +153,7 @@ class _Claim:
     def rank(self) -> int:
         return 0 if self.call_id is not None else 1 if self.name is not None else 2
 
-    def choose(self, calls: Sequence[OpenCall], by_place: bool) -> OpenCall:
+    def choose(self, calls: Sequence[OpenCall], by_index: bool) -> OpenCall:
         """Return one of ``calls``. Raises ValueError if none fits or several do."""
         candidates = list(calls)
         # Ids are unique in a conversation. Names are not: several calls of a function may be open.
@@ -173,7 +173,7 @@ class _Claim:
 
         # Without an id, calls of one function are answered in order. Calls of two would be a
         # guess.
-        is_clear = by_place or self.call_id is not None
+        is_clear = by_index or self.call_id is not None
         if not is_clear and len({call.recipient for call in candidates}) > 1:
             raise ValueError(
                 "several calls are open. Set name or tool_call_id to the call that this message "

@@ -345,10 +345,10 @@ class ChatMl:
         text = self.decode(ids)
         border = text.index(TOOL_CALL)
         # Text grows with every token, so bisection finds the first tokens that reach the boundary.
-        place = bisect_left(range(len(ids)), border, key=lambda n: len(self.decode(ids[:n])))
-        if self.decode(ids[:place]) != text[:border]:
+        position = bisect_left(range(len(ids)), border, key=lambda n: len(self.decode(ids[:n])))
+        if self.decode(ids[:position]) != text[:border]:
             return [], list(ids)
-        return list(ids[:place]), list(ids[place:])
+        return list(ids[:position]), list(ids[position:])
 
     def join_with_calls(self, reasoning: Sequence[int], calls: Sequence[int]) -> list[int]:
         """Concatenate results of ``split_at_calls``, of one turn or of two turns."""

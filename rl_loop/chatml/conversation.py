@@ -114,7 +114,7 @@ def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) ->
     try:
         answered = answered_calls(calls, [message for _, message in answers])
     except UnmatchedToolOutput as error:
-        raise ValueError(f"{describe_message(*answers[error.place])}: {error}") from None
+        raise ValueError(f"{describe_message(*answers[error.index])}: {error}") from None
     for call in calls:
         if call not in answered:
             named = "" if call.call_id is None else f" ({call.call_id})"

@@ -294,7 +294,7 @@ def start_local_ray(
 
     Raises:
         RayStartError: if Ray is not up after ``seconds``.
-        NotPrivate: if another user owns the directory for Ray's files.
+        NotPrivateError: if another user owns the directory for Ray's files.
     """
     import ray
 

@@ -15,7 +15,7 @@ from megatron_gptoss.user_error import UserError
 TOKEN_BYTES = 32
 
 
-class NotPrivate(UserError):
+class NotPrivateError(UserError):
     """A directory that must be private belongs to another user, or others may enter it."""
 
 
@@ -23,13 +23,13 @@ def private_directory(path: Path) -> Path:
     """Create a directory that only this user may enter, or check that an existing one is.
 
     Raises:
-        NotPrivate: if another user owns ``path``, or it is a link or a file.
+        NotPrivateError: if another user owns ``path``, or it is a link or a file.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     # In /tmp another user may have created the directory first, in order to read files in it.
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise NotPrivate(
+        raise NotPrivateError(
             f"{path} is not a directory of this user (owner {found.st_uid}). Ask its owner to "
             "remove it, or set RAY_TMPDIR to your own directory"
         )

@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from megatron_gptoss.config import StrictModel
-from rl_loop.data.hub import check_place
+from rl_loop.data.hub import check_location
 from rl_loop.environments.registry import DEFAULT_ENVIRONMENT, environment_class
 
 
@@ -49,8 +49,8 @@ class SourceConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         # This checks the form of hub names, not that the data exists.
-        check_place(self.train_path)
-        check_place(self.held_out_path)
+        check_location(self.train_path)
+        check_location(self.held_out_path)
 
         if self.train_path is not None and self.held_out_path is None:
             raise ValueError(

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rl_loop.data.hub import check_place
+from rl_loop.data.hub import check_location
 
 Format = Literal["auto", "messages", "sharegpt", "harmony"]
 
@@ -37,9 +37,9 @@ class ConversationSource(BaseModel):
     ``data.validation_share``."""
 
     @model_validator(mode="after")
-    def _check_places(self) -> Self:
-        check_place(self.path)
-        check_place(self.validation_path)
+    def _check_locations(self) -> Self:
+        check_location(self.path)
+        check_location(self.validation_path)
         return self
 
 

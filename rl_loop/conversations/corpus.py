@@ -38,7 +38,7 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
             yield from (codec.decode(sample.token_ids) for sample in samples)
 
 
-def _rows(place: str) -> Iterator[Row]:
-    rows = open_rows(place)
+def _rows(location: str) -> Iterator[Row]:
+    rows = open_rows(location)
     for block in rows.blocks:
         yield from rows.read(block)

@@ -101,7 +101,7 @@ class ConversationData:
         for name in self._names:
             preview = self.preview(name, ENOUGH_TO_JUDGE)
             check_rejected_share(
-                preview.place,
+                preview.location,
                 seen=preview.conversations,
                 rejected=len(preview.rejections),
                 kinds=preview.kinds,
@@ -164,7 +164,7 @@ class ConversationData:
             if not samples:
                 share = self.config.validation_share
                 raise DataError(
-                    f"{rows.place}: no conversation of data.sources.{name} is left for "
+                    f"{rows.location}: no conversation of data.sources.{name} is left for "
                     f"validation (data.validation_share is {share}). Increase it, or set "
                     "validation_path"
                 )
@@ -219,7 +219,7 @@ class ConversationData:
             )
         number = self._names.index(source)
         rows = self._rows[number]
-        preview = Preview(source, rows.place)
+        preview = Preview(source, rows.location)
 
         # Render one block at a time, because a preview needs few conversations.
         for block in rows.blocks:
@@ -247,7 +247,7 @@ class Preview:
     """Rendered beginning of a source."""
 
     source: str
-    place: str
+    location: str
     """File or data set."""
     conversations: int = 0
     """Number of conversations read."""
@@ -306,7 +306,7 @@ def samples_of(rendered: RenderedBlock, rows: Rows) -> list[tuple[int, DataSampl
     masks = np.split(rendered.loss_mask, rendered.offsets[1:-1])
     samples = []
     for i, row in enumerate(rendered.rows.tolist()):
-        name = f"{rows.place}, {rows.unit} {row}"
+        name = f"{rows.location}, {rows.unit} {row}"
         samples.append((row, DataSample(ids[i], masks[i], name)))
     return samples
 

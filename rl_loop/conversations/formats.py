@@ -245,7 +245,7 @@ def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list
     try:
         ordered = in_call_order(calls_of(message), answers, by_place=True)
     except UnmatchedToolOutput as error:
-        named = describe_message(*answers[error.place])
+        named = describe_message(*answers[error.index])
         raise ConversationError(f"{named}: {error}") from None
     return [answer for answer, _ in ordered]
 

@@ -56,7 +56,7 @@ class RejectionReport:
         for rejection in rejections:
             record = {
                 "source": name,
-                "file": rows.place,
+                "file": rows.location,
                 rows.unit: rejection.row,
                 "reason": rejection.reason,
             }
@@ -92,19 +92,19 @@ class RejectionReport:
 
 
 def check_rejected_share(
-    place: str, *, seen: int, rejected: int, kinds: "Counter[str]", limit: float
+    location: str, *, seen: int, rejected: int, kinds: "Counter[str]", limit: float
 ) -> None:
     """Raise DataError if more than ``limit`` of the conversations of a file are rejected."""
     if rejected > limit * seen:
         raise DataError(
-            f"{place}: {rejected} of {seen} conversations are rejected, more than "
+            f"{location}: {rejected} of {seen} conversations are rejected, more than "
             f"data.max_rejected_share ({limit}) allows: {describe_kinds(kinds)}"
         )
 
 
 def describe_rejection(rows: Rows, rejection: Rejection) -> str:
     """Return the file, the line and the reason."""
-    return f"{rows.place}, {rows.unit} {rejection.row}: {rejection.reason}"
+    return f"{rows.location}, {rows.unit} {rejection.row}: {rejection.reason}"
 
 
 def describe_kinds(kinds: "Counter[str]") -> str:

@@ -94,7 +94,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         """Find the blocks. Raises DataError if the file cannot be read."""
-        self.place = str(path)
+        self.location = str(path)
         self._path = path
         try:
             self.blocks: list[Block] = list(self._index())
@@ -127,7 +127,7 @@ class JsonLines:
             content = file.read(block.stop - block.start)
         # The blocks were found at the start of the run. A shorter file would lose rows silently.
         if len(content) < block.stop - block.start:
-            raise DataError(f"{self.place} has changed while it was in use")
+            raise DataError(f"{self.location} has changed while it was in use")
 
         for number, line in enumerate(content.split(b"\n"), start=block.first_row):
             if stripped := line.strip():
@@ -142,13 +142,13 @@ class ArrowRows:
 
     unit: Literal["line", "row"] = "row"
 
-    def __init__(self, place: str, files: Sequence[str]) -> None:
+    def __init__(self, location: str, files: Sequence[str]) -> None:
         """Map the files. ``files`` are in Arrow's stream format."""
-        self.place = place
+        self.location = location
         self._files = list(files)
         rows = self._table.num_rows
         if rows == 0:
-            raise DataError(f"{place}: it has no rows")
+            raise DataError(f"{location}: it has no rows")
 
         # Arrow knows only the total size, so assume that all rows are equally large.
         row_bytes = max(1, self._table.nbytes // rows)
@@ -182,49 +182,49 @@ class ArrowRows:
 Rows = JsonLines | ArrowRows
 
 
-def open_rows(place: str) -> Rows:
+def open_rows(location: str) -> Rows:
     """Open a file or a data set of the hub.
 
     Args:
-        place: .jsonl or .parquet file, "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
+        location: .jsonl or .parquet file, "hub:NAME:SPLIT" or "hub:NAME:CONFIGURATION:SPLIT".
 
     Raises:
         DataError: if it cannot be read.
     """
-    if is_hub_dataset(place):
-        return ArrowRows(place, hub_files(place))
+    if is_hub_dataset(location):
+        return ArrowRows(location, hub_files(location))
 
-    path = Path(place)
+    path = Path(location)
     if not path.is_file():
-        raise DataError(f"{place}: there is no such file")
-    if place.endswith(".parquet"):
-        return ArrowRows(place, _parquet_files(place))
+        raise DataError(f"{location}: there is no such file")
+    if location.endswith(".parquet"):
+        return ArrowRows(location, _parquet_files(location))
     return JsonLines(path)
 
 
-def hub_files(place: str) -> list[str]:
+def hub_files(location: str) -> list[str]:
     """Return the Arrow files of a data set of the hub. Raises DataError."""
     from datasets import load_dataset
 
-    name, split = hub_name(place)
+    name, split = hub_name(location)
     try:
         return _cache_files(load_dataset(*name, split=split))
     except Exception as error:
         # The hub and its readers raise many types of exceptions.
-        raise DataError(f"{place}: cannot be read: {error}") from None
+        raise DataError(f"{location}: cannot be read: {error}") from None
 
 
-def _parquet_files(place: str) -> list[str]:
+def _parquet_files(location: str) -> list[str]:
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
         # Before conversion, because a small Parquet file may decode to a very large one.
-        check_parquet(Path(place))
-        return _cache_files(Dataset.from_parquet(place))
+        check_parquet(Path(location))
+        return _cache_files(Dataset.from_parquet(location))
     except Exception as error:
-        raise DataError(f"{place}: cannot be read: {error}") from None
+        raise DataError(f"{location}: cannot be read: {error}") from None
 
 
 def _cache_files(dataset: Any) -> list[str]:

@@ -146,7 +146,7 @@ class SourceStream:
         sample = DataSample(
             block.token_ids[first:last],
             block.loss_mask[first:last],
-            f"{self._rows.place}, {self._rows.unit} {block.rows[i]}",
+            f"{self._rows.location}, {self._rows.unit} {block.rows[i]}",
         )
         self._used += 1
         self._position.last = int(block.rows[i]), int(block.numbers[i])
@@ -181,7 +181,7 @@ class SourceStream:
     def _restore(self, saved: dict[str, Any]) -> None:
         if saved["file"] != self._file():
             raise DataError(
-                f"{self._rows.place} has changed since the checkpoint was saved, so the run cannot "
+                f"{self._rows.location} has changed since the checkpoint was saved, so the run cannot "
                 "continue behind its last sample. Restore the original file"
             )
         # The file was compared above and is not part of the position.
@@ -313,14 +313,14 @@ class SourceStream:
         if window.is_last:
             # Such a source would be read again and again without giving a sample.
             if self._samples_of_epoch == 0:
-                raise DataError(f"{self._rows.place}: {self._no_loss_tokens()}")
+                raise DataError(f"{self._rows.location}: {self._no_loss_tokens()}")
             self._samples_of_epoch = 0
 
     def _check_rejected(self, all_seen: bool) -> None:
         # A few conversations at the beginning of a file may not be typical.
         if all_seen or self._position.conversations >= ENOUGH_TO_JUDGE:
             check_rejected_share(
-                self._rows.place,
+                self._rows.location,
                 seen=self._position.conversations,
                 rejected=self._position.rejected,
                 kinds=self._kinds,

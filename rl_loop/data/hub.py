@@ -3,28 +3,28 @@
 PREFIX = "hub:"
 
 
-def is_hub_dataset(place: str) -> bool:
+def is_hub_dataset(location: str) -> bool:
     """Return True if the data is a data set of the hub, and not a file."""
-    return place.startswith(PREFIX)
+    return location.startswith(PREFIX)
 
 
-def hub_name(place: str) -> tuple[list[str], str]:
+def hub_name(location: str) -> tuple[list[str], str]:
     """Return the arguments of ``datasets.load_dataset``: name and configuration, if any, and split.
 
     Raises:
         ValueError: the form is neither ``hub:NAME:SPLIT`` nor ``hub:NAME:CONFIGURATION:SPLIT``.
     """
-    *name, split = place.removeprefix(PREFIX).split(":")
+    *name, split = location.removeprefix(PREFIX).split(":")
     # An empty part comes from a missing name, such as in ``hub::train``.
     if len(name) not in (1, 2) or not all([*name, split]):
         raise ValueError(
-            f"{place} is not the name of a data set. Use hub:NAME:SPLIT or "
+            f"{location} is not the name of a data set. Use hub:NAME:SPLIT or "
             "hub:NAME:CONFIGURATION:SPLIT"
         )
     return name, split
 
 
-def check_place(place: str | None) -> None:
+def check_location(location: str | None) -> None:
     """Raise ValueError if the name has the prefix of hub data sets but not their form."""
-    if place is not None and is_hub_dataset(place):
-        hub_name(place)
+    if location is not None and is_hub_dataset(location):
+        hub_name(location)

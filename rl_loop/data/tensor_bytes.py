@@ -40,37 +40,37 @@ class TensorBytes:
 
     content: np.ndarray
     """uint8 [bytes], the tensors in sequence in C order. uint8 because numpy has no bfloat16."""
-    places: dict[str, TensorSlot]
+    slots: dict[str, TensorSlot]
     """Name -> position of the tensor."""
 
     @classmethod
     def of(cls, named: Mapping[str, torch.Tensor]) -> "TensorBytes":
         """Copy the bytes of tensors on any device."""
-        places = {}
+        slots = {}
         size = 0
         for name, tensor in named.items():
-            places[name] = TensorSlot(size, tensor.dtype, tensor.shape)
+            slots[name] = TensorSlot(size, tensor.dtype, tensor.shape)
             # Round up, because torch can view only aligned bytes as another dtype.
-            size = -(-places[name].end // ALIGNMENT) * ALIGNMENT
+            size = -(-slots[name].end // ALIGNMENT) * ALIGNMENT
 
         # At least one byte, because torch cannot view an empty array as another dtype.
         content = np.zeros(max(size, 1), np.uint8)
-        parts = _parts(torch.from_numpy(content), places)
+        parts = _parts(torch.from_numpy(content), slots)
         for name, tensor in named.items():
             parts[name].copy_(tensor.detach())
-        return cls(content, places)
+        return cls(content, slots)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return CPU tensors over a copy of the bytes, because bytes in the store are read-only."""
-        return _parts(torch.from_numpy(self.content.copy()), self.places)
+        return _parts(torch.from_numpy(self.content.copy()), self.slots)
 
 
-def _parts(content: torch.Tensor, places: Mapping[str, TensorSlot]) -> dict[str, torch.Tensor]:
+def _parts(content: torch.Tensor, slots: Mapping[str, TensorSlot]) -> dict[str, torch.Tensor]:
     """Return the tensors in uint8 [bytes]. They share its memory."""
     parts = {}
-    for name, place in places.items():
-        part = content[place.first : place.end]
-        parts[name] = part.view(place.dtype).reshape(place.shape)
+    for name, slot in slots.items():
+        part = content[slot.first : slot.end]
+        parts[name] = part.view(slot.dtype).reshape(slot.shape)
     return parts
 
 

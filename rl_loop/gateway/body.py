@@ -76,10 +76,10 @@ def _has_more_values(value: Any, most: int) -> bool:
     # A list instead of recursion, and no further than the limit, so that the time is bounded for
     # any JSON.
     values = [value]
-    for place in range(most):
-        if place == len(values):
+    for index in range(most):
+        if index == len(values):
             return False
-        parent = values[place]
+        parent = values[index]
         if isinstance(parent, dict):
             values += parent.values()
         elif isinstance(parent, list):

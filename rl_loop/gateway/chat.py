@@ -245,13 +245,13 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any]:
-    place = f"{where}.tool_calls[{number}]"
-    function = mapping(call.get("function"), f"{place}.function")
+    path = f"{where}.tool_calls[{number}]"
+    function = mapping(call.get("function"), f"{path}.function")
     return {
-        "id": text_value(call.get("id"), f"{place}.id"),
+        "id": text_value(call.get("id"), f"{path}.id"),
         "function": {
-            "name": text_value(function.get("name"), f"{place}.function.name"),
-            "arguments": text_value(function.get("arguments"), f"{place}.function.arguments"),
+            "name": text_value(function.get("name"), f"{path}.function.name"),
+            "arguments": text_value(function.get("arguments"), f"{path}.function.arguments"),
         },
     }
 

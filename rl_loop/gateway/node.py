@@ -163,7 +163,7 @@ class Prompt:
 def new_node(
     request: TurnRequest,
     response_id: str,
-    place: ForestPosition,
+    position: ForestPosition,
     prompt: Prompt,
     sampled: SampledTurn,
     turn: ReadTurn,
@@ -173,7 +173,7 @@ def new_node(
     Args:
         request: request of the client.
         response_id: name of the turn.
-        place: place of the request in the forest.
+        position: position of the request in the forest.
         prompt: prompt of the turn.
         sampled: the sampled turn.
         turn: the parsed turn.
@@ -195,7 +195,7 @@ def new_node(
     new_role = "prompt"
     # The first new message names all of them. Tools' results precede a message of the user.
     if prompt.parent is not None:
-        new_role = "tool" if place.new_messages[0]["role"] == "tool" else "user"
+        new_role = "tool" if position.new_messages[0]["role"] == "tool" else "user"
 
     return Node(
         response_id=response_id,
@@ -206,12 +206,12 @@ def new_node(
         finish_reason=finish_reason,
         answer=turn.answer,
         format_error=turn.format_error,
-        messages=(*place.conversation, *said),
-        digests=(*place.digests, *([turn.digest] if said else [])),
+        messages=(*position.conversation, *said),
+        digests=(*position.digests, *([turn.digest] if said else [])),
         digest=turn.digest,
-        text_characters=text_size(place.conversation),
+        text_characters=text_size(position.conversation),
         reasoning_tokens=turn.reasoning_tokens,
-        key=extended_key(place.keys[-1], turn.digest),
+        key=extended_key(position.keys[-1], turn.digest),
         open_calls=prompt.open_calls + calls,
         closing=turn.closing,
         dropped=turn.dropped,

@@ -13,7 +13,7 @@ MAX_ABANDONED = 256
 """Number of abandoned requests that are remembered. Their retries have no turn to join."""
 
 
-class TurnsClosed(Exception):
+class TurnsClosedError(Exception):
     """The turn was cancelled because the session was closed."""
 
 
@@ -66,7 +66,7 @@ class PendingTurns:
             is_retry: whether to join a turn in flight whose client may have sent its request again.
 
         Raises:
-            TurnsClosed: the session was closed.
+            TurnsClosedError: the session was closed.
             Exception: whatever the turn raises.
         """
         pending = self._retried(fingerprint) if is_retry else None
@@ -82,7 +82,7 @@ class PendingTurns:
             # Either the turn or this client was canceled. A canceled turn of a closed session is an
             # error for the client.
             if pending.task.cancelled() and self._is_closed:
-                raise TurnsClosed from None
+                raise TurnsClosedError from None
             # The client left after the end of the turn, and before it got the answer.
             if pending.task.done() and not pending.task.cancelled():
                 _mark_lost(pending.task)

@@ -40,27 +40,27 @@ class PromptRenderer:
     """Limit of a conversation."""
     jobs: SessionJobs
 
-    async def render(self, request: TurnRequest, place: ForestPosition) -> Prompt:
+    async def render(self, request: TurnRequest, position: ForestPosition) -> Prompt:
         """Render the prompt of a request.
 
         Args:
             request: request of the client.
-            place: place of the request in the forest.
+            position: position of the request in the forest.
 
         Raises:
             ApiError: the messages cannot be rendered.
             PromptTooLong: the prompt leaves no room for an answer.
         """
         self._check_effort(request)
-        self._check_size(request, place)
-        job = self._job(request, place)
+        self._check_size(request, position)
+        job = self._job(request, position)
         rendered = await self.jobs.run(job, is_short=_is_short(request, job))
         # The job leaves these tokens out and returns only their number.
         if rendered.too_many is not None:
             raise PromptTooLong(str(rendered.too_many))
 
         # At least one token must be left for the answer.
-        prompt = _prompt_of(place, rendered)
+        prompt = _prompt_of(position, rendered)
         tokens = len(prompt.token_ids)
         if tokens >= self.max_tokens:
             raise PromptTooLong(str(tokens))
@@ -76,33 +76,33 @@ class PromptRenderer:
                 parameter="reasoning_effort",
             )
 
-    def _check_size(self, request: TurnRequest, place: ForestPosition) -> None:
+    def _check_size(self, request: TurnRequest, position: ForestPosition) -> None:
         """Raise PromptTooLong for a text that is certainly too long, before it is tokenized."""
         # Tools are a part of the first prompt only.
-        size = text_size(place.new_messages)
-        if place.parent is None:
+        size = text_size(position.new_messages)
+        if position.parent is None:
             size += request.tools_size
         # A character has at least one byte, so characters bound the number of tokens from below.
         if size > MAX_TOKEN_BYTES * self.max_tokens:
             raise PromptTooLong(f"at least {size // MAX_TOKEN_BYTES}")
         # Every message has a header of at least two tokens.
-        if 2 * len(place.new_messages) > self.max_tokens:
-            raise PromptTooLong(f"at least {2 * len(place.new_messages)}")
+        if 2 * len(position.new_messages) > self.max_tokens:
+            raise PromptTooLong(f"at least {2 * len(position.new_messages)}")
 
-    def _job(self, request: TurnRequest, place: ForestPosition) -> RenderJob:
+    def _job(self, request: TurnRequest, position: ForestPosition) -> RenderJob:
         """Return the job that renders the new messages of a conversation."""
         stored = None
-        parent = place.parent
+        parent = position.parent
         if parent is not None:
             # Only "harmony" removes analysis. The tokens are not sent to the job otherwise.
             history = _kept_ids(parent) if self.history == "harmony" else None
             stored = StoredTokens(parent.closing, tuple(parent.open_calls), history)
         return RenderJob(
-            messages=place.new_messages,
-            first_number=place.first_number,
+            messages=position.new_messages,
+            first_number=position.first_number,
             tools=request.tools,
             reasoning_effort=request.reasoning_effort,
-            keys=place.keys,
+            keys=position.keys,
             stored=stored,
             max_tokens=self.max_tokens,
         )
@@ -118,9 +118,9 @@ def _is_short(request: TurnRequest, job: RenderJob) -> bool:
     return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY
 
 
-def _prompt_of(place: ForestPosition, rendered: Rendered) -> Prompt:
+def _prompt_of(position: ForestPosition, rendered: Rendered) -> Prompt:
     """Return the prompt of a turn."""
-    parent = place.parent
+    parent = position.parent
     if parent is None:
         return Prompt(None, rendered.new_ids, rendered.open_calls)
     # Nothing before the new messages changed, so the stored sequence continues.

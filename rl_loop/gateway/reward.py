@@ -24,7 +24,7 @@ class _RewardBody(BaseModel):
 
 
 @dataclass(frozen=True)
-class GivenReward:
+class SubmittedReward:
     """A reward of a session, or of one of its responses."""
 
     parts: dict[str, float]
@@ -40,7 +40,7 @@ class SessionRewards:
         self._parts: dict[str | None, dict[str, float]] = {}
         """Response -> its reward. The key None is the whole session."""
 
-    def add(self, reward: GivenReward) -> None:
+    def add(self, reward: SubmittedReward) -> None:
         """Add a reward."""
         # Replaced instead of added, so that a request that a client repeats counts once.
         self._parts[reward.response_id] = reward.parts
@@ -56,7 +56,7 @@ class SessionRewards:
         return totals
 
 
-def read_reward(body: Any) -> GivenReward:
+def read_reward(body: Any) -> SubmittedReward:
     """Read ``{"reward": 0.5}`` or ``{"reward": {"score": 0.5, ...}, "response_id": "..."}``.
 
     Raises:
@@ -68,4 +68,4 @@ def read_reward(body: Any) -> GivenReward:
     parts = given.reward
     if not isinstance(parts, dict):
         parts = {SCORE: parts}
-    return GivenReward(parts, given.response_id)
+    return SubmittedReward(parts, given.response_id)

@@ -19,10 +19,10 @@ from rl_loop.gateway.errors import ApiError, invalid_content
 from rl_loop.gateway.forest import Forest
 from rl_loop.gateway.jobs import Job, RequestWorkers, SessionJobs, TurnJob
 from rl_loop.gateway.node import Node, new_node
-from rl_loop.gateway.pending import PendingTurns, TurnsClosed
+from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
 from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
 from rl_loop.gateway.request import TurnRequest
-from rl_loop.gateway.reward import GivenReward, SessionRewards
+from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.episode import (
     Completed,
@@ -159,11 +159,11 @@ class Session:
         take_turn = partial(self._take_turn, request, response_id)
         try:
             return await self._pending.wait(request.fingerprint, take_turn, is_retry=is_retry)
-        except TurnsClosed:
+        except TurnsClosedError:
             assert self.end is not None
             raise _error_of(self.end) from None
 
-    def add_reward(self, reward: GivenReward) -> None:
+    def add_reward(self, reward: SubmittedReward) -> None:
         """Add a reward of the session or of a response. A repeat counts once. Raises ApiError."""
         if not self._settings.is_episode:
             message = "this server does not train, so it accepts no rewards"
@@ -220,8 +220,8 @@ class Session:
         Raises ApiError, EpisodeOver, PromptTooLong and InfrastructureFailure.
         """
         self.was_too_long = False
-        place = self.forest.find(request)
-        prompt = await self._prompts.render(request, place)
+        position = self.forest.find(request)
+        prompt = await self._prompts.render(request, position)
 
         # The number is a part of the name, because requests with equal prompts and equal seeds of
         # the client would be the same request to the engine.
@@ -234,7 +234,7 @@ class Session:
             routes_start=prompt.routes_start,
         )
         turn = await self._read_turn(sampled.result, request)
-        node = new_node(request, response_id, place, prompt, sampled, turn)
+        node = new_node(request, response_id, position, prompt, sampled, turn)
         # Counted even if the turn is not added, because its tokens were sampled.
         self.episode.keep(sampled.result)
         # A concurrent turn may have ended the session.

@@ -92,7 +92,7 @@ class MessageTranslator:
         try:
             ordered = in_call_order(self.open_calls, answers)
         except UnmatchedToolOutput as error:
-            raise ValueError(f"{describe_message(*answers[error.place])}: {error}") from None
+            raise ValueError(f"{describe_message(*answers[error.index])}: {error}") from None
 
         rendered: list[Message] = []
         for (number, message), call in ordered:

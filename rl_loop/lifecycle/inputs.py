@@ -54,7 +54,7 @@ TEACHER = "loss.teacher"
 
 
 @dataclass(frozen=True)
-class Input:
+class RunInput:
     """A file, a directory of weights, or a data set of the hub."""
 
     path: str
@@ -63,7 +63,7 @@ class Input:
     """XXH3 of 128 bits, hexadecimal."""
 
 
-def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
+def read_inputs(paths: Mapping[str, str]) -> dict[str, RunInput]:
     """Return the inputs at some paths by configuration key.
 
     Missing inputs are left out, because ``check_run_requirements`` reports them.
@@ -72,17 +72,17 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
         StartError: an input cannot be read.
     """
     inputs = {}
-    for key, place in places.items():
-        if not is_hub_dataset(place) and not Path(place).exists():
+    for key, path in paths.items():
+        if not is_hub_dataset(path) and not Path(path).exists():
             continue
         try:
-            inputs[key] = _read_input(key, place)
+            inputs[key] = _read_input(key, path)
         # A damaged ``latest``, which ``check_run_requirements`` reports, too.
         except CheckpointError:
             continue
         except OSError as error:
             raise StartError(
-                f"{key}: {place} cannot be read ({error.strerror}). Name a file that this user "
+                f"{key}: {path} cannot be read ({error.strerror}). Name a file that this user "
                 "can read"
             ) from error
     return inputs
@@ -90,33 +90,33 @@ def read_inputs(places: Mapping[str, str]) -> dict[str, Input]:
 
 def task_input_paths(tasks: TaskConfig) -> dict[str, Any]:
     """Return the paths in ``tasks`` by key. None for keys without a path."""
-    places: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for name, source in tasks.sources.items():
         key = f"tasks.sources.{name}"
-        places[f"{key}.train_path"] = source.train_path
-        places[f"{key}.held_out_path"] = source.held_out_path
+        paths[f"{key}.train_path"] = source.train_path
+        paths[f"{key}.held_out_path"] = source.held_out_path
         if source.pass_rate is not None:
-            places[f"{key}.pass_rate.episodes"] = source.pass_rate.episodes
+            paths[f"{key}.pass_rate.episodes"] = source.pass_rate.episodes
         for option, value in source.options.items():
             if isinstance(value, str) and value.endswith(DATA_SUFFIXES) and Path(value).is_file():
-                places[f"{key}.options.{option}"] = value
+                paths[f"{key}.options.{option}"] = value
         options = environment_class(source.environment).Options.model_validate(source.options)
         # Only environments with tool servers have this option.
         for server, config in getattr(options, "servers", {}).items():
             if isinstance(config, ToolServerConfig):
                 for number, script in enumerate(config.scripts()):
-                    places[f"{key}.{TOOL_SERVERS}.{server}.script_{number}"] = script
-    return places
+                    paths[f"{key}.{TOOL_SERVERS}.{server}.script_{number}"] = script
+    return paths
 
 
 def data_input_paths(key: str, data: CorpusConfig | None) -> dict[str, Any]:
     """Return the paths in ``data`` or ``vocabulary_data`` by key. None for keys without a path."""
-    places: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     if data is not None:
         for name, source in data.sources.items():
-            places[f"{key}.sources.{name}.path"] = source.path
-            places[f"{key}.sources.{name}.validation_path"] = source.validation_path
-    return places
+            paths[f"{key}.sources.{name}.path"] = source.path
+            paths[f"{key}.sources.{name}.validation_path"] = source.validation_path
+    return paths
 
 
 def resolved_weights(path: Path) -> Path:
@@ -126,29 +126,29 @@ def resolved_weights(path: Path) -> Path:
     return latest_checkpoint(path / "checkpoints") or path
 
 
-def to_json(inputs: Mapping[str, Input]) -> dict[str, Any]:
+def to_json(inputs: Mapping[str, RunInput]) -> dict[str, Any]:
     """Return inputs as JSON."""
     return {key: asdict(known) for key, known in inputs.items()}
 
 
-def from_json(content: Mapping[str, Any]) -> dict[str, Input]:
+def from_json(content: Mapping[str, Any]) -> dict[str, RunInput]:
     """Return inputs from JSON."""
-    return {key: Input(**known) for key, known in content.items()}
+    return {key: RunInput(**known) for key, known in content.items()}
 
 
 # -- digests --------------------------------------------------------------------------------------
 
 
-def _read_input(key: str, place: str) -> Input:
+def _read_input(key: str, path: str) -> RunInput:
     if key in (*WEIGHTS, TEACHER):
-        directory = resolved_weights(Path(place))
-        return Input(os.path.abspath(directory), weights_digest(directory))
+        directory = resolved_weights(Path(path))
+        return RunInput(os.path.abspath(directory), weights_digest(directory))
     if key == "tokenizer":
-        files = [Path(place) / name for name in TOKENIZER_FILES]
-        return Input(os.path.abspath(place), _joined(file for file in files if file.exists()))
-    if is_hub_dataset(place):
-        return Input(place, _joined(Path(file) for file in hub_files(place)))
-    return Input(os.path.abspath(place), checksum_file(Path(place)).xxh3_128)
+        files = [Path(path) / name for name in TOKENIZER_FILES]
+        return RunInput(os.path.abspath(path), _joined(file for file in files if file.exists()))
+    if is_hub_dataset(path):
+        return RunInput(path, _joined(Path(file) for file in hub_files(path)))
+    return RunInput(os.path.abspath(path), checksum_file(Path(path)).xxh3_128)
 
 
 def weights_digest(directory: Path) -> str:

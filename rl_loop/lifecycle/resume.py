@@ -17,7 +17,7 @@ from rl_loop.lifecycle.inputs import (
     TEACHER,
     TOOL_SERVERS,
     WEIGHTS,
-    Input,
+    RunInput,
     data_input_paths,
     from_json,
     read_inputs,
@@ -43,32 +43,32 @@ class Change:
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def places_of(config: RunConfig) -> dict[str, str]:
+def input_paths(config: RunConfig) -> dict[str, str]:
     """Return the paths of a configuration that lead to inputs, by key."""
-    places: dict[str, Any] = {
+    paths: dict[str, Any] = {
         "initial_weights": config.initial_weights,
         "initial_adapter": config.initial_adapter,
     }
     # Other vocabularies depend on no tokenizer of the weights.
     if config.vocabulary == "tokenizer":
-        places["tokenizer"] = tokenizer_directory(config.tokenizer_source)
-    places |= task_input_paths(config.tasks)
+        paths["tokenizer"] = tokenizer_directory(config.tokenizer_source)
+    paths |= task_input_paths(config.tasks)
     if isinstance(config, SftConfig):
-        places |= data_input_paths("data", config.data)
+        paths |= data_input_paths("data", config.data)
         if config.distillation is not None:
-            places[TEACHER] = config.distillation.teacher
+            paths[TEACHER] = config.distillation.teacher
     if isinstance(config, RlConfig):
-        places |= data_input_paths("vocabulary_data", config.vocabulary_data)
-    return {key: str(place) for key, place in places.items() if place is not None}
+        paths |= data_input_paths("vocabulary_data", config.vocabulary_data)
+    return {key: str(path) for key, path in paths.items() if path is not None}
 
 
-def inputs_of(config: RunConfig) -> dict[str, Input]:
+def inputs_of(config: RunConfig) -> dict[str, RunInput]:
     """Return the inputs of a run by configuration key. Raises StartError."""
-    return read_inputs(places_of(config))
+    return read_inputs(input_paths(config))
 
 
 def changes_since(
-    run: RunDirectory, config: RunConfig, inputs: Mapping[str, Input] | None = None
+    run: RunDirectory, config: RunConfig, inputs: Mapping[str, RunInput] | None = None
 ) -> list[Change]:
     """Return the differences between ``config`` and the configuration of ``run``.
 
@@ -117,7 +117,9 @@ def changes_since(
     return changes
 
 
-def _changes_of_content(run: RunDirectory, inputs: Mapping[str, Input]) -> dict[str, Change | None]:
+def _changes_of_content(
+    run: RunDirectory, inputs: Mapping[str, RunInput]
+) -> dict[str, Change | None]:
     """Compare inputs with those that the run began with.
 
     Returns, for each key that both have, how the content changed. None if it did not.
@@ -150,7 +152,7 @@ def _reject_changed_content(
         return
 
     remedy = "Restore the earlier content"
-    old: Input = change.before
+    old: RunInput = change.before
     if old.path != change.now.path and os.path.exists(old.path):
         remedy = f"Set {key}={old.path}"
     raise ConfigError(
@@ -298,7 +300,7 @@ def _shown(value: Any) -> str:
     """Write a value as in YAML, on one line."""
     if value is None:
         return "null"
-    if isinstance(value, Input):
+    if isinstance(value, RunInput):
         return f"{value.path} (digest {value.digest})"
     if isinstance(value, bool):
         return str(value).lower()

@@ -255,11 +255,11 @@ def rule_of(key: str, samples_episodes: bool = True) -> Rule:
     if not samples_episodes and key.startswith(EPISODE_PREFIXES):
         return ELSEWHERE
     # Walk up from the key, so that a section's rule applies to all keys without their own.
-    place = key
-    while place:
-        if place in RULES:
-            return RULES[place]
-        place = place.rpartition(".")[0]
+    parent = key
+    while parent:
+        if parent in RULES:
+            return RULES[parent]
+        parent = parent.rpartition(".")[0]
     return UNDECLARED
 
 

@@ -29,23 +29,23 @@ from rl_loop.rewards.statement import (
     Brackets,
     Builder,
     Cases,
-    Chain,
     Collection,
     Congruence,
-    Dots,
+    EllipsisItem,
     Grid,
     Listing,
     NamedSet,
     Ratio,
+    RelationChain,
     SetOperation,
     Statement,
     Value,
-    Words,
+    WordsStatement,
     is_name,
     read_statement,
     signs_expanded,
 )
-from rl_loop.rewards.tokens import Unreadable
+from rl_loop.rewards.tokens import UnreadableError
 from rl_loop.rewards.units import same_units
 
 
@@ -56,7 +56,7 @@ def are_equivalent(answer: str, truth: str) -> bool:
     """
     try:
         return equal(read_statement(answer), read_statement(truth))
-    except Unreadable:
+    except UnreadableError:
         return False
 
 
@@ -65,7 +65,7 @@ def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> b
     # Relations come first, because a chain may describe a set or name a value.
     if isinstance(answer, Congruence) or isinstance(truth, Congruence):
         return _equal_congruences(answer, truth)
-    if isinstance(answer, Chain) or isinstance(truth, Chain):
+    if isinstance(answer, RelationChain) or isinstance(truth, RelationChain):
         return _equal_chains(answer, truth, modulus)
     if isinstance(answer, Value) and isinstance(truth, Value):
         return _equal_signs(answer, truth, modulus)
@@ -84,7 +84,7 @@ def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> b
 def _equal_rest(answer: Statement, truth: Statement) -> bool:
     """Compare statements of all other types."""
     # Empty words stand for a missing side, which says nothing.
-    if isinstance(answer, Words) and isinstance(truth, Words):
+    if isinstance(answer, WordsStatement) and isinstance(truth, WordsStatement):
         return bool(answer.text) and answer.text == truth.text
     if isinstance(answer, Builder) and isinstance(truth, Builder):
         same_member = equal(answer.member, truth.member)
@@ -93,7 +93,7 @@ def _equal_rest(answer: Statement, truth: Statement) -> bool:
         return _equal_ratios(answer, truth)
     if isinstance(answer, Cases) and isinstance(truth, Cases):
         return _equal_cases(answer, truth)
-    if isinstance(answer, BasedNumber | NamedSet | Dots):
+    if isinstance(answer, BasedNumber | NamedSet | EllipsisItem):
         return answer == truth
     return False
 
@@ -160,7 +160,7 @@ def _equal_collections(
         # A set has no duplicates: \{1, 1, 2\} is \{1, 2\}.
         items, true_items = _distinct(items), _distinct(true_items)
     # The order of a sequence with an ellipsis determines its continuation.
-    if any(isinstance(item, Dots) for item in (*items, *true_items)):
+    if any(isinstance(item, EllipsisItem) for item in (*items, *true_items)):
         return _equal_in_order(items, true_items, modulus)
     return _match(items, true_items, lambda a, b: equal(a, b, modulus))
 
@@ -298,14 +298,14 @@ def _equal_congruences(answer: Statement, truth: Statement) -> bool:
 
 
 def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> bool:
-    if isinstance(answer, Chain) and isinstance(truth, Chain):
+    if isinstance(answer, RelationChain) and isinstance(truth, RelationChain):
         return _equal_relations(answer, truth)
-    if isinstance(answer, Chain):
+    if isinstance(answer, RelationChain):
         interval = interval_of(answer)
         if interval is not None and is_set(truth):
             return equal(interval, truth)
         return _chain_implies(answer, truth, modulus)
-    assert isinstance(truth, Chain)
+    assert isinstance(truth, RelationChain)
     interval = interval_of(truth)
     if interval is not None and is_set(answer):
         return equal(answer, interval)
@@ -316,14 +316,14 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
     return False
 
 
-def _chain_implies(answer: Chain, truth: Statement, modulus: Expr | None) -> bool:
+def _chain_implies(answer: RelationChain, truth: Statement, modulus: Expr | None) -> bool:
     """Return True if equations imply ``truth`` 5: x = 5 and 2 + 3 = 5 do, 3 = 4 = 5 does not."""
     sides = list(answer.sides)
     relations = list(answer.relations)
     # A rounded value at the end, as in 1/3 = 0.333.
     if relations[-1] == "~":
         rounded = sides[-1]
-        if len(sides) == 2 and (is_name(sides[0]) or sides[0] == Words("")):
+        if len(sides) == 2 and (is_name(sides[0]) or sides[0] == WordsStatement("")):
             return equal(rounded, truth, modulus)
         if not rounds_to(sides[-2], rounded):
             return False
@@ -344,7 +344,7 @@ def _chain_implies(answer: Chain, truth: Statement, modulus: Expr | None) -> boo
     return all(equal(side, truth, modulus) for side in sides)
 
 
-def _equal_relations(answer: Chain, truth: Chain) -> bool:
+def _equal_relations(answer: RelationChain, truth: RelationChain) -> bool:
     if _same_sides(answer, truth):
         return True
     # 3 > x is x < 3.
@@ -362,15 +362,15 @@ def _equal_relations(answer: Chain, truth: Chain) -> bool:
     return False
 
 
-def _same_sides(answer: Chain, truth: Chain) -> bool:
+def _same_sides(answer: RelationChain, truth: RelationChain) -> bool:
     return answer.relations == truth.relations and _equal_in_order(answer.sides, truth.sides)
 
 
-def _same_equation(answer: Chain, truth: Chain) -> bool:
+def _same_equation(answer: RelationChain, truth: RelationChain) -> bool:
     """Compare equations: x = 2 + 3 = 5 implies x = 5, and 2x - 2y = 4 equals x - y = 2."""
     if len(answer.sides) > 2:
         name, *values = answer.sides
-        steps = [Chain((name, value), ("=",)) for value in values]
+        steps = [RelationChain((name, value), ("=",)) for value in values]
         return is_name(name) and all(_equal_relations(step, truth) for step in steps)
     differences = [difference_of(chain) for chain in (answer, truth)]
     if differences[0] is None or differences[1] is None:
@@ -379,7 +379,7 @@ def _same_equation(answer: Chain, truth: Chain) -> bool:
     return constant_ratio(differences[0], differences[1]) is not None
 
 
-def _same_inequality(answer: Chain, truth: Chain) -> bool:
+def _same_inequality(answer: RelationChain, truth: RelationChain) -> bool:
     relation, true_relation = answer.relations[0], truth.relations[0]
     if relation not in ORDERED | {"!="} or true_relation not in ORDERED | {"!="}:
         return False

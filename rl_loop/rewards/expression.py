@@ -20,7 +20,7 @@ from rl_loop.rewards.tokens import (
     OF_SEVERAL,
     TRIGONOMETRY,
     Token,
-    Unreadable,
+    UnreadableError,
     tokens_of,
 )
 
@@ -62,7 +62,7 @@ FACTORS = frozenset(
 
 
 def read_expression(text: str) -> Expr:
-    """Return the value of an expression. Raises Unreadable if a part is not understood."""
+    """Return the value of an expression. Raises UnreadableError if a part is not understood."""
     return _Reader(text).read()
 
 
@@ -105,8 +105,8 @@ class _Reader:
         if not self._skip(text):
             raise self._unreadable()
 
-    def _unreadable(self) -> Unreadable:
-        return Unreadable(self._text)
+    def _unreadable(self) -> UnreadableError:
+        return UnreadableError(self._text)
 
     # ---- sums and products
 

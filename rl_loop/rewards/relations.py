@@ -8,9 +8,9 @@ from rl_loop.rewards.equality import as_number
 from rl_loop.rewards.statement import (
     Brackets,
     Builder,
-    Chain,
     Collection,
     NamedSet,
+    RelationChain,
     SetOperation,
     Statement,
     Value,
@@ -25,7 +25,7 @@ ORDERED = frozenset({"<", "<=", ">", ">="})
 
 def sides_of(statement: Statement) -> tuple[Statement, ...]:
     """Return the sides of an equation or congruence. Other statements are a single side."""
-    if isinstance(statement, Chain) and set(statement.relations) <= {"=", "=="}:
+    if isinstance(statement, RelationChain) and set(statement.relations) <= {"=", "=="}:
         return statement.sides
     return (statement,)
 
@@ -52,15 +52,15 @@ def rounds_to(exact: Statement, rounded: Statement) -> bool:
     return difference * 2 * 10**rounded.number.places <= 1
 
 
-def reversed_chain(chain: Chain) -> Chain | None:
+def reversed_chain(chain: RelationChain) -> RelationChain | None:
     """Return a chain with reversed sides and relations."""
     if not set(chain.relations) <= set(FLIPPED):
         return None
     relations = tuple(FLIPPED[relation] for relation in reversed(chain.relations))
-    return Chain(chain.sides[::-1], relations)
+    return RelationChain(chain.sides[::-1], relations)
 
 
-def difference_of(chain: Chain) -> Expr | None:
+def difference_of(chain: RelationChain) -> Expr | None:
     """Return left minus right of a relation of 2 plain values without units."""
     left, right = chain.sides
     if not isinstance(left, Value) or not isinstance(right, Value):
@@ -91,13 +91,13 @@ def _is_unknown(value: Expr) -> bool:
     return bool(value.is_Symbol) or isinstance(value, AppliedUndef)
 
 
-def variable_of(chain: Chain) -> str | None:
+def variable_of(chain: RelationChain) -> str | None:
     """Return the only name among the sides. None if there is no single name."""
     names = [str(side.value) for side in chain.sides if isinstance(side, Value) and is_name(side)]
     return names[0] if len(names) == 1 else None
 
 
-def interval_of(chain: Chain) -> Statement | None:
+def interval_of(chain: RelationChain) -> Statement | None:
     """Return the interval of the variable in 1 < x < 2, x > 3 or x in (1, 2)."""
     if chain.relations == ("in",) and is_name(chain.sides[0]):
         return chain.sides[1] if is_set(chain.sides[1]) else None
@@ -129,7 +129,7 @@ def interval_of(chain: Chain) -> Statement | None:
     return Brackets((low, high), opening, closing)
 
 
-def _rising(chain: Chain) -> Chain | None:
+def _rising(chain: RelationChain) -> RelationChain | None:
     """Return inequalities with only < and <=. None for mixed directions and other relations."""
     if not set(chain.relations) <= ORDERED:
         return None

@@ -13,7 +13,7 @@ from sympy import Expr, Rational
 from rl_loop.rewards.expression import DEGREE, SIGN, read_expression
 from rl_loop.rewards.notation import closing_brace
 from rl_loop.rewards.number import Number
-from rl_loop.rewards.tokens import Unreadable
+from rl_loop.rewards.tokens import UnreadableError
 from rl_loop.rewards.units import Units, parse_quantity, parse_units
 
 NO_UNIT = Units()
@@ -41,14 +41,14 @@ class BasedNumber:
 
 
 @dataclass(frozen=True)
-class Words:
+class WordsStatement:
     r"""Words in \text{}, or nothing, as one side of a relation or an item of a list."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Dots:
+class EllipsisItem:
     r"""Ellipsis in a list."""
 
 
@@ -101,7 +101,7 @@ class SetOperation:
 
 
 @dataclass(frozen=True)
-class Chain:
+class RelationChain:
     """Sides with relations between them: x = 5, 1 < x < 2."""
 
     sides: tuple["Statement", ...]
@@ -140,15 +140,15 @@ class Cases:
 type Statement = (
     Value
     | BasedNumber
-    | Words
-    | Dots
+    | WordsStatement
+    | EllipsisItem
     | Listing
     | Brackets
     | Collection
     | Builder
     | NamedSet
     | SetOperation
-    | Chain
+    | RelationChain
     | Congruence
     | Ratio
     | Grid
@@ -210,7 +210,7 @@ def read_statement(text: str) -> Statement:
     """Return the statement in a text in standard notation.
 
     Raises:
-        Unreadable: if a part is not understood.
+        UnreadableError: if a part is not understood.
     """
     return _read(text, depth=0)
 
@@ -218,18 +218,18 @@ def read_statement(text: str) -> Statement:
 def _read(text: str, depth: int) -> Statement:
     text = _unbraced(text.strip())
     if depth > MAX_DEPTH:
-        raise Unreadable(text)
+        raise UnreadableError(text)
     if not text:
-        return Words("")
+        return WordsStatement("")
     if DOTS.fullmatch(text):
-        return Dots()
+        return EllipsisItem()
 
     # Several congruences are a list.
     modulus = MODULUS.search(text) if text.count(r"\pmod") == 1 else None
     if modulus is not None:
         close = closing_brace(text, modulus.end() - 1)
         if close != len(text) - 1:
-            raise Unreadable(text)
+            raise UnreadableError(text)
         inner = text[: modulus.start()].rstrip().rstrip(",")
         return Congruence(_read(inner, depth + 1), _value(text[modulus.end() : -1]))
 
@@ -239,16 +239,16 @@ def _read(text: str, depth: int) -> Statement:
         if separators:
             # "a, b or c" may group in two ways.
             if len(set(separators)) > 1:
-                raise Unreadable(text)
+                raise UnreadableError(text)
             return Listing(tuple(_read(part, depth + 1) for part in parts), separators[0])
     parts, relations = _split(text, RELATIONS)
     if relations:
-        return Chain(tuple(_read(part, depth + 1) for part in parts), tuple(relations))
+        return RelationChain(tuple(_read(part, depth + 1) for part in parts), tuple(relations))
     parts, operations = _split(text, OPERATIONS)
     if operations:
         # Without brackets the order of different operations is ambiguous.
         if len(set(operations)) > 1 or (operations[0] == "minus" and len(parts) > 2):
-            raise Unreadable(text)
+            raise UnreadableError(text)
         sets = tuple(_read(part, depth + 1) for part in parts)
         return SetOperation(sets, operations[0])
     parts, colons = _split(text, {":": ":"})
@@ -302,18 +302,18 @@ def _value(text: str) -> Statement:
     if words is not None and len(words[1].strip()) == 1:
         return Value(text, read_expression(words[1]))
     if words is not None:
-        return Words(" ".join(words[1].lower().split()))
+        return WordsStatement(" ".join(words[1].lower().split()))
     body, units = parse_units(text)
     if r"\text" in body:
-        raise Unreadable(text)
+        raise UnreadableError(text)
     value = read_expression(body)
     if value.has(DEGREE):
         # An angle is a number of degrees.
         coefficient = value.coeff(DEGREE, 1)
         if units.is_given or (value - coefficient * DEGREE).expand() != 0:
-            raise Unreadable(text)
+            raise UnreadableError(text)
         if coefficient.has(DEGREE):
-            raise Unreadable(text)
+            raise UnreadableError(text)
         value, units = coefficient, Units.of("deg")
     return Value(body, value, None, units)
 
@@ -330,7 +330,7 @@ def _set(inside: str, depth: int) -> Statement:
     statement = _read(inside, depth + 1)
     if isinstance(statement, Listing):
         if statement.connective != ",":
-            raise Unreadable(inside)
+            raise UnreadableError(inside)
         return Collection(statement.items)
     return Collection((statement,))
 
@@ -338,11 +338,11 @@ def _set(inside: str, depth: int) -> Statement:
 def _environment(environment: re.Match[str], depth: int) -> Statement:
     name, body, end = environment.groups()
     if name != end or r"\begin" in body:
-        raise Unreadable(body)
+        raise UnreadableError(body)
     if name in MATRICES:
         return _grid(body, depth)
     if name != "cases":
-        raise Unreadable(body)
+        raise UnreadableError(body)
     return Cases(tuple(_case(row, depth) for row in _rows(body)))
 
 
@@ -352,10 +352,10 @@ def _rows(body: str) -> list[str]:
 
 def _grid(body: str, depth: int) -> Grid:
     if r"\begin" in body:
-        raise Unreadable(body)
+        raise UnreadableError(body)
     cells = tuple(tuple(_read(cell, depth + 1) for cell in row.split("&")) for row in _rows(body))
     if not cells or len({len(row) for row in cells}) > 1:
-        raise Unreadable(body)
+        raise UnreadableError(body)
     return Grid(cells)
 
 
@@ -365,7 +365,7 @@ def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
         # Some write the condition behind a comma instead of "&".
         parts = re.split(r",\s*(?=\\text\{\s*(?:if|for|when|otherwise))", row, maxsplit=1)
     if len(parts) != 2:
-        raise Unreadable(row)
+        raise UnreadableError(row)
     value, condition = parts[0].strip().rstrip(","), parts[1].strip().rstrip(".,;")
     if OTHERWISE.fullmatch(condition):
         return _read(value, depth + 1), None
@@ -376,7 +376,7 @@ def _based(based: re.Match[str]) -> Statement:
     base = int(based["base"])
     digits = based["digits"].lstrip("0") or "0"
     if not 2 <= base <= MAX_BASE or any(int(digit, 36) >= base for digit in digits):
-        raise Unreadable(based[0])
+        raise UnreadableError(based[0])
     # The usual base is a plain value.
     if base == 10:
         number = int(based["sign"] + digits)
@@ -400,11 +400,11 @@ def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
         return is_point and all(
             is_name(item, may_have_numbers=may_have_numbers) for item in side.items
         )
-    if not isinstance(side, Words | Value):
+    if not isinstance(side, WordsStatement | Value):
         return False
     if not may_have_numbers and re.search("[0-9]", side.text):
         return False
-    if isinstance(side, Words):
+    if isinstance(side, WordsStatement):
         return True
     is_negative = side.text.startswith(("-", "+"))
     return bool(side.value.free_symbols) and not side.units.is_given and not is_negative
@@ -440,7 +440,7 @@ def _split(text: str, separators: dict[str, str]) -> tuple[list[str], list[str]]
             found.append(separators[token])
             start = piece.end()
     if depth != 0:
-        raise Unreadable(text)
+        raise UnreadableError(text)
     parts.append(text[start:])
     return parts, found
 

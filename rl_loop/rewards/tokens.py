@@ -49,7 +49,7 @@ SHORT_WORDS = frozenset(SHORT_WORD_LIST.split())
 """Words of two or three letters that are not products."""
 
 
-class Unreadable(ValueError):
+class UnreadableError(ValueError):
     """Text that is not one complete expression of the grammar."""
 
 
@@ -64,13 +64,13 @@ class Token:
 
 
 def tokens_of(text: str) -> Iterator[Token]:
-    """Yield the tokens of an expression, with an end token. Raises Unreadable for others."""
+    """Yield the tokens of an expression, with an end token. Raises UnreadableError for others."""
     position = 0
     after_space = False
     while position < len(text):
         match = TOKEN.match(text, position)
         if match is None:
-            raise Unreadable(text)
+            raise UnreadableError(text)
         position = match.end()
 
         kind = str(match.lastgroup)

@@ -34,7 +34,7 @@ class RunWriteError(UserError, OSError):
         return str(self.strerror)
 
 
-class Start(StrEnum):
+class StartMode(StrEnum):
     """Mode of starting a run. An existing run is changed only if the user requested it."""
 
     NEW = "new"
@@ -49,7 +49,7 @@ class Start(StrEnum):
     """Delete the files of the existing run first."""
 
     @classmethod
-    def chosen(cls, *, resume: bool, overwrite: bool, resume_or_new: bool = False) -> "Start":
+    def chosen(cls, *, resume: bool, overwrite: bool, resume_or_new: bool = False) -> "StartMode":
         """Return the mode for a command's options. Raises RunDirectoryError for more than one."""
         if resume + overwrite + resume_or_new > 1:
             raise RunDirectoryError(
@@ -66,7 +66,7 @@ class Start(StrEnum):
 
     @property
     def may_resume(self) -> bool:
-        return self in (Start.RESUME, Start.RESUME_OR_NEW)
+        return self in (StartMode.RESUME, StartMode.RESUME_OR_NEW)
 
 
 class RunDirectory:
@@ -210,7 +210,7 @@ class RunDirectory:
         write_json(self.summary, known | figures, indent=2)
 
 
-def check_start(path: Path | str, how: Start) -> RunDirectory:
+def check_start(path: Path | str, how: StartMode) -> RunDirectory:
     """Check that a run may start at ``path``, without changes.
 
     Args:
@@ -228,13 +228,13 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
         raise RunDirectoryError(f"{run.path} is a file. Name a directory")
 
     # A start that failed before its first step left only files that may be replaced.
-    if how is Start.NEW and run.has_begun:
+    if how is StartMode.NEW and run.has_begun:
         steps = len(read_training_steps(run.metrics))
         raise RunDirectoryError(
             f"{run.path} already has a run ({steps} steps). Add --resume to continue it, or "
             "--overwrite to delete it"
         )
-    if how is Start.RESUME and not run.existing():
+    if how is StartMode.RESUME and not run.existing():
         raise RunDirectoryError(
             f"{run.path}: there is no run to resume{_other_runs(run.path)}. Leave --resume out "
             "to start one"
@@ -242,7 +242,7 @@ def check_start(path: Path | str, how: Start) -> RunDirectory:
     return run
 
 
-def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> RunDirectory:
+def start_run(path: Path | str, config_yaml: str, how: StartMode = StartMode.NEW) -> RunDirectory:
     """Create or reopen the directory of a run and write its resolved configuration.
 
     Args:
@@ -254,7 +254,7 @@ def start_run(path: Path | str, config_yaml: str, how: Start = Start.NEW) -> Run
         RunDirectoryError: if the mode does not fit the directory.
     """
     run = check_start(path, how)
-    if how in (Start.NEW, Start.OVERWRITE):
+    if how in (StartMode.NEW, StartMode.OVERWRITE):
         for old in run.existing():
             # Only the link is deleted, because its target may not belong to the run.
             if old.is_dir() and not old.is_symlink():

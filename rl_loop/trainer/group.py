@@ -55,16 +55,18 @@ class TrainerGroup:
         self._objective = settings.objective
         self._inputs = RankInputStore(ranks.store)
         self._last_plan: StepPlan | None = None
-        self._places: list[RankPosition] = []
+        self._positions: list[RankPosition] = []
         self._result_ranks: list[int] = []
 
     def ready(self) -> None:
         """Wait until every rank has its weights. Raises the error of a rank."""
-        self._places = self.ranks.ready()
+        self._positions = self.ranks.ready()
 
         # Data-parallel rank -> rank that returns the results of its sequences.
         answering = {
-            place.data: rank for rank, place in enumerate(self._places) if place.returns_results
+            position.data: rank
+            for rank, position in enumerate(self._positions)
+            if position.returns_results
         }
         self._result_ranks = [answering[data] for data in range(self._settings.parallel.data)]
 
@@ -250,7 +252,7 @@ class TrainerGroup:
             result_ranks: ranks whose results are returned.
             arguments: further arguments, equal for all ranks.
         """
-        if not self._places:
+        if not self._positions:
             raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
-        calls = [(inputs[place.data], *arguments) for place in self._places]
+        calls = [(inputs[position.data], *arguments) for position in self._positions]
         return self.ranks.call(method, calls, result_ranks)

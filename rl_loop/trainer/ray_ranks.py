@@ -55,7 +55,7 @@ class TrainerProcess:
 
     def start(self) -> RankPosition:
         self.worker = self._make_worker()
-        return self.worker.place()
+        return self.worker.position()
 
     def call(self, method: str, returns_result: bool, *arguments: Any) -> Any:
         """Call a method of the worker. Return its result only if ``returns_result``.

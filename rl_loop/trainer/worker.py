@@ -160,7 +160,7 @@ class TrainerWorker:
         device = next(self.model.parameters()).device
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
-    def place(self) -> RankPosition:
+    def position(self) -> RankPosition:
         """Return the data-parallel rank, and whether this rank returns results to the driver."""
         # Per-token results of updates exist only on the last stage. Tensor- and context-parallel
         # ranks have the same results.

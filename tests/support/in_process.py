@@ -29,7 +29,7 @@ from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.metrics import MetricsWriter
 from rl_loop.tracking.recorder import StepRecorder
-from rl_loop.tracking.run_directory import Start, start_run
+from rl_loop.tracking.run_directory import StartMode, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_results import RankPosition
@@ -44,7 +44,7 @@ class LocalRank:
         self._worker = TrainerWorker(settings, 0, "127.0.0.1", 0, torch.get_num_threads())
 
     def ready(self) -> list[RankPosition]:
-        return [self._worker.place()]
+        return [self._worker.position()]
 
     def store(self, value: Any) -> Any:
         return value
@@ -189,7 +189,7 @@ def local_loop(
 ) -> Iterator[RlLoop]:
     """Build a loop with one trainer rank and one rollout worker, or with the given ``rollouts``."""
     with ExitStack() as stack:
-        start = Start.RESUME if resume else Start.OVERWRITE
+        start = StartMode.RESUME if resume else StartMode.OVERWRITE
         run = start_run(config.directory, dump_config(config), start)
         trainer = local_trainer(config)
         stack.callback(trainer.close)

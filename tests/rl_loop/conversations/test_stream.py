@@ -291,10 +291,10 @@ def test_parquet_and_hub_data_sets_equal_jsonl(tmp_path: Path, harmony: Harmony)
 
     drained = {}
     # load_dataset accepts a folder in place of a hub name. The hub cannot be reached here.
-    for place in ("chats.jsonl", "chats.parquet", "hub"):
-        path = f"{tmp_path}/{place}" if place != "hub" else f"hub:{tmp_path}/hub:train"
+    for location in ("chats.jsonl", "chats.parquet", "hub"):
+        path = f"{tmp_path}/{location}" if location != "hub" else f"hub:{tmp_path}/hub:train"
         with data_of(harmony, path=path, epochs=1, shuffle=False, workers=0) as data:
-            drained[place] = drain(data.stream(Report()), harmony)
+            drained[location] = drain(data.stream(Report()), harmony)
     assert len(drained["chats.jsonl"]) == 3
     assert drained["chats.parquet"] == drained["chats.jsonl"]
     assert drained["hub"] == drained["chats.jsonl"]
@@ -326,7 +326,7 @@ def test_data_columns_are_renamed_by_the_configuration(tmp_path: Path, harmony: 
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"),
+    ("location", "reason"),
     [
         ("none.jsonl", "there is no such file"),
         ("empty.jsonl", "the file is empty"),
@@ -334,11 +334,11 @@ def test_data_columns_are_renamed_by_the_configuration(tmp_path: Path, harmony: 
     ],
 )
 def test_unreadable_data_files_are_named(
-    place: str, reason: str, tmp_path: Path, harmony: Harmony
+    location: str, reason: str, tmp_path: Path, harmony: Harmony
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.parquet").write_text("no parquet")
-    path = str(tmp_path / place)
+    path = str(tmp_path / location)
     with pytest.raises(DataError, match=reason) as error:
         data_of(harmony, path=path)
     assert path in str(error.value)

@@ -14,7 +14,7 @@ from rl_loop.engines.protocol import ModelShape, SamplingParams
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.node import Node
 from rl_loop.gateway.request import TurnRequest
-from rl_loop.gateway.reward import GivenReward
+from rl_loop.gateway.reward import SubmittedReward
 from rl_loop.gateway.serve import ServeOptions, served_settings
 from rl_loop.gateway.session import Session, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
@@ -166,7 +166,7 @@ def test_malformed_turn_ends_an_episode_but_not_a_served_session(
         answer = await ask(session, "two", request("Hi"))
         assert answer.answer.texts == ("Hello",)
         with pytest.raises(ApiError, match="accepts no rewards"):
-            session.add_reward(GivenReward({"score": 1.0}, "two"))
+            session.add_reward(SubmittedReward({"score": 1.0}, "two"))
 
     wrong = says(tiny, "x", channel="nonsense")
     converse(tiny, [wrong, wrong, says(tiny, "Hello")], SERVED, play)

@@ -18,7 +18,7 @@ from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.lifecycle.inputs import to_json
-from rl_loop.lifecycle.resume import changes_since, inputs_of, places_of
+from rl_loop.lifecycle.resume import changes_since, input_paths, inputs_of
 from rl_loop.lifecycle.resume_rules import RULES, Effect, rule_of
 from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
@@ -214,19 +214,19 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
     paths = [f"initial_weights={tmp_path}", f"tasks.sources={{s: {{{source}}}}}"]
     adapters = ["adapter={rank: 4}", f"initial_adapter={tmp_path}"]
     rl = load_config(CONFIGS / "rl/tiny_dense.yaml", RlConfig, [*paths, *of_dense])
-    places = set(places_of(rl))
+    paths = set(input_paths(rl))
     rl = load_config(
         CONFIGS / "rl/tiny_retool.yaml",
         RlConfig,
         [*paths, *adapters, f"vocabulary_data={conversations}"],
     )
-    places |= set(places_of(rl))
+    paths |= set(input_paths(rl))
     teacher = f"loss={{type: distillation, teacher: {tmp_path}}}"
     sft = load_config(
         CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*paths, f"data={conversations}", teacher]
     )
-    places |= set(places_of(sft))
-    found = {key.replace("sources.s.", "sources.*.") for key in places}
+    paths |= set(input_paths(sft))
+    found = {key.replace("sources.s.", "sources.*.") for key in paths}
     assert named - PATHS_WITHOUT_INPUT == found
 
 

@@ -52,7 +52,7 @@ from rl_loop.tasks.demonstrations import (
     render_by_user_turn,
 )
 from rl_loop.tasks.task_file import TaskFileError
-from rl_loop.tracking.run_directory import Start
+from rl_loop.tracking.run_directory import StartMode
 from tests.support.rl_loop import harmony_reference as reference
 from tests.support.rl_loop.prompts import SHORT_PROMPT
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
@@ -262,7 +262,7 @@ def test_sft_on_tasks_without_scripted_policy_is_rejected_early(
     rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
     reason = r"tasks\.sources\.real: its tasks have no demonstrations: .*\. Fine-tune on conv"
     with pytest.raises(TaskFileError, match=reason):
-        SftSession(real_tasks("retool", tmp_path, rows), Mock(), Start.NEW).__enter__()
+        SftSession(real_tasks("retool", tmp_path, rows), Mock(), StartMode.NEW).__enter__()
 
 
 def test_published_problems_become_sft_samples(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rl_loop.tracking.run_directory import (
     RunDirectory,
     RunDirectoryError,
     RunWriteError,
-    Start,
+    StartMode,
     append_lines,
     atomic_write_text,
     check_start,
@@ -73,9 +73,9 @@ def test_run_in_a_used_directory_is_rejected_with_the_options(tmp_path: Path) ->
 
 
 def test_resume_keeps_the_run(tmp_path: Path) -> None:
-    run = start_run(tmp_path / "run", "lr: 1\n", Start.RESUME_OR_NEW)
+    run = start_run(tmp_path / "run", "lr: 1\n", StartMode.RESUME_OR_NEW)
     append_lines(run.metrics, ['{"step": 0}'])
-    for how in (Start.RESUME, Start.RESUME_OR_NEW):
+    for how in (StartMode.RESUME, StartMode.RESUME_OR_NEW):
         start_run(run.path, "lr: 1\n", how)
         assert read_json_lines(run.metrics) == [{"step": 0}]
 
@@ -86,11 +86,11 @@ def test_resume_of_a_mistyped_name_starts_no_run(tmp_path: Path) -> None:
         RunDirectoryError,
         match=r"tiny_retol: there is no run to resume; did you mean name=tiny_retool",
     ):
-        start_run(tmp_path / "tiny_retol", "", Start.RESUME)
+        start_run(tmp_path / "tiny_retol", "", StartMode.RESUME)
     with pytest.raises(
         RunDirectoryError, match=r"no run to resume; runs in .*: tiny_retool\. Leave --resume out"
     ):
-        start_run(tmp_path / "gsm8k", "", Start.RESUME)
+        start_run(tmp_path / "gsm8k", "", StartMode.RESUME)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
 
 
@@ -113,7 +113,7 @@ def test_output_of_a_step_makes_a_directory_a_run(tmp_path: Path, name: str) -> 
     (tmp_path / name).touch()
     assert run.has_begun
     with pytest.raises(RunDirectoryError, match="already has a run"):
-        check_start(tmp_path, Start.NEW)
+        check_start(tmp_path, StartMode.NEW)
 
 
 def test_locked_run_is_rejected_with_the_name_of_its_holder(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_overwrite_deletes_only_the_run(tmp_path: Path) -> None:
     exports = [run.path / "export.partial", run.path / "adapter.partial"]
     assert run.unfinished() == [half_written, *exports]
     (run.path / "notes.txt").write_text("mine")
-    start_run(run.path, "lr: 2\n", Start.OVERWRITE)
+    start_run(run.path, "lr: 2\n", StartMode.OVERWRITE)
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "notes.txt"]
     assert run.config.read_text() == "lr: 2\n"
 

@@ -203,7 +203,7 @@ def save_on_rank(rank: int, port: int, settings: TrainerConfig) -> list[str]:
     try:
         plan = plan_step(SAMPLES, settings, 1)
         inputs = RankInputStore(lambda value: value).store(SAMPLES, plan)
-        worker.sft_step(inputs[worker.place().data], 0)
+        worker.sft_step(inputs[worker.position().data], 0)
         worker.save(1, {"step": 1}, True)
 
         def fail(*arguments: Any, **options: Any) -> None:

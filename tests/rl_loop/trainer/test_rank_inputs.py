@@ -157,8 +157,8 @@ def test_pass_without_loss_sends_no_column_of_the_loss() -> None:
 class RecordingRanks:
     """Ranks that record their inputs and return their token ids."""
 
-    def __init__(self, places: list[RankPosition]) -> None:
-        self.places = places
+    def __init__(self, positions: list[RankPosition]) -> None:
+        self.positions = positions
         self.stored: list[Any] = []
         self.calls: list[tuple[str, list[Any], list[int]]] = []
 
@@ -167,7 +167,7 @@ class RecordingRanks:
         return [value for value in self.stored if isinstance(value, RankInputs)]
 
     def ready(self) -> list[RankPosition]:
-        return self.places
+        return self.positions
 
     def store(self, value: Any) -> Any:
         self.stored.append(value)
@@ -188,8 +188,8 @@ class RecordingRanks:
 
 def test_ranks_share_inputs_and_only_owners_return_results() -> None:
     # Two data-parallel ranks of two neighbors each, in Megatron's order.
-    places = [RankPosition(data=rank // 2, returns_results=rank % 2 == 1) for rank in range(4)]
-    ranks = RecordingRanks(places)
+    positions = [RankPosition(data=rank // 2, returns_results=rank % 2 == 1) for rank in range(4)]
+    ranks = RecordingRanks(positions)
     trainer = TrainerGroup(settings_of(2), ranks)
     trainer.ready()
 

@@ -72,8 +72,8 @@ def test_resume_names_every_damaged_file_if_none_is_intact(
     files = [damage(run / f"checkpoints/step_00000{step}") for step in (3, 2, 1)]
     with pytest.raises(CheckpointError, match="has no checkpoint that can be loaded") as error:
         trainer.resume()
-    places = [str(error.value).index(str(file)) for file in files]
-    assert places == sorted(places)
+    positions = [str(error.value).index(str(file)) for file in files]
+    assert positions == sorted(positions)
     assert "start again with --overwrite" in str(error.value)
 
 

@@ -112,10 +112,10 @@ def update_on_rank(
 ) -> Answer:
     worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
     try:
-        place = worker.place()
+        position = worker.position()
         plan = plan_step(samples, settings, settings.algorithm.mini_batches)
         inputs = RankInputStore(lambda value: value).store(samples, plan)
-        return place, worker.rl_step(inputs[place.data], 0)
+        return position, worker.rl_step(inputs[position.data], 0)
     finally:
         distributed.shutdown()
 
@@ -124,11 +124,11 @@ class AnsweredRanks:
     """Mock ranks with recorded results."""
 
     def __init__(self, answers: list[Answer]) -> None:
-        self.places = [place for place, _ in answers]
+        self.positions = [position for position, _ in answers]
         self.updates = [updates for _, updates in answers]
 
     def ready(self) -> list[RankPosition]:
-        return self.places
+        return self.positions
 
     def store(self, value: Any) -> Any:
         return value
