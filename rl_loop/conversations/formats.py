@@ -243,7 +243,7 @@ def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list
         ConversationError: if an answer names a call that the message does not make.
     """
     try:
-        ordered = in_call_order(calls_of(message), answers, by_place=True)
+        ordered = in_call_order(calls_of(message), answers, by_index=True)
     except UnmatchedToolOutput as error:
         named = describe_message(*answers[error.index])
         raise ConversationError(f"{named}: {error}") from None
