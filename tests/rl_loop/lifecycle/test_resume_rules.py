@@ -214,19 +214,19 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
     paths = [f"initial_weights={tmp_path}", f"tasks.sources={{s: {{{source}}}}}"]
     adapters = ["adapter={rank: 4}", f"initial_adapter={tmp_path}"]
     rl = load_config(CONFIGS / "rl/tiny_dense.yaml", RlConfig, [*paths, *of_dense])
-    paths = set(input_paths(rl))
+    inputs = set(input_paths(rl))
     rl = load_config(
         CONFIGS / "rl/tiny_retool.yaml",
         RlConfig,
         [*paths, *adapters, f"vocabulary_data={conversations}"],
     )
-    paths |= set(input_paths(rl))
+    inputs |= set(input_paths(rl))
     teacher = f"loss={{type: distillation, teacher: {tmp_path}}}"
     sft = load_config(
         CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*paths, f"data={conversations}", teacher]
     )
-    paths |= set(input_paths(sft))
-    found = {key.replace("sources.s.", "sources.*.") for key in paths}
+    inputs |= set(input_paths(sft))
+    found = {key.replace("sources.s.", "sources.*.") for key in inputs}
     assert named - PATHS_WITHOUT_INPUT == found
 
 
