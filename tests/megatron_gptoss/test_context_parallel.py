@@ -306,11 +306,12 @@ def test_unsuitable_scheme_error_names_a_suitable_one() -> None:
     [
         (
             {"world_size": 3, "context": 3, "context_scheme_full": "all_to_all"},
-            r"context_scheme_full all_to_all needs parallel.context \(3\) to divide .*\(8\): use context 1, 2, or a",
+            r"context_scheme_full all_to_all needs parallel.context \(3\) to divide .*\(8\): "
+            r"use parallel.context 1, 2, or scheme a",
         ),
         (
             {"world_size": 3, "context": 3, "context_scheme_window": "all_to_all"},
-            r"context_scheme_window.*: use context 1, 2, or halo",
+            r"context_scheme_window.*: use parallel.context 1, 2, or scheme halo",
         ),
         ({"world_size": 6, "context": 4}, r"world_size \(6\).*\(1 x 1 x 4 = 4\): use 4 ranks"),
     ],
