@@ -33,7 +33,7 @@ WINDOW = (
         "NVIDIA/TensorRT-Model-Connect#400",
     ),
     Fault("every layer has a window", Variant(windows="all")),
-    Fault("odd layers have the window instead of even ones", Variant(windows="odd")),
+    Fault("odd layers have the window instead of even layers", Variant(windows="odd")),
 )
 
 SINKS = (
@@ -61,7 +61,7 @@ SINK_GRADIENTS = (
 )
 
 OTHER_GRADIENTS = (
-    Fault("the router learns nothing from the experts' weights", Variant(router_gradient=False)),
+    Fault("the router gets no gradient from the experts' weights", Variant(router_gradient=False)),
 )
 
 # The released models set ``truncate: false``: the ramp is not rounded to whole channels.
@@ -75,7 +75,7 @@ YARN = (
     Fault("YaRN is absent", Variant(yarn="absent"), "NVIDIA/TensorRT-Model-Connect#400"),
     Fault("YaRN's concentration of queries and keys is absent", Variant(yarn="no concentration")),
     Fault(
-        "YaRN takes the longest length for the original one",
+        "YaRN uses the longest length instead of the original length",
         Variant(yarn="wrong length"),
         "NVIDIA-NeMo/Speech#14686, NVIDIA/Megatron-LM#1418",
     ),
@@ -111,24 +111,24 @@ ACTIVATION = (
         Variant(clamp="before bias"),
         "the order that tenstorrent/tt-metal#49619 spells out",
     ),
-    Fault("the 1 that is added to up is missing", Variant(up_offset=0.0)),
-    Fault("the gate's slope is 1 (SiLU) and not 1.702", Variant(slope=1.0)),
+    Fault("1 is not added to up", Variant(up_offset=0.0)),
+    Fault("the gate's slope is 1 (SiLU) instead of 1.702", Variant(slope=1.0)),
 )
 
 # The released checkpoints alternate gate and up channels in the weights and in the biases.
 INTERLEAVING = (
     Fault(
-        "gate and up are taken for halves, not for every other channel",
+        "gate and up are read as halves instead of alternating channels",
         Variant(concatenated="all"),
         "ROCm/ATOM#845, vllm-project/vllm#29273",
     ),
     Fault(
-        "gate and up are half-interleaved: the biases' channels are taken for halves",
+        "only the biases of gate and up are read as halves",
         Variant(concatenated="biases"),
         "a conversion like that of ROCm/ATOM#845, of the biases only",
     ),
     Fault(
-        "gate and up are half-interleaved: the weights' channels are taken for halves",
+        "only the weights of gate and up are read as halves",
         Variant(concatenated="weights"),
         "a conversion like that of ROCm/ATOM#845, of the weights only",
     ),
@@ -156,12 +156,12 @@ TRANSPOSED = "NVIDIA-NeMo/Megatron-Bridge#3743, THUDM/slime#1840"
 
 PACKING = (
     Fault(
-        "tokens see the sequences before theirs",
+        "tokens attend to earlier sequences of the row",
         Variant(leaky_packing=True),
         "huggingface/transformers#39997, huggingface/transformers#46634",
     ),
     Fault(
-        "tokens see the sequences before theirs, and positions run on",
+        "tokens attend to earlier sequences of the row, and positions continue",
         Variant(leaky_packing=True, running_positions=True),
     ),
 )
@@ -199,7 +199,7 @@ def update_faults(config: GptOssModelConfig) -> tuple[Fault, ...]:
     unnamed = "engines that ignore unknown names and answer success (docs/sglang.md)"
     faults = [
         Fault(
-            "nothing was updated",
+            "no tensor was updated",
             Variant(stale=""),
             "vllm-project/vllm#32718 (weights are read from a cache)",
         ),

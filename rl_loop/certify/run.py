@@ -84,7 +84,7 @@ def certify(
     unknown = set(options.only) - set(CHECKS)
     if unknown:
         known = ", ".join(CHECKS)
-        raise CertifyError(f"there is no check {', '.join(sorted(unknown))}. Known checks: {known}")
+        raise CertifyError(f"unknown check {', '.join(sorted(unknown))}. Known checks: {known}")
 
     first, second = open_weights(options.weights)
     vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
@@ -150,7 +150,7 @@ def check_subject_name(subject: str, has_weights: bool) -> None:
     if subject not in FACTORIES and ":" not in subject:
         known = ", ".join(FACTORIES)
         raise CertifyError(
-            f"there is no subject {subject!r}. Known subjects: {known}. You can also give "
+            f"unknown subject {subject!r}. Known subjects: {known}. You can also give "
             "MODULE:FUNCTION or a URL"
         )
 
@@ -221,7 +221,7 @@ def check_reference(weights: Weights, texts: Texts) -> None:
     their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
     is_same = torch.allclose(frequencies, their_frequencies, rtol=1e-5, atol=0)
     if not is_same or abs(scale - their_scale) > 1e-6:
-        raise CertifyError("the reference has other rotary frequencies than transformers")
+        raise CertifyError("the rotary frequencies of the reference and of transformers differ")
 
     model = GptOssForCausalLM(hf_config).double().eval()
     model.set_attn_implementation("eager")

@@ -63,7 +63,7 @@ class Subject:
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
     ) -> list[Scored]:
         """Score texts with given experts, int64 [n - 1, layers, top_k], instead of the router's."""
-        self._reject("routes that are given")
+        self._reject("given routes")
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
         """Continue a prompt greedily. No token stops generation."""
@@ -92,7 +92,7 @@ class Subject:
         """Release all resources."""
 
     def _reject(self, what: str) -> NoReturn:
-        raise UnsupportedOperation(f"{self.name} does not offer {what}")
+        raise UnsupportedOperation(f"{self.name} does not support {what}")
 
 
 def checked_scores(

@@ -42,17 +42,19 @@ class ForwardCheck:
 
         # Compare with the faults that were found elsewhere, so that they do not count here.
         visibilities = exam.visibilities(mine, texts, exam.explanation)
-        suffix = " beside what was found elsewhere" if exam.found else ""
+        suffix = " in addition to the faults of other checks" if exam.found else ""
         return judge_visibilities(self.name, self.title, visibilities, suffix)
 
 
 FORWARD = (
-    ForwardCheck("window", "which keys a window layer sees", "window", faults.WINDOW),
+    ForwardCheck("window", "keys that a window layer attends to", "window", faults.WINDOW),
     ForwardCheck("sinks", "sinks in the forward pass", "short", faults.SINKS),
     ForwardCheck("yarn", "rotary positions, beyond YaRN's original length", "long", faults.YARN),
     ForwardCheck("router", "the router: its bias and its softmax", "short", faults.ROUTER),
     ForwardCheck("activation", "the experts' clamped activation", "short", faults.ACTIVATION),
-    ForwardCheck("interleaving", "gate and up in turn", "short", faults.INTERLEAVING),
-    ForwardCheck("orientation", "square weights the right way round", "short"),
+    ForwardCheck(
+        "interleaving", "alternating channels of gate and up", "short", faults.INTERLEAVING
+    ),
+    ForwardCheck("orientation", "orientation of square weights", "short"),
     ForwardCheck("biases", "biases of attention and experts", "short", faults.BIASES),
 )

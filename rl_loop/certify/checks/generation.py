@@ -26,7 +26,7 @@ def check_decoding(exam: Examination) -> CheckResult:
         vocabulary_size = exam.weights.config.vocab_size
         # A server can stop early in spite of the request, or return ids of another vocabulary.
         if len(ids) != CONTINUATION or not all(0 <= token < vocabulary_size for token in ids):
-            summary = f"{CONTINUATION} tokens were asked for, {len(ids)} came: {ids[:4]}"
+            summary = f"requested {CONTINUATION} tokens, got {len(ids)} or invalid ids: {ids[:4]}"
             return CheckResult("decoding", title, Status.FAILED, summary)
         texts.append(Text("generated", prompt.ids + ids))
         answered.append(generated.log_probs)
@@ -71,7 +71,7 @@ def _greedy_result(
     largest = float(torch.cat(worse).max())
     # The subject's choice and the best token both have an error, so allow it twice.
     limit = max(exam.limit(noise), 2 * float(noise.max()))
-    summary = f"no token is more than {largest:.1e} nats less likely than the likeliest one"
+    summary = f"every token is within {largest:.1e} nats of the most likely one"
     status = Status.PASSED if largest <= limit else Status.FAILED
     return CheckResult("decoding", title, status, summary)
 
@@ -111,6 +111,6 @@ def check_determinism(exam: Examination) -> CheckResult:
     summary = f"{figures}; allowed are {limit:.1e}"
     source = ""
     if exam.subject.is_deterministic:
-        source = "a deterministic mode that is none: sgl-project/sglang#19431"
-    cause = Cause("the same text has other log-probs from time to time", source)
+        source = "a deterministic mode that is not deterministic: sgl-project/sglang#19431"
+    cause = Cause("log-probs of the same text vary", source)
     return CheckResult("determinism", title, Status.FAILED, summary, (cause,))

@@ -67,7 +67,7 @@ def check_gradients(exam: Examination) -> CheckResult:
 
     distances = {fault: _mean_error(answered, with_fault[fault]) for fault in known}
     closest = min(distances, key=lambda fault: distances[fault])
-    summary = f"{len(wrong)} of {len(errors)} tensors are off, {worst} by {errors[worst]:.1e}"
+    summary = f"{len(wrong)} of {len(errors)} tensors are wrong, {worst} by {errors[worst]:.1e}"
     causes: tuple[Cause, ...] = ()
     # One fault is always the closest. Name it only if it explains most of the error.
     if distances[closest] < 0.3 * _mean_error(answered, expected):

@@ -18,9 +18,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     """Compare the token ids of a conversation with a tool call with openai-harmony's."""
     title = TITLES["harmony"]
     if exam.vocabulary is None:
-        raise UnsupportedOperation(
-            f"{exam.first_directory} has a vocabulary that is not known here"
-        )
+        raise UnsupportedOperation(f"{exam.first_directory} has an unknown vocabulary")
 
     # Any of these operations is enough for a verdict.
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
@@ -48,9 +46,9 @@ def check_harmony(exam: Examination) -> CheckResult:
             wrong.append(difference)
 
     if not done:
-        raise UnsupportedOperation(f"{exam.subject.name} offers neither rendering nor tokenizing")
+        raise UnsupportedOperation(f"{exam.subject.name} supports neither rendering nor tokenizing")
     if not wrong:
-        summary = f"{', '.join(done)}: the ids are those of openai-harmony"
+        summary = f"{', '.join(done)}: the ids equal those of openai-harmony"
         return CheckResult("harmony", title, Status.PASSED, summary)
 
     source = "openai/harmony#27, openai/harmony#53"

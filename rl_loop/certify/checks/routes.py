@@ -44,7 +44,9 @@ def check_returned_routes(exam: Examination) -> CheckResult:
         compared += int(is_clear.sum())
 
     share = agreeing / max(compared, 1)
-    summary = f"{agreeing} of {compared} clear choices of routers are the reference's ({share:.1%})"
+    summary = (
+        f"{agreeing} of {compared} clear choices of routers agree with the reference ({share:.1%})"
+    )
     if share >= ROUTES_AGREEING:
         return CheckResult("routes returned", title, Status.PASSED, summary)
     causes = _route_causes(exam, texts, [np.asarray(routes) for routes in returned])
@@ -57,7 +59,7 @@ def _route_causes(
     """Return the known fault of the routes, if any."""
     if not any(routes.any() for routes in returned):
         source = "SGLang with the MoE backend triton_kernel: docs/sglang.md"
-        return (Cause("every route that comes back is zero", source),)
+        return (Cause("all returned routes are zero", source),)
 
     expected = [exam.evaluated(text, exam.explanation).routes.numpy() for text in texts]
 
@@ -71,11 +73,11 @@ def _route_causes(
 
     # Less than all, because near-tied choices differ and the shifted rows wrap around.
     if share(lambda routes: np.roll(routes, 1, axis=0)) > 0.8:
-        return (Cause("routes come back one token too early"),)
+        return (Cause("returned routes are one token too early"),)
     if share(lambda routes: np.roll(routes, -1, axis=0)) > 0.8:
-        return (Cause("routes come back one token too late"),)
+        return (Cause("returned routes are one token too late"),)
     if share(lambda routes: routes[:, ::-1]) > 0.8:
-        return (Cause("routes come back in the wrong order of layers"),)
+        return (Cause("returned routes have the wrong order of layers"),)
     return ()
 
 
@@ -103,11 +105,11 @@ def check_given_routes(exam: Examination) -> CheckResult:
     noise = (expected(exam.rounded, True, EXACT) - expected(exam.exact, True, EXACT)).abs()
     distance = gap(answered, wanted)
     limit = exam.mean_limit(noise)
-    summary = f"tokens differ by {distance:.1e} nats on average, precision explains {limit:.1e}"
+    summary = f"tokens differ by {distance:.1e} nats on average. Precision explains {limit:.1e}"
     if distance <= limit:
         return CheckResult("routes given", title, Status.PASSED, summary)
     causes: tuple[Cause, ...] = ()
     # The scores may be those of the router's own choice.
     if gap(answered, expected(exam.exact, False, exam.explanation)) <= limit:
-        causes = (Cause("routes that are given are ignored"),)
+        causes = (Cause("given routes are ignored"),)
     return CheckResult("routes given", title, Status.FAILED, summary, causes)

@@ -2,12 +2,12 @@
 
 TITLES = {
     "agreement": "log-probs of every position and class of token",
-    "packing": "sequences in one row do not see one another",
-    "routes returned": "routed experts that come back",
-    "routes given": "routed experts that are given (routing replay)",
+    "packing": "sequences in one row do not attend to each other",
+    "routes returned": "returned routed experts",
+    "routes given": "given routed experts (routing replay)",
     "harmony": "Harmony's special tokens",
-    "decoding": "tokens that are decoded one by one, across the window's edge",
-    "determinism": "the same numbers again, alone and among others",
+    "decoding": "tokens decoded one by one, across the window's edge",
+    "determinism": "equal log-probs alone and in other batches",
     "gradients": "sinks in the backward pass, and all other gradients",
     "update": "an update of all weights, and back",
 }

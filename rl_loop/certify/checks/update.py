@@ -44,10 +44,10 @@ def check_update(exam: Examination) -> CheckResult:
     # The updates may have corrected a fault of the initial weights.
     returned = joined([scored.log_probs for scored in again])
     back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
-    summary = f"{result.summary}; back at the first weights tokens differ by {back:.1e} nats"
+    summary = f"{result.summary}; after the update back, tokens differ by {back:.1e} nats"
     result = replace(result, summary=summary)
     if result.status is Status.PASSED and back > exam.mean_limit(noise):
-        cause = Cause("the second update did not bring the first weights back")
+        cause = Cause("the second update did not restore the first weights")
         result = replace(result, status=Status.FAILED, causes=(cause,))
     return result
 

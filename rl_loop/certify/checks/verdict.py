@@ -15,13 +15,13 @@ def describe(explanation: Explanation) -> str:
     """Return a sentence with the faults and the part of the gap that they explain."""
     distance = f"tokens differ by {explanation.before:.1e} nats on average"
     if not explanation.faults or not explanation.is_good:
-        return f"{distance}, and no known fault explains it"
+        return f"{distance}. No known fault explains it"
     names = " and ".join(fault.name for fault in explanation.faults)
     if explanation.is_complete:
-        return f"{distance}, and by {explanation.after:.1e} from the reference in which {names}"
+        return f"{distance}. With this fault in the reference: {explanation.after:.1e} ({names})"
     return (
-        f"{distance}; {names} would explain a part and leaves {explanation.after:.1e}, "
-        "so there is something else, too"
+        f"{distance}. With this fault in the reference: {explanation.after:.1e} ({names}). There is "
+        "another fault, because precision does not explain the rest"
     )
 
 
@@ -41,22 +41,23 @@ def judge_visibilities(
     """
     visible = [visibility for visibility in visibilities if visibility.is_visible]
     if not visible:
-        reason = "in this precision, with these weights, none of the faults would show"
+        reason = "none of the faults is visible with these weights in this precision"
         return CheckResult(name, title, Status.NOT_VISIBLE, reason, visibilities=visibilities)
 
     worst = max(visible, key=lambda visibility: visibility.deviation / visibility.limit)
     if worst.deviation > worst.limit:
         summary = (
-            f"where '{worst.fault}' would show, tokens differ by {worst.deviation:.1e} nats, and "
-            f"precision explains {worst.limit:.1e}; no known fault gives these numbers{suffix}"
+            f"tokens that '{worst.fault}' would change differ by {worst.deviation:.1e} nats. Precision "
+            f"explains {worst.limit:.1e}. No known fault explains the difference{suffix}"
         )
         return CheckResult(name, title, Status.FAILED, summary, visibilities=visibilities)
 
     # The fault that is hardest to see shows how much the check proves.
     least = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
     summary = (
-        f"{len(visible)} of {len(visibilities)} faults would show, by {least.visible:.1e} nats or "
-        f"more where {least.limit:.1e} is the limit; found is {worst.deviation:.1e} at most{suffix}"
+        f"{len(visible)} of {len(visibilities)} faults are visible: they would change tokens by "
+        f"{least.visible:.1e} nats or more (limit {least.limit:.1e}). Tokens differ by "
+        f"{worst.deviation:.1e} at most{suffix}"
     )
     return CheckResult(name, title, Status.PASSED, summary, visibilities=visibilities)
 

@@ -42,7 +42,7 @@ IN_THE_MODEL = [
     ),
     (
         "interleaving",
-        "gate and up are half-interleaved: the biases' channels are taken for halves",
+        "only the biases of gate and up are read as halves",
         subjects.half_interleaved,
     ),
     ("yarn", "YaRN's ramp is truncated to whole channels", subjects.truncated_ramp),
@@ -67,7 +67,7 @@ MORE_IN_THE_MODEL = [
     ("window", "every layer has a window", subjects.layer_types("sliding_attention")),
     (
         "window",
-        "odd layers have the window instead of even ones",
+        "odd layers have the window instead of even layers",
         subjects.layer_types("full_attention", "sliding_attention"),
     ),
     ("yarn", "YaRN is absent", subjects.rope(rope_type="default")),
@@ -78,7 +78,7 @@ MORE_IN_THE_MODEL = [
     ),
     (
         "yarn",
-        "YaRN takes the longest length for the original one",
+        "YaRN uses the longest length instead of the original length",
         subjects.longest_for_original,
     ),
     ("yarn", "positions are rounded to bf16", subjects.bf16_positions),
@@ -89,20 +89,20 @@ MORE_IN_THE_MODEL = [
         "the activation is not clamped",
         subjects.activation(limit=float("inf")),
     ),
-    ("activation", "the 1 that is added to up is missing", subjects.activation(offset=0.0)),
+    ("activation", "1 is not added to up", subjects.activation(offset=0.0)),
     (
         "activation",
-        "the gate's slope is 1 (SiLU) and not 1.702",
+        "the gate's slope is 1 (SiLU) instead of 1.702",
         subjects.activation(slope=1.0),
     ),
     (
         "interleaving",
-        "gate and up are taken for halves, not for every other channel",
+        "gate and up are read as halves instead of alternating channels",
         subjects.halves("gate_up_proj", "gate_up_proj_bias"),
     ),
     (
         "interleaving",
-        "gate and up are half-interleaved: the weights' channels are taken for halves",
+        "only the weights of gate and up are read as halves",
         subjects.halves("gate_up_proj"),
     ),
     ("interleaving", "gate and up are swapped", subjects.swapped_gate_up),
@@ -160,9 +160,9 @@ AROUND_THE_MODEL = [
         "the experts' down projections, which are square, are transposed",
         subjects.TransposingUpdate,
     ),
-    ("routes returned", "every route that comes back is zero", subjects.ZeroRoutes),
-    ("routes returned", "routes come back one token too late", subjects.LateRoutes),
-    ("routes given", "routes that are given are ignored", subjects.IgnoresRoutes),
+    ("routes returned", "all returned routes are zero", subjects.ZeroRoutes),
+    ("routes returned", "returned routes are one token too late", subjects.LateRoutes),
+    ("routes given", "given routes are ignored", subjects.IgnoresRoutes),
     (
         "harmony",
         "<|constrain|> (id 355) is encoded as text, 1 times",
@@ -178,27 +178,27 @@ AROUND_THE_MODEL = [
         "one key too many in the window of decoded tokens",
         subjects.LongDecodingWindow,
     ),
-    ("packing", "tokens see the sequences before theirs", subjects.LeakyRows),
+    ("packing", "tokens attend to earlier sequences of the row", subjects.LeakyRows),
     (
         "packing",
-        "tokens see the sequences before theirs, and positions run on",
+        "tokens attend to earlier sequences of the row, and positions continue",
         subjects.OneLongRow,
     ),
-    ("routes returned", "routes come back one token too early", subjects.EarlyRoutes),
+    ("routes returned", "returned routes are one token too early", subjects.EarlyRoutes),
     (
         "routes returned",
-        "routes come back in the wrong order of layers",
+        "returned routes have the wrong order of layers",
         subjects.UpsideDownRoutes,
     ),
-    ("update", "nothing was updated", subjects.keeping("")),
+    ("update", "no tensor was updated", subjects.keeping("")),
     ("update", "the experts were not updated", subjects.keeping(".experts.")),
     ("update", "sinks were not updated", subjects.keeping(".sinks")),
     ("update", "biases were not updated", subjects.keeping("bias")),
     ("update", "the routers were not updated", subjects.keeping(".router.")),
-    ("update", "the second update did not bring the first weights back", subjects.UpdatesOnce),
+    ("update", "the second update did not restore the first weights", subjects.UpdatesOnce),
     (
         "gradients",
-        "the router learns nothing from the experts' weights",
+        "the router gets no gradient from the experts' weights",
         subjects.RouterLearnsNothing,
     ),
 ]
@@ -233,7 +233,7 @@ def test_what_a_tool_quotes_must_not_become_a_special_token(prepared: Prepared) 
 
 def test_a_model_that_wavers_is_not_deterministic(prepared: Prepared) -> None:
     results = prepared.examine(subjects.Wavering(prepared.first.directory, "fp32"), "determinism")
-    assert causes(results) == {"the same text has other log-probs from time to time"}
+    assert causes(results) == {"log-probs of the same text vary"}
 
 
 def test_a_faultless_model_passes_everything_that_it_offers(prepared: Prepared) -> None:
@@ -264,7 +264,7 @@ def test_a_fault_that_nobody_listed_fails_without_a_name(prepared: Prepared) -> 
     results = prepared.examine(subject, "agreement")
     assert not causes(results)
     assert failed(results) == {"agreement"}
-    assert "no known fault explains it" in results["agreement"].summary
+    assert "No known fault explains it" in results["agreement"].summary
 
 
 # ---- the trainer

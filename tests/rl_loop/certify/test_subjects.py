@@ -97,7 +97,7 @@ def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -
         subject = SglangServer(url, prepared.first.config)
         results = prepared.examine(subject, "routes returned")
         subject.close()
-    assert causes(results) == {"every route that comes back is zero"}
+    assert causes(results) == {"all returned routes are zero"}
     assert failed(results) == {"routes returned"}
 
 
@@ -158,7 +158,7 @@ def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_p
     command += ["--only", "sinks"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
-    assert "no known fault explains it" in " ".join(done.output.split())
+    assert "No known fault explains it" in " ".join(done.output.split())
     assert "<script>" not in (tmp_path / "certificate.html").read_text()
 
 
@@ -182,12 +182,12 @@ def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nobody"], "there is no subject 'nobody'"),
+        (["nobody"], "unknown subject 'nobody'"),
         (["http://127.0.0.1:9"], "--weights must name the weights of the server"),
         (["no.such.module:thing"], "cannot be imported"),
         (
             ["transformers", "--only", "everything"],
-            "there is no check everything. Known checks: agreement",
+            "unknown check everything. Known checks: agreement",
         ),
     ],
     ids=lambda value: str(value)[:40],
