@@ -53,7 +53,7 @@ class Writer:
         Args:
             questions: user's messages. None for one that the model writes.
         """
-        # The template adds the model's system message. "x" marks the place of the user's message.
+        # The template adds the model's system message before the header of the user's message.
         example = self._template([{"role": "user", "content": "x"}])
         header = example[: example.index(USER) + len(USER)]
         written = iter(self._continue([header for q in questions if q is None]))

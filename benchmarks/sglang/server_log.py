@@ -9,7 +9,7 @@ from dataclasses import dataclass
 STEPS_PER_LINE = 40
 """Decoding steps between two lines about decoding (``--decode-log-interval``)."""
 MIN_LINES = 10
-"""Lines about decoding of a rollout. What has fewer is a test of the server or its warm-up."""
+"""Smallest number of lines about decoding in a rollout. Warm-ups and tests of a server have fewer."""
 
 DECODE_LINE = re.compile(r"#running-req: (\d+).*gen throughput \(token/s\): ([0-9.]+)")
 PREFILL_LINE = re.compile(
@@ -48,7 +48,7 @@ class DecodeInterval:
 
 @dataclass(frozen=True)
 class ServerRollout:
-    """One rollout of one server: what it did between two weight syncs."""
+    """One rollout of one server, from a weight sync to the next."""
 
     intervals: tuple[DecodeInterval, ...]
     prefills: tuple[Prefill, ...]

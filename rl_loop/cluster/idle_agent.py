@@ -7,12 +7,17 @@ for its imports.
 """
 
 import os
-import select
+import time
+
+POLL_SECONDS = 0.5
+INIT_PID = 1
 
 
 def main() -> None:
-    raylet = os.pidfd_open(os.getppid())
-    select.select([raylet], [], [])
+    raylet = os.getppid()
+    # The raylet may have died before this line. Then init is the parent, which never exits.
+    while raylet != INIT_PID and os.getppid() == raylet:
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

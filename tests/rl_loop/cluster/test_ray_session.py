@@ -174,6 +174,20 @@ def test_local_ray_has_no_idle_programs_and_keeps_priorities(
     assert run_program(program, tmp_path).splitlines() == ["0", "[]", "True"]
 
 
+def test_idle_agent_ends_with_the_process_that_started_it() -> None:
+    program = """
+        import subprocess, time
+        from rl_loop.cluster.ray_session import IDLE_AGENT
+
+        print(subprocess.Popen([*IDLE_AGENT, "--option"], stdout=subprocess.DEVNULL).pid)
+        time.sleep(1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    parent = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    agent = int(parent.stdout)
+    wait_until(lambda: not psutil.pid_exists(agent))
+
+
 def test_only_ray_session_starts_ray() -> None:
     """A Ray that is started elsewhere has Ray's default limits and priority."""
     own = {"rl_loop/cluster/ray_session.py", "tests/rl_loop/cluster/test_ray_session.py"}
