@@ -14,8 +14,9 @@ several documents, in float64 and in float32. It also converts the weights to Me
 back and compares the bytes.
 
 ``train`` needs one GPU. It runs ``gptoss sft`` once, and then ``gptoss rl`` for every seed. The
-task is ReTool on generated arithmetic. With ``--gsm8k DIR`` (train.jsonl and test.jsonl), it is
-GSM8K, limited to problems with at most 2 computations, whose solutions give the demonstrations.
+directory may also hold SmolLM2 as a healed GPT-OSS model (``gptoss convert upcycle``). The task is
+ReTool on generated arithmetic. With ``--gsm8k DIR`` (train.jsonl and test.jsonl), it is GSM8K,
+limited to problems with at most 2 computations, whose solutions give the demonstrations.
 Prints a table with one row per run:
 
     before, after  accuracy on held-out problems before the first RL step and after the last one
@@ -432,6 +433,7 @@ class Plan:
             str(ROOT / "configs/sft" / NAME),
             f"output_dir={self.work}",
             "name=sft",
+            f"model={self.model.resolve()}",
             f"initial_weights={self.model.resolve()}",
             f"training.steps={self.sft_steps}",
             f"training.checkpoint_every={self.sft_steps}",
@@ -451,6 +453,7 @@ class Plan:
             f"name=seed{seed}",
             f"seed={seed}",
             f"tasks.seed={seed}",
+            f"model={self.model.resolve()}",
             f"initial_weights={self.work / 'sft'}",
             f"tokenizer={self.model.resolve()}",
             f"training.steps={self.steps}",
@@ -462,7 +465,6 @@ class Plan:
         if self.is_cpu:
             arguments += [
                 *TINY_STEPS,
-                "model=smollm2-135m",
                 "vocabulary=tokenizer",
                 "chatml.describe_tools=true",
                 "tasks.held_out_tasks=4",
