@@ -100,13 +100,15 @@ def accumulate(
     """Add a block of logits to the statistics, in place.
 
     Args:
-        logits: [tokens, columns] fp32.
+        logits: [tokens, columns] fp32, contiguous.
         labels: [tokens] int64 indices in the whole vocabulary.
-        statistics: [4, tokens] fp32: peak, sum of exp(score - peak), sum of
+        statistics: [4, tokens] fp32, contiguous: peak, sum of exp(score - peak), sum of
             exp(score - peak) * score, score of the label.
         first: first column of the block in the vocabulary.
         temperature: divisor of the logits; the quotient is the score.
     """
+    # The kernel computes addresses without strides. Labels may be a column of a matrix.
+    labels = labels.contiguous()
     tokens, columns = logits.shape
     with torch.cuda.device(logits.device):
         _accumulate_kernel[(tokens,)](
@@ -125,14 +127,15 @@ def gradient(
     """Write the gradient of a block of logits.
 
     Args:
-        logits: [tokens, columns] fp32.
+        logits: [tokens, columns] fp32, contiguous.
         labels: [tokens] int64 indices in the whole vocabulary.
-        row_statistics: [4, tokens] fp32: log normalizer, entropy, and the incoming gradients of
-            log-prob and entropy.
+        row_statistics: [4, tokens] fp32, contiguous: log normalizer, entropy, and the incoming
+            gradients of log-prob and entropy.
         first: first column of the block in the vocabulary.
         temperature: divisor of the logits; the quotient is the score.
-        out: [tokens, columns], any floating dtype. Receives the gradient.
+        out: [tokens, columns], any floating dtype, contiguous. Receives the gradient.
     """
+    labels = labels.contiguous()
     tokens, columns = logits.shape
     grid = (tokens, triton.cdiv(columns, BLOCK))
     with torch.cuda.device(logits.device):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from gptoss_kernels.mxfp4 import dequantize, fake_quantize, quantize
 from tests.support.kernels.fake_quantize_interpreted import cases
-
-ROOT = Path(__file__).parents[2]
+from tests.support.kernels.interpreted import run_interpreted
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -25,15 +19,7 @@ def expected_of(matrices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_interpreted_kernel_equals_codec_bit_by_bit() -> None:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.fake_quantize_interpreted"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_interpreted("fake_quantize_interpreted")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

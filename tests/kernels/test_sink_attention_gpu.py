@@ -95,7 +95,11 @@ def test_our_kernels_are_within_bf16_of_fp64(window):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "window"),
-    [(32, 8, 128), (16, 1, 128), (12, 1, 128), (6, 3, 100), (8, 8, 64)],
+    [
+        *((32, 8, 128), (16, 1, 128), (12, 1, 128), (6, 3, 100), (8, 8, 64)),
+        # The kernels add heads of zeros.
+        *((9, 3, 128), (7, 7, 128), (14, 2, 128)),
+    ],
 )
 def test_our_kernels_take_any_grouping_of_heads(heads, kv_heads, window):
     inputs = random_inputs(UNEVEN, heads, kv_heads)

@@ -12,7 +12,16 @@ from gptoss_kernels import nvrtc
 from gptoss_kernels.nvrtc import compile_cubin
 from gptoss_kernels.sink_attention import window
 from gptoss_kernels.sink_attention.layout import PackedLayout
-from gptoss_kernels.sink_attention.window import SOURCES, KernelShape, _items, macros
+from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
+from gptoss_kernels.sink_attention.window import (
+    SOURCES,
+    KernelShape,
+    _items,
+    macros,
+    pad_heads,
+    supported_heads_per_kv,
+    unpad_heads,
+)
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="torch without CUDA has no NVRTC"
@@ -46,6 +55,43 @@ def test_kernel_compiles_for_all_head_groups_and_is_cached(
     assert len(cached) == 1 and cached[0].read_bytes() == first
     cached[0].write_bytes(b"from the cache")
     assert compile_cubin(source, defines, "sm_90a") == b"from the cache"
+
+
+@pytest.mark.parametrize(
+    ("heads_per_kv", "window", "supported"),
+    [
+        *((8, 128, 8), (4, 128, 4), (3, 128, 4), (1, 128, 4), (7, 128, 8), (9, 128, 12)),
+        *((1, 64, 1), (3, 64, 3), (3, None, 3), (8, 400, None)),
+    ],
+)
+def test_heads_are_added_until_a_window_fits(heads_per_kv, window, supported):
+    assert supported_heads_per_kv(heads_per_kv, window) == supported
+
+
+def test_added_heads_change_no_output_and_no_gradient():
+    torch.manual_seed(0)
+    kv_heads, window, scale = 3, 5, 0.3
+    layout = PackedLayout(torch.tensor([0, 9, 20]), longest=11)
+    q, grad_o = torch.randn(2, 20, 9, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 20, kv_heads, 8, dtype=torch.float64)
+    sinks = torch.randn(9, dtype=torch.float64)
+    o, lse = reference_forward(q, k, v, sinks, layout, window, scale)
+    want = reference_backward((q, k, v, sinks, o, lse), grad_o, layout, window, scale)
+
+    def pad(x):
+        return pad_heads(x, kv_heads, 4)
+
+    def unpad(x):
+        return unpad_heads(x, kv_heads, 3)
+
+    padded_sinks = pad(sinks[None])[0]
+    padded_o, padded_lse = reference_forward(pad(q), k, v, padded_sinks, layout, window, scale)
+    assert torch.equal(unpad(padded_o), o) and torch.equal(unpad(padded_lse), lse)
+
+    saved = (pad(q), k, v, padded_sinks, pad(o), pad(lse))
+    got = reference_backward(saved, pad(grad_o), layout, window, scale)
+    got = (unpad(got[0]), *got[1:3], unpad(got[3][None])[0])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_compile_error_contains_the_compiler_message(tmp_path):

@@ -136,12 +136,29 @@ def unsupported_reason(
         return f"the kernels need compute capability 9.0 (Hopper), {device} has {capability}"
     if head_size != HEAD_SIZE:
         return f"q has head size {head_size}, the kernels support only {HEAD_SIZE}"
-    if window is not None and KernelShape(heads_per_kv, window).key_steps > MAX_KEY_STEPS:
-        return (
-            f"window {window} is too long for the window kernels with {heads_per_kv} query heads "
-            "per kv head"
-        )
+    if supported_heads_per_kv(heads_per_kv, window) is None:
+        return f"window {window} is too long for the window kernels"
     return None
+
+
+def supported_heads_per_kv(heads_per_kv: int, window: int | None) -> int | None:
+    """Return the number of query heads per kv head with which the kernels compute a layer.
+
+    A tile of few heads has many positions, so its keys may not fit. Then the kernels compute
+    further heads of zeros, which make the tile shorter: 4 instead of 3 heads for windows of 128.
+
+    Args:
+        heads_per_kv: number of query heads per kv head.
+        window: number of keys that a query sees, including its own; None for full attention.
+
+    Returns:
+        At least ``heads_per_kv``. None if the window is too long for any number of heads.
+    """
+    if window is None:
+        return heads_per_kv
+    candidates = range(heads_per_kv, _round_up(heads_per_kv, 8) + 1)
+    fitting = (n for n in candidates if KernelShape(n, window).key_steps <= MAX_KEY_STEPS)
+    return next(fitting, None)
 
 
 def window_forward(
@@ -167,9 +184,18 @@ def window_forward(
     Returns:
         O [tokens, heads, 64] bf16 and LSE [tokens, heads] fp32.
     """
+    kv_heads = k.shape[1]
+    heads_per_kv = q.shape[1] // kv_heads
+    supported = supported_heads_per_kv(heads_per_kv, window)
+    if supported is not None and supported > heads_per_kv:
+        # The additional heads have a result, which is not returned.
+        q, sinks = pad_heads(q, kv_heads, supported), pad_heads(sinks[None], kv_heads, supported)[0]
+        o, lse = window_forward(q, k, v, sinks, layout, window, scale)
+        return unpad_heads(o, kv_heads, heads_per_kv), unpad_heads(lse, kv_heads, heads_per_kv)
+
     q, k, v = (_dense(x) for x in (q, k, v))
     heads = q.shape[1]
-    shape = KernelShape(heads // k.shape[1], window)
+    shape = KernelShape(heads_per_kv, window)
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
@@ -205,6 +231,19 @@ def window_backward(
         Gradients with the shapes and dtypes of q, k, v and sinks.
     """
     q, k, v, sinks, o, lse = saved
+    kv_heads = k.shape[1]
+    heads_per_kv = q.shape[1] // kv_heads
+    supported = supported_heads_per_kv(heads_per_kv, window)
+    if supported is not None and supported > heads_per_kv:
+        # dO of the additional heads is 0, so they add nothing to dK and dV.
+        q, o, lse, grad_o, sinks = (
+            pad_heads(x, kv_heads, supported) for x in (q, o, lse, grad_o, sinks[None])
+        )
+        padded = (q, k, v, sinks[0], o, lse)
+        grad_q, grad_k, grad_v, grad_sinks = window_backward(padded, grad_o, layout, window, scale)
+        grad_q = unpad_heads(grad_q, kv_heads, heads_per_kv)
+        return grad_q, grad_k, grad_v, unpad_heads(grad_sinks[None], kv_heads, heads_per_kv)[0]
+
     q, k, v, o, lse, grad_o = (_dense(x) for x in (q, k, v, o, lse, grad_o))
     dense = (q, k, v, sinks.float(), o, lse)
 
@@ -302,6 +341,39 @@ def _key_gradients(
         scale * LOG2_E,
     )
     return grad_k, grad_v, grad_sinks
+
+
+def pad_heads(x: Tensor, kv_heads: int, heads_per_kv: int) -> Tensor:
+    """Add heads of zeros after the query heads of every kv head.
+
+    Args:
+        x: [tokens, heads, ...] values of the query heads.
+        kv_heads: number of kv heads.
+        heads_per_kv: number of query heads per kv head in the result.
+
+    Returns:
+        [tokens, kv_heads * heads_per_kv, ...], contiguous.
+    """
+    tokens, heads, *rest = x.shape
+    by_kv = x.reshape(tokens, kv_heads, heads // kv_heads, *rest)
+    padded = x.new_zeros(tokens, kv_heads, heads_per_kv, *rest)
+    padded[:, :, : heads // kv_heads] = by_kv
+    return padded.flatten(1, 2)
+
+
+def unpad_heads(x: Tensor, kv_heads: int, heads_per_kv: int) -> Tensor:
+    """Remove the heads that ``pad_heads`` added.
+
+    Args:
+        x: [tokens, heads, ...] values of the query heads.
+        kv_heads: number of kv heads.
+        heads_per_kv: number of query heads per kv head in the result.
+
+    Returns:
+        [tokens, kv_heads * heads_per_kv, ...], contiguous.
+    """
+    by_kv = x.reshape(len(x), kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+    return by_kv[:, :, :heads_per_kv].flatten(1, 2).contiguous()
 
 
 def _dense(x: Tensor) -> Tensor:
