@@ -8,7 +8,6 @@ PROGRAMS = {
     "agents": "agents",
     "comparison": "comparison",
     "reference-model": "reference_model",
-    "self-text": "self_text",
 }
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def test_module_that_hides_a_package_is_named(tmp_path: Path) -> None:
         ["convert", "import"],
         ["data"],
         ["data", "preview"],
+        ["data", "generate"],
         ["report"],
         ["doctor"],
         ["launch"],
