@@ -20,12 +20,17 @@ from torch import Tensor
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
-from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY, GptOssModelConfig
 from megatron_gptoss.named_random import named_generator
-from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.certify.harmony_tokens import CONVERSATION_TEXT
-from rl_loop.harmony.vocabulary import GptOssVocabulary, TinyVocabulary, Vocabulary
+from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE, added_tokens, read_vocabulary
+from rl_loop.harmony.vocabulary import (
+    GptOssVocabulary,
+    HarmonyTokenizer,
+    TinyVocabulary,
+    Vocabulary,
+)
 
 Size = Literal["tiny", "small", "gpu"]
 Precision = Literal["fp32", "bf16"]
@@ -104,21 +109,19 @@ def vocabulary() -> TinyVocabulary:
 
 
 def vocabulary_of(directory: Path, size: int) -> Vocabulary | None:
-    """Return the vocabulary of a model. None if it is neither GPT-OSS's nor a synthetic model's."""
-    if size == GptOssVocabulary().size:
-        return GptOssVocabulary()
+    """Return the vocabulary of a model. None if it lacks Harmony's special tokens.
 
-    # The synthetic models' vocabulary is recognized by its tokenizer.
-    file = directory / "tokenizer.json"
-    own = vocabulary()
-    if size != own.size or not file.exists():
+    Raises:
+        TokenizerError: if the tokenizer cannot be read.
+    """
+    # Models with GPT-OSS's ids need no tokenizer.
+    if size == RELEASED_VOCABULARY:
+        return GptOssVocabulary()
+    if not (directory / TOKENIZER_FILE).exists():
         return None
-    # The size alone proves nothing: any small model may have 512 token ids.
-    with tempfile.TemporaryDirectory() as expected:
-        own.save(Path(expected))
-        own_tokenizer = (Path(expected) / file.name).read_bytes()
-        is_own = own_tokenizer == read_bytes(file, MAX_LISTING_BYTES)
-    return own if is_own else None
+    if not added_tokens(directory).issuperset(HarmonyTokenizer.required):
+        return None
+    return read_vocabulary(HarmonyTokenizer, directory, size)
 
 
 def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) -> None:

@@ -89,6 +89,13 @@ def certify(
     first, second = open_weights(options.weights)
     vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
     texts = Texts(first.config, special_ids(vocabulary, first.config))
+    needed = max(len(text.ids) for text in texts.all)
+    if needed > first.config.max_length:
+        raise CertifyError(
+            f"{first.directory / 'config.json'}: a window of {first.config.sliding_window:,} tokens "
+            f"shows in texts of {needed:,} tokens, but the model has {first.config.max_length:,} "
+            "positions. Certify a model with a smaller window"
+        )
     check_reference(first, texts)
     with closing(open_subject(options, first)) as subject:
         exam = Examination(subject, first, second, options.precision, texts, vocabulary)

@@ -59,8 +59,13 @@ class Texts:
 
     @cached_property
     def long(self) -> list[Text]:
-        """Text that is longer than YaRN's original length."""
+        """Text that is longer than YaRN's original length.
+
+        Without YaRN (factor 1) a few windows suffice, because no position is special.
+        """
         length = self.config.yarn_original_length + TAIL
+        if self.config.yarn_factor == 1:
+            length = BEACONS * self.config.sliding_window + TAIL
         return [Text("long", self._draw(min(length, self.config.max_length), "long"))]
 
     @cached_property
@@ -77,7 +82,8 @@ class Texts:
         texts = []
         for number in range(PROMPTS):
             # The beacon is the oldest key of the position number + window - 1.
-            ids = list(self._draw(self.config.sliding_window - 3, f"prompt {number}"))
+            length = max(self.config.sliding_window - 3, PROMPTS)
+            ids = list(self._draw(length, f"prompt {number}"))
             ids[number] = BEACON
             texts.append(Text("prompt", tuple(ids)))
         return texts

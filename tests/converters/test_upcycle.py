@@ -35,6 +35,7 @@ from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer
 from tests.support.converters.dense_models import save_dense
 from tests.support.converters.models import save_hf, tiny_weights
 from tests.support.megatron_gptoss.dense_reference import LLAMA, MODELS, dense_weights
+from tests.support.rl_loop.unused_tokens import add_unused_tokens
 
 EXACT = UpcycleOptions(sliding_window=8192, sink=-100.0, expert_noise=0.0)
 """Options that keep the function: no windows, no sinks, equal experts."""
@@ -155,13 +156,8 @@ def chatml_with_unused_tokens(directory: Path, unused: int) -> Path:
     """Write a small dense model with a ChatML tokenizer and further added tokens."""
     config = LLAMA.model_copy(update={"vocab_size": 512})
     save_dense(directory, config)
-    tokenizer = json.loads(tiny_vocabulary(config.vocab_size, "Hello")._tokenizer.to_str())
-    added = tokenizer["added_tokens"]
-    first = added[-1]["id"] + 1
-    added += [{**added[0], "id": first + i, "content": f"<unused_{i}>"} for i in range(unused)]
-    # As in SmolLM2's tokenizer.
-    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tiny_vocabulary(config.vocab_size, "Hello").save(directory)
+    add_unused_tokens(directory, unused)
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     return directory
 

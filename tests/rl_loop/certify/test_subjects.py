@@ -15,11 +15,18 @@ import torch
 from typer.testing import CliRunner
 
 from converters.errors import ConversionError
+from converters.upcycle import UpcycleOptions, upcycle
 from launch.cli import app
 from megatron_gptoss import host_memory
 from rl_loop.certify.certificate import Status
 from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
-from rl_loop.certify.model import SIZES, CertifyError, designed_weights, vocabulary
+from rl_loop.certify.model import (
+    SIZES,
+    CertifyError,
+    designed_weights,
+    vocabulary,
+    vocabulary_of,
+)
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
 from rl_loop.certify.subject import Scored, Subject, SubjectFailed, checked_scores
 from rl_loop.certify.subjects.completions_server import CompletionsServer
@@ -27,11 +34,15 @@ from rl_loop.certify.subjects.sglang_server import SglangServer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.certify.texts import Texts
 from rl_loop.certify.variants import Reference
+from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.engines.sglang.config import PLUGIN
-from rl_loop.harmony.vocabulary import harmony_encoding
+from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
+from tests.support.converters.dense_models import save_dense
+from tests.support.megatron_gptoss.dense_reference import LLAMA
 from tests.support.rl_loop.certify.loopback_server import LoopbackServer, serving
 from tests.support.rl_loop.certify.prepared import Prepared, causes, failed
 from tests.support.rl_loop.sglang_protocol import LocalServer
+from tests.support.rl_loop.unused_tokens import add_unused_tokens
 
 ROOT = Path(__file__).parents[3]
 SERVER = "tests.support.rl_loop.certify.loopback_server"
@@ -174,6 +185,39 @@ def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
     ids = expected_ids(QUOTING, words)
     ids[2], ids[3] = ids[3], ids[2]
     assert "ids differ from position 2 on" in str(describe_difference(QUOTING, ids, words))
+
+
+def upcycled(directory: Path, options: UpcycleOptions) -> Path:
+    config = LLAMA.model_copy(update={"vocab_size": 512})
+    dense = save_dense(directory / "dense", config)
+    tiny_vocabulary(config.vocab_size, "").save(dense)
+    add_unused_tokens(dense, 6)
+    tokens = list(range(60))
+    upcycle(dense, directory / "upcycled", options, tokens, torch.float32)
+    return directory / "upcycled"
+
+
+def test_harmony_of_an_upcycled_model_is_checked(tmp_path: Path) -> None:
+    """Its tokenizer is the dense model's, with other names of unused tokens."""
+    weights = upcycled(tmp_path, UpcycleOptions(sliding_window=8, harmony=True))
+    checks = ("harmony", "decoding")
+    certificate = certify(CertifyOptions("trainer", weights, only=checks))
+    statuses = {result.name: result.status for result in certificate.results}
+    assert statuses["agreement"] == statuses["harmony"] == Status.PASSED
+    # The trainer does not decode. The prompts of this check fit the small window.
+    assert statuses["decoding"] == Status.SKIPPED
+
+
+def test_chatml_tokenizer_has_no_vocabulary_of_harmony(tmp_path: Path) -> None:
+    weights = upcycled(tmp_path, UpcycleOptions(sliding_window=8))
+    assert vocabulary_of(weights, 512) is None
+    assert isinstance(vocabulary_of(weights, 201_088), GptOssVocabulary)
+
+
+def test_window_that_no_text_shows_is_named(tmp_path: Path) -> None:
+    weights = upcycled(tmp_path, UpcycleOptions(sliding_window=LLAMA.max_length))
+    with pytest.raises(CertifyError, match=r"config\.json: a window of .* Certify a model with"):
+        certify(CertifyOptions("trainer", weights))
 
 
 # ---- rejected subjects
