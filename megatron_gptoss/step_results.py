@@ -26,6 +26,16 @@ class LossOutput:
     """Values [tokens] of this rank's tokens to return from ``train_step``, without gradient."""
 
 
+@dataclass(frozen=True)
+class LoadRange:
+    """Extreme loads of all experts of all layers. 1 is an even share of the layer's tokens."""
+
+    smallest: float
+    """Load of the expert with the fewest tokens. 0 if an expert got none."""
+    largest: float
+    """Load of the expert with the most tokens."""
+
+
 LossFunction = Callable[..., LossOutput]
 """Loss function of a policy: (log_probs [tokens], entropy [tokens], batch) -> LossOutput.
 
@@ -72,6 +82,8 @@ class StepStatistics:
 
     Empty on CPUs.
     """
+    expert_loads: LoadRange | None = None
+    """Smallest and largest load of an expert in the step; None for dense models."""
     token_values: dict[str, list[Tensor]] = field(default_factory=dict)
     """``LossOutput.token_values`` of every micro-batch, [T] in the order of its row.
 

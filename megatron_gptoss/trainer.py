@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gptoss.config import OptimizerConfig
+from megatron_gptoss.expert_loads import ExpertLoads
 from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
 from megatron_gptoss.log_probs import log_probs_and_entropy, log_probs_with_candidates
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
@@ -56,6 +57,7 @@ class PolicyTrainer(Scorer):
 
         self.model = wrap_data_parallel(self.chunks, model_config, config)
         self.optimizer = build_optimizer(self.model, model_config.params_dtype, config)
+        self._expert_loads = ExpertLoads(model, model_config.num_layers)
         self.offloaded = OffloadedState(self.optimizer, config.offload)
         self.updated = False
         """True after the first optimizer step. Before it, the optimizer has no state to save."""
@@ -111,6 +113,7 @@ class PolicyTrainer(Scorer):
             grad_norm=math.nan,
             learning_rate=learning_rate,
             parameters_updated=False,
+            expert_loads=self._expert_loads.take(),
             token_values=_gather_token_values(outputs, batches),
         )
         self.clock.enter("optimizer")

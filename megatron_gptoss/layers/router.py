@@ -21,6 +21,8 @@ class GptOssRouter(TopKRouter):
 
     replay: LayerReplay | None = None
     """Prescribes or records the selected experts. Set by RoutingReplay; None to do neither."""
+    expert_tokens: Tensor | None = None
+    """Tokens by expert in training, int64 [experts], padding included; None before the first."""
 
     def reset_parameters(self) -> None:
         """Initialize the weights, and convert the bias back to fp32."""
@@ -51,6 +53,14 @@ class GptOssRouter(TopKRouter):
             Probabilities [tokens, experts], 0 for experts that are not selected, and a bool mask
             [tokens, experts] of the selected experts.
         """
+        probabilities, is_chosen = self._select(logits, padding_mask)
+        # A recomputed layer routes twice, the first time without gradients.
+        if self.training and torch.is_grad_enabled():
+            counts = is_chosen.sum(dim=0)
+            self.expert_tokens = counts + (0 if self.expert_tokens is None else self.expert_tokens)
+        return probabilities, is_chosen
+
+    def _select(self, logits: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         # Noise is an option for tests and ablations.
         if self.config.router_noise:
             logits = logits + self.config.router_noise * torch.randn_like(logits)

@@ -270,6 +270,9 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
         speed = getattr(update, name)
         if speed is not None:
             metrics.add(f"train/{name}", speed, "last")
+    if update.expert_loads is not None:
+        metrics.add("routing/smallest_load", update.expert_loads.smallest, "last")
+        metrics.add("routing/largest_load", update.expert_loads.largest, "last")
     for part, seconds in update.seconds_by_part.items():
         metrics.add(f"train/seconds_{part}", seconds, "sum")
     for name, gigabytes in update.memory.items():

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def train(
         trained = {
             "losses": [step.sums["loss"] for step in steps],
             "norms": [step.grad_norm for step in steps],
+            "loads": steps[0].expert_loads,
+            "padding": sum(int((batch.sample_ids < 0).sum()) for batch in batches),
             "gradients": gradients(trainer, config),
             "scores": scores_of(trainer, SAMPLES, parallel),
             "alone": scores_of(trainer, SAMPLES.take([0]), parallel),
@@ -197,6 +200,42 @@ def test_every_gradient_equals_that_of_one_process(
         torch.testing.assert_close(
             two_ranks[0][layout]["gradients"][name], wanted, atol=2e-3 * scale, rtol=0
         )
+
+
+def loads_in_transformers() -> torch.Tensor:
+    """Return the loads [layers, experts] before training."""
+    model = hf_model(TINY, std=0.1)
+    counts = torch.zeros(TINY.num_layers, TINY.num_experts)
+
+    def count(layer: int, output: tuple[torch.Tensor, ...]) -> None:
+        chosen = output[-1]  # [tokens, experts per token]
+        counts[layer] += torch.bincount(chosen.flatten(), minlength=TINY.num_experts)
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.router.register_forward_hook(
+            lambda module, inputs, output, number=number: count(number, output)
+        )
+    with torch.no_grad():
+        for first, last in pairwise(SAMPLES.offsets.tolist()):
+            # The last token of a sequence predicts nothing, so the trainer leaves it out.
+            model(torch.tensor(SAMPLES.token_ids[first : last - 1].astype(np.int64))[None])
+    return counts / counts.mean(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_expert_loads_equal_those_of_transformers(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    expected = loads_in_transformers()
+    smallest, largest = expected.min().item(), expected.max().item()
+    assert smallest < 0.5 and largest > 1.5
+    mean_tokens = TOKENS * TINY.experts_per_token / TINY.num_experts
+    for trained in (one_rank, *(rank[layout] for rank in two_ranks)):
+        # Routers also route padding. One process has none.
+        tolerance = trained["padding"] / mean_tokens + 1e-6
+        assert trained["loads"].smallest == pytest.approx(smallest, abs=tolerance)
+        assert trained["loads"].largest == pytest.approx(largest, abs=tolerance)
+    assert one_rank["padding"] == 0
 
 
 @pytest.mark.parametrize("samples", ["scores", "alone"])
