@@ -14,6 +14,10 @@ within its clamp. The clamp of ``gate`` cannot be moved, because the sigmoid is 
 
 Sinks, windows and noise on the experts change the function. ``UpcycleReport`` has the difference in
 loss.
+
+Routers are random. Hidden states have a large common part, by which some experts would get nearly
+all tokens and others none. The routers' biases give all experts equal shares of the calibration
+text. They do not change the function, because the experts are equal.
 """
 
 import hashlib
@@ -49,6 +53,11 @@ MAX_TEXT_BYTES = 16 << 20
 """Size limit of a calibration text. Only the first ``max_length`` tokens of it are used."""
 SMALLEST_PEAK = 0.05
 """Lower bound of a channel's peak, so that unused channels get no huge scale."""
+
+BALANCING_STEPS = 400
+"""Corrections of a router's bias. Their size falls linearly to 0."""
+BALANCING_RATE = 0.2
+"""First correction of the bias of an unused expert, relative to the spread of the logits."""
 
 CALIBRATION_TEXT = """\
 The lighthouse keeper counted the ships that passed before sunrise: three fishing boats, a ferry on
@@ -128,6 +137,10 @@ class UpcycleReport:
     """Share of the gate activations above the clamp."""
     clamped_layers: tuple[int, ...]
     """Layers with such activations."""
+    smallest_load: float
+    """Load of the least used expert of all layers. 1 is an even share of the tokens."""
+    largest_load: float
+    """Load of the most used expert of all layers."""
 
     def __str__(self) -> str:
         config = self.config
@@ -153,6 +166,10 @@ class UpcycleReport:
                 f"{self.clamped_share:.2g} of the gate activations exceed {SWIGLU_LIMIT:g} "
                 f"(layers {layers})"
             )
+        lines.append(
+            f"load of the experts: {self.smallest_load:.2f} to {self.largest_load:.2f} times an "
+            "even share"
+        )
         return "\n".join(lines)
 
 
@@ -193,7 +210,7 @@ def upcycle(
 
     with torch.no_grad():
         measured = measure(source, config, options, ids, measure_progress)
-        tensors = upcycled_tensors(source, config, options, measured.up_scales, dtype)
+        tensors = upcycled_tensors(source, config, options, measured, dtype)
         if renamed is not None:
             tensors = renamed.with_rows(tensors)
             extras = renamed.extras
@@ -304,6 +321,8 @@ class Measurement:
 
     up_scales: list[Tensor]
     """Scale of every channel of ``up``, fp64 [intermediate_size] per layer; powers of two."""
+    router_biases: list[Tensor]
+    """Bias of the router of every layer, [experts]."""
     report: UpcycleReport
 
 
@@ -340,6 +359,17 @@ class _WindowedDense(_ClampedDense):
 
     sink: float
     sliding_window: int
+    routers: list[Tensor]
+    """Router weight of every layer, [experts, hidden_size]."""
+
+    def __init__(self, config: DenseModelConfig, layout: HuggingFaceDense) -> None:
+        super().__init__(config, layout)
+        self.router_logits: list[Tensor] = []
+        """Router logits of every layer without bias, [tokens, experts]."""
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        self.router_logits.append(x @ self.routers[layer].to(x.dtype).T)
+        return super().mlp(layer, x)
 
     def visible(self, layer: int, queries: slice, keys: slice) -> Tensor:
         visible = super().visible(layer, queries, keys)
@@ -362,7 +392,7 @@ def measure(
     tokens: Tensor,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Choose the scales of ``up``, and predict the loss of the upcycled model.
+    """Choose scales of ``up`` and biases of routers, and predict the loss of the upcycled model.
 
     Args:
         source: dense model.
@@ -397,7 +427,18 @@ def measure(
     windowed.up_scales = up_scales
     windowed.sink = options.sink
     windowed.sliding_window = config.sliding_window
+    windowed.routers = [
+        _router_weight(config, options, layer) for layer in range(config.num_layers)
+    ]
     upcycled_loss = _loss(windowed, tokens, partial(report_pass, 2))
+
+    biases = [_balancing_bias(logits, config) for logits in windowed.router_logits]
+    loads = torch.stack(
+        [
+            _expert_loads(logits + bias, config)
+            for logits, bias in zip(windowed.router_logits, biases, strict=True)
+        ]
+    )
 
     activations = config.num_layers * len(tokens) * config.intermediate_size
     report = UpcycleReport(
@@ -409,8 +450,10 @@ def measure(
         upcycled_loss=upcycled_loss,
         clamped_share=sum(measured.clamped) / activations,
         clamped_layers=tuple(layer for layer, count in enumerate(measured.clamped) if count),
+        smallest_load=float(loads.min()),
+        largest_load=float(loads.max()),
     )
-    return Measurement(up_scales, report)
+    return Measurement(up_scales, biases, report)
 
 
 def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> float:
@@ -436,6 +479,38 @@ def _up_scale(peak: Tensor) -> Tensor:
     return torch.exp2(wanted.log2().floor())
 
 
+def _expert_loads(logits: Tensor, config: GptOssModelConfig) -> Tensor:
+    """Return the load of each expert, [experts]. 1 is an even share of the tokens.
+
+    Args:
+        logits: router logits with the bias, [tokens, experts].
+        config: architecture of the upcycled model.
+    """
+    chosen = logits.topk(config.experts_per_token, dim=-1).indices
+    counts = torch.bincount(chosen.flatten(), minlength=config.num_experts).double()
+    return counts / counts.mean()
+
+
+def _balancing_bias(logits: Tensor, config: GptOssModelConfig) -> Tensor:
+    """Return the router's bias with which all experts have about equal loads, [experts].
+
+    As in balancing without an auxiliary loss (arXiv 2408.15664): the bias of an expert rises while
+    its load is too small.
+
+    Args:
+        logits: router logits without bias, [tokens, experts].
+        config: architecture of the upcycled model.
+    """
+    logits = logits.double()
+    # Most of the imbalance: logits of all tokens have a common part.
+    bias = -logits.mean(dim=0)
+    spread = (logits + bias).std()
+    for step in range(BALANCING_STEPS):
+        rate = BALANCING_RATE * spread * (1 - step / BALANCING_STEPS)
+        bias += rate * (1 - _expert_loads(logits + bias, config))
+    return bias - bias.mean()
+
+
 # -- weights ---------------------------------------------------------------------------------------
 
 
@@ -443,7 +518,7 @@ def upcycled_tensors(
     source: HfDirectory,
     config: GptOssModelConfig,
     options: UpcycleOptions,
-    up_scales: Sequence[Tensor],
+    measured: Measurement,
     dtype: torch.dtype,
 ) -> Iterator[NamedTensor]:
     """Yield every tensor of the upcycled model by Hugging Face name, one layer in memory.
@@ -452,7 +527,7 @@ def upcycled_tensors(
         source: dense model.
         config: architecture of the upcycled model.
         options: properties of the upcycled model.
-        up_scales: scale of every channel of ``up``, [intermediate_size] per layer.
+        measured: scales of ``up`` and biases of the routers.
         dtype: dtype of the tensors. They are computed in fp64.
     """
     dense = source.config
@@ -472,9 +547,11 @@ def upcycled_tensors(
         # Seed every tensor separately, so that its values do not depend on the order.
         generator.manual_seed(_seed_of(options.seed, name))
         if part.startswith("mlp.experts."):
-            tensor = _experts(source, part, layer, up_scales[layer], options, generator)
+            tensor = _experts(source, part, layer, measured.up_scales[layer], options, generator)
         elif part == "mlp.router.weight":
-            tensor = torch.randn(shape, generator=generator) * options.router_std
+            tensor = _router_weight(config, options, layer)
+        elif part == "mlp.router.bias":
+            tensor = measured.router_biases[layer]
         elif part == "self_attn.sinks":
             tensor = torch.full(shape, options.sink)
         elif part.endswith(".bias") and not _has_bias(dense, part):
@@ -482,6 +559,14 @@ def upcycled_tensors(
         else:
             tensor = source.get(name)
         yield name, tensor.to(dtype)
+
+
+def _router_weight(config: GptOssModelConfig, options: UpcycleOptions, layer: int) -> Tensor:
+    """Return the random weight of a router, [experts, hidden_size]."""
+    generator = torch.Generator()
+    generator.manual_seed(_seed_of(options.seed, f"model.layers.{layer}.mlp.router.weight"))
+    shape = (config.num_experts, config.hidden_size)
+    return torch.randn(shape, generator=generator) * options.router_std
 
 
 def _has_bias(dense: DenseModelConfig, part: str) -> bool:

@@ -202,7 +202,7 @@ def _question_of(line: bytes) -> str:
 
 
 def _missing(questions: Sequence[str] | int, written: Written, path: Path) -> deque[str | None]:
-    """Return the questions without a line. None stands for a question that the model writes.
+    """Return the questions without a line. None: the model writes the question.
 
     Raises:
         DataError: if the file has an answer to another question.
@@ -259,7 +259,7 @@ class ChatMlModel:
         self._header = example[: example.index(USER) + len(USER)]
         self._where = directory
         self._max_tokens = max_tokens
-        # The question may have as many tokens as the answer.
+        # Question and answer may each have max_tokens.
         self._check_length(example, 2 * max_tokens, "the header of a conversation")
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -67,7 +67,7 @@ def test_upcycled_logits_equal_the_dense_ones(name: str, tmp_path: Path) -> None
     measured = measure(source, config, EXACT, TOKENS)
     assert measured.report.clamped_share == 0, "the clamps are not reached"
 
-    tensors = dict(upcycled_tensors(source, config, EXACT, measured.up_scales, torch.float64))
+    tensors = dict(upcycled_tensors(source, config, EXACT, measured, torch.float64))
     upcycled = hugging_face_reference(config, source_of(tensors), torch.float64).logits(TOKENS)
     torch.testing.assert_close(upcycled, logits_of(source.path), atol=1e-10, rtol=0)
 
@@ -101,6 +101,37 @@ def test_transformers_reads_the_upcycled_model(tmp_path: Path) -> None:
         for path in (dense, tmp_path / "moe")
     ]
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def loads_of(model: torch.nn.Module) -> torch.Tensor:
+    """Return the loads [layers, experts] of TOKENS in transformers."""
+    counts = []
+
+    def count(module: object, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+        counts.append(torch.bincount(output[-1].flatten(), minlength=4).double())
+
+    hooks = [layer.mlp.router.register_forward_hook(count) for layer in model.model.layers]
+    model(TOKENS[None])
+    for hook in hooks:
+        hook.remove()
+    loads = torch.stack(counts)
+    return loads / loads.mean(dim=1, keepdim=True)
+
+
+def test_all_experts_get_an_even_share_of_the_text(tmp_path: Path) -> None:
+    dense = save_dense(tmp_path / "dense", LLAMA)
+    options = UpcycleOptions(sliding_window=6, expert_noise=0.0)
+    report = upcycle(dense, tmp_path / "moe", options, TOKENS.tolist(), torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
+    loads = loads_of(model)
+    assert report.smallest_load == pytest.approx(loads.min().item())
+    assert report.largest_load == pytest.approx(loads.max().item())
+    assert 0.9 < loads.min() <= loads.max() < 1.1
+
+    for layer in model.model.layers:
+        layer.mlp.router.bias.data.zero_()
+    assert loads_of(model).min() < 0.7, "routers without bias prefer some experts"
 
 
 def test_up_stays_within_its_clamp_at_any_scale(tmp_path: Path) -> None:
