@@ -1,7 +1,7 @@
 """Configuration of the parallel layout, and checks of the layout against a model."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -83,6 +83,16 @@ class ParallelConfig(StrictModel):
         """Sizes for messages, such as "tensor 2, pipeline 1, context 1, expert 8"."""
         names = ("tensor", "pipeline", "context", "expert")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+
+    def for_teacher(self, teacher: ModelConfig) -> "ParallelConfig":
+        """Return the layout of a frozen model on the ranks of the policy.
+
+        It has no options of the backward pass, and for a dense model none of experts.
+        """
+        updates: dict[str, Any] = {"recompute": (), "recompute_layers": None}
+        if not teacher.num_experts:
+            updates |= {"expert": 1, "expert_dispatcher": "alltoall"}
+        return self.model_copy(update=updates)
 
     def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
         """Return the number of layers of a pipeline stage.

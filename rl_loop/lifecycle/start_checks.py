@@ -197,7 +197,7 @@ def check_teacher(teacher: Path, config: SftConfig) -> None:
             "teacher with the vocabulary of the model"
         )
     try:
-        config.parallel.check_layout(model, None, ())
+        config.parallel.for_teacher(model).check_layout(model, None, ())
     except ValueError as error:
         raise StartError(f"{TEACHER}: {teacher} does not fit the layout: {error}") from None
 

@@ -73,7 +73,8 @@ def build_teacher(settings: TrainerConfig, directory: Path) -> torch.nn.Module:
         ConversionError: a file, key or tensor does not fit. The message names it.
     """
     source = HfDirectory(directory)
-    model = build_model(source.config, settings.parallel, getattr(torch, settings.dtype))
+    parallel = settings.parallel.for_teacher(source.config)
+    model = build_model(source.config, parallel, getattr(torch, settings.dtype))
     load_hf_weights(model, source.config, source.view)
     return model
 

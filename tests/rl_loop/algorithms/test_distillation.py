@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +26,13 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.lifecycle.start_checks import check_teacher
 from rl_loop.supervised_data import with_all_tokens
-from tests.support.in_process import local_trainer
+from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.worker import TrainerWorker
+from tests.support.distributed import free_port, run_distributed
+from tests.support.in_process import LocalRank, local_trainer
+from tests.support.megatron_gptoss.layouts import LAYOUTS
+from tests.support.megatron_gptoss.reference import local_batches, unpack
 from tests.support.rl_loop.algorithms import batch_of, in_fp64, samples
 
 ROOT = Path(__file__).parents[3]
@@ -198,9 +207,12 @@ def test_unsuitable_teachers_are_rejected_before_the_run(teacher: Path, tmp_path
         check_teacher(teacher, config_of(teacher, f"tokenizer={tmp_path}"))
     (teacher / "tokenizer.json").unlink()
 
-    tensor = config_of(teacher, "parallel={world_size: 4, tensor: 2, expert: 4}", "dtype=bfloat16")
-    with pytest.raises(StartError, match="does not fit the layout"):
-        check_teacher(teacher, tensor)
+    # Options of experts and of the backward pass are ignored for a dense teacher.
+    options = "parallel={world_size: 4, tensor: 2, expert: 4, recompute: [moe_act]}"
+    check_teacher(teacher, config_of(teacher, options, "dtype=bfloat16"))
+    deep = save(tmp_path / "deep", dense_config().model_copy(update={"num_layers": 3}), 0)
+    with pytest.raises(StartError, match=r"not fit the layout: parallel\.pipeline"):
+        check_teacher(deep, config_of(deep, "parallel={world_size: 2, pipeline: 2}"))
     with pytest.raises(ConfigError, match=r"loss\.top_k \(577\) exceeds model\.vocab_size"):
         config_of(teacher, "loss.top_k=577")
     with pytest.raises(ConfigError, match=r"loss\.teacher"):
@@ -212,3 +224,141 @@ def test_plan_counts_the_weights_of_the_teacher(teacher: Path) -> None:
     without = config_of(teacher, "loss=cross_entropy").memory_inputs
     difference = weight_memory(with_teacher, 0) - weight_memory(without, 0)
     assert difference == pytest.approx(2 * dense_config().num_parameters, rel=1e-6)
+
+
+# ---- layouts of two ranks
+
+DISTILLED = ("expert", "interleaved", "tensor+sequence", "context")
+
+
+class RanksOfJob(LocalRank):
+    """One rank of a job whose processes all run the driver, with the results of every rank."""
+
+    def __init__(self, settings: SftConfig, rank: int, port: int) -> None:
+        self._rank = rank
+        self._worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
+
+    def ready(self) -> list[RankPosition]:
+        return self._gather(self._worker.position())
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
+    ) -> list[Any]:
+        results = self._gather(getattr(self._worker, method)(*arguments[self._rank]))
+        return [results[rank] for rank in result_ranks]
+
+    @staticmethod
+    def _gather(result: Any) -> list[Any]:
+        results = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        return results
+
+
+def distil(settings: SftConfig, rank: int, port: int) -> dict[str, Any]:
+    """Return the teacher's columns by sequence, and the results of two updates."""
+    ranks = RanksOfJob(settings, rank, port)
+    trainer = TrainerGroup(settings, ranks)
+    trainer.ready()
+    try:
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randint(0, 576, (n,), generator=generator) for n in (40, 25, 60, 7, 31)]
+        data = with_all_tokens(
+            TrainingSamples.join(
+                [{"token_ids": row.tolist(), "loss_mask": [0] * len(row)} for row in rows]
+            )
+        )
+        batches = local_batches(data, 64, settings.parallel)
+        columns: dict[int, Any] = {}
+        teacher = ranks._worker.teacher
+        assert teacher is not None
+        tops = teacher.top_log_probs(batches, 8)
+        for batch, (ids, log_probs) in zip(batches, tops, strict=True):
+            both = torch.cat([ids.double(), log_probs.double()], dim=1)
+            columns |= unpack(both, batch)
+
+        before = trainer.teacher_score(data)
+        updates = [trainer.sft_step(data, step) for step in range(2)]
+        after = trainer.teacher_score(data)
+        assert before is not None and after is not None
+        return {
+            "columns": columns,
+            "teacher": before,
+            "is frozen": np.array_equal(before, after),
+            "losses": [update.sums["loss"] / update.sums["tokens"] for update in updates],
+            "mass": updates[0].sums["distillation/teacher_mass"],
+            "norms": [update.grad_norm for update in updates],
+        }
+    finally:
+        trainer.close()
+
+
+def layout_config(teacher: Path, student: Path, layout: Mapping[str, int], ranks: int) -> SftConfig:
+    parallel = ", ".join(
+        f"{key}: {value}" for key, value in {"world_size": ranks, **layout}.items()
+    )
+    return config_of(
+        teacher,
+        "model.num_layers=4",
+        "loss.top_k=8",
+        f"initial_weights={student}",
+        f"parallel={{{parallel}}}",
+        "training.max_tokens_per_micro_batch=64",
+    )
+
+
+def distil_in_every_layout(
+    rank: int, ports: list[int], teacher: Path, student: Path
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        name: distil(layout_config(teacher, student, LAYOUTS[name], 2), rank, port)
+        for name, port in zip(DISTILLED, ports, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return directories of a dense teacher and a GPT-OSS student with four layers each."""
+    root = tmp_path_factory.mktemp("four_layers")
+    teacher = save(root / "teacher", dense_config().model_copy(update={"num_layers": 4}), seed=3)
+    model = config_of(teacher, "model.num_layers=4").model
+    return teacher, save(root / "student", model, seed=4)
+
+
+@pytest.fixture(scope="module")
+def one_rank(models: tuple[Path, Path]) -> dict[str, Any]:
+    return distil(layout_config(*models, {}, 1), 0, free_port())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: tuple[Path, Path]) -> list[dict[str, Any]]:
+    ports = [free_port() for _ in DISTILLED]
+    return run_distributed(distil_in_every_layout, 2, ports, *models)
+
+
+@pytest.mark.parametrize("layout", DISTILLED)
+def test_teachers_columns_equal_those_of_one_process(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    columns: dict[int, Any] = {}
+    for rank in two_ranks:
+        columns |= rank[layout]["columns"]
+        np.testing.assert_allclose(rank[layout]["teacher"], one_rank["teacher"], atol=1e-5)
+        assert rank[layout]["is frozen"]
+    assert columns.keys() == one_rank["columns"].keys() == set(range(5))
+    for number, column in columns.items():
+        np.testing.assert_allclose(column, one_rank["columns"][number], atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", DISTILLED)
+def test_distillation_in_every_layout_equals_one_process(
+    layout: str, one_rank: dict[str, Any], two_ranks: list[dict[str, Any]]
+) -> None:
+    assert one_rank["losses"][1] < one_rank["losses"][0]
+    for rank in two_ranks:
+        got = rank[layout]
+        assert got["mass"] == pytest.approx(one_rank["mass"], rel=1e-5)
+        assert got["losses"][0] == pytest.approx(one_rank["losses"][0], rel=1e-5)
+        assert got["norms"][0] == pytest.approx(one_rank["norms"][0], rel=1e-4)
+        # Adam divides every gradient by its own size, so rounding of small ones is visible.
+        assert got["losses"][1] == pytest.approx(one_rank["losses"][1], rel=1e-3)
