@@ -350,13 +350,14 @@ def _export(
         Entries for the run's summary.
     """
     from rl_loop.export import export_policy, export_trained_adapter
+    from rl_loop.tasks.codec import tokenizer_directory
 
     session.progress.phase("export")
     packed_experts = export_policy(
         session.trainer,
         session.codec,
         session.run.export,
-        tokenizer_source=config.tokenizer_source,
+        tokenizer_source=tokenizer_directory(config.tokenizer_source) or config.tokenizer_source,
         settings_source=config.initial_weights,
         quantization=config.trained_quantization,
         sampled=engine_digests,

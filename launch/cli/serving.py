@@ -70,7 +70,9 @@ def serve(
         _log_served_weights(path, config.initial_weights)
 
     from rl_loop.lifecycle.start_checks import check_server_requirements
+    from rl_loop.tasks.codec import with_tokenizer_of
 
+    config = with_tokenizer_of(config, weights)
     check_server_requirements(config, weights)
     keys = read_keys(api_key_file) if api_key_file is not None else ()
 

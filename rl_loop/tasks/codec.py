@@ -22,6 +22,7 @@ from rl_loop.chat.tokenizer_vocabulary import (
 )
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.vocabulary import ChatMlVocabulary, tiny_vocabulary
+from rl_loop.config.load import read_yaml
 from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.config.training import DemonstrationConfig
@@ -79,14 +80,38 @@ def chat_format_of(config: EpisodesConfig) -> ChatFormat:
 
 
 def tokenizer_directory(source: Path | None) -> Path | None:
-    """Return the directory with the tokenizer of a Hugging Face directory or a run's export."""
-    if source is None:
-        return None
-    # A run has its tokenizer in the export.
-    for directory in (source, source / "export"):
-        if (directory / TOKENIZER_FILE).exists():
-            return directory
+    """Return the directory with the tokenizer of a Hugging Face directory or of a run.
+
+    A run has a copy in its export. Without an export, it is the tokenizer that the run began with.
+    """
+    seen: set[Path] = set()
+    while source is not None and source not in seen:
+        seen.add(source)
+        for directory in (source, source / "export"):
+            if (directory / TOKENIZER_FILE).exists():
+                return directory
+        source = _tokenizer_source_of_run(source)
     return None
+
+
+def _tokenizer_source_of_run(run: Path) -> Path | None:
+    """Return the source of a run's tokenizer. None if the directory is not a run."""
+    file = run / "config.yaml"
+    if not file.exists():
+        return None
+    tree = read_yaml(file)
+    source = tree.get("tokenizer") or tree.get("initial_weights")
+    return None if source is None else Path(str(source))
+
+
+def with_tokenizer_of[C: EpisodesConfig](config: C, weights: Path | None) -> C:
+    """Return a configuration for other weights than ``initial_weights``.
+
+    They have their own tokenizer, unless ``tokenizer`` is set or they come without one.
+    """
+    if config.tokenizer is not None or tokenizer_directory(weights) is None:
+        return config
+    return config.model_copy(update={"tokenizer": weights})
 
 
 def _build_harmony(config: EpisodesConfig) -> Harmony:

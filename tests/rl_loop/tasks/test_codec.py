@@ -19,7 +19,7 @@ from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer, TinyVocabulary
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import training_of
-from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import codec_of, tokenizer_directory, with_tokenizer_of
 from tests.support.rl_loop.chatml_vocabularies import without_call_tokens
 
 CONFIGS = Path(__file__).parents[3] / "configs/rl"
@@ -121,3 +121,48 @@ def test_missing_tokens_of_the_familys_format_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("[1]")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
         check_chat_format(config_of("tiny_retool", tmp_path))
+
+
+# ---- tokenizers of runs
+
+
+def save_tokenizer(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    tiny_vocabulary(512, "").save(directory)
+    return directory
+
+
+def save_run(directory: Path, **keys: str) -> Path:
+    directory.mkdir()
+    lines = [f"{key}: {value}" for key, value in {"name": "run", **keys}.items()]
+    (directory / "config.yaml").write_text("\n".join(lines))
+    return directory
+
+
+def test_run_without_export_has_the_tokenizer_of_its_inputs(tmp_path: Path) -> None:
+    base = save_tokenizer(tmp_path / "base")
+    other = save_tokenizer(tmp_path / "other")
+    first = save_run(tmp_path / "first", initial_weights=str(base))
+    second = save_run(tmp_path / "second", initial_weights=str(first))
+    assert tokenizer_directory(second) == tokenizer_directory(first) == base
+    named = save_run(tmp_path / "named", initial_weights=str(first), tokenizer=str(other))
+    assert tokenizer_directory(named) == other
+
+    export = save_tokenizer(second / "export")
+    assert tokenizer_directory(second) == export
+    assert tokenizer_directory(save_run(tmp_path / "random", initial_weights="null")) is None
+    circle = tmp_path / "circle"
+    assert tokenizer_directory(save_run(circle, initial_weights=str(circle))) is None
+
+
+def test_other_weights_bring_their_tokenizer(tmp_path: Path) -> None:
+    base = save_tokenizer(tmp_path / "base")
+    other = save_tokenizer(tmp_path / "other")
+    config = load_rl_config(
+        CONFIGS / "tiny_dense.yaml", ["vocabulary=tokenizer", f"initial_weights={base}"]
+    )
+    assert with_tokenizer_of(config, None).tokenizer_source == base
+    assert with_tokenizer_of(config, other).tokenizer_source == other
+    assert with_tokenizer_of(config, tmp_path).tokenizer_source == base, "it has no tokenizer"
+    named = config.model_copy(update={"tokenizer": base})
+    assert with_tokenizer_of(named, other).tokenizer_source == base
