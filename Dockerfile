@@ -40,7 +40,7 @@ COPY . code/
 ENV PATH=/opt/gptoss/venv/bin:$PATH
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation -e code \
     && XDG_CACHE_HOME=/opt/gptoss python -m rl_loop.harmony.o200k
-# Of any user, who may have another home.
+# Set for every user, because the home of a user may differ from root's.
 ENV TIKTOKEN_ENCODINGS_BASE=/opt/gptoss/megatron-gptoss
 
 FROM trainer AS complete

@@ -41,7 +41,7 @@ demo: setup
 	$(GPTOSS) rl configs/rl/tiny_retool.yaml --overwrite
 
 # One thread per process, because the models are tiny and many tests start two processes. Three tests at a time on two
-# cores, because tests with Ray wait for processes to start; conftest.py distributes them. The time limit includes the
+# cores, because tests with Ray wait for processes to start. conftest.py distributes them. The time limit includes the
 # wait for processors. PYTHONDONTWRITEBYTECODE would make every process that a test starts compile our modules again.
 test: setup
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu and not slurm and not slow and not browser" -n 3 \

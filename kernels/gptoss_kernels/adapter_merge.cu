@@ -63,11 +63,11 @@ static inline unsigned rounded_pair(float low, float high) {
 // Convert 8 codes of 4 bits to fp32. The first column is in the lowest bits. `scale` is the scale
 // byte of the block, which means 2^(scale - 127).
 //
-// e2m1 has a sign, two bits of exponent and one bit of mantissa. At the place of fp32's lowest
-// exponent bits and highest mantissa bit, the three bits of a magnitude are the value times 2^-126,
-// including the subnormal codes (0 and 0.5). A multiplication by 2^(scale - 1) corrects this. If
-// this factor is not finite (weights above 1), there are two multiplications. All multiplications
-// change only the exponent, so they are exact.
+// e2m1 has a sign, two bits of exponent and one bit of mantissa. The three bits of a magnitude
+// become fp32's two lowest exponent bits and highest mantissa bit. The result is the value times
+// 2^-126, also for the subnormal codes (0 and 0.5). A multiplication by 2^(scale - 1) corrects
+// this. If this factor is not finite (weights above 1), there are two multiplications. All
+// multiplications change only the exponent, so they are exact.
 static inline void decode(unsigned codes, unsigned scale, float *values) {
     const unsigned first_scale = scale < LARGEST_AT_ONCE ? scale : LARGEST_AT_ONCE;
     const float factor = __uint_as_float((first_scale + 126u) << 23);

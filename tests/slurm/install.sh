@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Debian packages of the tests marked slurm: Slurm with accounting, and what compiles the test plugin. 200 MB.
+# Install Debian packages (200 MB) for the tests marked slurm: Slurm with accounting, and a compiler for the test plugin.
 set -euo pipefail
 command -v slurmctld slurmdbd mariadbd munged >/dev/null && [ -f /usr/include/slurm/spank.h ] && exit 0
 packages="slurm-wlm slurmdbd munge mariadb-server libslurm-dev gcc libc6-dev"

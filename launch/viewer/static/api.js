@@ -18,13 +18,13 @@ export const readConfig = (run) => get(`${ofRun(run)}/config`).then((answer) => 
 export const findEpisodes = (run, query, signal) => get(`${ofRun(run)}/episodes`, query, signal);
 export const readEpisode = (run, id, signal) => get(`${ofRun(run)}/episodes/${id}`, {}, signal);
 
-/** The curves of runs, of which only new steps are fetched. */
+/** Curves of runs. Each update fetches only new steps. */
 export class Curves {
   constructor() {
     this.known = new Map();
   }
 
-  /** Bring the curves of a run up to date; says whether anything changed. */
+  /** Fetch the new steps of a run. Returns true if there are any. */
   async refresh(run) {
     const before = this.known.get(run.name);
     if (before && before.generation === run.generation && before.steps.length === run.records) {
@@ -44,7 +44,7 @@ export class Curves {
   }
 }
 
-/** Put new steps behind those that are known; a metric that one of them lacks is null there. */
+/** Append new steps to the known ones. A metric that a step lacks is null at this step. */
 function joined(before, answer) {
   const metrics = {};
   const names = new Set([...Object.keys(before.metrics), ...Object.keys(answer.metrics)]);

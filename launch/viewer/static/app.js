@@ -18,13 +18,13 @@ const VIEWS = {
 };
 const TAB_OF = { episode: "episodes", group: "episodes" };
 
-/** What all views share. */
+/** State and actions that all views share. */
 const app = {
   runs: [],
   curves: new Curves(),
   main: document.getElementById("main"),
 
-  /** Go to a view; parameters that are empty are left out of the address. */
+  /** Show a view. Empty parameters are left out of the address. */
   go(view, parameters = {}, { replace = false } = {}) {
     const address = app.address(view, parameters);
     if (!replace) {
@@ -42,7 +42,7 @@ const app = {
     return `#/${view}${query ? `?${query}` : ""}`;
   },
 
-  /** The run that a view of one run is about. */
+  /** Run of the address, or else the first running one, or else the first of all. */
   run() {
     const named = app.runs.find((run) => run.name === app.parameters.run);
     return named ?? app.runs.find((run) => run.state === "running") ?? app.runs[0] ?? null;

@@ -7,11 +7,11 @@ const HEIGHT = 210;
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 
 /**
- * The mean of each value and of those up to `reach` steps before and after it.
+ * Smooth a curve: the mean of each value and its neighbors within `reach` steps.
  *
- * As many values before as after it count, so fewer near the ends and beside a gap. A curve with
- * values at fewer than half of its steps, such as an evaluation, is drawn as measured: its neighbors
- * are other policies, not noise.
+ * Each mean has equally many values before and after its center. It has fewer values near the ends
+ * of the curve and next to a gap. A curve with values at fewer than half of its steps, such as an
+ * evaluation, is not smoothed, because its neighbors are other policies.
  */
 export function smoothed(steps, values, reach) {
   if (reach === 0 || isSparse(steps)) return values;
@@ -24,7 +24,7 @@ export function smoothed(steps, values, reach) {
   });
 }
 
-/** The place of the first of the ascending steps that is not below `limit`. */
+/** Index of the first step that is at least `limit`. The steps are in ascending order. */
 function placeOf(steps, limit) {
   let low = 0;
   let high = steps.length;
@@ -40,7 +40,7 @@ function isSparse(steps) {
   return 2 * steps.length <= steps[steps.length - 1] - steps[0] + 1;
 }
 
-/** A curve without the steps that have no value of it. */
+/** Leave out the steps at which a curve has no value. */
 function measured(curve) {
   const places = curve.values.flatMap((value, place) => (value === null ? [] : [place]));
   return {
@@ -54,7 +54,7 @@ export function themeColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Colors of runs, by their place in the list. */
+/** Colors of runs, by index in the list of runs. */
 export const runColor = (place) => `--run-${place % 6}`;
 
 export class Chart {
@@ -77,7 +77,7 @@ export class Chart {
   /**
    * Show curves.
    * @param {Array<{label, color, dash, steps, values}>} curves color: a CSS variable
-   * @param {number} reach of smoothing
+   * @param {number} reach of the smoothing, in steps
    */
   show(curves, reach) {
     this.curves = curves.map(measured).filter((curve) => curve.values.length > 0);
@@ -94,7 +94,7 @@ export class Chart {
     this.showValues(null);
   }
 
-  /** Align the curves on the steps of all of them: what uPlot draws. */
+  /** Align the curves on the union of their steps, as uPlot requires. */
   tables() {
     const drawn = [];
     const columns = [];
@@ -152,7 +152,7 @@ export class Chart {
     this.plot.over.addEventListener("dblclick", () => this.options.zoom.reset());
   }
 
-  /** Write the values at the cursor, or the newest ones, below the chart. */
+  /** Write the values at the cursor below the chart, or the newest values without a cursor. */
   showValues(index) {
     const entries = this.curves.map((curve) => {
       const value = index === null || index === undefined ? newest(curve) : this.valueAt(curve, index);
@@ -190,7 +190,7 @@ export class Chart {
   }
 }
 
-/** The values that the axis shows; around a constant a little on either side. */
+/** Range of the axis. A constant curve has a margin on both sides. */
 function rangeOf(_, min, max) {
   if (min === null || min === undefined) return [0, 1];
   if (min === max) return [min - 0.5, max + 0.5];
@@ -199,7 +199,7 @@ function rangeOf(_, min, max) {
 
 const tickName = (value) => (value === null ? "" : number(value, 3).replace(/\.?0+e/, "e"));
 
-/** Powers of ten, of many decades as few as have room for their names; 1, 2 and 5 of few. */
+/** Ticks of a logarithmic axis: powers of ten for many decades, and 1, 2 and 5 for few. */
 export function logTicks(min, max) {
   const first = Math.floor(Math.log10(min));
   const decades = Math.ceil(Math.log10(max)) - first;
@@ -214,7 +214,7 @@ export function logTicks(min, max) {
 
 const newest = (curve) => curve.values[curve.values.length - 1];
 
-/** The steps that all charts show: dragged in one of them or typed. */
+/** Range of steps of all charts. The user drags in a chart or types numbers. */
 export class Zoom {
   constructor(changed) {
     this.from = null;

@@ -2,7 +2,7 @@
 
 const exists = (column) => column !== null && column !== undefined;
 
-/** The largest magnitude, so that a few outliers do not turn all else pale. */
+/** Magnitude of the strongest color. It ignores a few outliers, which would make others pale. */
 function scaleOf(values) {
   const sizes = values.filter((v) => v !== null && v !== undefined).map(Math.abs).sort((a, b) => a - b);
   return sizes[Math.floor(0.98 * (sizes.length - 1))] || sizes[sizes.length - 1] || 1;
@@ -10,7 +10,7 @@ function scaleOf(values) {
 
 const clipped = (value) => Math.max(-1, Math.min(1, value));
 
-/** Of sampled tokens only: others have no number of their own. */
+/** Number of each sampled token; null for others. */
 function ofSampled(episode, values) {
   return values.map((value, i) => (episode.loss_mask[i] ? value : null));
 }
@@ -53,7 +53,7 @@ export const COLORINGS = {
   ],
 };
 
-/** The colorings that an episode has numbers for. */
+/** Colorings for which an episode has numbers. */
 export function available(episode) {
   return Object.keys(COLORINGS).filter((name) => {
     const values = COLORINGS[name][2](episode);
@@ -75,7 +75,7 @@ export function strengths(name, episode) {
   return values.map((value) => (value === null ? null : clipped(value / scale)));
 }
 
-/** What is known of one token: [name, value] pairs. */
+/** Recorded values of one token: [name, value] pairs. */
 export function facts(episode, i) {
   const at = (column) => (exists(column) ? column[i] : null);
   const engine = episode.loss_mask[i] ? episode.rollout_log_probs[i] : null;

@@ -5,7 +5,7 @@ import { number, visible } from "./format.js";
 
 const FOLDED = ["system", "developer"];
 
-/** Make the node of one message. */
+/** Create the node of one message. */
 export function messageNode(message) {
   const isCall = message.recipient !== null && message.role === "assistant";
   const isCode = isCall || !["system", "developer", "user", "assistant"].includes(message.role);
@@ -29,7 +29,7 @@ export function messageNode(message) {
   return node;
 }
 
-/** A short line of what an episode came to. */
+/** Summary of the result of an episode, in one line. */
 export function outcome(episode) {
   const pill = (text, kind = "") => element("span.pill", { className: `pill ${kind}` }, text);
   const parts = Object.entries(episode.reward_parts ?? {}).map(([name, value]) => `${name} ${round(value)}`);

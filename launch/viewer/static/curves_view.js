@@ -6,7 +6,7 @@ import { ago, number } from "./format.js";
 
 const MAX_COMPARED = 6;
 
-/** The charts that every run begins with: [title, metrics, on a log scale]. */
+/** First charts of every run: [title, metrics, on a log scale]. */
 const CHARTS = [
   ["reward", ["reward"]],
   ["accuracy", ["accuracy", "held_out/accuracy"]],
@@ -93,7 +93,7 @@ export class CurvesView {
     this.update();
   }
 
-  /** The runs that are compared: those in the address, else the newest. */
+  /** Runs to compare: the runs in the address, or else the newest run. */
   chosen() {
     const named = (this.app.parameters.runs ?? "").split(",").filter(Boolean);
     const chosen = this.app.runs.filter((run) => named.includes(run.name));
@@ -161,7 +161,7 @@ export class CurvesView {
     );
   }
 
-  /** A run keeps its color whichever others are chosen; alone, its metrics have the colors. */
+  /** Color of each run, for any selection. If one run is selected, its metrics have colors. */
   colorOf(run, chosen) {
     return runColor(chosen.length === 1 ? 0 : this.app.runs.findIndex((each) => each.name === run.name));
   }
@@ -175,7 +175,7 @@ export class CurvesView {
     );
   }
 
-  /** The checks that found nothing, folded away. */
+  /** Collapsed list of the checks that passed. */
   healthy(run, troubles, isOpen) {
     const good = run.findings.filter((finding) => finding.level === "good");
     if (good.length === 0) return null;
@@ -214,7 +214,7 @@ export class CurvesView {
     }
   }
 
-  /** Which charts there are: title -> metrics. Asked for a metric, those whose name has it. */
+  /** Charts to show: title -> metrics. A search selects the metrics whose name contains its text. */
   layout(runs) {
     const names = new Set(runs.flatMap((run) => Object.keys(this.app.curves.of(run.name).metrics)));
     const layout = new Map();
@@ -234,7 +234,7 @@ export class CurvesView {
     return layout;
   }
 
-  /** Runs have colors and their metrics dashes; the metrics of a single run have colors. */
+  /** Several runs have colors, and their metrics have dashes. A single run's metrics have colors. */
   curves(runs, metrics) {
     return runs.flatMap((run) => {
       const { steps, metrics: values } = this.app.curves.of(run.name);
@@ -263,7 +263,7 @@ export class CurvesView {
   }
 }
 
-/** A metric's name without what all names of its chart begin with. */
+/** Name of a metric without the common prefix of its chart. */
 function short(name, metrics) {
   if (metrics.length === 1) return name;
   const folder = name.slice(0, name.lastIndexOf("/") + 1);

@@ -1,10 +1,10 @@
 // Creates elements. Text is always set as text, so that output of a model never becomes markup.
 
 /**
- * Make an element.
+ * Create an element.
  * @param {string} tag such as "td" or "span.soft"
- * @param {object} properties of the element; "on…" adds a listener, "data-…", "aria-…" and
- *   "role" are attributes, null leaves one out
+ * @param {object} properties of the element. "on…" adds a listener. "data-…", "aria-…" and "role"
+ *   set attributes. A property that is null is left out.
  * @param {...(Node|string|number|null|Array)} children
  */
 export function element(tag, properties = {}, ...children) {
@@ -22,18 +22,18 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-/** Replace all that is in a node. */
+/** Replace all children of a node. */
 export function fill(node, ...children) {
   node.replaceChildren(...children.flat().filter((child) => child !== null));
   return node;
 }
 
-/** A label around an input, so that its name is what screen readers say. */
+/** Label around an input. Screen readers read it as the input's name. */
 export function labeled(text, input) {
   return element("label.field", {}, element("span", {}, text), input);
 }
 
-/** A select with [value, text] options. */
+/** Select element with [value, text] options. */
 export function select(options, value, onchange, properties = {}) {
   const made = element(
     "select",
@@ -44,7 +44,7 @@ export function select(options, value, onchange, properties = {}) {
   return made;
 }
 
-/** Call a function once nothing has asked for it for a while. */
+/** Delay a call until no further call was made for some time. */
 export function debounced(milliseconds, action) {
   let timer = 0;
   return (...parameters) => {

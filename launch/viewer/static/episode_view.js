@@ -124,7 +124,7 @@ export class EpisodeView {
     return node;
   }
 
-  /** Show what is known of a token. */
+  /** Show the recorded values of a token. */
   choose(i, scrolls = true) {
     this.spans[this.token]?.classList.remove("chosen");
     this.token = i;

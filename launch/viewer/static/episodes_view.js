@@ -28,7 +28,7 @@ function toolCalls(row) {
   return row.tool_errors > 0 ? `${row.tool_calls}, ${row.tool_errors} failed` : number(row.tool_calls);
 }
 
-/** Filters that are texts or numbers: [name, title, type]. */
+/** Filters with a text or a number: [name, title, type]. */
 const INPUTS = [
   ["text", "Text in the episode", "search"],
   ["task", "Task", "search"],
@@ -90,7 +90,7 @@ export class EpisodesView {
     this.load();
   }
 
-  /** Say why there is no table. */
+  /** Show a message in place of the table. */
   showNone() {
     const why =
       "No episodes are recorded. gptoss rl records episodes after its first step, unless tracking.episodes is 0. Supervised runs have no episodes.";
@@ -103,7 +103,7 @@ export class EpisodesView {
     );
   }
 
-  /** The filters as the server takes them. */
+  /** Filters as query parameters of the server. */
   query() {
     const { run, ...rest } = this.app.parameters;
     return { limit: PAGE, ...rest };
@@ -139,7 +139,7 @@ export class EpisodesView {
     }
   }
 
-  /** New episodes come in while the run goes on, as long as nobody reads further down. */
+  /** Load new episodes of a run if the first page is shown. */
   update() {
     const isFirstPage = !Number(this.app.parameters.offset);
     const run = this.app.run();
@@ -218,7 +218,7 @@ export class EpisodesView {
     );
   }
 
-  /** Mark the row that the keys are at. */
+  /** Mark the row that is selected with the keyboard. */
   mark(row, moves = true) {
     this.row = Math.max(0, row);
     [...this.body.children].forEach((node, place) => node.classList.toggle("marked", place === this.row));

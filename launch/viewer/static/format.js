@@ -19,7 +19,7 @@ export function ago(seconds) {
   return `${Math.round(passed / 86400)} days ago`;
 }
 
-/** Control characters as pictures of themselves, but for line ends and tabs. */
+/** Replace control characters by their Unicode pictures, except line ends and tabs. */
 export function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) =>
     String.fromCharCode(0x2400 + c.charCodeAt(0)),

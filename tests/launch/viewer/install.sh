@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the tests marked browser need: Debian's Chromium and, in a folder of their own beside .venv, its driver and axe.
+# Install Debian's Chromium for the tests marked browser, and its driver and axe in a directory next to .venv.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 if ! command -v chromium >/dev/null; then

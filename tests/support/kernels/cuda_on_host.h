@@ -1,5 +1,5 @@
-// What adapter_merge.cu needs of CUDA, for a C++ compiler of the host: there a kernel is a function, which is called
-// once for every thread with its indices in the variables below.
+// Definitions for compiling adapter_merge.cu with a C++ compiler of the host. A kernel is then a function. It is called
+// once for every thread, with the thread's indices in the variables below.
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -6,9 +6,9 @@
 //                 times GROUP heads). Sums have a fixed order, and no other block adds to them, so
 //                 results are bitwise reproducible.
 // Grid            items (of KEYS positions) times kv heads, kv heads fastest; 128 threads.
-// Shared memory   STAGES stages of Q and dO, copied by TMA, each with the statistics of its rows
-//                 and a barrier; K. The last stage first holds V. At the end, the first two tiles
-//                 hold dK and dV before they are written.
+// Shared memory   STAGES stages of Q and dO, and K. TMA copies the stages. Each stage has the
+//                 statistics of its rows and a barrier. The last stage first holds V. At the end,
+//                 the first two tiles hold dK and dV before they are written.
 // Registers       V as left operand, dK and dV (64 columns each), and P^T (64 rows) and dP^T (32
 //                 rows at a time) of the current step.
 //

@@ -224,9 +224,9 @@ __device__ __forceinline__ void score_gradients(u32 (&ds)[N / 2][4], const float
 
 // Compute delta = rowsum(dO * O) of this lane's two rows from tiles in shared memory.
 //
-// delta is the diagonal of dO O^T, so the tensor cores compute it. Of the 16 x 16 product of a
-// warp, only the two 8 x 8 blocks on the diagonal are computed. Element (r, r) of a block is in
-// register r % 2 of lane r / 2 of its quad. A shuffle gives it to all four lanes.
+// delta is the diagonal of dO O^T, so the tensor cores compute it. A warp computes only the two
+// 8 x 8 blocks on the diagonal of its 16 x 16 product. Element (r, r) of a block is in register
+// r % 2 of lane r / 2 of its quad. A shuffle gives it to all four lanes.
 __device__ __forceinline__ void row_deltas(float (&delta)[2], u32 tile_grad, u32 tile_out, int warp,
                                            int lane) {
     float upper[4] = {};  // rows 0-15, columns 0-7: the block is rows 0-7, registers 0 and 1

@@ -10,8 +10,8 @@
 //
 // Terms:
 //   position   index of a token in the packed [tokens, heads, D] tensors
-//   row        one query head at one position; row r of a tile is position r / GROUP of the tile
-//              and head r % GROUP of the group, because all heads of a group share their keys
+//   row        one query head at one position. Row r of a tile is position r / GROUP of the tile
+//              and head r % GROUP of the group, because all heads of a group share their keys.
 //   step       one iteration of the main loop over keys (forward, dQ) or rows (dK, dV)
 //   product    one matrix multiplication of the tensor cores
 //
@@ -126,10 +126,10 @@ __device__ __forceinline__ void shared_store4(u32 address, u32 value) {
 //
 // Register layouts ("Matrix Fragments for mma.m16n8k16" in the PTX manual). Four neighboring lanes
 // are a "quad". g = lane / 4 is the quad, i = lane % 4 the lane in it:
-//   accumulator c[4]   c[0], c[1]: row g, columns 2i and 2i + 1;  c[2], c[3]: row g + 8
-//   left operand a[4]  words of two bf16. a[0]: row g, k 2i and 2i + 1;  a[1]: row g + 8;
+//   accumulator c[4]   c[0], c[1]: row g, columns 2i and 2i + 1. c[2], c[3]: row g + 8
+//   left operand a[4]  words of two bf16. a[0]: row g, k 2i and 2i + 1. a[1]: row g + 8.
 //                      a[2], a[3]: the same rows, k + 8
-//   right operand b[2] b[0]: column g, k 2i and 2i + 1;  b[1]: k + 8
+//   right operand b[2] b[0]: column g, k 2i and 2i + 1. b[1]: k + 8
 //
 // A lane therefore holds parts of two rows, g ("upper", h = 0) and g + 8 ("lower", h = 1). Element
 // e of an accumulator belongs to row h = e >> 1 and column e & 1. The four lanes of a quad hold a
@@ -149,8 +149,8 @@ __device__ __forceinline__ u32 left_operand_address(int lane) {
     return chunk_address(lane & 15, lane >> 4);
 }
 
-// Return the address to load 16 rows of a tile as the 16 columns of a right operand, so that the
-// product is with the transposed tile. r[0] and r[1] are columns 0-7, r[2] and r[3] columns 8-15.
+// Return the address to load 16 rows of a tile as the 16 columns of a right operand. The product
+// is then with the transposed tile. r[0] and r[1] are columns 0-7, r[2] and r[3] columns 8-15.
 __device__ __forceinline__ u32 right_operand_address(int lane) {
     return chunk_address((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ u64 tile_descriptor(u32 tile) {
     return address | leading_offset | stride_offset | swizzle_128_bytes;
 }
 
-// Return the difference of the descriptors of two tiles that are `rows` rows apart.
+// Return the number to add to a tile's descriptor for the tile that begins `rows` rows later.
 constexpr u32 descriptor_rows(int rows) { return rows * ROW_BYTES >> 4; }
 
 __device__ __forceinline__ void warpgroup_fence() {
