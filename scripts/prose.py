@@ -5,8 +5,9 @@
     python scripts/prose.py --list term        # every sentence with a private term
     python scripts/prose.py --check            # exit with status 1 if a target is missed
 
-Rates are hits per 10,000 words, so that packages of different sizes compare. Code blocks, headings and inline code are
-not counted. ``prose_terms.txt`` holds the private terms and their replacements.
+Comments are those of Python, CUDA, C++, JavaScript, CSS, YAML, TOML, shell, Makefile and Dockerfile. Rates are hits per
+10,000 words, so that packages of different sizes compare. Code blocks, headings and inline code are not counted.
+``prose_terms.txt`` holds the private terms and their replacements.
 """
 
 from __future__ import annotations
@@ -112,12 +113,32 @@ _TOKEN = re.compile(
     r"""|(?P<comment>\#[^\n]*)""",
     re.S,
 )
-_DIRECTIVE = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma|pylint|mypy|ruff|!|-\*-)|#[-=\s#]*$")
+# In other languages: strings, in which no comment can begin, and comments.
+_STRING = r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
+_C = re.compile(rf"{_STRING}|(?P<comment>/\*.*?\*/|//[^\n]*)", re.S)
+_CSS = re.compile(rf"{_STRING}|(?P<comment>/\*.*?\*/)", re.S)
+# A template of JavaScript can hold // in a URL.
+_JAVASCRIPT = re.compile(rf"`(?:\\.|[^`\\])*`|{_C.pattern}", re.S)
+# An apostrophe inside a word begins no string, and "#" after other text no comment.
+_HASH = re.compile(rf"(?<!\w)(?:{_STRING})|(?<!\S)(?P<comment>\#[^\n]*)")
+COMMENTS = {
+    **dict.fromkeys((".cu", ".cuh", ".cpp", ".h"), _C),
+    ".css": _CSS,
+    ".js": _JAVASCRIPT,
+    **dict.fromkeys((".yaml", ".toml", ".sh", "Makefile", "Dockerfile"), _HASH),
+}
+"""Pattern of the comments of a language, by suffix or name of the file."""
+_COMMENT_MARKS = re.compile(r"^[ \t]*(?:/\*+|//+|\*+/?|\#+)[ \t]?|[ \t]*\*/$", re.M)
+_DIRECTIVE = re.compile(
+    r"#\s*(?:noqa|type:|fmt:|pragma|pylint|mypy|ruff|!|-\*-)|(?:\#|//|/\*)[-=\s#/*]*$"
+)
+# Commands in comments are indented.
+_NO_PROSE = re.compile(rf"{_DIRECTIVE.pattern}|\#[ ]{{3}}")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]`*]*\s+(?=[\"'(\[`*]*[A-Z0-9`])")
 # Blank lines, list items, entries of "Args:" and lines of an aligned listing end a sentence.
 _BLOCK = re.compile(
     r"(\n\s*\n|\n\s*[-*]\s|\n(?=\s*[\w*`, ]{1,40}:\s)"
-    r"|\n(?=\s*[\w*`./:<> ,-]{1,40}\s{2,}\S)|\n(?=\s*\w+:\n))"
+    r"|\n(?=\s*[\w*`./:<> ,\[\]-]{1,40}\s{2,}\S)|\n(?=\s*\w+:\n))"
 )
 _INLINE_CODE = re.compile(r"``[^`]*``|`[^`\n]*`")
 _LINK_TARGET = re.compile(r"\]\([^)]*\)|https?://\S+")
@@ -253,6 +274,32 @@ def python_passages(source: str) -> list[Passage]:
     return passages
 
 
+def comment_passages(source: str, pattern: re.Pattern[str]) -> list[Passage]:
+    """Return the comments of a file. A comment that continues in the next line is one passage.
+
+    Args:
+        source: text of the file.
+        pattern: strings and comments of its language, from ``comment_pattern``.
+    """
+    passages: list[Passage] = []
+    continued_at = (-1, -1)
+    for match in pattern.finditer(source):
+        if not match["comment"] or _NO_PROSE.match(match["comment"]):
+            continue
+        line = source.count("\n", 0, match.start()) + 1
+        begin = source.rfind("\n", 0, match.start()) + 1
+        column = match.start() - begin
+        text = _COMMENT_MARKS.sub("", match["comment"]).strip()
+        # Comments after code on adjacent lines belong to these lines, so they stay separate.
+        if not source[begin : match.start()].strip() and (line, column) == continued_at:
+            last = passages.pop()
+            passages.append(Passage(last.line, f"{last.text}\n{text}", "comment"))
+        else:
+            passages.append(Passage(line, text, "comment"))
+        continued_at = (line + match["comment"].count("\n") + 1, column)
+    return passages
+
+
 def _docstring_kind(source: str, start: int) -> Literal["docstring", "attribute"] | None:
     """Return the kind of docstring that a triple-quoted string is; None for data."""
     begin = source.rfind("\n", 0, start) + 1
@@ -358,9 +405,12 @@ class Counting:
         self._any_term = _between_words("|".join(term.pattern for term in terms) or r"\b\B")
 
     def add_file(self, path: str) -> None:
-        """Count a Python or Markdown file."""
+        """Count a file of Python, Markdown or a language of ``COMMENTS``."""
         source = Path(path).read_text(errors="replace")
-        if path.endswith(".py"):
+        comments = comment_pattern(path)
+        if comments:
+            packages, passages = self.report.code, comment_passages(source, comments)
+        elif path.endswith(".py"):
             packages, passages = self.report.code, python_passages(source)
         else:
             packages, passages = self.report.markdown, markdown_passages(source)
@@ -414,7 +464,7 @@ class Counting:
 
 
 def files_of(paths: list[str]) -> Iterator[str]:
-    """Yield the Python and Markdown files of files and directories."""
+    """Yield files, and the files with prose of directories."""
     for path in paths:
         if os.path.isfile(path):
             yield path
@@ -423,8 +473,14 @@ def files_of(paths: list[str]) -> Iterator[str]:
                 name for name in folders if name not in SKIPPED_DIRECTORIES and name[0] != "."
             )
             for name in sorted(names):
-                if name.endswith((".py", ".md")):
+                if name.endswith((".py", ".md")) or comment_pattern(name):
                     yield os.path.join(directory, name)
+
+
+def comment_pattern(path: str) -> re.Pattern[str] | None:
+    """Return the pattern of comments; None for Python, Markdown and files without prose."""
+    file = Path(path)
+    return COMMENTS.get(file.suffix) or COMMENTS.get(file.name)
 
 
 def package_of(path: str) -> str:

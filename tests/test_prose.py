@@ -13,6 +13,8 @@ from scripts.prose import (
     Counting,
     Report,
     Totals,
+    comment_passages,
+    comment_pattern,
     load_terms,
     markdown_passages,
     python_passages,
@@ -46,6 +48,10 @@ def test_counter_finds_each_habit(sentence: str, rule: str, tmp_path: Path) -> N
         ("page.md", f"# Page\n\nA first sentence. {sentence}\n"),
         ("docstring.py", f'"""Summary.\n\n{sentence}\n"""\n'),
         ("comment.py", f"x = 1\n# {sentence}\n"),
+        ("kernel.cu", f"int x;\n// {sentence}\n"),
+        ("view.js", f"const x = 1;\n/** {sentence} */\n"),
+        ("style.css", f"p {{}}\n/* {sentence} */\n"),
+        ("run.yaml", f"x: 1\n# {sentence}\n"),
     ):
         totals, report = count_text(tmp_path, name, text)
         assert totals.hits[rule] == 1, name
@@ -97,6 +103,41 @@ class Point:
         (14, "docstring", "Function."),
         (18, "comment", "First line,\nsecond line."),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        (
+            "tile.cuh",
+            'int a;  // A row.\nint b;  // A column.\n\n// Two\n// lines.\nauto url = "http://x";\n',
+            [(1, "A row."), (2, "A column."), (4, "Two\nlines.")],
+        ),
+        (
+            "chart.js",
+            "/**\n * Draw.\n * @param {number} x of it\n */\nconst a = `//${b}`, c = '/* no */';\n// ----\n",
+            [(1, "Draw.\n@param {number} x of it")],
+        ),
+        ("style.css", "/* Dark. */ a { background: url(//x) }\n", [(1, "Dark.")]),
+        (
+            "run.yaml",
+            "# It isn't run.\n#   gptoss rl x\na: 'x # y'\nb: c#d  # in tokens\n",
+            [(1, "It isn't run."), (4, "in tokens")],
+        ),
+        (
+            "Makefile",
+            "#!/bin/sh\n\n# Build.\nall: ; echo it's # done\n",
+            [(3, "Build."), (4, "done")],
+        ),
+    ],
+)
+def test_comments_of_each_language_are_found(
+    name: str, source: str, expected: list[tuple[int, str]]
+) -> None:
+    pattern = comment_pattern(name)
+    assert pattern is not None
+    found = [(passage.line, passage.text) for passage in comment_passages(source, pattern)]
+    assert found == expected
 
 
 def test_markdown_passages_leave_out_code_and_headings() -> None:
