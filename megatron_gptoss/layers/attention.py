@@ -15,12 +15,23 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from gptoss_kernels.sink_attention import sink_attention
+from gptoss_kernels.sink_attention.dispatch import ShapeClass, slow_reason
 from megatron_gptoss.context_parallel.attention import context_parallel_attention
 from megatron_gptoss.context_parallel.cost_model import H200
 from megatron_gptoss.layers.no_sink import NO_SINK
 from megatron_gptoss.layers.rotary import RotaryEmbedding, apply_rotary
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.transformer_config import PolicyTransformerConfig, set_distribution
+
+
+def slow_reasons(model: torch.nn.Module) -> list[str]:
+    """Return why layers of a model run the slow reference of attention on a GPU, each reason once.
+
+    Empty if all layers have a kernel, and on CPUs.
+    """
+    layers = [module for module in model.modules() if isinstance(module, SinkAttention)]
+    reasons = [layer.slow_reason() for layer in layers]
+    return sorted({reason for reason in reasons if reason is not None})
 
 
 class SinkAttention(DotProductAttention):
@@ -121,6 +132,25 @@ class SinkAttention(DotProductAttention):
             without_sinks = self._attend(query, key, value, 0 * sinks + NO_SINK, row)
             output = output.detach() + (without_sinks - without_sinks.detach())
         return output.flatten(1)
+
+    def slow_reason(self) -> str | None:
+        """Return why this layer runs the slow reference of attention on a GPU; None if it does not.
+
+        None also if the model asks for the reference (``attention_backend_name``).
+        """
+        if self.backend == "reference":
+            return None
+        kv_heads = self.config.num_query_groups or self.config.num_attention_heads
+        shape = ShapeClass(
+            # Attention computes on the GPU of this rank, in the dtype of the weights.
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            dtype=self.config.params_dtype,
+            heads=self.local_heads,
+            kv_heads=max(1, kv_heads // self.tp_group.size()),
+            head_size=self.config.kv_channels,
+            window=self.window,
+        )
+        return slow_reason(shape)
 
     def _sinks(self, query: Tensor) -> Tensor:
         """Return the sink logits [heads], changed by the configured ablations."""

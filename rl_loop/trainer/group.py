@@ -1,5 +1,6 @@
 """All ranks of the trainer as one object, which distributes samples and gathers results."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from rl_loop.trainer.rank_results import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import gather_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
+
+logger = logging.getLogger(__name__)
 
 FIXED_AT_START = ("critic", "kl", "routing_replay")
 """Settings of the algorithm that a trainer's ranks are built with."""
@@ -61,6 +64,10 @@ class TrainerGroup:
     def ready(self) -> None:
         """Wait until every rank has its weights. Raises the error of a rank."""
         self._positions = self.ranks.ready()
+
+        # Ranks log to files of Ray, where nobody would see that a package is missing.
+        for reason in sorted({r for position in self._positions for r in position.slow_attention}):
+            logger.warning("trainer: %s", reason)
 
         # Data-parallel rank -> rank that returns the results of its sequences.
         answering = {

@@ -12,6 +12,8 @@ class RankPosition:
     """Data-parallel rank."""
     returns_results: bool
     """True if this rank returns the results of its data-parallel rank."""
+    slow_attention: tuple[str, ...] = ()
+    """Reasons why layers of this rank run the slow reference of attention on a GPU."""
 
 
 @dataclass(frozen=True)

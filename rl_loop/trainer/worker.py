@@ -20,6 +20,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
+from megatron_gptoss.layers.attention import slow_reasons
 from megatron_gptoss.model import freeze
 from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
@@ -161,7 +162,7 @@ class TrainerWorker:
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
     def position(self) -> RankPosition:
-        """Return the data-parallel rank, and whether this rank returns results to the driver."""
+        """Return the data-parallel rank, and what else the driver has to know about this rank."""
         # Per-token results of updates exist only on the last stage. Tensor- and context-parallel
         # ranks have the same results.
         answers = (
@@ -169,7 +170,11 @@ class TrainerWorker:
             and parallel_state.get_context_parallel_rank() == 0
             and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         )
-        return RankPosition(data=parallel_state.get_data_parallel_rank(), returns_results=answers)
+        return RankPosition(
+            data=parallel_state.get_data_parallel_rank(),
+            returns_results=answers,
+            slow_attention=tuple(slow_reasons(self.model)),
+        )
 
     # -- training ---------------------------------------------------------------------------------
 

@@ -3,8 +3,38 @@
 import pytest
 import torch
 
-from gptoss_kernels.sink_attention import describe, sink_attention
+from gptoss_kernels.sink_attention import describe, dispatch, sink_attention
+from gptoss_kernels.sink_attention.dispatch import ShapeClass
 from gptoss_kernels.sink_attention.layout import packed_layout
+
+ON_GPU = ShapeClass(torch.device("cuda"), torch.bfloat16, 8, 2, 64, window=None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "available", "is_slow"),
+    [
+        (ON_GPU, set(), True),
+        (ON_GPU, {"flash3"}, False),
+        (ON_GPU, {"short"}, False),
+        (ON_GPU, {"window"}, True),
+        (ON_GPU._replace(window=9), {"window"}, False),
+        (ON_GPU._replace(window=9), {"short"}, True),
+        (ON_GPU._replace(dtype=torch.float32), set(), False),
+        (ON_GPU._replace(device=torch.device("cpu")), set(), False),
+    ],
+)
+def test_layer_is_slow_if_no_kernel_of_its_kind_can_run(
+    shape: ShapeClass, available: set[str], is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason(backend: str, shape: ShapeClass) -> str | None:
+        return None if backend in available else f"{backend} is missing"
+
+    monkeypatch.setattr(dispatch, "unsupported_reason", reason)
+    found = dispatch.slow_reason(shape)
+    assert (found is not None) == is_slow
+    if found is not None:
+        assert "heads 8/2, head size 64" in found
+        assert "flash4 is missing; flash3 is missing" in found
 
 
 def good():

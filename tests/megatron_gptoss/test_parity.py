@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from converters.live import load_hf_weights
+from gptoss_kernels.sink_attention import dispatch
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import rotary
+from megatron_gptoss.layers.attention import slow_reasons
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
@@ -52,6 +55,24 @@ def megatron(
     model = build_model(config, ParallelConfig(), dtype, **overrides)
     load_hf_weights(model, config, reference.state_dict().__getitem__)
     return model.eval()
+
+
+def test_every_kind_of_layer_without_a_kernel_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build = functools.partial(build_model, TINY, ParallelConfig())
+    models = [build(torch.bfloat16), build(torch.float32)]
+    reference = build(torch.bfloat16, attention_backend_name="reference")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        dispatch, "unsupported_reason", lambda backend, shape: f"{backend} is missing"
+    )
+
+    windowed, full = sorted(slow_reasons(models[0]), reverse=True)
+    assert "heads 8/2, head size 16, window 8" in windowed and "window is missing" in windowed
+    assert "heads 8/2, head size 16, full attention" in full and "short is missing" in full
+    assert slow_reasons(models[1]) == []
+    assert slow_reasons(reference) == []
 
 
 def logits(model: torch.nn.Module, align: int = 1) -> torch.Tensor:

@@ -50,6 +50,14 @@ class ShapeClass(NamedTuple):
     window: int | None
     """Number of keys that a query sees, including its own; None for all earlier keys."""
 
+    def __str__(self) -> str:
+        """Return the properties in words, for messages."""
+        window = "full attention" if self.window is None else f"window {self.window}"
+        return (
+            f"{self.dtype} on {self.device}, heads {self.heads}/{self.kv_heads}, head size "
+            f"{self.head_size}, {window}"
+        )
+
 
 def resolve_backend(backend: str, shape: ShapeClass, short: bool) -> str:
     """Return the requested backend, or the chosen one for "auto".
@@ -89,23 +97,29 @@ def choose_backend(shape: ShapeClass, short: bool) -> str:
     order = ["window", "flash4", "flash3", "short"]
     if short:
         order = ["window", "short", "flash4", "flash3"]
-    reasons = {backend: unsupported_reason(backend, shape) for backend in order}
-    supported = [backend for backend in order if reasons[backend] is None]
+    supported = [backend for backend in order if unsupported_reason(backend, shape) is None]
     chosen = supported[0] if supported else "reference"
 
-    text = (
-        f"{shape.dtype} on {shape.device}, heads {shape.heads}/{shape.kv_heads}, "
-        f"head size {shape.head_size}, window {shape.window}"
-    )
+    text = str(shape)
     if short:
         text += ", short sequences"
-    # The reference is expected on CPUs and in fp32. In bf16 on a GPU it means a missing package or
-    # an unsupported shape, and a much slower training run.
-    if chosen == "reference" and shape.device.type == "cuda" and shape.dtype == torch.bfloat16:
-        logger.warning("sink attention for %s uses the slow reference: %s", text, reasons)
-    else:
-        logger.info("sink attention for %s uses %s", text, chosen)
+    logger.info("sink attention for %s uses %s", text, chosen)
     return chosen
+
+
+def slow_reason(shape: ShapeClass) -> str | None:
+    """Return why a layer on a GPU has no kernel and runs the slow reference; None if it has one.
+
+    The reference is expected on CPUs and in fp32, so None there, too. In bf16 on a GPU it means a
+    missing package or an unsupported shape, and several times the duration of a step.
+    """
+    if shape.device.type != "cuda" or shape.dtype != torch.bfloat16:
+        return None
+    kernel = "short" if shape.window is None else "window"
+    reasons = [unsupported_reason(backend, shape) for backend in (kernel, "flash4", "flash3")]
+    if None in reasons:
+        return None
+    return f"sink attention for {shape} uses the slow reference: {'; '.join(map(str, reasons))}"
 
 
 @functools.cache

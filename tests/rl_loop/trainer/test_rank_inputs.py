@@ -209,6 +209,17 @@ def test_ranks_share_inputs_and_only_owners_return_results() -> None:
         assert first.samples.names == second.samples.names, "packing decides once"
 
 
+def test_slow_attention_of_a_rank_is_a_warning_of_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = "window 128 uses the slow reference"
+    positions = [RankPosition(0, returns_results=True, slow_attention=(slow,)) for _ in range(2)]
+    TrainerGroup(settings_of(1), RecordingRanks(positions)).ready()
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == f"trainer: {slow}"
+
+
 def test_only_the_writing_rank_gets_the_files_of_an_export() -> None:
     ranks = RecordingRanks(
         [RankPosition(data=0, returns_results=True), RankPosition(data=1, returns_results=True)]
