@@ -264,7 +264,8 @@ class ChatMlModel:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        # The decorators of ``to`` hide its types.
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         self._model = model.to(self.device).eval()
 
     def check_lengths(self, questions: Sequence[str]) -> None:
@@ -293,10 +294,10 @@ class ChatMlModel:
 
     def _prompt(self, question: str) -> str:
         """Return the text of a conversation up to the header of the answer."""
-        text: str = self._tokenizer.apply_chat_template(
+        text = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
-        return text
+        return str(text)
 
     def _check_length(self, prompt: str, new_tokens: int, name: str) -> None:
         tokens = len(self._tokenizer(prompt, add_special_tokens=False).input_ids)
