@@ -264,7 +264,6 @@ class ChatMlModel:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        # The decorators of ``to`` hide its types.
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         self._model = model.to(self.device).eval()
 
@@ -341,5 +340,4 @@ class ChatMlModel:
     def _text_of(self, sampled: list[int]) -> str:
         """Decode up to the first added token. It ends the message, or has no place in it."""
         is_added = (i for i, token_id in enumerate(sampled) if token_id in self._added_ids)
-        text: Any = self._tokenizer.decode(sampled[: next(is_added, len(sampled))])
-        return str(text)
+        return str(self._tokenizer.decode(sampled[: next(is_added, len(sampled))]))
