@@ -84,7 +84,7 @@ def plan_nodes(
         if servers is not None:
             _place_servers(parallel, servers, cluster, trainers, hosts)
         # After the servers, because workers follow them.
-        _place_workers(rollout.workers, hosts)
+        _place_workers(rollout.worker_count, hosts)
 
     # An idle node would be billed, and its program would wait until the end of the run.
     idle = [plan.name for plan in plans if not plan.resources()]

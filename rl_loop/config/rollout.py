@@ -7,12 +7,18 @@ from rl_loop.config.episode import EpisodeLimits, PurificationConfig
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.registry import AnyEngineConfig
 
+EPISODES_PER_WORKER = 64
+"""Episodes of a step per rollout worker by default. A turn takes 1 to 3 ms of a worker, in which its
+other episodes wait (docs/performance/parts.md)."""
+
 
 class RolloutConfig(EpisodeLimits, StrictModel):
     """Sampling and running of episodes."""
 
-    workers: int = Field(1, gt=0)
-    """Number of rollout workers. Each is a process with an engine and a sandbox."""
+    workers: int | None = Field(None, gt=0)
+    """Number of rollout workers. Each is a process that runs episodes, with a sandbox and, for
+    ``type: transformers``, an engine. Default: one for every 64 episodes of a step; one if workers
+    have engines."""
     tasks_per_step: int = Field(8, gt=0)
     """Number of tasks in a training step."""
     samples_per_task: int = Field(8, gt=0)
@@ -43,6 +49,16 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     """Maximum share of a step's episodes that infrastructure failures (engine, sandbox, tool,
     checker) end. Such episodes are left out of training and metrics. Above this share, and after 64
     of them in sequence, the run ends and names the failing component."""
+
+    @property
+    def worker_count(self) -> int:
+        """Number of rollout workers."""
+        if self.workers is not None:
+            return self.workers
+        # Every engine in a worker has a copy of the weights, and shares the cores with the others.
+        if isinstance(self.engine, EmbeddedConfig):
+            return 1
+        return -(-self.tasks_per_step * self.samples_per_task // EPISODES_PER_WORKER)
 
     @property
     def max_response_tokens(self) -> int:

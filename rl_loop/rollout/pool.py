@@ -121,7 +121,7 @@ class RolloutPool:
         self._config = config
         self._worker_class = worker_class
         # Workers with a thread per core each would slow each other down.
-        self._threads = max(1, (os.cpu_count() or 1) // config.rollout.workers)
+        self._threads = max(1, (os.cpu_count() or 1) // config.rollout.worker_count)
         self._engine_factory = backend.engine_factory()
         self._counters = RolloutCounters()
 
@@ -152,7 +152,7 @@ class RolloutPool:
         # Workers that have not answered yet are killed on close without waiting.
         self._has_started = False
         self._is_closed = False
-        self._workers = [self._create_worker(index) for index in range(config.rollout.workers)]
+        self._workers = [self._create_worker(index) for index in range(config.rollout.worker_count)]
         self._thread = Thread(target=self._run_thread, name="rollouts", daemon=True)
 
     # -- workers ----------------------------------------------------------------------------------

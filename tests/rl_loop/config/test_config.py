@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.rope_scaling import YarnScaling
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config, load_served_config, value_origins
+from rl_loop.config.rollout import RolloutConfig
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.config.shipped import find_config, shipped_files, shipped_names
 
@@ -501,3 +503,20 @@ def test_source_of_tasks_keeps_its_files_together(tmp_path: Path) -> None:
 def test_memory_plan_knows_what_is_frozen() -> None:
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["ablation.freeze=[experts]"])
     assert config.memory_inputs.frozen == ("experts",)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "workers"),
+    [
+        ({"engine": {"type": "sglang"}}, 1),
+        ({"engine": {"type": "sglang"}, "tasks_per_step": 32}, 4),
+        ({"engine": {"type": "sglang"}, "tasks_per_step": 33}, 5),
+        ({"engine": {"type": "sglang"}, "tasks_per_step": 32, "workers": 3}, 3),
+        ({"tasks_per_step": 32}, 1),
+        ({"tasks_per_step": 32, "workers": 2}, 2),
+    ],
+)
+def test_rollout_workers_follow_the_episodes_of_a_step(
+    rollout: dict[str, Any], workers: int
+) -> None:
+    assert RolloutConfig.model_validate(rollout).worker_count == workers
