@@ -8,7 +8,7 @@ Tokens pass through three containers, which share the columns and differ in layo
 
 Each container inherits from ``TokenColumns``. Joining, slicing, sending to ranks, packing,
 sharding over context-parallel ranks, counting bytes and storing loop over ``TOKEN_COLUMNS``. A new
-column is therefore one attribute of ``TokenColumns``. See "Adding a per-token column" in
+column is therefore one attribute of ``TokenColumns``. See "Add a per-token column" in
 docs/algorithms.md.
 """
 

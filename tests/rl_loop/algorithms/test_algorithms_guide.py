@@ -267,7 +267,9 @@ def test_guides_commands_train_in_separate_processes(workplace: Path) -> None:
     assert commands.count("gptoss ") == 1
     # The additions only shorten the run (an untrained model of one layer) or select this checkout.
     pasted = commands.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")
-    pasted = pasted.replace("algorithm=sapo", " ".join(["algorithm=sapo", *SHORT]))
+    last = "reward.format_error=-2\n"
+    assert pasted.count(last) == 1
+    pasted = pasted.replace(last, f"{last.strip()} {' '.join(SHORT)}\n")
 
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
@@ -280,7 +282,7 @@ def test_guides_commands_train_in_separate_processes(workplace: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    lines = (workplace / "runs/tiny_retool/metrics.jsonl").read_text().splitlines()
+    lines = (workplace / "runs/sapo/metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "loss" in record]
     assert len(steps) == 3
     assert all(math.isfinite(step["loss"]) for step in steps)
