@@ -33,8 +33,8 @@ from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool, check_names
 from rl_loop.chatml.chat_template import CHAT_TEMPLATE
 from rl_loop.chatml.conversation import (
-    Call,
     ChatMessage,
+    RenderedCall,
     answered_messages,
     chat_messages,
 )
@@ -453,17 +453,17 @@ def _python_function(tool: BuiltinTool) -> Tool:
     return Tool(tool.name, tool.description, schema)
 
 
-def _call_of(message: ParsedMessage) -> Call:
+def _call_of(message: ParsedMessage) -> RenderedCall:
     """Return a call in ChatML's form. Raises ValueError if its arguments are not JSON."""
     assert message.recipient is not None
     if message.recipient == PYTHON:
-        return Call(PYTHON, json.dumps({"code": message.text}, ensure_ascii=False))
+        return RenderedCall(PYTHON, json.dumps({"code": message.text}, ensure_ascii=False))
     name = message.recipient.removeprefix(FUNCTIONS)
     # Written again, so that demonstrations have the spacing of the template.
-    return Call(name, json.dumps(json.loads(message.text), ensure_ascii=False))
+    return RenderedCall(name, json.dumps(json.loads(message.text), ensure_ascii=False))
 
 
-def call_recipient(call: Call) -> str:
+def call_recipient(call: RenderedCall) -> str:
     """Return the recipient of a call for environments."""
     return PYTHON if call.name == PYTHON else f"{FUNCTIONS}{call.name}"
 

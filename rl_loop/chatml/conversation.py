@@ -38,7 +38,7 @@ ALLOWED_KEYS: dict[str, set[str]] = {
 
 
 @dataclass(frozen=True)
-class Call:
+class RenderedCall:
     """Call of a function."""
 
     name: str
@@ -52,7 +52,7 @@ class ChatMessage:
 
     role: Role
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[RenderedCall, ...] = ()
 
 
 def chat_messages(messages: Sequence[dict[str, Any]]) -> list[ChatMessage]:
@@ -175,7 +175,7 @@ def _chat_message(message: Any) -> ChatMessage:
     return ChatMessage(role_of_chatml, content_text(message), tuple(map(_call, calls)))
 
 
-def _call(tool_call: Any) -> Call:
+def _call(tool_call: Any) -> RenderedCall:
     """Read one item of ``tool_calls``. Raises ValueError if it is malformed."""
     function = None
     if isinstance(tool_call, dict):
@@ -201,4 +201,4 @@ def _call(tool_call: Any) -> Call:
         except (ValueError, RecursionError):
             raise ValueError(f"the arguments of {function['name']} are not JSON") from None
     # Parsed and written again, so that prompts have the spacing of Qwen2.5's template.
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    return RenderedCall(name, json.dumps(arguments, ensure_ascii=False))

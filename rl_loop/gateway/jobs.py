@@ -42,7 +42,7 @@ class Job[Result](Protocol):
         ...
 
 
-class Call(Protocol):
+class HasTurnRequest(Protocol):
     """One request of a dialect."""
 
     @property
@@ -50,7 +50,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class ReadJob[AnyCall: Call]:
+class ReadJob[AnyCall: HasTurnRequest]:
     """Reads the body of a request, and computes all its values that take long."""
 
     body: bytes

@@ -49,7 +49,7 @@ BODY_BYTES = web.RequestKey("body_bytes", int)
 logger = logging.getLogger(__name__)
 
 
-class Call(Protocol):
+class DialectCall(Protocol):
     """One request of a dialect."""
 
     id_prefix: str
@@ -237,7 +237,7 @@ class Gateway:
         return await self._respond(request, ResponsesCall)
 
     async def _respond(
-        self, request: web.Request, kind: Callable[[Any, str], Call]
+        self, request: web.Request, kind: Callable[[Any, str], DialectCall]
     ) -> web.StreamResponse:
         """Sample a turn and send it.
 
@@ -267,8 +267,8 @@ class Gateway:
                 node.delivered = False
 
     async def _read_call(
-        self, request: web.Request, session: Session, kind: Callable[[Any, str], Call]
-    ) -> Call:
+        self, request: web.Request, session: Session, kind: Callable[[Any, str], DialectCall]
+    ) -> DialectCall:
         """Read a request. Raises ApiError."""
         body = await read_body(request, partial(_count_body, request, session))
         job = ReadJob(body, kind, self._settings.model)
@@ -329,7 +329,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
     return ApiError(500, "internal_error", describe(error))
 
 
-async def _send_whole(request: web.Request, call: Call, node: Node) -> web.StreamResponse:
+async def _send_whole(request: web.Request, call: DialectCall, node: Node) -> web.StreamResponse:
     """Send a turn as one JSON object."""
     body = call.to_json(call.answer(node, node.usage))
     response = web.Response(body=body, content_type="application/json", charset="utf-8")
@@ -339,7 +339,7 @@ async def _send_whole(request: web.Request, call: Call, node: Node) -> web.Strea
     return response
 
 
-async def _send_events(request: web.Request, call: Call, node: Node) -> web.StreamResponse:
+async def _send_events(request: web.Request, call: DialectCall, node: Node) -> web.StreamResponse:
     """Send a turn as server-sent events."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -21,8 +21,8 @@ from rl_loop.sandbox.inside.messages import (
     READY,
     RESULT,
     STARTED,
-    Call,
     CallResult,
+    ProgramCall,
     ServerSettings,
 )
 from rl_loop.sandbox.isolation import SERVER_FILES, SERVER_FOLDER, bubblewrap_command, hints
@@ -209,7 +209,7 @@ class ServerProcess:
         self.calls += 1
         # A lone surrogate cannot be encoded as UTF-8.
         programs = [program.encode("utf-8", "replace").decode() for program in (*history, code)]
-        call = Call(code=programs[-1], history=programs[:-1])
+        call = ProgramCall(code=programs[-1], history=programs[:-1])
 
         size = len(call.code.encode())
         if size > self._limits.code_bytes:

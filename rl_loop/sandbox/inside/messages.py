@@ -1,9 +1,9 @@
 """Messages between the host and the server, on a Unix stream socket (descriptor 0 of the server).
 
 They have the framing of ``multiprocessing.connection``. The host sends ``ServerSettings`` once.
-Then it sends a ``Call`` as JSON whenever the previous one is finished. The first byte of a reply is
-its
-kind: READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the reason).
+Then it sends a ``ProgramCall`` as JSON whenever the previous one is finished. The first byte of a
+reply is its kind: READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the
+reason).
 """
 
 import json
@@ -58,7 +58,7 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class Call:
+class ProgramCall:
     """Request of the host to run a program."""
 
     code: str
@@ -74,7 +74,7 @@ class Call:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, message: bytes) -> "Call":
+    def from_json(cls, message: bytes) -> "ProgramCall":
         return cls(**json.loads(message))
 
 

@@ -25,7 +25,7 @@ from rl_loop.sandbox.inside.confinement import (
     set_resource_limits,
     write_file,
 )
-from rl_loop.sandbox.inside.messages import Call, ServerSettings
+from rl_loop.sandbox.inside.messages import ProgramCall, ServerSettings
 from rl_loop.sandbox.inside.progress import Progress
 
 SET_UP = b"ok"
@@ -37,7 +37,7 @@ LINE_CHARACTERS = 400
 
 
 def run_program(
-    call: Call,
+    call: ProgramCall,
     settings: ServerSettings,
     seccomp: SeccompProgram,
     progress: Progress,
@@ -90,7 +90,7 @@ def keep_descriptors(output_write: int, setup_write: int) -> int:
     return kept
 
 
-def execute(call: Call, settings: ServerSettings, progress: Progress) -> int:
+def execute(call: ProgramCall, settings: ServerSettings, progress: Progress) -> int:
     """Run the session's programs in one ``__main__``, and return the exit code of the last one.
 
     The output of the earlier programs is discarded.

@@ -5,7 +5,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from rl_loop.sandbox.inside.messages import Call
+from rl_loop.sandbox.inside.messages import ProgramCall
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Progress:
 class Deadline:
     """Deadline of the running program of a call. Each program has ``timeout_seconds``."""
 
-    def __init__(self, call: Call, progress: Progress, timeout_seconds: float) -> None:
+    def __init__(self, call: ProgramCall, progress: Progress, timeout_seconds: float) -> None:
         self._programs = call.programs
         self._progress = progress
         self._timeout = timeout_seconds

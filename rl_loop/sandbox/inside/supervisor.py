@@ -15,8 +15,8 @@ from rl_loop.sandbox.inside.confinement import SeccompProgram, enter_namespaces,
 from rl_loop.sandbox.inside.messages import (
     FAILED,
     STARTED,
-    Call,
     CallResult,
+    ProgramCall,
     ServerSettings,
     receive,
     send,
@@ -37,7 +37,7 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
 
     Processes of a killed call may still be exiting afterwards.
     """
-    call = Call.from_json(receive())
+    call = ProgramCall.from_json(receive())
     exit_with_parent()
     try:
         result, output = run_call(call, settings, seccomp)
@@ -48,7 +48,7 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
 
 
 def run_call(
-    call: Call, settings: ServerSettings, seccomp: SeccompProgram
+    call: ProgramCall, settings: ServerSettings, seccomp: SeccompProgram
 ) -> tuple[CallResult, bytes]:
     """Run the programs of a call.
 
@@ -107,7 +107,7 @@ def run_call(
 
 
 def start_program(
-    call: Call, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress
+    call: ProgramCall, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress
 ) -> tuple[int, int]:
     """Fork the program and wait until it is set up.
 

@@ -21,7 +21,7 @@ from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tokenizer_vocabulary import TokenizerError, read_vocabulary
 from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.conversation import Call, ChatMessage
+from rl_loop.chatml.conversation import ChatMessage, RenderedCall
 from rl_loop.chatml.prompt_config import QWEN_SYSTEM, ChatMlConfig
 from rl_loop.chatml.vocabulary import TINY_MARKUP, ChatMlVocabulary, tiny_vocabulary
 from rl_loop.config.episode import EpisodeLimits
@@ -315,7 +315,11 @@ def test_clients_conversation_equals_the_templates_tokens(name: str) -> None:
     )
 
     sampled = codec.render_turn(
-        ChatMessage("assistant", "So.", (Call("python", '{"code": "1+1"}'), Call("now", "{}")))
+        ChatMessage(
+            "assistant",
+            "So.",
+            (RenderedCall("python", '{"code": "1+1"}'), RenderedCall("now", "{}")),
+        )
     )
     open_calls = [
         OpenCall("a", "functions.python", "commentary"),

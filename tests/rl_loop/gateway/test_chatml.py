@@ -16,7 +16,7 @@ from megatron_gptoss.families.dense.config import DenseModelConfig
 from rl_loop.chat.messages import ParsedMessage, ToolOutput
 from rl_loop.chat.tools import Tool
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.conversation import Call, ChatMessage
+from rl_loop.chatml.conversation import ChatMessage, RenderedCall
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import IM_END, TOOL_CALL, tiny_vocabulary
 from rl_loop.environments import arithmetic
@@ -41,7 +41,7 @@ class Script:
         return self.codec.render_assistant([ParsedMessage("final", None, None, text)])
 
     def calls(self, text: str, *calls: tuple[str, dict[str, Any]]) -> list[int]:
-        written = tuple(Call(name, json.dumps(arguments)) for name, arguments in calls)
+        written = tuple(RenderedCall(name, json.dumps(arguments)) for name, arguments in calls)
         return self.codec.render_turn(ChatMessage("assistant", text, written))
 
     def sums(self) -> list[int]:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from rl_loop.chatml.codec import ChatMl
-from rl_loop.chatml.conversation import Call, ChatMessage
+from rl_loop.chatml.conversation import ChatMessage, RenderedCall
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.environments.arithmetic import vocabulary_text
@@ -417,7 +417,9 @@ def test_truncated_header_is_left_out_of_the_prompt(
 def test_truncated_chatml_call_is_rendered_as_sampled() -> None:
     codec = ChatMl(tiny_vocabulary(1300, vocabulary_text()), ChatMlConfig())
     turn = codec.render_turn(
-        ChatMessage("assistant", "Hm.", (Call("add", '{"a": 1}'), Call("add", '{"a": 2}')))
+        ChatMessage(
+            "assistant", "Hm.", (RenderedCall("add", '{"a": 1}'), RenderedCall("add", '{"a": 2}'))
+        )
     )
     [end] = turn[-1:]
     limit = len(turn) - 4
