@@ -29,7 +29,7 @@ from rl_loop.environments.base import (
     arguments_of,
     function_of,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ServerLost
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ToolServerLost
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.infrastructure import InfrastructureFailure, describe
@@ -106,10 +106,10 @@ def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureFailure:
     return InfrastructureFailure("environment", f"{failure_source} {what}", failure_source)
 
 
-def _lost(options: OpenEnvOptions, what: str) -> ServerLost:
+def _lost(options: OpenEnvOptions, what: str) -> ToolServerLost:
     """Return a failure of a session that ended during an action."""
     failure_source = f"OpenEnv at {options.url}"
-    return ServerLost("environment", f"{failure_source} {what}", failure_source)
+    return ToolServerLost("environment", f"{failure_source} {what}", failure_source)
 
 
 class OpenEnvSession:

@@ -20,7 +20,7 @@ from rl_loop.environments.row_tasks import row_of
 from rl_loop.infrastructure import InfrastructureFailure
 
 
-class ServerLost(InfrastructureFailure):
+class ToolServerLost(InfrastructureFailure):
     """The server ended during an action."""
 
 
@@ -93,7 +93,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
             The result, comparable by ``==``.
 
         Raises:
-            ServerLost: if the server ended during the action.
+            ToolServerLost: if the server ended during the action.
             InfrastructureFailure: if the action failed in another way.
         """
         raise NotImplementedError
@@ -119,7 +119,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         except BaseException as error:
             # The server may have executed the action, or a part of it.
             self._is_stale = True
-            if isinstance(error, ServerLost) and self._ends_servers(action):
+            if isinstance(error, ToolServerLost) and self._ends_servers(action):
                 raise ToolError("this call ended the server that it was made to") from error
             raise
         self._actions.append(RecordedAction(action, result))

@@ -23,7 +23,7 @@ from rl_loop.sandbox.inside.messages import (
     STARTED,
     CallResult,
     ProgramCall,
-    ServerSettings,
+    SandboxServerSettings,
 )
 from rl_loop.sandbox.isolation import SERVER_FILES, SERVER_FOLDER, bubblewrap_command, hints
 from rl_loop.sandbox.seccomp import seccomp_filter
@@ -67,7 +67,7 @@ class ExecutionResult:
     continue. An exception does not end the interpreter."""
 
 
-class ServerLost(Exception):
+class SandboxServerLost(Exception):
     """Server that died, hung or could not set up a call."""
 
     def __init__(self, reason: str, failure_source: str, started: bool) -> None:
@@ -172,10 +172,10 @@ class ServerProcess:
             text = info.read()
         return json.loads(text)["child-pid"] if text else None
 
-    def _settings(self) -> ServerSettings:
+    def _settings(self) -> SandboxServerSettings:
         """Return the configuration and further data for the server."""
         config, limits = self._config, self._limits
-        return ServerSettings(
+        return SandboxServerSettings(
             preload_modules=list(config.preload_modules),
             timeout_seconds=config.timeout_seconds,
             cpu_seconds=limits.cpu_seconds_of(config),
@@ -204,7 +204,7 @@ class ServerProcess:
             history: earlier programs of the session, oldest first.
 
         Raises:
-            ServerLost: if the server failed. Do not use it again.
+            SandboxServerLost: if the server failed. Do not use it again.
         """
         self.calls += 1
         # A lone surrogate cannot be encoded as UTF-8.
@@ -232,17 +232,19 @@ class ServerProcess:
                 reason = payload.decode("utf-8", "replace")
                 # After the start of a program a server reports only this failure (``run_call``).
                 failure_source = "machine out of memory" if started else "set-up of a call"
-                raise ServerLost(f"a call failed in the sandbox: {reason}", failure_source, started)
+                raise SandboxServerLost(
+                    f"a call failed in the sandbox: {reason}", failure_source, started
+                )
             if kind != RESULT or not started:
-                raise ServerLost(
+                raise SandboxServerLost(
                     f"the server sent the unexpected message {kind!r}", "server died", started
                 )
             return self._result(payload)
         except TimeoutError as error:
-            raise ServerLost(str(error), "server hung", started) from None
+            raise SandboxServerLost(str(error), "server hung", started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
             reason = f"the sandbox server exited: {self.close() or error}"
-            raise ServerLost(reason, "server died", started) from error
+            raise SandboxServerLost(reason, "server died", started) from error
 
     def kill(self) -> None:
         """Kill the server and its processes. Can be called from any thread."""

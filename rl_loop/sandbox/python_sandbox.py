@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxLimits, SandboxUnavailable
-from rl_loop.sandbox.connection import ExecutionResult, ServerLost, ServerProcess
+from rl_loop.sandbox.connection import ExecutionResult, SandboxServerLost, ServerProcess
 from rl_loop.sandbox.isolation import hints
 
 _CLOSED = "the sandbox was closed"
@@ -32,7 +32,7 @@ def check_isolation(
         result = server.execute(
             "import os; print(os.getuid(), os.getgid(), os.getpid(), sorted(os.listdir('/tmp')))"
         )
-    except ServerLost as error:
+    except SandboxServerLost as error:
         raise SandboxUnavailable("; ".join([str(error), *hints()])) from error
     finally:
         server.close()
@@ -184,7 +184,7 @@ class PythonSandbox:
             except (SandboxUnavailable, OSError) as error:
                 # OSError: this process has no descriptor, process or memory left to start a server.
                 failure = SandboxFailure(str(error))
-            except ServerLost as error:
+            except SandboxServerLost as error:
                 failure = SandboxFailure(str(error), error.failure_source)
                 self._discard_server()
                 if not self._closing:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_loop.chat.truncate_text import truncate_text
-from rl_loop.environments.replayed import ServerLost
+from rl_loop.environments.replayed import ToolServerLost
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.environments.tool_servers.content import text_of
 from rl_loop.infrastructure import InfrastructureFailure, describe
@@ -108,7 +108,7 @@ class ServerConnection:
             Result of the tool. Errors of the tool and timeouts are results, too.
 
         Raises:
-            ServerLost: if the connection is lost during the call.
+            ToolServerLost: if the connection is lost during the call.
             InfrastructureFailure: if the connection was lost before, or the server reports an
                 internal error.
         """
@@ -220,9 +220,9 @@ class ServerConnection:
         failure_source = f"tool server {self.name}"
         return InfrastructureFailure("tool", f"{failure_source} {what}", failure_source)
 
-    def _lost(self, what: str) -> ServerLost:
+    def _lost(self, what: str) -> ToolServerLost:
         failure_source = f"tool server {self.name}"
-        return ServerLost("tool", f"{failure_source} {what}", failure_source)
+        return ToolServerLost("tool", f"{failure_source} {what}", failure_source)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:

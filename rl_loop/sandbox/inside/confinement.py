@@ -9,7 +9,7 @@ import resource
 import signal
 import struct
 
-from rl_loop.sandbox.inside.messages import ServerSettings
+from rl_loop.sandbox.inside.messages import SandboxServerSettings
 
 NOBODY = 65534
 
@@ -109,7 +109,7 @@ def enter_namespaces() -> None:
     write_file("/proc/self/gid_map", f"{NOBODY} {NOBODY} 1")
 
 
-def mount_own_files(settings: ServerSettings) -> None:
+def mount_own_files(settings: SandboxServerSettings) -> None:
     """Mount the call's private /tmp, /dev/shm and /proc."""
     tmp_options = f"size={settings.tmp_bytes},nr_inodes={settings.tmp_files},mode=1777"
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, tmp_options)
@@ -121,7 +121,7 @@ def mount_own_files(settings: ServerSettings) -> None:
     mount("/dev/null", "/proc/locks", None, MS_BIND)
 
 
-def set_resource_limits(settings: ServerSettings, programs: int) -> None:
+def set_resource_limits(settings: SandboxServerSettings, programs: int) -> None:
     """Set the limits of process 1 of a call. Child processes inherit them.
 
     The limit of processor time is for all ``programs`` of the call.

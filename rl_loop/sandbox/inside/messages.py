@@ -1,8 +1,8 @@
 """Messages between the host and the server, on a Unix stream socket (descriptor 0 of the server).
 
-They have the framing of ``multiprocessing.connection``. The host sends ``ServerSettings`` once.
-Then it sends a ``ProgramCall`` as JSON whenever the previous one is finished. The first byte of a
-reply is its kind: READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the
+They have the framing of ``multiprocessing.connection``. The host sends ``SandboxServerSettings``
+once. Then it sends a ``ProgramCall`` as JSON whenever the previous one is finished. The first byte
+of a reply is its kind: READY, STARTED, RESULT (a line of JSON, then the raw output) or FAILED (the
 reason).
 """
 
@@ -22,7 +22,7 @@ FAILED = b"F"
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class SandboxServerSettings:
     """Limits of every call (see ``SandboxConfig``), and further data for the server."""
 
     preload_modules: list[str]
@@ -53,7 +53,7 @@ class ServerSettings:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, message: bytes) -> "ServerSettings":
+    def from_json(cls, message: bytes) -> "SandboxServerSettings":
         return cls(**json.loads(message))
 
 

@@ -25,8 +25,8 @@ from rl_loop.sandbox.inside.confinement import (
     set_resource_limits,
     write_file,
 )
-from rl_loop.sandbox.inside.messages import ProgramCall, ServerSettings
-from rl_loop.sandbox.inside.progress import Progress
+from rl_loop.sandbox.inside.messages import ProgramCall, SandboxServerSettings
+from rl_loop.sandbox.inside.progress import SharedProgress
 
 SET_UP = b"ok"
 """Message to the supervisor after the set-up."""
@@ -38,9 +38,9 @@ LINE_CHARACTERS = 400
 
 def run_program(
     call: ProgramCall,
-    settings: ServerSettings,
+    settings: SandboxServerSettings,
     seccomp: SeccompProgram,
-    progress: Progress,
+    progress: SharedProgress,
     output_write: int,
     setup_write: int,
 ) -> NoReturn:
@@ -90,7 +90,7 @@ def keep_descriptors(output_write: int, setup_write: int) -> int:
     return kept
 
 
-def execute(call: ProgramCall, settings: ServerSettings, progress: Progress) -> int:
+def execute(call: ProgramCall, settings: SandboxServerSettings, progress: SharedProgress) -> int:
     """Run the session's programs in one ``__main__``, and return the exit code of the last one.
 
     The output of the earlier programs is discarded.

@@ -20,7 +20,7 @@ class CallProgress:
     """Start time of the last of them on the monotonic clock, in seconds."""
 
 
-class Progress:
+class SharedProgress:
     """Memory page that the program's process shares with the supervisor to report progress.
 
     The program can write anything into it. That can end its own session or change the reported
@@ -50,7 +50,7 @@ class Progress:
 class Deadline:
     """Deadline of the running program of a call. Each program has ``timeout_seconds``."""
 
-    def __init__(self, call: ProgramCall, progress: Progress, timeout_seconds: float) -> None:
+    def __init__(self, call: ProgramCall, progress: SharedProgress, timeout_seconds: float) -> None:
         self._programs = call.programs
         self._progress = progress
         self._timeout = timeout_seconds

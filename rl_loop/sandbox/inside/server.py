@@ -19,13 +19,13 @@ import select
 import sys
 
 from rl_loop.sandbox.inside.confinement import SeccompProgram, drop_root
-from rl_loop.sandbox.inside.messages import CONTROL, READY, ServerSettings, receive, send
+from rl_loop.sandbox.inside.messages import CONTROL, READY, SandboxServerSettings, receive, send
 from rl_loop.sandbox.inside.supervisor import supervise
 
 
 def main() -> None:
     """Set up the server, then serve calls in sequence until the host closes the socket."""
-    settings = ServerSettings.from_json(receive())
+    settings = SandboxServerSettings.from_json(receive())
     drop_root()
     # The filter of programs has no epoll. Modules that choose at import, such as ``selectors``,
     # must not choose it.
@@ -46,7 +46,7 @@ def main() -> None:
         serve_call(settings, seccomp)
 
 
-def serve_call(settings: ServerSettings, seccomp: SeccompProgram) -> None:
+def serve_call(settings: SandboxServerSettings, seccomp: SeccompProgram) -> None:
     """Fork the supervisor of the next call and wait for it. Exit if the supervisor failed."""
     supervisor = os.fork()
     if supervisor == 0:

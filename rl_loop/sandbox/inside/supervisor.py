@@ -17,13 +17,13 @@ from rl_loop.sandbox.inside.messages import (
     STARTED,
     CallResult,
     ProgramCall,
-    ServerSettings,
+    SandboxServerSettings,
     receive,
     send,
 )
 from rl_loop.sandbox.inside.process_watch import CHECK_SECONDS, ProcessWatch
 from rl_loop.sandbox.inside.program import SET_UP, run_program
-from rl_loop.sandbox.inside.progress import Deadline, Progress
+from rl_loop.sandbox.inside.progress import Deadline, SharedProgress
 
 READ_BYTES = 1 << 16
 
@@ -32,7 +32,7 @@ class CallFailed(Exception):
     """Call that failed for a reason other than the program."""
 
 
-def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
+def supervise(settings: SandboxServerSettings, seccomp: SeccompProgram) -> None:
     """Receive one call, run it and send its result.
 
     Processes of a killed call may still be exiting afterwards.
@@ -48,7 +48,7 @@ def supervise(settings: ServerSettings, seccomp: SeccompProgram) -> None:
 
 
 def run_call(
-    call: ProgramCall, settings: ServerSettings, seccomp: SeccompProgram
+    call: ProgramCall, settings: SandboxServerSettings, seccomp: SeccompProgram
 ) -> tuple[CallResult, bytes]:
     """Run the programs of a call.
 
@@ -63,7 +63,7 @@ def run_call(
     Raises:
         CallFailed: if the call failed for a reason other than the program.
     """
-    progress = Progress()
+    progress = SharedProgress()
     try:
         # Create it before the namespaces, because it opens the server's /proc.
         process_watch = ProcessWatch(
@@ -107,7 +107,10 @@ def run_call(
 
 
 def start_program(
-    call: ProgramCall, settings: ServerSettings, seccomp: SeccompProgram, progress: Progress
+    call: ProgramCall,
+    settings: SandboxServerSettings,
+    seccomp: SeccompProgram,
+    progress: SharedProgress,
 ) -> tuple[int, int]:
     """Fork the program and wait until it is set up.
 

@@ -19,7 +19,7 @@ from rl_loop.environments.replayed import (
     ATTEMPTS,
     ReplayedEnvironment,
     ReplayedOptions,
-    ServerLost,
+    ToolServerLost,
 )
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.infrastructure import InfrastructureFailure
@@ -55,7 +55,7 @@ class Counting(ReplayedEnvironment[ReplayedOptions]):
             raise InfrastructureFailure("tool", "lost")
         if action == 666:
             self._is_open = False
-            raise ServerLost("tool", "lost in the action")
+            raise ToolServerLost("tool", "lost in the action")
         return self.worlds[-1]
 
     async def answer(self, text: str) -> StepResult:
@@ -95,14 +95,14 @@ def test_action_that_ends_every_world_is_a_policy_error() -> None:
         environment = Counting()
         await environment.act(1)
         for _ in range(ATTEMPTS - 1):
-            with pytest.raises(ServerLost):
+            with pytest.raises(ToolServerLost):
                 await environment.act(666)
         with pytest.raises(ToolError, match="ended the server"):
             await environment.act(666)
         # The failed action is not part of the world in which the episode continues.
         assert await environment.act(2) == 3
         # Attempts are counted separately for each action of the episode.
-        with pytest.raises(ServerLost):
+        with pytest.raises(ToolServerLost):
             await environment.act(666)
         return environment.worlds
 
