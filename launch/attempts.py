@@ -10,7 +10,7 @@ from typing import Any
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json, write_json
 
 
-class Result(StrEnum):
+class AttemptResult(StrEnum):
     """Result of an attempt."""
 
     FINISHED = "finished"
@@ -24,10 +24,10 @@ class Result(StrEnum):
 
 
 @dataclass
-class Outcome:
+class AttemptOutcome:
     """Content of outcome.json."""
 
-    result: Result
+    result: AttemptResult
     error: str = ""
     """The first error, with rank, host and exception if they are known."""
     first_step: int = 0
@@ -60,9 +60,9 @@ class Attempt:
         """Return the latest report of each node, by node name."""
         return {path.stem: read_json(path) for path in self.nodes.glob("*.json")}
 
-    def write_outcome(self, outcome: Outcome) -> None:
+    def write_outcome(self, outcome: AttemptOutcome) -> None:
         """Write outcome.json, and decision.sh for the batch script."""
-        code = 0 if outcome.result is Result.FINISHED else 1
+        code = 0 if outcome.result is AttemptResult.FINISHED else 1
         # The batch script sources this file, because Slurm's commands are only certain to exist
         # there.
         decision = [
@@ -76,7 +76,7 @@ class Attempt:
         write_json(self.outcome, asdict(outcome))
 
 
-def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
+def earlier_outcomes(attempt: Attempt) -> list[AttemptOutcome]:
     """Read the outcomes of earlier attempts of the same job, oldest first.
 
     Other submissions of the run do not count, because the user may have fixed the cause.
@@ -85,7 +85,7 @@ def earlier_outcomes(attempt: Attempt) -> list[Outcome]:
 
     # Slurm keeps the number of a requeued job and counts its restarts: JOB.0, JOB.1, ...
     files = attempt.path.parent.glob(f"{job}.*/outcome.json")
-    outcomes = [Outcome(**read_json(path)) for path in files]
+    outcomes = [AttemptOutcome(**read_json(path)) for path in files]
     return sorted(outcomes, key=lambda outcome: outcome.ended)
 
 
@@ -98,7 +98,7 @@ def count_saved_steps(run: RunDirectory) -> int:
     return int(pointer.read_text().rpartition("_")[2])
 
 
-def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> None:
+def decide_requeue(outcome: AttemptOutcome, earlier: list[AttemptOutcome], retries: int) -> None:
     """Set ``requeue``, ``why`` and ``ended`` of an outcome.
 
     Args:
@@ -108,13 +108,13 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
     """
     outcome.ended = time.time()
 
-    if outcome.result is Result.FINISHED:
+    if outcome.result is AttemptResult.FINISHED:
         outcome.why = "the run is complete"
         return
 
     # If the replacements are unfit, too, the cause is not a single node.
-    if outcome.result is Result.BAD_NODES:
-        if any(past.result is Result.BAD_NODES for past in earlier):
+    if outcome.result is AttemptResult.BAD_NODES:
+        if any(past.result is AttemptResult.BAD_NODES for past in earlier):
             outcome.why = "nodes were already replaced once"
         else:
             outcome.requeue = True
@@ -127,8 +127,8 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
         return
 
     # Interruptions do not count as failures: a preempted job may continue any number of times.
-    failures = sum(past.result is Result.FAILED for past in earlier)
-    if outcome.result is Result.FAILED and failures >= retries:
+    failures = sum(past.result is AttemptResult.FAILED for past in earlier)
+    if outcome.result is AttemptResult.FAILED and failures >= retries:
         outcome.why = f"failed {failures + 1} times, cluster.retries is {retries}"
         return
 
@@ -136,7 +136,7 @@ def decide_requeue(outcome: Outcome, earlier: list[Outcome], retries: int) -> No
     outcome.why = f"the next attempt continues from step {outcome.last_step}"
 
 
-def _made_progress(outcome: Outcome) -> bool:
+def _made_progress(outcome: AttemptOutcome) -> bool:
     return outcome.last_step > outcome.first_step
 
 

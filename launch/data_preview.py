@@ -24,7 +24,7 @@ CONTEXT_STYLES = ("bright_black", "white")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """One token, or several tokens that form one character."""
 
     token_ids: list[int]
@@ -84,7 +84,7 @@ def _print_line(line: str, console: Console, style: str | None = None) -> None:
     console.print(shown, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
+def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[TokenPiece]:
     """Yield the tokens of a sample with their texts."""
     waiting: list[int] = []
     for token_id, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
@@ -94,11 +94,11 @@ def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[Piece]:
         # Show an incomplete character together with its other tokens.
         if text.endswith("\ufffd") and len(waiting) < MAX_CHARACTER_TOKENS:
             continue
-        yield Piece(waiting, text, trained)
+        yield TokenPiece(waiting, text, trained)
         waiting = []
     # A truncated sample may end within a character.
     if waiting:
-        yield Piece(waiting, codec.decode(waiting), bool(sample.loss_mask[-1]))
+        yield TokenPiece(waiting, codec.decode(waiting), bool(sample.loss_mask[-1]))
 
 
 def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:

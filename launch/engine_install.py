@@ -54,7 +54,7 @@ class Requirement:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Platform:
     """Properties that decide whether the wheels can be installed."""
 
     system: str
@@ -131,7 +131,7 @@ def read_requirements(pinned: Path) -> list[Requirement]:
     return requirements
 
 
-def this_machine(directory: Path) -> Machine:
+def this_machine(directory: Path) -> Platform:
     """Describe this machine, and the disk of ``directory``, which may not exist yet."""
     library, version = platform.libc_ver()
     glibc = None
@@ -143,7 +143,7 @@ def this_machine(directory: Path) -> Machine:
     parent = directory
     while not parent.exists():
         parent = parent.parent
-    return Machine(
+    return Platform(
         system=platform.system(),
         architecture=platform.machine(),
         glibc=glibc,
@@ -152,7 +152,7 @@ def this_machine(directory: Path) -> Machine:
     )
 
 
-def unsupported_reason(machine: Machine, share: float = 1.0) -> str:
+def unsupported_reason(machine: Platform, share: float = 1.0) -> str:
     """Return the reason why SGLang cannot be installed, or "".
 
     Args:

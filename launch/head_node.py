@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict
 
 from launch.attempts import (
-    Outcome,
-    Result,
+    AttemptOutcome,
+    AttemptResult,
     count_saved_steps,
     decide_requeue,
     earlier_outcomes,
@@ -62,7 +62,7 @@ class HeadNode(NodeProgram):
         if outcome.error:
             summary += f": {outcome.error}"
         os.write(console, f"{summary}\n{outcome.why}\n".encode())
-        return 0 if outcome.result is Result.FINISHED else 1
+        return 0 if outcome.result is AttemptResult.FINISHED else 1
 
     def check_progress(self) -> None:
         # Before training there is nothing to save, so stop at once.
@@ -70,16 +70,16 @@ class HeadNode(NodeProgram):
             raise StopRequested
         self._check_nodes()
 
-    def _run_head(self) -> Outcome:
+    def _run_head(self) -> AttemptOutcome:
         """Run the attempt, write its outcome and return it."""
         # The default result, until the attempt has another one.
-        outcome = Outcome(Result.FAILED, first_step=count_saved_steps(self.run))
+        outcome = AttemptOutcome(AttemptResult.FAILED, first_step=count_saved_steps(self.run))
         try:
             self._train(outcome)
         except StopRequested:
-            outcome.result = Result.INTERRUPTED
+            outcome.result = AttemptResult.INTERRUPTED
         except UnfitNodes as unfit:
-            outcome.result = Result.BAD_NODES
+            outcome.result = AttemptResult.BAD_NODES
             # Slurm gives the next attempt other nodes.
             outcome.exclude = sorted(unfit.reasons)
             reasons = sorted(unfit.reasons.items())
@@ -98,7 +98,7 @@ class HeadNode(NodeProgram):
         self.attempt.write_outcome(outcome)
         return outcome
 
-    def _train(self, outcome: Outcome) -> None:
+    def _train(self, outcome: AttemptOutcome) -> None:
         """Bring all nodes into Ray, run the training command and fill in the result.
 
         Args:
@@ -119,9 +119,9 @@ class HeadNode(NodeProgram):
         # A driver that is stopped during its start may exit with any status. That is no failure.
         status = self._run_driver(f"{head.host}:{head.port}")
         if status == 0:
-            outcome.result = Result.FINISHED
+            outcome.result = AttemptResult.FINISHED
         elif status in EXIT_STATUSES or self.stop_requested:
-            outcome.result = Result.INTERRUPTED
+            outcome.result = AttemptResult.INTERRUPTED
         else:
             outcome.error = self._explain_failure(status)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import psutil
 
-from launch.attempts import Result
+from launch.attempts import AttemptResult
 from rl_loop.config.errors import ConfigError
 
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "CANCELLING"}
@@ -163,11 +163,11 @@ class AttemptStatus:
     @property
     def is_finished(self) -> bool:
         """True if this attempt completed the run."""
-        return self.outcome.get("result") == Result.FINISHED
+        return self.outcome.get("result") == AttemptResult.FINISHED
 
 
 @dataclass
-class Status:
+class LaunchStatus:
     """Current status of a run."""
 
     state: str
@@ -180,7 +180,7 @@ class Status:
     """Attempts, oldest first."""
 
 
-def query(launch: Launch) -> Status:
+def query(launch: Launch) -> LaunchStatus:
     """Return the status of a run from the cluster and from its directory."""
     script = format_script(
         "status.sh",
@@ -204,7 +204,7 @@ def query(launch: Launch) -> Status:
 
     # The file is missing until the first step is complete.
     step = int(json.loads(metrics[0])["step"]) if metrics else 0
-    return Status(state=state, detail=detail, step=step, attempts=attempts)
+    return LaunchStatus(state=state, detail=detail, step=step, attempts=attempts)
 
 
 def _local_state(launch: Launch) -> tuple[str, str]:

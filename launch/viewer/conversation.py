@@ -16,7 +16,7 @@ from rl_loop.harmony.vocabulary import SPECIAL_TOKENS
 
 
 @dataclass
-class Message:
+class DisplayedMessage:
     """One message: tokens [start, end) of the episode, its text in [body, body_end)."""
 
     start: int
@@ -41,7 +41,7 @@ class Message:
         return asdict(self)
 
 
-def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
+def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMessage]:
     """Split an episode in Harmony or ChatML into messages.
 
     Tokens outside of well-formed messages become messages without a channel, so that all tokens are
@@ -60,7 +60,7 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
     return [_message_of(span, texts, mask) for span in split_messages(specials, len(texts))]
 
 
-def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -> Message:
+def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -> DisplayedMessage:
     if span.body is None:
         # A header without a message: sampling was truncated, or is malformed.
         header, body = Header("assistant", None, None, None), min(span.header, span.body_end)
@@ -68,7 +68,7 @@ def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -
         # The token before the body is <|message|>, which is no part of the header.
         header, body = read_header("".join(texts[span.header : span.body - 1])), span.body
 
-    return Message(
+    return DisplayedMessage(
         start=span.start,
         body=body,
         body_end=span.body_end,
@@ -86,7 +86,7 @@ RESPONSES = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.D
 """Result of a tool, which ChatML sends as a message of the user."""
 
 
-def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]:
+def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMessage]:
     """Split an episode in ChatML into messages. Each function call is a separate message.
 
     Args:
@@ -105,7 +105,7 @@ def chatml_messages(texts: Sequence[str], mask: Sequence[bool]) -> list[Message]
 
 def _chatml_parts(
     start: int, end: int, texts: Sequence[str], mask: Sequence[bool]
-) -> Iterator[Message]:
+) -> Iterator[DisplayedMessage]:
     """Split the tokens [start, end) of one message, and separate its function calls."""
     tokens = list(texts[start:end])
     # Without an end token, the message was truncated, or the next one began.
@@ -159,7 +159,7 @@ def _chatml_message(
     ended_by: str | None,
     texts: Sequence[str],
     mask: Sequence[bool],
-) -> Message:
+) -> DisplayedMessage:
     text = "".join(texts[body:body_end])
     recipient = None
     content_type = None
@@ -177,7 +177,7 @@ def _chatml_message(
             role = "tool"
             text = "\n".join(responses)
 
-    return Message(
+    return DisplayedMessage(
         start=start,
         body=body,
         body_end=body_end,

@@ -20,7 +20,7 @@ FIRST = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """Result of one check."""
 
     level: Level
@@ -35,7 +35,7 @@ class Finding:
         return asdict(self)
 
 
-def find(records: Records, is_on_policy: bool) -> list[Finding]:
+def find(records: Records, is_on_policy: bool) -> list[HealthFinding]:
     """Run all checks and return their findings, the worst first.
 
     Args:
@@ -57,36 +57,36 @@ def _values(records: Records, name: str) -> list[float]:
     return [float(record[name]) for record in records if record.get(name) is not None]
 
 
-def _finite(records: Records) -> Finding | None:
+def _finite(records: Records) -> HealthFinding | None:
     last = records[-1]
     lost = sorted(name for name, value in last.items() if value is None)
     if lost:
-        return Finding(
+        return HealthFinding(
             "bad",
             "numbers are finite",
             f"step {last['step']}: NaN or infinity in {', '.join(lost[:5])}",
             lost[0],
         )
-    return Finding("good", "numbers are finite", "no NaN in the newest step")
+    return HealthFinding("good", "numbers are finite", "no NaN in the newest step")
 
 
-def _ratio(records: Records, is_on_policy: bool) -> Finding | None:
+def _ratio(records: Records, is_on_policy: bool) -> HealthFinding | None:
     name = "ratio/deviation_max"
     deviations = _values(records, name)
     if not deviations or not is_on_policy:
         return None
     # Any deviation is a fault: on-policy, both log-probs come from the same computation.
     if max(deviations) > 0:
-        return Finding(
+        return HealthFinding(
             "bad",
             "importance ratio",
             f"deviates from 1 by up to {max(deviations):.2g}, but the run is on-policy",
             name,
         )
-    return Finding("good", "importance ratio", "exactly 1 in every step", name)
+    return HealthFinding("good", "importance ratio", "exactly 1 in every step", name)
 
 
-def _mismatch(records: Records) -> Finding | None:
+def _mismatch(records: Records) -> HealthFinding | None:
     gaps = _values(records, Name.LOGPROB_GAP)
     if not gaps:
         return None
@@ -104,10 +104,10 @@ def _mismatch(records: Records) -> Finding | None:
         level = "warning"
     if drift > 5:
         level = "bad"
-    return Finding(level, "engine and trainer", message, Name.LOGPROB_GAP)
+    return HealthFinding(level, "engine and trainer", message, Name.LOGPROB_GAP)
 
 
-def _gradient(records: Records) -> Finding | None:
+def _gradient(records: Records) -> HealthFinding | None:
     norms = _values(records, Name.GRAD_NORM)
     if not norms:
         return None
@@ -116,14 +116,14 @@ def _gradient(records: Records) -> Finding | None:
     usual = statistics.median(norms[-50:])
     if skipped > 0:
         message = f"{skipped:.0f} updates of the last {RECENT} steps were skipped"
-        return Finding("warning", "gradient", message, "skipped_updates")
+        return HealthFinding("warning", "gradient", message, "skipped_updates")
     if usual > 0 and norms[-1] > 10 * usual:
         message = f"norm {norms[-1]:.3g}, {norms[-1] / usual:.0f}x the usual {usual:.3g}"
-        return Finding("warning", "gradient", message, Name.GRAD_NORM)
-    return Finding("good", "gradient", f"norm {norms[-1]:.3g}, as usual", Name.GRAD_NORM)
+        return HealthFinding("warning", "gradient", message, Name.GRAD_NORM)
+    return HealthFinding("good", "gradient", f"norm {norms[-1]:.3g}, as usual", Name.GRAD_NORM)
 
 
-def _entropy(records: Records) -> Finding | None:
+def _entropy(records: Records) -> HealthFinding | None:
     entropies = _values(records, Name.ENTROPY)
     # The two windows must not overlap.
     if len(entropies) < 2 * FIRST:
@@ -133,14 +133,14 @@ def _entropy(records: Records) -> Finding | None:
     message = f"{now:.3g} nats per token, {before:.3g} in the first {FIRST} steps"
     if before > 0 and now < 0.1 * before:
         message += ". The policy explores very little"
-        return Finding("warning", "entropy", message, Name.ENTROPY)
+        return HealthFinding("warning", "entropy", message, Name.ENTROPY)
     if before > 0 and now > 3 * before:
         message += ". The policy becomes random"
-        return Finding("warning", "entropy", message, Name.ENTROPY)
-    return Finding("good", "entropy", message, Name.ENTROPY)
+        return HealthFinding("warning", "entropy", message, Name.ENTROPY)
+    return HealthFinding("good", "entropy", message, Name.ENTROPY)
 
 
-def _signal(records: Records) -> Finding | None:
+def _signal(records: Records) -> HealthFinding | None:
     shares = _values(records[-RECENT:], Name.GROUPS_WITHOUT_SIGNAL)
     if not shares:
         return None
@@ -153,15 +153,15 @@ def _signal(records: Records) -> Finding | None:
         message += f": {explain_no_signal(measured)}"
         # Solving every task is no fault, although such a step has no learning signal.
         level: Level = "warning" if solves >= 1 else "bad"
-        return Finding(level, "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
+        return HealthFinding(level, "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:
         tasks = "harder" if solves > 0.5 else "easier"
         message += f". Use {tasks} tasks or algorithm.dynamic_sampling_rounds"
-        return Finding("warning", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
-    return Finding("good", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
+        return HealthFinding("warning", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
+    return HealthFinding("good", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
 
 
-def _infrastructure(records: Records) -> Finding | None:
+def _infrastructure(records: Records) -> HealthFinding | None:
     newest = records[-RECENT:]
     prefix = "rollout/invalid/"
     found = {name for record in newest for name in record if name.startswith(prefix)}
@@ -173,12 +173,12 @@ def _infrastructure(records: Records) -> Finding | None:
     worst = max(lost, key=lambda name: lost[name])
     total = sum(lost.values())
     if total == 0:
-        return Finding("good", "infrastructure", "no episode failed because of it", worst)
+        return HealthFinding("good", "infrastructure", "no episode failed because of it", worst)
     message = f"{total:.1%} of the episodes failed, most because of {worst.removeprefix(prefix)}"
-    return Finding("bad" if total > 0.2 else "warning", "infrastructure", message, worst)
+    return HealthFinding("bad" if total > 0.2 else "warning", "infrastructure", message, worst)
 
 
-def _endings(records: Records) -> Finding | None:
+def _endings(records: Records) -> HealthFinding | None:
     newest = records[-RECENT:]
     limits = ("length", "max_context", "max_sampled_tokens", "max_turns", "max_tool_calls")
     shares = {
@@ -191,11 +191,11 @@ def _endings(records: Records) -> Finding | None:
     worst = max(shares, key=lambda limit: shares[limit])
     message = f"{total:.0%} of the episodes end at a limit"
     if total > 0.5:
-        return Finding("warning", "endings", f"{message}, most at {worst}", f"finish/{worst}")
-    return Finding("good", "endings", message, f"finish/{worst}")
+        return HealthFinding("warning", "endings", f"{message}, most at {worst}", f"finish/{worst}")
+    return HealthFinding("good", "endings", message, f"finish/{worst}")
 
 
-def _speed(records: Records) -> Finding | None:
+def _speed(records: Records) -> HealthFinding | None:
     seconds = _values(records, Name.STEP_SECONDS)
     if len(seconds) < 2 * FIRST:
         return None
@@ -205,11 +205,11 @@ def _speed(records: Records) -> Finding | None:
     message = f"a step takes {now:.3g} s"
     if now > 2 * usual:
         message += f", {now / usual:.1f}x the usual. Compare the phases of a step"
-        return Finding("warning", "speed", message, Name.STEP_SECONDS)
-    return Finding("good", "speed", message, Name.STEP_SECONDS)
+        return HealthFinding("warning", "speed", message, Name.STEP_SECONDS)
+    return HealthFinding("good", "speed", message, Name.STEP_SECONDS)
 
 
-CHECKS: tuple[Callable[[Records], Finding | None], ...] = (
+CHECKS: tuple[Callable[[Records], HealthFinding | None], ...] = (
     _finite,
     _mismatch,
     _gradient,

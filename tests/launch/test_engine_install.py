@@ -21,14 +21,14 @@ from launch.engine_install import (
     PINNED,
     PROGRESS_FILE,
     InstallError,
-    Machine,
+    Platform,
     install_engine,
     read_requirements,
     this_machine,
     unsupported_reason,
 )
 
-GOOD = Machine("Linux", "x86_64", (2, 36), (3, 12), free_bytes=100e9)
+GOOD = Platform("Linux", "x86_64", (2, 36), (3, 12), free_bytes=100e9)
 
 
 def make_wheel(folder: Path, name: str) -> Path:

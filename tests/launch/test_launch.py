@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launch import jobs, snapshot
-from launch.attempts import Outcome, Result, decide_requeue, first_error
+from launch.attempts import AttemptOutcome, AttemptResult, decide_requeue, first_error
 from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_slow_nodes
 from launch.placement import plan_nodes
@@ -263,13 +263,13 @@ def test_unknown_cluster_error_lists_known_clusters(
     assert "Clusters in configs/cluster: local, single_node, slurm, slurm_container" in ended.stderr
 
 
-FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
+FAILED, INTERRUPTED, BAD = AttemptResult.FAILED, AttemptResult.INTERRUPTED, AttemptResult.BAD_NODES
 
 
 @pytest.mark.parametrize(
     ("earlier", "now", "again", "why"),
     [
-        ([], (Result.FINISHED, 0, 9), False, "the run is complete"),
+        ([], (AttemptResult.FINISHED, 0, 9), False, "the run is complete"),
         ([], (FAILED, 0, 0), True, "continues from step 0"),
         (
             [(FAILED, 0, 0)],
@@ -301,10 +301,13 @@ FAILED, INTERRUPTED, BAD = Result.FAILED, Result.INTERRUPTED, Result.BAD_NODES
     ],
 )
 def test_retry_budget_ends_without_progress(
-    earlier: list[tuple[Result, int, int]], now: tuple[Result, int, int], again: bool, why: str
+    earlier: list[tuple[AttemptResult, int, int]],
+    now: tuple[AttemptResult, int, int],
+    again: bool,
+    why: str,
 ) -> None:
-    def outcome(values: tuple[Result, int, int]) -> Outcome:
-        return Outcome(values[0], first_step=values[1], last_step=values[2])
+    def outcome(values: tuple[AttemptResult, int, int]) -> AttemptOutcome:
+        return AttemptOutcome(values[0], first_step=values[1], last_step=values[2])
 
     decided = outcome(now)
     decide_requeue(decided, [outcome(values) for values in earlier], retries=3)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.viewer.conversation import Message, messages_of
+from launch.viewer.conversation import DisplayedMessage, messages_of
 from tests.support.recorded_episodes import VOCABULARY
 
 
-def split(*texts: str) -> list[Message]:
+def split(*texts: str) -> list[DisplayedMessage]:
     return messages_of(texts, [True] * len(texts))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launch.viewer.health import Finding, find, state_of
+from launch.viewer.health import HealthFinding, find, state_of
 from rl_loop.tracking.signal_watch import SignalWatch
 
 
@@ -31,7 +31,7 @@ def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
     return made
 
 
-def finding_of(check: str, **last: Any) -> Finding:
+def finding_of(check: str, **last: Any) -> HealthFinding:
     (finding,) = [f for f in find(records(**last), is_on_policy=True) if f.check == check]
     return finding
 
