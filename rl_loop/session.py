@@ -18,7 +18,7 @@ from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.inputs import WEIGHTS, RunInput, to_json
 from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
-from rl_loop.lifecycle.resume import Change, changes_since, inputs_of, write_config
+from rl_loop.lifecycle.resume import ConfigChange, changes_since, inputs_of, write_config
 from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.lifecycle.start_checks import check_conversations, check_run_requirements, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
@@ -210,7 +210,7 @@ class Session(ABC):
             )
         return state
 
-    def _begin_directory(self, changes: list[Change], step: int) -> None:
+    def _begin_directory(self, changes: list[ConfigChange], step: int) -> None:
         """Write the configuration. An earlier run is deleted here, once all parts are ready."""
         config = self._config
         if self._how.may_resume:

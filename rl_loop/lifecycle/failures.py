@@ -21,7 +21,7 @@ PACKAGES = ("gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launc
 
 
 @dataclass(frozen=True)
-class Failure:
+class ErrorReport:
     """The exception that made a command fail."""
 
     kind: str
@@ -73,7 +73,7 @@ def explain(error: BaseException, directory: Path | None = None) -> str:
     return f"{line.removesuffix('.')}. The traceback is in {log}"
 
 
-def find_cause(error: BaseException) -> Failure:
+def find_cause(error: BaseException) -> ErrorReport:
     """Return the root cause of ``error``. Ray may wrap the exception of an actor."""
     notes = tuple(getattr(error, "__notes__", ()))
     cause = root_cause(error)
@@ -84,7 +84,7 @@ def find_cause(error: BaseException) -> Failure:
     if ray is not None and isinstance(cause, ray.RayActorError) and cause.actor_init_failed:
         # The text is all there is, so the class is found by its name.
         kind, message = last_exception(str(cause))
-        return Failure(
+        return ErrorReport(
             kind=kind,
             message=message,
             is_remote=True,
@@ -97,7 +97,7 @@ def find_cause(error: BaseException) -> Failure:
     is_full_disk = type(cause) is OSError and cause.errno in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(cause, OSError) and is_full_disk:
         message = ": ".join(filter(None, [str(cause.filename or ""), cause.strerror]))
-    return Failure(
+    return ErrorReport(
         kind=_qualified_name(type(cause)),
         message=message,
         is_remote=cause is not error,

@@ -23,7 +23,7 @@ from rl_loop.lifecycle.inputs import (
     read_inputs,
     task_input_paths,
 )
-from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, Effect, rule_of
+from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, ResumeEffect, rule_of
 from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
@@ -32,7 +32,7 @@ LOCATION = ("name", "output_dir")
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """One setting with another value than before. None is an absent value."""
 
     key: str
@@ -69,7 +69,7 @@ def inputs_of(config: RunConfig) -> dict[str, RunInput]:
 
 def changes_since(
     run: RunDirectory, config: RunConfig, inputs: Mapping[str, RunInput] | None = None
-) -> list[Change]:
+) -> list[ConfigChange]:
     """Return the differences between ``config`` and the configuration of ``run``.
 
     Args:
@@ -90,7 +90,7 @@ def changes_since(
     contents = _changes_of_content(run, inputs_of(config) if inputs is None else inputs)
 
     # All rejected keys are reported at once, so that one attempt shows all mistakes.
-    rejected: list[Change] = []
+    rejected: list[ConfigChange] = []
     reasons: list[str] = []
     for change in changes:
         # Data may move if its content stays.
@@ -119,7 +119,7 @@ def changes_since(
 
 def _changes_of_content(
     run: RunDirectory, inputs: Mapping[str, RunInput]
-) -> dict[str, Change | None]:
+) -> dict[str, ConfigChange | None]:
     """Compare inputs with those that the run began with.
 
     Returns, for each key that both have, how the content changed. None if it did not.
@@ -128,16 +128,16 @@ def _changes_of_content(
     if not run.inputs.exists():
         return {}
     recorded = from_json(read_json(run.inputs))
-    changes: dict[str, Change | None] = {}
+    changes: dict[str, ConfigChange | None] = {}
     for key, now in inputs.items():
         before = recorded.get(key)
         if before is not None:
-            changes[key] = None if now.digest == before.digest else Change(key, before, now)
+            changes[key] = None if now.digest == before.digest else ConfigChange(key, before, now)
     return changes
 
 
 def _reject_changed_content(
-    key: str, change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
+    key: str, change: ConfigChange, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> None:
     """Raise ConfigError if a run cannot continue with other content of a file."""
     if key in WEIGHTS:
@@ -163,7 +163,7 @@ def _reject_changed_content(
     )
 
 
-def differences(before: Any, now: Any, key: str = "") -> list[Change]:
+def differences(before: Any, now: Any, key: str = "") -> list[ConfigChange]:
     """Compare two configurations as JSON, leaf by leaf. Paths to the same file do not differ.
 
     Args:
@@ -172,7 +172,7 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
         key: key of both sections. Empty at the top.
     """
     if isinstance(before, dict) and isinstance(now, dict):
-        changes: list[Change] = []
+        changes: list[ConfigChange] = []
         for name in before | now:
             key_below = f"{key}.{name}" if key else name
             changes += differences(before.get(name), now.get(name), key_below)
@@ -180,11 +180,11 @@ def differences(before: Any, now: Any, key: str = "") -> list[Change]:
 
     if before == now or _is_same_file(before, now):
         return []
-    return [Change(key, before, now)]
+    return [ConfigChange(key, before, now)]
 
 
 def write_config(
-    run: RunDirectory, config: RunConfig, changes: Sequence[Change], step: int
+    run: RunDirectory, config: RunConfig, changes: Sequence[ConfigChange], step: int
 ) -> None:
     """Write config.yaml as the run continues with it.
 
@@ -221,11 +221,11 @@ def _stored_config(run: RunDirectory, kind: type[RunConfig]) -> dict[str, Any]:
 
 
 def _rejection_reason(
-    change: Change, before: dict[str, Any], config: RunConfig, run: RunDirectory
+    change: ConfigChange, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> str | None:
     """Return why a key cannot change. None if it can."""
     rule = rule_of(change.key, _samples(config))
-    if rule.effect is Effect.REJECTED:
+    if rule.effect is ResumeEffect.REJECTED:
         return rule.reason
 
     # With adapters the base is frozen. Without them the trained experts have this format.
@@ -278,7 +278,7 @@ def _weights_rejection_reason(key: str, config: RunConfig, run: RunDirectory) ->
     return None
 
 
-def _beginning_from(run: RunDirectory, before: dict[str, Any], rejected: list[Change]) -> str:
+def _beginning_from(run: RunDirectory, before: dict[str, Any], rejected: list[ConfigChange]) -> str:
     """Return the override with which another run begins with this one's weights."""
     if before.get("adapter") is None:
         return f"initial_weights={run.path}"

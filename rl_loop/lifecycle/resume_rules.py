@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Effect(StrEnum):
+class ResumeEffect(StrEnum):
     """Effect of a changed key on a resumed run."""
 
     REJECTED = "rejected"
@@ -28,17 +28,17 @@ class Effect(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class ResumeRule:
     """The effect of one key."""
 
-    effect: Effect
+    effect: ResumeEffect
     reason: str
     samples: bool = False
     """True if episodes depend on the key: groups sampled with another value are sampled again."""
 
 
-def _rejected(reason: str) -> Rule:
-    return Rule(Effect.REJECTED, reason)
+def _rejected(reason: str) -> ResumeRule:
+    return ResumeRule(ResumeEffect.REJECTED, reason)
 
 
 SHAPE = "the weights of the checkpoint have other shapes"
@@ -51,19 +51,19 @@ SYSTEM_MESSAGE = (
 )
 TOOLS = "episodes would use other tools, so curves would not be comparable"
 
-LEARNING = Rule(Effect.MAY_CHANGE, "training from the next step on")
-SAMPLING = Rule(Effect.MAY_CHANGE, "sampling from the next step on", samples=True)
-REWARD = Rule(Effect.MAY_CHANGE, "rewards of later episodes", samples=True)
-ENDING = Rule(Effect.MAY_CHANGE, "the end of the run")
-FILES = Rule(Effect.MAY_CHANGE, "compared by content, see lifecycle.inputs")
-MEASUREMENT = Rule(Effect.MAY_CHANGE, "measurements, not training")
-LAYOUT = Rule(Effect.NO_EFFECT, "the same computation in another place")
-RECORDING = Rule(Effect.NO_EFFECT, "recorded files")
-ELSEWHERE = Rule(Effect.NO_EFFECT, "used by another command")
+LEARNING = ResumeRule(ResumeEffect.MAY_CHANGE, "training from the next step on")
+SAMPLING = ResumeRule(ResumeEffect.MAY_CHANGE, "sampling from the next step on", samples=True)
+REWARD = ResumeRule(ResumeEffect.MAY_CHANGE, "rewards of later episodes", samples=True)
+ENDING = ResumeRule(ResumeEffect.MAY_CHANGE, "the end of the run")
+FILES = ResumeRule(ResumeEffect.MAY_CHANGE, "compared by content, see lifecycle.inputs")
+MEASUREMENT = ResumeRule(ResumeEffect.MAY_CHANGE, "measurements, not training")
+LAYOUT = ResumeRule(ResumeEffect.NO_EFFECT, "the same computation in another place")
+RECORDING = ResumeRule(ResumeEffect.NO_EFFECT, "recorded files")
+ELSEWHERE = ResumeRule(ResumeEffect.NO_EFFECT, "used by another command")
 
-RULES: dict[str, Rule] = {
-    "name": Rule(Effect.NO_EFFECT, "the location of the run"),
-    "output_dir": Rule(Effect.NO_EFFECT, "the location of the run"),
+RULES: dict[str, ResumeRule] = {
+    "name": ResumeRule(ResumeEffect.NO_EFFECT, "the location of the run"),
+    "output_dir": ResumeRule(ResumeEffect.NO_EFFECT, "the location of the run"),
     "seed": _rejected(DATA),
     "model": _rejected(SHAPE),
     "adapter": _rejected(ADAPTER),
@@ -124,10 +124,12 @@ RULES: dict[str, Rule] = {
     "training.checkpoint_every": RECORDING,
     "training.keep_adapters": RECORDING,
     "training.keep_checkpoints": RECORDING,
-    "training.max_tokens_per_micro_batch": Rule(
-        Effect.MAY_CHANGE, "packing of sequences, and which samples of `data` are too long"
+    "training.max_tokens_per_micro_batch": ResumeRule(
+        ResumeEffect.MAY_CHANGE, "packing of sequences, and which samples of `data` are too long"
     ),
-    "training.steps": Rule(Effect.MAY_CHANGE, "the length of the run and of its schedules"),
+    "training.steps": ResumeRule(
+        ResumeEffect.MAY_CHANGE, "the length of the run and of its schedules"
+    ),
     "tracking.episodes": RECORDING,
     "evaluation.concurrency": ELSEWHERE,
     "evaluation.endpoint": ELSEWHERE,
@@ -245,7 +247,7 @@ EPISODE_PREFIXES = ("rollout.", "reward.", "algorithm.")
 """Prefixes of keys that matter only if episodes are sampled."""
 
 
-def rule_of(key: str, samples_episodes: bool = True) -> Rule:
+def rule_of(key: str, samples_episodes: bool = True) -> ResumeRule:
     """Return the rule of a key, or of the nearest key above it that has one.
 
     Args:

@@ -19,7 +19,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.lifecycle.inputs import to_json
 from rl_loop.lifecycle.resume import changes_since, input_paths, inputs_of
-from rl_loop.lifecycle.resume_rules import RULES, Effect, rule_of
+from rl_loop.lifecycle.resume_rules import RULES, ResumeEffect, rule_of
 from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.group_store import GroupStore
@@ -185,7 +185,7 @@ def test_every_key_has_a_rule() -> None:
     """A rejected section covers its keys. Every other key has a separate rule."""
     for key in KEYS:
         above = [key[:i] for i, character in enumerate(key) if character == "."]
-        refused = any(RULES[k].effect is Effect.REJECTED for k in above if k in RULES)
+        refused = any(RULES[k].effect is ResumeEffect.REJECTED for k in above if k in RULES)
         assert key in RULES or refused, f"declare the effect of {key} in resume_rules.RULES"
 
 
@@ -195,7 +195,7 @@ def test_every_rule_has_a_key() -> None:
 
 
 def test_undeclared_key_is_rejected() -> None:
-    assert rule_of("rollout.unheard_of").effect is Effect.REJECTED
+    assert rule_of("rollout.unheard_of").effect is ResumeEffect.REJECTED
 
 
 PATHS_WITHOUT_INPUT = {"output_dir", "sandbox.interpreter", "rollout.engine.python"}
@@ -230,7 +230,7 @@ def test_every_path_is_an_input(tmp_path: Path) -> None:
     assert named - PATHS_WITHOUT_INPUT == found
 
 
-def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: Effect) -> list[str]:
+def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: ResumeEffect) -> list[str]:
     skipped = ("tasks.sources.*", "data.sources.*", "vocabulary_data.")
     return [
         key
@@ -241,7 +241,7 @@ def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: Effect) -> 
 
 REFUSED = sorted(
     key
-    for key in with_effect(RL_KEYS, RlConfig, Effect.REJECTED)
+    for key in with_effect(RL_KEYS, RlConfig, ResumeEffect.REJECTED)
     if not key.startswith(("model.", "adapter", "quantization", "chatml", "prompt", "vocabulary"))
     and not key.endswith("moment_dtype")
 )
@@ -382,7 +382,7 @@ def check_each_task_once(trained: list[str], usable_in_both: int) -> None:
 
 MAY_CHANGE_RL = sorted(
     key
-    for key in with_effect(RL_KEYS, RlConfig, Effect.MAY_CHANGE)
+    for key in with_effect(RL_KEYS, RlConfig, ResumeEffect.MAY_CHANGE)
     # Paths are compared by content, and this test has only one version of each file.
     if key not in ("initial_weights", "initial_adapter", "tokenizer", *OF_CUSTOM_CODE)
 )
@@ -464,7 +464,7 @@ def check_each_conversation_once(names: list[str]) -> None:
 
 MAY_CHANGE_SFT = sorted(
     key
-    for key in with_effect(SFT_KEYS, SftConfig, Effect.MAY_CHANGE)
+    for key in with_effect(SFT_KEYS, SftConfig, ResumeEffect.MAY_CHANGE)
     if key not in ("initial_weights", "initial_adapter", "tokenizer", "data")
 )
 
