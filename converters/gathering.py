@@ -13,8 +13,8 @@ from converters.gathering_plan import (
     GatheringPlan,
     GatheringPlanner,
     GatheringStep,
-    Message,
     RankContents,
+    ShardMessage,
 )
 from converters.local_weights import LocalWeights
 from converters.mapping import NamedParts, NamedTensor, ParameterMapping
@@ -397,7 +397,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             self.failure = self.failure or error
             return {}
 
-    def _send_or_receive(self, name: str, message: Message, tensor: torch.Tensor) -> None:
+    def _send_or_receive(self, name: str, message: ShardMessage, tensor: torch.Tensor) -> None:
         """Send or receive one message.
 
         Args:

@@ -37,7 +37,7 @@ class RankContents:
 
 
 @dataclass(frozen=True)
-class Message:
+class ShardMessage:
     """One shard of a parameter, sent to the receivers."""
 
     source: int
@@ -71,7 +71,7 @@ class GatheringStep:
     """The parameter; of a stack, the first expert's."""
     is_quantized: bool
     """True if the parameter is trained through MXFP4 and sent as MXFP4."""
-    messages: list[Message | None]
+    messages: list[ShardMessage | None]
     """One message per tensor-parallel shard; None if every receiver has the shard.
 
     For a ``stack``: one message per Hugging Face tensor; empty if every receiver has the experts.
@@ -177,10 +177,10 @@ class GatheringPlanner:
                 continue
             # Several messages if the stack exceeds the receive buffer's bound.
             for some in batched(neighbors, most):
-                messages: list[Message | None] = []
+                messages: list[ShardMessage | None] = []
                 offset = 0
                 for shape in shapes:
-                    message = Message(source, dtype, (len(some), *shape), offset)
+                    message = ShardMessage(source, dtype, (len(some), *shape), offset)
                     messages.append(message)
                     offset = message.end
                 steps.append(GatheringStep(some[0], is_quantized, messages, some))
@@ -199,21 +199,21 @@ class GatheringPlanner:
 
     def _messages(
         self, mapping: ParameterMapping, is_quantized: bool, receivers: tuple[int, ...]
-    ) -> list[Message | None]:
+    ) -> list[ShardMessage | None]:
         """Return the message of each tensor-parallel shard; None if every receiver has it."""
         shards: list[int | None] = [None]
         # Each shard is on other ranks, so each has its own source.
         if mapping.tensor_parallel_dim is not None:
             shards = list(range(self._tensor_parallel))
 
-        messages: list[Message | None] = []
+        messages: list[ShardMessage | None] = []
         offset = 0
         for shard in shards:
             if all(self._ranks[rank].holds(mapping, shard) for rank in receivers):
                 messages.append(None)
                 continue
             source = self._find_source(mapping, shard)
-            message = Message(
+            message = ShardMessage(
                 source=source,
                 dtype=self._ranks[source].dtypes[mapping.name],
                 shape=self._sent_shape(mapping, is_quantized),

@@ -32,7 +32,7 @@ from converters.model_extras import (
     write_files,
 )
 from converters.names import hf_shapes
-from converters.safetensors_files import Entry, SafetensorsFile
+from converters.safetensors_files import SafetensorsFile, TensorEntry
 from converters.weight_files import INDEX_FILE, SINGLE_FILE, read_index, weight_files
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
@@ -50,7 +50,7 @@ ROWS_AT_A_TIME = 8192
 
 
 @dataclass(frozen=True)
-class ExpertStack:
+class LazyExpertStack:
     """A tensor [E, ...] of which each expert's slice is read on access."""
 
     shape: Shape
@@ -197,13 +197,13 @@ class HfDirectory:
         scales = self._read(scales_name, stored, expert)
         return blocks, scales
 
-    def view(self, name: str) -> torch.Tensor | ExpertStack:
+    def view(self, name: str) -> torch.Tensor | LazyExpertStack:
         """Read a tensor [hf_shapes]. For experts, return a stack that reads each on access."""
         if ".experts." not in name:
             return self.get(name)
         # No read yet: an expert-parallel rank needs only some of the experts.
         shape = hf_shapes(self.config)[name]
-        return ExpertStack(shape, read=lambda expert: self.get(name, expert))
+        return LazyExpertStack(shape, read=lambda expert: self.get(name, expert))
 
     def _read(self, stored_name: str, stored: StoredTensor, expert: int | None) -> torch.Tensor:
         start, stop = _rows(stored, expert)
@@ -216,7 +216,7 @@ class HfDirectory:
     def _file(self, stored_name: str) -> SafetensorsFile:
         return self._files[self._file_of[stored_name]]
 
-    def _entry(self, stored_name: str) -> Entry:
+    def _entry(self, stored_name: str) -> TensorEntry:
         return self._file(stored_name).entries[stored_name]
 
     def _check_index(self) -> None:

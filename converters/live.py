@@ -12,14 +12,14 @@ from megatron.core import parallel_state
 
 from converters.errors import ConversionError
 from converters.gathering import GatheredWeights, WeightGathering
-from converters.hf_directory import ExpertStack
+from converters.hf_directory import LazyExpertStack
 from converters.local_weights import find_local_weights
 from converters.mapping import ParameterMapping
 from megatron_gptoss.checkpoint.base_digest import local_digest
 from megatron_gptoss.checkpoint.state import has_adapters
 from megatron_gptoss.config import ModelConfig
 
-GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | ExpertStack]
+GetTensor = Callable[[str], torch.Tensor] | Callable[[str], torch.Tensor | LazyExpertStack]
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
         model: this rank's part of the model. Values are converted to the dtype of the parameter.
         config: model configuration.
         get_tensor: returns the Hugging Face tensor with a name. It is called only for tensors that
-            this rank needs. From an ExpertStack, only this rank's experts are read.
+            this rank needs. From a LazyExpertStack, only this rank's experts are read.
 
     Raises:
         ConversionError: a tensor is missing or has the wrong shape, the name table lacks a
@@ -41,7 +41,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
             message names the tensor or parameter. ConversionError is a ValueError.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    tensors: dict[str, torch.Tensor | ExpertStack] = {}
+    tensors: dict[str, torch.Tensor | LazyExpertStack] = {}
 
     # Experts that share a tensor are adjacent in the table, so each tensor is read once.
     for mapping, weight in find_local_weights(model, config):
@@ -71,7 +71,7 @@ def load_hf_weights(model: torch.nn.Module, config: ModelConfig, get_tensor: Get
 
 def _get_tensors(
     mapping: ParameterMapping, get_tensor: GetTensor
-) -> dict[str, torch.Tensor | ExpertStack]:
+) -> dict[str, torch.Tensor | LazyExpertStack]:
     try:
         return {name: get_tensor(name) for name in mapping.hf_names}
     except KeyError as error:
@@ -81,7 +81,7 @@ def _get_tensors(
 
 
 def _parts(
-    mapping: ParameterMapping, tensors: dict[str, torch.Tensor | ExpertStack], num_experts: int
+    mapping: ParameterMapping, tensors: dict[str, torch.Tensor | LazyExpertStack], num_experts: int
 ) -> list[Any]:
     """Return the parts of the tensors that form a parameter, after checking the shapes."""
     parts: list[Any] = []
@@ -97,7 +97,7 @@ def _parts(
         if mapping.expert is None:
             parts.append(tensor)
         else:
-            # An ExpertStack reads only this expert here.
+            # A LazyExpertStack reads only this expert here.
             parts.append(tensor[mapping.expert])
     return parts
 

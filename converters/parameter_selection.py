@@ -12,7 +12,7 @@ from megatron_gptoss.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Selection:
+class ComparedParameters:
     """Parameters to compare after one conversion."""
 
     check: Check
@@ -24,7 +24,7 @@ class Selection:
         return mapping.expert is None or self.layer is None or self.layer == mapping.layer
 
 
-def select_parameters(kind: str, config: ModelConfig, check: Check) -> Selection:
+def select_parameters(kind: str, config: ModelConfig, check: Check) -> ComparedParameters:
     """Choose the parameters to compare.
 
     Args:
@@ -34,8 +34,8 @@ def select_parameters(kind: str, config: ModelConfig, check: Check) -> Selection
     """
     # A sample leaves out experts only, so without experts everything is compared.
     if check == "all" or not config.num_experts:
-        return Selection(check, layer=None)
-    return Selection(check, layer=next_layer(kind, config))
+        return ComparedParameters(check, layer=None)
+    return ComparedParameters(check, layer=next_layer(kind, config))
 
 
 def next_layer(kind: str, config: ModelConfig) -> int:

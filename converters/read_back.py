@@ -38,7 +38,7 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
-from converters.parameter_selection import Selection, remember_layer
+from converters.parameter_selection import ComparedParameters, remember_layer
 from converters.pipeline import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import ExportReport, QuantizationLoss, ReadBackResult
@@ -53,7 +53,7 @@ def check_import(
     hf_dir: Path,
     partial: Path,
     dtype: torch.dtype | None,
-    selection: Selection,
+    selection: ComparedParameters,
     progress: Progress | None = None,
 ) -> ReadBackResult:
     """Compare an unfinished torch_dist checkpoint with the directory it was imported from.
@@ -143,7 +143,7 @@ def check_export(
     dtype: torch.dtype | None,
     reference: Path | None,
     report: ExportReport,
-    selection: Selection,
+    selection: ComparedParameters,
     progress: Progress | None = None,
 ) -> ReadBackResult:
     """Compare an unfinished Hugging Face directory with the checkpoint it was exported from.
@@ -286,7 +286,7 @@ class _ExportComparison:
 def check_weights(
     weights: Mapping[str, torch.Tensor],
     partial: Path,
-    selection: Selection,
+    selection: ComparedParameters,
     progress: Progress | None = None,
 ) -> ReadBackResult:
     """Compare an unfinished Hugging Face directory with the weights it was written from.
@@ -343,7 +343,7 @@ def _compare_selected[Result](
     kind: str,
     config: ModelConfig,
     partial: Path,
-    selection: Selection,
+    selection: ComparedParameters,
     use: Callable[[ParameterMapping, Result], None] = lambda mapping, result: None,
     progress: Progress | None,
 ) -> ReadBackResult:

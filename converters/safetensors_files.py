@@ -42,7 +42,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file."""
 
     dtype_name: str
@@ -94,7 +94,7 @@ class SafetensorsFile:
             ) from None
 
         self.entries = {
-            name: Entry(
+            name: TensorEntry(
                 dtype_name=entry["dtype"],
                 shape=tuple(entry["shape"]),
                 offset=header.data_start + entry["data_offsets"][0],

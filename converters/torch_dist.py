@@ -37,7 +37,7 @@ from converters.model_extras import EXTRAS_FOLDER, ModelExtras, copy_extras, rea
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
 from converters.page_cache import StreamedPages, read_window, write_window
-from converters.parameter_selection import Selection, select_parameters
+from converters.parameter_selection import ComparedParameters, select_parameters
 from converters.pipeline import Progress, ordered_map
 from converters.read_back import check_export, check_import, export_kind
 from converters.reports import Check, ExportReport, QuantizationLoss, ReadBackResult
@@ -107,7 +107,7 @@ def _write_parameters(
     source: HfDirectory,
     writer: TorchDistWriter,
     dtype: torch.dtype | None,
-    selection: Selection,
+    selection: ComparedParameters,
     progress: Progress | None,
 ) -> None:
     table = list(parameter_mappings(source.config).values())
@@ -295,7 +295,7 @@ class _Exporter:
         checkpoint: MegatronCheckpoint,
         original: HfDirectory | None,
         dtype: torch.dtype | None,
-        selection: Selection,
+        selection: ComparedParameters,
     ) -> None:
         """Create an exporter.
 

@@ -26,7 +26,7 @@ PIECE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor whose values differ between the two sides."""
 
     name: str
@@ -42,7 +42,7 @@ class VerifyReport:
 
     tensors: int = 0
     """Number of tensors compared."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[TensorDifference] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
     """Relative difference of the outputs of each stage: embedding, layer 0, ..., logits."""
 
@@ -117,8 +117,8 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
 
 def _compare_tensors(
     source: HfDirectory, checkpoint: MegatronCheckpoint, progress: Progress | None
-) -> list[Difference]:
-    def compare(mapping: ParameterMapping) -> list[Difference]:
+) -> list[TensorDifference]:
+    def compare(mapping: ParameterMapping) -> list[TensorDifference]:
         parts = mapping.named_parts(checkpoint.parameter(mapping))
         for name, part in parts.items():
             # NaN would be equal on both sides and give no useful output.
@@ -132,7 +132,7 @@ def _compare_tensors(
     results = ordered_map(
         compare, table, size=lambda mapping: mapping.bf16_bytes, progress=progress
     )
-    by_name: dict[str, Difference] = {}
+    by_name: dict[str, TensorDifference] = {}
     with contextlib.closing(results):
         for differences in results:
             for difference in differences:
@@ -141,18 +141,18 @@ def _compare_tensors(
     return list(by_name.values())
 
 
-def _add_difference(by_name: dict[str, Difference], difference: Difference) -> None:
+def _add_difference(by_name: dict[str, TensorDifference], difference: TensorDifference) -> None:
     """Add the difference of one expert to the differences of its tensor."""
     name = difference.name
-    before = by_name.get(name, Difference(name, largest=0.0, elements=0))
-    by_name[name] = Difference(
+    before = by_name.get(name, TensorDifference(name, largest=0.0, elements=0))
+    by_name[name] = TensorDifference(
         name,
         largest=max(before.largest, difference.largest),
         elements=before.elements + difference.elements,
     )
 
 
-def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Difference:
+def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> TensorDifference:
     # Pieces of different shapes would pair unrelated elements.
     if expected.shape != actual.shape:
         raise ConversionError(
@@ -173,4 +173,4 @@ def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Diff
         if differing:
             elements += differing
             largest = max(largest, (first - second).abs().max().item())
-    return Difference(name, largest, elements)
+    return TensorDifference(name, largest, elements)

@@ -36,13 +36,13 @@ class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
         self.gate_up = self._stack("gate_up")
         self.down = self._stack("down")
 
-    def _stack(self, target: str) -> "ExpertStack":
+    def _stack(self, target: str) -> "AdaptedExpertStack":
         """Return the stack of one matrix, "gate_up" or "down"."""
         adapters: dict[str, Any] = dict(self.adapters.items())
-        return ExpertStack(target, self.linears(target), adapters.get(target))
+        return AdaptedExpertStack(target, self.linears(target), adapters.get(target))
 
 
-class ExpertStack:
+class AdaptedExpertStack:
     """One of the two matrices of all experts of a layer, with their adapters.
 
     The modules of the experts own the parameters. This class places their bases and biases in
@@ -185,7 +185,7 @@ class _MergedGroupedLinear(torch.autograd.Function):
         x: Tensor,
         a: Tensor,
         b: Tensor,
-        stack: ExpertStack,
+        stack: AdaptedExpertStack,
         row_counts: Sequence[int],
         with_bias: bool,
     ) -> Tensor:

@@ -12,7 +12,7 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
 from converters.mxfp4_tensors import Digests, directory_digests, first_difference, stored_names
 from converters.names import parameter_mappings
-from converters.parameter_selection import Selection, select_parameters
+from converters.parameter_selection import ComparedParameters, select_parameters
 from converters.read_back import check_weights
 from megatron_gptoss.config import ModelConfig
 from rl_loop.trainer.weight_export import WeightExport
@@ -113,7 +113,7 @@ def check_packed_experts(
             )
 
 
-def _names_of(model: ModelConfig, selection: Selection) -> set[str]:
+def _names_of(model: ModelConfig, selection: ComparedParameters) -> set[str]:
     """Return the names of the tensors of a selection, both unpacked and packed."""
     names = set()
     for mapping in parameter_mappings(model).values():

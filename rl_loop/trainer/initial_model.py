@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from converters.adapter_checkpoint import Adapters, CheckpointAdapters
-from converters.hf_directory import ExpertStack, HfDirectory
+from converters.hf_directory import HfDirectory, LazyExpertStack
 from converters.live import load_hf_weights
 from converters.live_adapters import load_adapter
 from converters.mapping import ParameterMapping
@@ -137,7 +137,7 @@ class CheckpointTensors:
             for name in mapping.hf_names:
                 self._mappings.setdefault(name, []).append(mapping)
 
-    def view(self, name: str) -> torch.Tensor | ExpertStack:
+    def view(self, name: str) -> torch.Tensor | LazyExpertStack:
         """Return a tensor in its Hugging Face shape, or a stack that reads each expert on access.
 
         Raises:
@@ -147,7 +147,7 @@ class CheckpointTensors:
         if mappings[0].expert is None:
             return self._read(mappings[0], name)
         # All experts of a layer would need several times the memory of one.
-        return ExpertStack(
+        return LazyExpertStack(
             self._shapes[name], read=lambda expert: self._read(mappings[expert], name)
         )
 

@@ -24,7 +24,7 @@ from converters import names, torch_dist
 from converters.errors import ConversionError
 from converters.families.gpt_oss.table import _transpose
 from converters.families.registry import hugging_face_reference
-from converters.hf_directory import ExpertStack, HfDirectory, written_shapes
+from converters.hf_directory import HfDirectory, LazyExpertStack, written_shapes
 from converters.hf_layouts import openai_name
 from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import same, single_part
@@ -224,7 +224,7 @@ def test_expert_stack_reads_only_the_requested_expert(
         source, "get", lambda name, expert=None: (read.append(expert), original(name, expert))[1]
     )
     stack = source.view(DOWN)
-    assert isinstance(stack, ExpertStack) and stack.shape == (3, 32, 64) and not read
+    assert isinstance(stack, LazyExpertStack) and stack.shape == (3, 32, 64) and not read
     assert torch.equal(stack[2], original(DOWN)[2])
     assert read == [2]
 
