@@ -13,22 +13,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from launch.control_characters import show_control_characters
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import RunDirectory, metric_curve, read_json, read_json_lines
 
 # Metric -> (label, format), in display order.
 SHOWN: dict[str, tuple[str, str]] = {
-    Name.REWARD: ("reward", "{:.3f}"),
-    Name.LOSS: ("loss", "{:.4f}"),
-    Name.VALIDATION_LOSS: ("validation", "{:.4f}"),
-    Name.ACCURACY: ("accuracy", "{:.3f}"),
-    Name.HELD_OUT_ACCURACY: ("held out", "{:.3f}"),
-    Name.TOOL_CALL_RATE: ("tool calls", "{:.2f}"),
-    Name.TURNS: ("turns", "{:.2f}"),
-    Name.TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
-    Name.LOGPROB_GAP: ("|Δlogp|", "{:.1e}"),
-    Name.CLIP_FRACTION: ("clipped", "{:.3f}"),
-    Name.GRAD_NORM: ("grad norm", "{:.2f}"),
+    MetricName.REWARD: ("reward", "{:.3f}"),
+    MetricName.LOSS: ("loss", "{:.4f}"),
+    MetricName.VALIDATION_LOSS: ("validation", "{:.4f}"),
+    MetricName.ACCURACY: ("accuracy", "{:.3f}"),
+    MetricName.HELD_OUT_ACCURACY: ("held out", "{:.3f}"),
+    MetricName.TOOL_CALL_RATE: ("tool calls", "{:.2f}"),
+    MetricName.TURNS: ("turns", "{:.2f}"),
+    MetricName.TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
+    MetricName.LOGPROB_GAP: ("|Δlogp|", "{:.1e}"),
+    MetricName.CLIP_FRACTION: ("clipped", "{:.3f}"),
+    MetricName.GRAD_NORM: ("grad norm", "{:.2f}"),
 }
 RECENT_STEPS = 10
 """Steps whose mean time predicts the remaining time. Episode lengths change during training."""
@@ -168,10 +168,10 @@ class TrainingProgress:
 
 
 COMPARED = {
-    Name.HELD_OUT_ACCURACY: "held-out accuracy",
-    Name.HELD_OUT_REWARD: "held-out reward",
-    Name.LOSS: "loss",
-    Name.VALIDATION_LOSS: "validation loss",
+    MetricName.HELD_OUT_ACCURACY: "held-out accuracy",
+    MetricName.HELD_OUT_REWARD: "held-out reward",
+    MetricName.LOSS: "loss",
+    MetricName.VALIDATION_LOSS: "validation loss",
 }
 """Metrics whose first and last values are printed. The loss is printed only without accuracies."""
 
@@ -185,11 +185,11 @@ def describe_outcome(run: RunDirectory) -> str:
     changes: list[str] = []
     for metric, label in COMPARED.items():
         _, values = metric_curve(records, metric)
-        if metric == Name.LOSS and changes:
+        if metric == MetricName.LOSS and changes:
             continue
         if values:
             changes.append(f"{label} {values[0]:.3f} -> {values[-1]:.3f}")
 
     summary = read_json(run.summary)
-    seconds = sum(metric_curve(records, Name.STEP_SECONDS)[1])
+    seconds = sum(metric_curve(records, MetricName.STEP_SECONDS)[1])
     return f"{', '.join(changes)} in {summary['steps']} steps, {format_seconds(seconds)}"

@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from launch.control_characters import show_control_characters
 from launch.progress import format_seconds
 from rl_loop.tracking.episode_reader import EpisodeReader
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import (
     RunDirectory,
     RunDirectoryError,
@@ -99,28 +99,28 @@ class Curve:
 OUTCOME_CHART = Chart(
     "reward and accuracy",
     (
-        (Name.REWARD, "reward"),
-        (Name.ACCURACY, "accuracy"),
-        (Name.HELD_OUT_ACCURACY, "held-out accuracy"),
+        (MetricName.REWARD, "reward"),
+        (MetricName.ACCURACY, "accuracy"),
+        (MetricName.HELD_OUT_ACCURACY, "held-out accuracy"),
     ),
 )
 DETAIL_CHARTS = (
-    Chart("loss", ((Name.LOSS, "loss"),)),
+    Chart("loss", ((MetricName.LOSS, "loss"),)),
     Chart(
         "tool-call rate",
-        ((Name.TOOL_CALL_RATE, "training"), (Name.HELD_OUT_TOOL_CALL_RATE, "held out")),
+        ((MetricName.TOOL_CALL_RATE, "training"), (MetricName.HELD_OUT_TOOL_CALL_RATE, "held out")),
     ),
-    Chart("turns", ((Name.TURNS, "training"), (Name.HELD_OUT_TURNS, "held out"))),
-    Chart("sampled tokens per episode", ((Name.RESPONSE_TOKENS, "tokens"),)),
+    Chart("turns", ((MetricName.TURNS, "training"), (MetricName.HELD_OUT_TURNS, "held out"))),
+    Chart("sampled tokens per episode", ((MetricName.RESPONSE_TOKENS, "tokens"),)),
     Chart(
         "train/rollout mismatch (nats)",
-        ((Name.LOGPROB_GAP, "|Δ log p|"), (Name.KL, "KL")),
+        ((MetricName.LOGPROB_GAP, "|Δ log p|"), (MetricName.KL, "KL")),
         log_scale=True,
     ),
-    Chart("clip fraction", ((Name.CLIP_FRACTION, "clip fraction"),)),
-    Chart("gradient norm", ((Name.GRAD_NORM, "gradient norm"),)),
-    Chart("entropy (nats)", ((Name.ENTROPY, "entropy"),)),
-    Chart("tokens/s", ((Name.TOKENS_PER_SECOND, "tokens/s"),)),
+    Chart("clip fraction", ((MetricName.CLIP_FRACTION, "clip fraction"),)),
+    Chart("gradient norm", ((MetricName.GRAD_NORM, "gradient norm"),)),
+    Chart("entropy (nats)", ((MetricName.ENTROPY, "entropy"),)),
+    Chart("tokens/s", ((MetricName.TOKENS_PER_SECOND, "tokens/s"),)),
     Chart(
         "seconds per step",
         tuple((f"seconds/{phase}", phase) for phase in ("rollout", "train", "sync")),
@@ -185,7 +185,7 @@ def describe_progress(records: Records, finished: bool) -> str:
         return "no step is complete"
 
     # Evaluations have records, too, but no step time.
-    _, seconds = metric_curve(records, Name.STEP_SECONDS)
+    _, seconds = metric_curve(records, MetricName.STEP_SECONDS)
     count = len(seconds) or len(records)
     steps = f"{count} step{'s' if count > 1 else ''} in {format_seconds(sum(seconds))}"
     state = "finished" if finished else f"not finished; last step {records[-1]['step']}"

@@ -29,7 +29,7 @@ from rl_loop.session import (
     build_trainer,
     training_of,
 )
-from rl_loop.tracking.metrics import Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, StepMetrics
 from rl_loop.tracking.model_card import write_model_card
 from rl_loop.tracking.progress import ProgressFactory, silent
 from rl_loop.tracking.run_directory import (
@@ -132,8 +132,8 @@ def _check_not_interrupted(config: SftConfig, session: SftSession, done: int) ->
 def _last_losses(run: RunDirectory) -> dict[str, float]:
     """Return the last training loss of a supervised run, and the last validation loss if any."""
     records = read_json_lines(run.metrics)
-    losses = {"loss": metric_curve(records, Name.LOSS)[1][-1]}
-    if validation := metric_curve(records, Name.VALIDATION_LOSS)[1]:
+    losses = {"loss": metric_curve(records, MetricName.LOSS)[1][-1]}
+    if validation := metric_curve(records, MetricName.VALIDATION_LOSS)[1]:
         losses["validation_loss"] = validation[-1]
     return losses
 
@@ -407,17 +407,17 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
     def curve(name: str) -> list[float]:
         return metric_curve(records, name)[1]
 
-    gaps = curve(Name.LOGPROB_GAP)
+    gaps = curve(MetricName.LOGPROB_GAP)
     return {
         "steps": steps,
         # The first evaluation measures the initial weights, which usually come from `gptoss sft`.
-        "held_out_accuracy_sft": curve(Name.HELD_OUT_ACCURACY)[0],
-        "held_out_accuracy_rl": final[Name.HELD_OUT_ACCURACY],
-        "held_out_reward_sft": curve(Name.HELD_OUT_REWARD)[0],
-        "held_out_reward_rl": final[Name.HELD_OUT_REWARD],
+        "held_out_accuracy_sft": curve(MetricName.HELD_OUT_ACCURACY)[0],
+        "held_out_accuracy_rl": final[MetricName.HELD_OUT_ACCURACY],
+        "held_out_reward_sft": curve(MetricName.HELD_OUT_REWARD)[0],
+        "held_out_reward_rl": final[MetricName.HELD_OUT_REWARD],
         "tool_call_rate": final["held_out/tool_call_rate"],
         "mean_turns": final["held_out/turns"],
-        "max_clip_fraction": max(curve(Name.CLIP_FRACTION)),
+        "max_clip_fraction": max(curve(MetricName.CLIP_FRACTION)),
         "max_ratio_deviation": max(curve("ratio/deviation_max")),
         "mean_logprob_gap": sum(gaps) / len(gaps),
         "max_logprob_gap": max(curve("mismatch/logprob_gap_max")),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.supervised_data import SupervisedData
     from rl_loop.tasks.source import TaskSource
-    from rl_loop.tracking.model_card import Training
+    from rl_loop.tracking.model_card import ModelCardFacts
     from rl_loop.tracking.recorder import StepRecorder
     from rl_loop.trainer.checkpointer import Checkpointer, RunState
     from rl_loop.trainer.group import TrainerGroup
@@ -489,10 +489,10 @@ def backend_context(config: RunConfig) -> BackendContext:
     )
 
 
-def training_of(config: RunConfig) -> "Training":
+def training_of(config: RunConfig) -> "ModelCardFacts":
     """Return the facts about the run for the model card of an export."""
     from rl_loop.tasks.codec import chat_format_of
-    from rl_loop.tracking.model_card import Training
+    from rl_loop.tracking.model_card import ModelCardFacts
 
     algorithm = ""
     if isinstance(config, RlConfig):
@@ -509,7 +509,7 @@ def training_of(config: RunConfig) -> "Training":
         data = config.data.model_dump(mode="json", exclude_defaults=True)
 
     chat_format = chat_format_of(config)
-    return Training(
+    return ModelCardFacts(
         name=config.name,
         command=config.command,
         initial_weights=config.initial_weights,

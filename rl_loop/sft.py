@@ -8,7 +8,7 @@ import numpy as np
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from rl_loop.supervised_data import SupervisedData
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.recorder import StepRecord, StepRecorder
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer.checkpointer import Checkpointer
@@ -66,7 +66,7 @@ def train_supervised(
         update = trainer.sft_step(samples, state.step)
 
         tokens = update.sums["tokens"]
-        record.metrics.add_mean(Name.LOSS, update.sums["loss"], tokens, "tokens")
+        record.metrics.add_mean(MetricName.LOSS, update.sums["loss"], tokens, "tokens")
         for name, total in update.sums.items():
             if name.startswith(DISTILLATION_METRICS):
                 record.metrics.add_mean(name, total, tokens, "tokens")
@@ -121,7 +121,7 @@ def add_validation_loss(
                         TEACHER_VALIDATION_LOSS, loss, len(log_probs), "tokens"
                     )
 
-            record.evaluation.add_mean(Name.VALIDATION_LOSS, total, tokens, "tokens")
+            record.evaluation.add_mean(MetricName.VALIDATION_LOSS, total, tokens, "tokens")
             if len(validation) > 1:
-                by_source = f"{Name.VALIDATION_LOSS}/{name}"
+                by_source = f"{MetricName.VALIDATION_LOSS}/{name}"
                 record.evaluation.add_mean(by_source, total, tokens, "tokens")

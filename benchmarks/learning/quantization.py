@@ -38,7 +38,7 @@ from megatron_gptoss.layers.quantized_experts import QuantizedExpertLinear
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.loop import RlLoop
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import metric_curve, read_json_lines
 from tests.support.in_process import local_loop
 
@@ -108,12 +108,12 @@ def run(options: argparse.Namespace) -> None:
         "variant": options.variant,
         "seed": options.seed,
         "steps": options.steps,
-        "before": metric_curve(steps, Name.HELD_OUT_ACCURACY)[1][0],
-        "after": final[Name.HELD_OUT_ACCURACY],
-        "reward": statistics.mean(metric_curve(steps, Name.REWARD)[1][-8:]),
-        "gap": statistics.mean(metric_curve(steps, Name.LOGPROB_GAP)[1]),
+        "before": metric_curve(steps, MetricName.HELD_OUT_ACCURACY)[1][0],
+        "after": final[MetricName.HELD_OUT_ACCURACY],
+        "reward": statistics.mean(metric_curve(steps, MetricName.REWARD)[1][-8:]),
+        "gap": statistics.mean(metric_curve(steps, MetricName.LOGPROB_GAP)[1]),
         "largest gap": max(metric_curve(steps, "mismatch/logprob_gap_max")[1]),
-        "k3": statistics.mean(metric_curve(steps, Name.KL)[1]),
+        "k3": statistics.mean(metric_curve(steps, MetricName.KL)[1]),
         "ratio": max(metric_curve(steps, "ratio/deviation_max")[1]),
     }
     (config.directory / "result.json").write_text(json.dumps(result))

@@ -61,7 +61,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import check_writable
 from rl_loop.session import RlSession, build_loop
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import StartMode
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def run_value(
 
     try:
         for done in range(steps):
-            if watch.steps and time.monotonic() + watch.steps[-1][Name.STEP_SECONDS] > end:
+            if watch.steps and time.monotonic() + watch.steps[-1][MetricName.STEP_SECONDS] > end:
                 watch.note(f"stopped after {done} steps: the time is up")
                 break
             loop.run_step(loop.state.step)
@@ -511,7 +511,7 @@ class Watch:
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Record the metrics of a finished step."""
-        if Name.STEP_SECONDS not in values:
+        if MetricName.STEP_SECONDS not in values:
             return  # an evaluation, which the loop reports separately
         values = {**values, MAX_STALENESS: self.max_staleness}
         if self.loads is not None:
@@ -521,8 +521,8 @@ class Watch:
         self.seconds.clear()
         self.steps.append(values)
         print(
-            f"step {step}: {values[Name.STEP_SECONDS]:.1f} s, "
-            f"{values[Name.TOKENS_PER_SECOND]:,.0f} tokens/s",
+            f"step {step}: {values[MetricName.STEP_SECONDS]:.1f} s, "
+            f"{values[MetricName.TOKENS_PER_SECOND]:,.0f} tokens/s",
             flush=True,
         )
 
@@ -641,25 +641,29 @@ class Report:
             ("scoring without replay, s", metric("seconds/estimate"), ".2f"),
             ("update, s", metric("seconds/train"), ".2f"),
             ("rest, s", self._rest, ".2f"),
-            ("whole step, s", metric(Name.STEP_SECONDS), ".2f"),
+            ("whole step, s", metric(MetricName.STEP_SECONDS), ".2f"),
             ("trainer idle", self._trainer_idle, ".1%"),
             ("servers idle", metric("servers/idle"), ".1%"),
             ("requests running on a server", metric("servers/running"), ".1f"),
             ("age of a trained token, versions", metric("rollout/staleness_mean"), ".2f"),
             ("oldest trained token, versions", metric("rollout/staleness_max"), ".0f"),
             ("tokens of a step", self._tokens, ",.0f"),
-            ("**tokens/s/GPU**", lambda step: step[Name.TOKENS_PER_SECOND] / self.gpus, ",.0f"),
+            (
+                "**tokens/s/GPU**",
+                lambda step: step[MetricName.TOKENS_PER_SECOND] / self.gpus,
+                ",.0f",
+            ),
             ("sampled tokens", self._sampled_tokens, ",.0f"),
             ("sampled tokens/s/GPU in rollouts", self._sampling_speed, ",.0f"),
             ("tokens/s/GPU of the update", self._update_speed, ",.0f"),
-            ("turns of an episode", metric(Name.TURNS), ".2f"),
-            ("episodes with a tool call", metric(Name.TOOL_CALL_RATE), ".1%"),
+            ("turns of an episode", metric(MetricName.TURNS), ".2f"),
+            ("episodes with a tool call", metric(MetricName.TOOL_CALL_RATE), ".1%"),
             ("failed tool calls of an episode", metric("rollout/tool_errors"), ".3f"),
             ("prefix tokens from the cache", metric("rollout/cache_hit_rate"), ".1%"),
-            ("entropy of a sampled token, nats", metric(Name.ENTROPY), ".2f"),
-            ("mismatch k3 with R3", metric(Name.KL), ".2e"),
+            ("entropy of a sampled token, nats", metric(MetricName.ENTROPY), ".2f"),
+            ("mismatch k3 with R3", metric(MetricName.KL), ".2e"),
             ("mismatch k3 without R3", metric("routing/kl_k3_without_replay"), ".2e"),
-            ("mean log-prob gap, nats", metric(Name.LOGPROB_GAP), ".2e"),
+            ("mean log-prob gap, nats", metric(MetricName.LOGPROB_GAP), ".2e"),
             ("routes that agree", metric("routing/agreement"), ".1%"),
             ("largest deviation of the ratio", metric("ratio/deviation_max"), ".1e"),
         ]
@@ -667,20 +671,22 @@ class Report:
     def _rest(self, step: dict[str, float]) -> float:
         """Return the seconds in no other row: preparing samples, writing metrics."""
         counted = [name for name in PHASES if name != "prepare"] + ["sleep"]
-        return step[Name.STEP_SECONDS] - sum(step.get(f"seconds/{name}", 0) for name in counted)
+        return step[MetricName.STEP_SECONDS] - sum(
+            step.get(f"seconds/{name}", 0) for name in counted
+        )
 
     @staticmethod
     def _trainer_idle(step: dict[str, float]) -> float:
         """Return the fraction of a step in which the trainer neither syncs nor computes."""
         works = sum(step.get(f"seconds/{name}", 0) for name in ("sync", "estimate", "train"))
-        return 1 - works / step[Name.STEP_SECONDS]
+        return 1 - works / step[MetricName.STEP_SECONDS]
 
     @staticmethod
     def _tokens(step: dict[str, float]) -> float:
-        return step[Name.TOKENS_PER_SECOND] * step[Name.STEP_SECONDS]
+        return step[MetricName.TOKENS_PER_SECOND] * step[MetricName.STEP_SECONDS]
 
     def _sampled_tokens(self, step: dict[str, float]) -> float:
-        return step[Name.RESPONSE_TOKENS] * self.episodes
+        return step[MetricName.RESPONSE_TOKENS] * self.episodes
 
     def _sampling_speed(self, step: dict[str, float]) -> float:
         return self._sampled_tokens(step) / step["seconds/rollout"] / self.gpus

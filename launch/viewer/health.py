@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.signal_watch import explain_no_signal
 
 Level = Literal["good", "warning", "bad"]
@@ -87,7 +87,7 @@ def _ratio(records: Records, is_on_policy: bool) -> HealthFinding | None:
 
 
 def _mismatch(records: Records) -> HealthFinding | None:
-    gaps = _values(records, Name.LOGPROB_GAP)
+    gaps = _values(records, MetricName.LOGPROB_GAP)
     if not gaps:
         return None
     # The median ignores a single step with long or unusual episodes.
@@ -104,11 +104,11 @@ def _mismatch(records: Records) -> HealthFinding | None:
         level = "warning"
     if drift > 5:
         level = "bad"
-    return HealthFinding(level, "engine and trainer", message, Name.LOGPROB_GAP)
+    return HealthFinding(level, "engine and trainer", message, MetricName.LOGPROB_GAP)
 
 
 def _gradient(records: Records) -> HealthFinding | None:
-    norms = _values(records, Name.GRAD_NORM)
+    norms = _values(records, MetricName.GRAD_NORM)
     if not norms:
         return None
     skipped = sum(_values(records[-RECENT:], "skipped_updates"))
@@ -119,12 +119,14 @@ def _gradient(records: Records) -> HealthFinding | None:
         return HealthFinding("warning", "gradient", message, "skipped_updates")
     if usual > 0 and norms[-1] > 10 * usual:
         message = f"norm {norms[-1]:.3g}, {norms[-1] / usual:.0f}x the usual {usual:.3g}"
-        return HealthFinding("warning", "gradient", message, Name.GRAD_NORM)
-    return HealthFinding("good", "gradient", f"norm {norms[-1]:.3g}, as usual", Name.GRAD_NORM)
+        return HealthFinding("warning", "gradient", message, MetricName.GRAD_NORM)
+    return HealthFinding(
+        "good", "gradient", f"norm {norms[-1]:.3g}, as usual", MetricName.GRAD_NORM
+    )
 
 
 def _entropy(records: Records) -> HealthFinding | None:
-    entropies = _values(records, Name.ENTROPY)
+    entropies = _values(records, MetricName.ENTROPY)
     # The two windows must not overlap.
     if len(entropies) < 2 * FIRST:
         return None
@@ -133,32 +135,34 @@ def _entropy(records: Records) -> HealthFinding | None:
     message = f"{now:.3g} nats per token, {before:.3g} in the first {FIRST} steps"
     if before > 0 and now < 0.1 * before:
         message += ". The policy explores very little"
-        return HealthFinding("warning", "entropy", message, Name.ENTROPY)
+        return HealthFinding("warning", "entropy", message, MetricName.ENTROPY)
     if before > 0 and now > 3 * before:
         message += ". The policy becomes random"
-        return HealthFinding("warning", "entropy", message, Name.ENTROPY)
-    return HealthFinding("good", "entropy", message, Name.ENTROPY)
+        return HealthFinding("warning", "entropy", message, MetricName.ENTROPY)
+    return HealthFinding("good", "entropy", message, MetricName.ENTROPY)
 
 
 def _signal(records: Records) -> HealthFinding | None:
-    shares = _values(records[-RECENT:], Name.GROUPS_WITHOUT_SIGNAL)
+    shares = _values(records[-RECENT:], MetricName.GROUPS_WITHOUT_SIGNAL)
     if not shares:
         return None
     mean = statistics.fmean(shares)
     message = f"{mean:.0%} of the tasks in the last {len(shares)} steps gave no learning signal"
-    newest = next(record for record in reversed(records) if Name.GROUPS_WITHOUT_SIGNAL in record)
+    newest = next(
+        record for record in reversed(records) if MetricName.GROUPS_WITHOUT_SIGNAL in record
+    )
     measured = {name: value for name, value in newest.items() if value is not None}
-    solves = measured.get(Name.ACCURACY, 0.0)
+    solves = measured.get(MetricName.ACCURACY, 0.0)
     if mean == 1:
         message += f": {explain_no_signal(measured)}"
         # Solving every task is no fault, although such a step has no learning signal.
         level: Level = "warning" if solves >= 1 else "bad"
-        return HealthFinding(level, "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
+        return HealthFinding(level, "signal", message, MetricName.GROUPS_WITHOUT_SIGNAL)
     if mean > 0.8:
         tasks = "harder" if solves > 0.5 else "easier"
         message += f". Use {tasks} tasks or algorithm.dynamic_sampling_rounds"
-        return HealthFinding("warning", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
-    return HealthFinding("good", "signal", message, Name.GROUPS_WITHOUT_SIGNAL)
+        return HealthFinding("warning", "signal", message, MetricName.GROUPS_WITHOUT_SIGNAL)
+    return HealthFinding("good", "signal", message, MetricName.GROUPS_WITHOUT_SIGNAL)
 
 
 def _infrastructure(records: Records) -> HealthFinding | None:
@@ -196,7 +200,7 @@ def _endings(records: Records) -> HealthFinding | None:
 
 
 def _speed(records: Records) -> HealthFinding | None:
-    seconds = _values(records, Name.STEP_SECONDS)
+    seconds = _values(records, MetricName.STEP_SECONDS)
     if len(seconds) < 2 * FIRST:
         return None
     # Medians, because evaluations and checkpoints make single steps longer.
@@ -205,8 +209,8 @@ def _speed(records: Records) -> HealthFinding | None:
     message = f"a step takes {now:.3g} s"
     if now > 2 * usual:
         message += f", {now / usual:.1f}x the usual. Compare the phases of a step"
-        return HealthFinding("warning", "speed", message, Name.STEP_SECONDS)
-    return HealthFinding("good", "speed", message, Name.STEP_SECONDS)
+        return HealthFinding("warning", "speed", message, MetricName.STEP_SECONDS)
+    return HealthFinding("good", "speed", message, MetricName.STEP_SECONDS)
 
 
 CHECKS: tuple[Callable[[Records], HealthFinding | None], ...] = (
@@ -254,7 +258,7 @@ def state_of(
     if not records:
         return "waiting"
 
-    usual = statistics.median(_values(records, Name.STEP_SECONDS) or [60.0])
+    usual = statistics.median(_values(records, MetricName.STEP_SECONDS) or [60.0])
     silent = now - records[-1].get("time", now)
     # A step may be much longer than usual, such as one with an evaluation.
     patience = max(600.0, 10 * usual)

@@ -19,11 +19,11 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
 from rl_loop.tracking.episode_files import list_files
 from rl_loop.tracking.episode_reader import EpisodeReader
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.tracking.run_lock import LOCK_FILE
 
-HEADLINES = (Name.REWARD, Name.ACCURACY, Name.HELD_OUT_ACCURACY, Name.LOSS)
+HEADLINES = (MetricName.REWARD, MetricName.ACCURACY, MetricName.HELD_OUT_ACCURACY, MetricName.LOSS)
 """Metrics whose newest values are shown next to the name of a run."""
 
 

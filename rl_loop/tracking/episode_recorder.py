@@ -22,7 +22,7 @@ from rl_loop.tracking.run_directory import RunWriteError
 logger = logging.getLogger(__name__)
 
 
-class Vocabulary(Protocol):
+class TokenDecoder(Protocol):
     """Decoder of token ids, such as ``rl_loop.chat.codec.Vocabulary``."""
 
     size: int
@@ -40,7 +40,7 @@ class EpisodeRecorder:
     def __init__(
         self,
         directory: Path,
-        vocabulary: Vocabulary,
+        vocabulary: TokenDecoder,
         keep: Literal["all"] | int,
         resume_after: int | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from rl_loop.tracking.run_directory import RunDirectory, append_lines, read_json
 Listener = Callable[[int, dict[str, float]], None]
 
 
-class Name:
+class MetricName:
     """Names of metrics that the progress display and the report use.
 
     Metrics with other names are written and plotted, too.

@@ -24,7 +24,7 @@ PARSERS = {
 
 
 @dataclass(frozen=True)
-class Training:
+class ModelCardFacts:
     """Facts about a run for the card, from its configuration."""
 
     name: str
@@ -49,14 +49,14 @@ class Training:
     """True if the token ids are a released model's. Other servers can parse only these."""
 
 
-def write_model_card(run: RunDirectory, training: Training) -> None:
+def write_model_card(run: RunDirectory, training: ModelCardFacts) -> None:
     """Write README.md into the export of a finished run. The run's summary must exist."""
     figures = read_json(run.summary)
     has_template = (run.export / "chat_template.jinja").exists()
     atomic_write_text(run.export / "README.md", model_card(training, figures, has_template))
 
 
-def model_card(training: Training, figures: Mapping[str, Any], has_template: bool) -> str:
+def model_card(training: ModelCardFacts, figures: Mapping[str, Any], has_template: bool) -> str:
     """Return the card in the format of the Hugging Face hub.
 
     Args:
@@ -76,7 +76,7 @@ def model_card(training: Training, figures: Mapping[str, Any], has_template: boo
     return "\n\n".join(sections) + "\n"
 
 
-def _header(training: Training) -> dict[str, Any]:
+def _header(training: ModelCardFacts) -> dict[str, Any]:
     # The hub reads these fields to show and to find the model.
     header: dict[str, Any] = {
         "library_name": "transformers",
@@ -88,11 +88,11 @@ def _header(training: Training) -> dict[str, Any]:
     return header
 
 
-def _family(training: Training) -> str:
+def _family(training: ModelCardFacts) -> str:
     return training.model.model_type.replace("_", "-")
 
 
-def _origin(training: Training) -> str:
+def _origin(training: ModelCardFacts) -> str:
     base = "random weights"
     if training.initial_weights is not None:
         base = f"`{training.initial_weights}`"
@@ -108,7 +108,7 @@ def _origin(training: Training) -> str:
     return "\n\n".join(filter(None, [made, training.algorithm]))
 
 
-def _data(training: Training) -> str:
+def _data(training: ModelCardFacts) -> str:
     sources = yaml.safe_dump(training.data, sort_keys=False).strip()
     return f"{training.data_kind}:\n\n```yaml\n{sources}\n```"
 
@@ -122,7 +122,7 @@ def _figure(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _serving(training: Training, has_template: bool) -> str:
+def _serving(training: ModelCardFacts, has_template: bool) -> str:
     """Return the commands that serve the export, or the reason why a server cannot."""
     ours = "With this project, from the directory of the run:\n\n```\ngptoss serve RUN\n```"
     if not training.has_released_vocabulary:

@@ -11,7 +11,7 @@ from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SplitEpisodes, sample_rows
 from rl_loop.tracking.experiment_trackers import ExperimentTracker
-from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, MetricsWriter, StepMetrics
 from rl_loop.tracking.progress import Progress
 from rl_loop.tracking.run_directory import (
     RunDirectory,
@@ -72,8 +72,8 @@ class StepRecord:
     def add_speed(self, tokens: int) -> None:
         """Add the step's wall time until now, and its sampled and trained tokens per second."""
         seconds = time.monotonic() - self._began
-        self.metrics.add(Name.STEP_SECONDS, seconds, "last")
-        self.metrics.add(Name.TOKENS_PER_SECOND, tokens / seconds, "last")
+        self.metrics.add(MetricName.STEP_SECONDS, seconds, "last")
+        self.metrics.add(MetricName.TOKENS_PER_SECOND, tokens / seconds, "last")
 
 
 class StepRecorder:
@@ -108,7 +108,7 @@ class StepRecorder:
         self._trackers = trackers
         self._samples = samples
         # A resumed run is compared with the first steps of the whole run, which the file has.
-        self._first_gaps = metric_curve(read_json_lines(run.metrics), Name.LOGPROB_GAP)[1][
+        self._first_gaps = metric_curve(read_json_lines(run.metrics), MetricName.LOGPROB_GAP)[1][
             :DRIFT_STEPS
         ]
         self._watch = SignalWatch(min(PATIENCE, steps))
@@ -194,7 +194,7 @@ class StepRecorder:
 
     def _add_drift(self, metrics: StepMetrics) -> None:
         """Add the mismatch of engine and trainer relative to the first steps of the run."""
-        gap = metrics.values().get(Name.LOGPROB_GAP)
+        gap = metrics.values().get(MetricName.LOGPROB_GAP)
         # The critic is warming up, and no policy update measured the mismatch.
         if gap is None:
             return

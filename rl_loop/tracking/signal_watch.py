@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 
 PATIENCE = 5
 """Number of consecutive steps without a signal before the warning. Shorter runs warn at their end.
@@ -36,7 +36,7 @@ class SignalWatch:
             A warning when it is due, else None.
         """
         # The share is a quotient of counts, so it is exactly 1 if no group has a signal.
-        has_signal = values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1
+        has_signal = values.get(MetricName.GROUPS_WITHOUT_SIGNAL) != 1
         if has_signal and any(gradient != 0 for gradient in gradients):
             self._steps = 0
             return None
@@ -56,7 +56,7 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
             f"that a limit ends are left out ({_endings(values)}): raise the limits, or set it to "
             "penalize"
         )
-    if values.get(Name.GROUPS_WITHOUT_SIGNAL) != 1:
+    if values.get(MetricName.GROUPS_WITHOUT_SIGNAL) != 1:
         return (
             "the gradient is exactly 0 though some tasks have a signal. Look at correction/dropped_* and "
             "clip_fraction for what leaves tokens out, and at ablation.freeze"
@@ -67,12 +67,12 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
 
 def explain_no_signal(values: Mapping[str, float]) -> str:
     """Return why no group has a signal, and a remedy, from the metrics of a step."""
-    reward = values.get(Name.REWARD, 0.0)
+    reward = values.get(MetricName.REWARD, 0.0)
     finding = (
         "all episodes of each task have the same reward, so every advantage is 0 "
         f"(mean reward {reward:.3f}, {_endings(values)})"
     )
-    if values.get(Name.ACCURACY, 0.0) >= 1:
+    if values.get(MetricName.ACCURACY, 0.0) >= 1:
         return f"{finding}. The policy solves everything: use harder tasks, or stop here"
     return (
         f"{finding}. A policy that never succeeds cannot learn from rewards: show it how first (gptoss sft), use "

@@ -14,7 +14,7 @@ from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.rollout_batch import RlUpdates, RunAhead
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.infrastructure import COMPONENTS
-from rl_loop.tracking.metrics import Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, StepMetrics
 
 PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference", LOSS_METRICS)
 """Prefixes of the names of sums over all loss tokens."""
@@ -32,12 +32,12 @@ SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
 def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the sums of the main metrics of episodes."""
     return {
-        Name.REWARD: sum(episode.reward for episode in episodes),
-        Name.ACCURACY: sum(episode.reward_parts["correct"] for episode in episodes),
-        Name.TOOL_CALL_RATE: sum(
+        MetricName.REWARD: sum(episode.reward for episode in episodes),
+        MetricName.ACCURACY: sum(episode.reward_parts["correct"] for episode in episodes),
+        MetricName.TOOL_CALL_RATE: sum(
             any(sequence.tool_calls > 0 for sequence in episode.sequences) for episode in episodes
         ),
-        Name.TURNS: sum(episode.episode_assistant_turns for episode in episodes),
+        MetricName.TURNS: sum(episode.episode_assistant_turns for episode in episodes),
     }
 
 
@@ -45,7 +45,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     """Add the metrics of a step's episodes."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     sums = outcome_sums(episodes)
-    sums[Name.RESPONSE_TOKENS] = sum(episode.episode_sampled_tokens for episode in episodes)
+    sums[MetricName.RESPONSE_TOKENS] = sum(episode.episode_sampled_tokens for episode in episodes)
     sums["rollout/tool_errors"] = sum(episode.tool_errors for episode in episodes)
     sums["rollout/purified_turns"] = sum(len(episode.spliced) for episode in episodes)
     for reason in FinishReason:
@@ -140,7 +140,7 @@ def add_signal_metrics(
         has_advantage = samples.advantages[tokens] != 0
         silent += not (has_advantage & samples.loss_mask[tokens]).any()
         first = last
-    metrics.add_mean(Name.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
+    metrics.add_mean(MetricName.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
 
 
 def add_staleness_metrics(
@@ -207,7 +207,7 @@ def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:
 
 def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
     sums = update.sums
-    metrics.add_mean(Name.LOSS, sums["loss"], 1, "updates")
+    metrics.add_mean(MetricName.LOSS, sums["loss"], 1, "updates")
     for name, total in sums.items():
         if name == "mismatch/log_perplexity_gap":
             metrics.add_mean(name, total, sums["sequences"], "sequences")
@@ -263,8 +263,8 @@ def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:
 
 def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     """Add the metrics that every optimizer step has, for any loss."""
-    metrics.add(Name.GRAD_NORM, update.grad_norm, "last")
-    metrics.add(Name.LEARNING_RATE, update.learning_rate, "last")
+    metrics.add(MetricName.GRAD_NORM, update.grad_norm, "last")
+    metrics.add(MetricName.LEARNING_RATE, update.learning_rate, "last")
     metrics.add("skipped_updates", not update.parameters_updated, "sum")
     for name in SPEEDS:
         speed = getattr(update, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.progress import describe_outcome
-from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, MetricsWriter, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, start_run
 
 
@@ -19,16 +19,16 @@ def recorded(path: Path, *steps: dict[str, float]) -> RunDirectory:
             metrics.add(name, value, "last")
         writer.write(metrics)
     writer.close()
-    run.write_summary(steps=sum(Name.STEP_SECONDS in values for values in steps))
+    run.write_summary(steps=sum(MetricName.STEP_SECONDS in values for values in steps))
     return run
 
 
 def test_rl_outcome_shows_held_out_accuracy_and_reward(
     tmp_path: Path,
 ) -> None:
-    before = {Name.HELD_OUT_ACCURACY: 0.336, Name.HELD_OUT_REWARD: -0.328}
-    after = {Name.HELD_OUT_ACCURACY: 0.867, Name.HELD_OUT_REWARD: 0.734}
-    step = {Name.LOSS: 0.1, Name.STEP_SECONDS: 15.0}
+    before = {MetricName.HELD_OUT_ACCURACY: 0.336, MetricName.HELD_OUT_REWARD: -0.328}
+    after = {MetricName.HELD_OUT_ACCURACY: 0.867, MetricName.HELD_OUT_REWARD: 0.734}
+    step = {MetricName.LOSS: 0.1, MetricName.STEP_SECONDS: 15.0}
     run = recorded(tmp_path / "run", before | step, step, after)
     assert describe_outcome(run) == (
         "held-out accuracy 0.336 -> 0.867, held-out reward -0.328 -> 0.734 in 2 steps, 0:30"
@@ -36,8 +36,8 @@ def test_rl_outcome_shows_held_out_accuracy_and_reward(
 
 
 def test_sft_outcome_shows_losses(tmp_path: Path) -> None:
-    steps = [{Name.LOSS: 6.0 - i, Name.STEP_SECONDS: 1.0} for i in range(3)]
-    steps[1][Name.VALIDATION_LOSS] = 5.5
+    steps = [{MetricName.LOSS: 6.0 - i, MetricName.STEP_SECONDS: 1.0} for i in range(3)]
+    steps[1][MetricName.VALIDATION_LOSS] = 5.5
     run = recorded(tmp_path / "run", *steps)
     assert describe_outcome(run) == (
         "loss 6.000 -> 4.000, validation loss 5.500 -> 5.500 in 3 steps, 0:03"

@@ -5,13 +5,13 @@ import io
 from rich.console import Console
 
 from launch.progress import TrainingProgress, format_seconds
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 
 VALUES = {
-    Name.REWARD: 0.5,
-    Name.TOKENS_PER_SECOND: 1234.0,
-    Name.LOGPROB_GAP: 2e-6,
-    Name.CLIP_FRACTION: 0.0,
+    MetricName.REWARD: 0.5,
+    MetricName.TOKENS_PER_SECOND: 1234.0,
+    MetricName.LOGPROB_GAP: 2e-6,
+    MetricName.CLIP_FRACTION: 0.0,
 }
 
 
@@ -22,7 +22,7 @@ def run_two_steps(terminal: bool) -> str:
         progress.phase("rollout")
         progress.step(2, VALUES)
         progress.note("saved runs/tiny/[1]")
-        progress.step(3, VALUES | {Name.REWARD: 0.75})
+        progress.step(3, VALUES | {MetricName.REWARD: 0.75})
     return output.getvalue()
 
 
@@ -65,7 +65,7 @@ def test_non_finite_value_is_shown_without_an_error() -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
     with TrainingProgress("RL", total_steps=2, console=console) as progress:
-        progress.step(1, {Name.REWARD: float("nan"), Name.GRAD_NORM: float("inf")})
+        progress.step(1, {MetricName.REWARD: float("nan"), MetricName.GRAD_NORM: float("inf")})
     assert "reward nan" in output.getvalue()
     assert "grad norm inf" in output.getvalue()
 
@@ -77,9 +77,9 @@ def test_the_clock_shows_hours_only_when_there_are_some() -> None:
 def test_progress_shows_evaluations_at_completed_steps() -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     with TrainingProgress("RL", total_steps=1, console=console) as progress:
-        progress.step(0, {Name.HELD_OUT_ACCURACY: 0.1})
-        progress.step(1, {Name.REWARD: 0.5})
-        progress.step(1, {Name.HELD_OUT_ACCURACY: 0.9})
+        progress.step(0, {MetricName.HELD_OUT_ACCURACY: 0.1})
+        progress.step(1, {MetricName.REWARD: 0.5})
+        progress.step(1, {MetricName.HELD_OUT_ACCURACY: 0.9})
     assert console.file.getvalue().splitlines() == [
         "step 0/1  held out 0.100",
         "step 1/1  reward 0.500  left 0:00",

@@ -24,7 +24,7 @@ from launch.report import (
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SplitEpisodes
-from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, MetricsWriter, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, RunDirectoryError, start_run
 from tests.support.recorded_episodes import Words
 
@@ -87,8 +87,8 @@ def write_steps(run: RunDirectory, steps: int) -> None:
     writer = MetricsWriter(run)
     for step in range(steps):
         metrics = StepMetrics(step)
-        metrics.add_mean(Name.REWARD, step, 4, over="sequences")
-        metrics.add_mean(Name.LOGPROB_GAP, 1e-6, 1, over="tokens")
+        metrics.add_mean(MetricName.REWARD, step, 4, over="sequences")
+        metrics.add_mean(MetricName.LOGPROB_GAP, 1e-6, 1, over="tokens")
         metrics.add("<i>own metric</i>", math.inf, "last")
         writer.write(metrics)
     writer.close()
@@ -178,8 +178,10 @@ def test_report_of_stopped_run_shows_its_progress(tmp_path: Path) -> None:
 
 
 def test_final_evaluation_is_not_a_step_and_adds_no_step_time() -> None:
-    records = [{"step": step, "time": 100.0 * step, Name.STEP_SECONDS: 15.0} for step in range(80)]
-    evaluation = {"step": 80, "time": 9000.0, Name.HELD_OUT_ACCURACY: 0.9}
+    records = [
+        {"step": step, "time": 100.0 * step, MetricName.STEP_SECONDS: 15.0} for step in range(80)
+    ]
+    evaluation = {"step": 80, "time": 9000.0, MetricName.HELD_OUT_ACCURACY: 0.9}
     assert describe_progress([*records, evaluation], finished=True) == "80 steps in 20:00, finished"
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 from launch.report import build_report
 from rl_loop.tracking.episode_files import list_files
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from tests.support.launch.viewer.served import ExampleRun, Served, served
 from tests.support.recorded_episodes import VOCABULARY, groups_of_step, train_split
 from tests.support.waiting import wait_until
@@ -454,8 +454,8 @@ def test_sparse_curve_is_drawn_through_its_values(
     run = ExampleRun(tmp_path / "runs" / "evaluated", steps=0)
     for done in range(80):
         if done in measured:
-            run.evaluate(**{Name.HELD_OUT_ACCURACY: measured[done]})
-        run.add(1, **{Name.ACCURACY: done % 2})
+            run.evaluate(**{MetricName.HELD_OUT_ACCURACY: measured[done]})
+        run.add(1, **{MetricName.ACCURACY: done % 2})
     run.close()
     with served(tmp_path / "runs") as viewer, opened(chromium, viewer) as page:
         page.context.add_init_script(KEEP_CHARTS)

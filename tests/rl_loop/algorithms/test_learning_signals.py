@@ -30,7 +30,7 @@ from rl_loop.algorithms.sequences import Sequences
 from rl_loop.data.credit import assign_advantages, has_signal
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
-from rl_loop.tracking.metrics import Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, StepMetrics
 from rl_loop.tracking.step_metrics import add_signal_metrics
 from tests.support.rl_loop.algorithms import batch_of, loss_tokens
 
@@ -607,7 +607,7 @@ def test_group_with_all_episodes_excluded_has_no_signal() -> None:
     metrics = StepMetrics(0)
     groups = [excluded, group([1.0, 1.0]), group([0.0, 1.0])]
     add_signal_metrics(metrics, groups, credited(groups, algorithm("grpo")))
-    assert metrics.values()[Name.GROUPS_WITHOUT_SIGNAL] == pytest.approx(2 / 3)
+    assert metrics.values()[MetricName.GROUPS_WITHOUT_SIGNAL] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

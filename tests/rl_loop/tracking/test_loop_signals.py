@@ -23,7 +23,7 @@ from rl_loop.rollout.group_stream import AdmittedGroup, GroupRequest, GroupStrea
 from rl_loop.rollout.pool import RolloutPool, WaitingGroup
 from rl_loop.session import build_tasks
 from rl_loop.tracking.episode_reader import EpisodeReader
-from rl_loop.tracking.metrics import Name
+from rl_loop.tracking.metrics import MetricName
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.signal_watch import PATIENCE, SignalWatch
 from rl_loop.trainer.checkpointer import RunState
@@ -305,8 +305,8 @@ def test_run_with_all_tokens_masked_warns(tmp_path: Path) -> None:
 def test_watch_warns_after_consecutive_steps_without_gradient() -> None:
     watch, silent, lively = (
         SignalWatch(3),
-        {Name.GROUPS_WITHOUT_SIGNAL: 1.0},
-        {Name.GROUPS_WITHOUT_SIGNAL: 0.9},
+        {MetricName.GROUPS_WITHOUT_SIGNAL: 1.0},
+        {MetricName.GROUPS_WITHOUT_SIGNAL: 0.9},
     )
     assert [watch.observe(silent, [0.0]) for _ in range(2)] == [None, None]
     assert watch.observe(lively, [0.0, 0.1]) is None
@@ -321,9 +321,9 @@ def test_watch_warns_after_consecutive_steps_without_gradient() -> None:
 
 def test_watch_reports_a_policy_that_solves_everything() -> None:
     values = {
-        Name.GROUPS_WITHOUT_SIGNAL: 1.0,
-        Name.REWARD: 1.0,
-        Name.ACCURACY: 1.0,
+        MetricName.GROUPS_WITHOUT_SIGNAL: 1.0,
+        MetricName.REWARD: 1.0,
+        MetricName.ACCURACY: 1.0,
         "finish/stop": 1.0,
     }
     warning = SignalWatch(1).observe(values, [0.0])

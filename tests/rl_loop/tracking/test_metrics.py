@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, MetricsWriter, StepMetrics
 from rl_loop.tracking.run_directory import (
     RunDirectory,
     is_training_step,
@@ -56,7 +56,7 @@ def write_steps(writer: MetricsWriter, steps: range, value: float) -> None:
     for step in steps:
         metrics = StepMetrics(step)
         metrics.add("reward", value, "last")
-        metrics.add(Name.STEP_SECONDS, 1.0, "last")
+        metrics.add(MetricName.STEP_SECONDS, 1.0, "last")
         writer.write(metrics)
     writer.close()
 
@@ -89,9 +89,9 @@ def test_outputs_get_equal_values_and_resume_drops_later_steps(
         (record["step"], record["reward"]) for record in read_json_lines(run.metrics)
     ] == expected
     assert tensorboard_curve(run) == expected
-    values = {"reward": 2.0, Name.STEP_SECONDS: 1.0}
+    values = {"reward": 2.0, MetricName.STEP_SECONDS: 1.0}
     assert heard == [(4, values), (5, values)]
-    described = dict.fromkeys(("reward", Name.STEP_SECONDS), "last over steps")
+    described = dict.fromkeys(("reward", MetricName.STEP_SECONDS), "last over steps")
     assert read_json(run.metric_descriptions) == described
 
 
@@ -103,7 +103,7 @@ def test_resume_drops_the_evaluation_that_it_repeats(tmp_path: Path) -> None:
         evaluation.add("held_out/reward", 0.5, "last")
         writer.write(evaluation)
         trained = StepMetrics(step + 1)
-        trained.add(Name.STEP_SECONDS, 1.0, "last")
+        trained.add(MetricName.STEP_SECONDS, 1.0, "last")
         writer.write(trained)
     writer.close()
     MetricsWriter(run, resume_after=2).close()

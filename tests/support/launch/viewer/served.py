@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from launch.viewer.server import open_server
-from rl_loop.tracking.metrics import MetricsWriter, Name, StepMetrics
+from rl_loop.tracking.metrics import MetricName, MetricsWriter, StepMetrics
 from rl_loop.tracking.run_directory import RunDirectory, start_run
 from tests.support.recorded_episodes import record_steps
 
@@ -92,17 +92,17 @@ class ExampleRun:
         for step in steps:
             metrics = StepMetrics(step)
             usual = {
-                Name.REWARD: (step - 1) / 20 - 1,
-                Name.ACCURACY: min(1.0, (step - 1) / 40),
-                Name.LOGPROB_GAP: 1e-6,
+                MetricName.REWARD: (step - 1) / 20 - 1,
+                MetricName.ACCURACY: min(1.0, (step - 1) / 40),
+                MetricName.LOGPROB_GAP: 1e-6,
                 "ratio/deviation_max": 0.0,
-                Name.GRAD_NORM: 0.5,
-                Name.ENTROPY: 1.0,
-                Name.STEP_SECONDS: 2.0,
+                MetricName.GRAD_NORM: 0.5,
+                MetricName.ENTROPY: 1.0,
+                MetricName.STEP_SECONDS: 2.0,
                 "seconds/rollout": 1.2,
                 "seconds/train": 0.6,
                 "rollout/invalid/sandbox": 0.0,
-                Name.GROUPS_WITHOUT_SIGNAL: 0.1,
+                MetricName.GROUPS_WITHOUT_SIGNAL: 0.1,
             }
             for name, value in (usual | values).items():
                 metrics.add(name, value, "last")
