@@ -222,7 +222,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MicroBatchSchedule:
     """Which sequences each data-parallel rank takes in which of its micro-batches."""
 
     micro_batches: list[list[list[int]]]
@@ -242,7 +242,7 @@ def schedule(
     work: Callable[[int], float] = float,
     multiple: int = 1,
     names: Sequence[str] = (),
-) -> Schedule:
+) -> MicroBatchSchedule:
     """Distribute sequences over data-parallel ranks and micro-batches by their lengths.
 
     Sequences are assigned in the order of decreasing cost, each to the cheapest micro-batch with
@@ -285,7 +285,9 @@ def schedule(
     # grew from one micro-batch to the next, torch's allocator would request new memory and also
     # keep the memory of smaller tensors.
     rounds.sort(key=largest_batch, reverse=True)
-    return Schedule([[taken[rank] for taken in rounds] for rank in range(data_parallel_size)])
+    return MicroBatchSchedule(
+        [[taken[rank] for taken in rounds] for rank in range(data_parallel_size)]
+    )
 
 
 def _check_lengths(inputs: np.ndarray, max_tokens: int, names: Sequence[str]) -> None:

@@ -4,13 +4,13 @@ The names exported here do not import torch, so that ``gptoss plan`` can use the
 ``attention`` and ``token_order`` do.
 """
 
-from megatron_gptoss.context_parallel.cost_model import AttentionShape, Machine, candidates
+from megatron_gptoss.context_parallel.cost_model import AttentionShape, HardwareRates, candidates
 from megatron_gptoss.context_parallel.layout import ContextLayout, balanced_layout
 
 __all__ = [
     "AttentionShape",
     "ContextLayout",
-    "Machine",
+    "HardwareRates",
     "balanced_layout",
     "candidates",
 ]

@@ -11,7 +11,7 @@ from megatron_gptoss.context_parallel.all_to_all import all_to_all_attention
 from megatron_gptoss.context_parallel.cost_model import (
     H200,
     AttentionShape,
-    Machine,
+    HardwareRates,
     choose_scheme,
 )
 from megatron_gptoss.context_parallel.halo import HaloAttention
@@ -36,7 +36,7 @@ def context_parallel_attention(
     scale: float,
     backend: str = "auto",
     scheme: str = "auto",
-    machine: Machine = H200,
+    machine: HardwareRates = H200,
 ) -> Tensor:
     """Compute the attention of this rank's tokens over the tokens of all ranks. Collective.
 

@@ -45,7 +45,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Machine:
+class HardwareRates:
     """Hardware parameters of the cost model."""
 
     bandwidth: float
@@ -54,7 +54,7 @@ class Machine:
     """Floating-point operations per second in full attention."""
 
 
-H200 = Machine(bandwidth=300e9, rate=525e12)
+H200 = HardwareRates(bandwidth=300e9, rate=525e12)
 """H200 GPUs on NVLink, with flash-attn-4.
 
 For other hardware, choose schemes by ``parallel.context_scheme_full`` and
@@ -79,7 +79,7 @@ class SchemeCost:
 
 
 def candidates(
-    layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine
+    layout: ContextLayout, shape: AttentionShape, window: int | None, machine: HardwareRates
 ) -> list[SchemeCost]:
     """Return the cost of each scheme that supports the layer, best first.
 
@@ -106,7 +106,7 @@ def candidates(
 
 
 def _all_to_all_cost(
-    layout: ContextLayout, shape: AttentionShape, window: int | None, machine: Machine
+    layout: ContextLayout, shape: AttentionShape, window: int | None, machine: HardwareRates
 ) -> SchemeCost:
     """Return the cost of exchanging tokens for heads: q, k, v and O, and their gradients."""
     size = layout.size
@@ -128,7 +128,9 @@ def _all_to_all_cost(
     )
 
 
-def _all_gather_cost(layout: ContextLayout, shape: AttentionShape, machine: Machine) -> SchemeCost:
+def _all_gather_cost(
+    layout: ContextLayout, shape: AttentionShape, machine: HardwareRates
+) -> SchemeCost:
     """Return the cost of gathering keys and values of split sequences in groups of kv heads."""
     size = layout.size
     contributed = max(layout.shared)
@@ -158,7 +160,7 @@ def _all_gather_cost(layout: ContextLayout, shape: AttentionShape, machine: Mach
 
 
 def _halo_cost(
-    layout: ContextLayout, shape: AttentionShape, window: int, machine: Machine
+    layout: ContextLayout, shape: AttentionShape, window: int, machine: HardwareRates
 ) -> SchemeCost:
     """Return the cost of fetching the window - 1 tokens before each span, and their gradients."""
     border = max(sum(min(span.start, window - 1) for span in spans) for spans in layout.spans)
@@ -176,7 +178,7 @@ def _halo_cost(
     )
 
 
-def _seconds_per_pair(shape: AttentionShape, window: int | None, machine: Machine) -> float:
+def _seconds_per_pair(shape: AttentionShape, window: int | None, machine: HardwareRates) -> float:
     """Return the seconds per (query, key) pair for all heads, forward and backward."""
     # 2 products forward and 5 backward, with 2 * head_size operations per pair each.
     relative_rate = 1 if window is None else WINDOW_RATE
@@ -185,7 +187,7 @@ def _seconds_per_pair(shape: AttentionShape, window: int | None, machine: Machin
 
 def _scheme_cost(
     scheme: str,
-    machine: Machine,
+    machine: HardwareRates,
     bytes_sent: float,
     collectives: int,
     computation: float,
@@ -216,7 +218,7 @@ def choose_scheme(
     layout: ContextLayout,
     shape: AttentionShape,
     window: int | None,
-    machine: Machine,
+    machine: HardwareRates,
     requested: str = "auto",
 ) -> str:
     """Return the scheme for a layer.

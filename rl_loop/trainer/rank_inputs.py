@@ -14,7 +14,7 @@ import numpy as np
 import ray
 import torch
 
-from megatron_gptoss.packing import PackedBatch, Schedule, build_batch, schedule
+from megatron_gptoss.packing import MicroBatchSchedule, PackedBatch, build_batch, schedule
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.samples import ROUTES, TrainingSamples
 from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError
@@ -133,7 +133,7 @@ class MiniBatchPlan:
 
     sequences: range
     """Indices in the samples of the step."""
-    schedule: Schedule
+    schedule: MicroBatchSchedule
     """Distribution of the indices in the mini-batch."""
 
 

@@ -16,7 +16,7 @@ from gptoss_kernels.sink_attention import sink_attention
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.context_parallel import (
     AttentionShape,
-    Machine,
+    HardwareRates,
     balanced_layout,
     candidates,
 )
@@ -32,7 +32,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from tests.support.distributed import free_port, run_distributed
 from tests.support.tolerances import rounding_error
 
-H200 = Machine(bandwidth=300e9, rate=525e12)
+H200 = HardwareRates(bandwidth=300e9, rate=525e12)
 MODEL = GptOssModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, num_key_value_heads=2)
 GPTOSS = AttentionShape(heads=64, kv_heads=8, head_size=64)
 
@@ -287,7 +287,7 @@ def test_window_layers_use_halo_and_all_ranks_have_a_scheme() -> None:
 
 def test_slow_network_uses_scheme_with_least_traffic() -> None:
     layout = layout_of([32_768], 8)
-    slow = Machine(bandwidth=1e9, rate=525e12)
+    slow = HardwareRates(bandwidth=1e9, rate=525e12)
     costs = candidates(layout, GPTOSS, None, slow)
     assert costs[0].bytes_sent == min(cost.bytes_sent for cost in costs)
 
