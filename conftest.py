@@ -78,7 +78,6 @@ LONGEST = [
     "tests/rl_loop/environments/test_mcp_tools.py",
     "tests/rl_loop/sandbox/test_sandbox_escape.py",
     "tests/megatron_gptoss/test_checkpoint.py",
-    "tests/rl_loop/cluster/test_group_authentication.py",
     "tests/rl_loop/trainer/test_adapter_archiver.py",
     "tests/rl_loop/data/test_new_column.py",
     "tests/rl_loop/gateway/test_agents_sdk.py",

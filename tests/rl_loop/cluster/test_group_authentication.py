@@ -6,70 +6,72 @@ import gc
 import os
 import subprocess
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from rl_loop.cluster.group_authentication import TOKEN_PATH, EncryptedStore, UnknownRank
+from rl_loop.cluster.group_authentication import (
+    TOKEN_PATH,
+    EncryptedStore,
+    UnknownRank,
+    authenticate_groups,
+)
 from rl_loop.cluster.tokens import write_token
+from tests.support.distributed import run_distributed
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 
-RANK = """
-import os, sys
-from datetime import timedelta
-import psutil, torch, torch.distributed as dist
-from rl_loop.cluster.group_authentication import authenticate_groups
-place, rank, value = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-authenticate_groups()
-limit = timedelta(seconds=int(os.environ["LIMIT"]))
-if place.isdigit():
-    store = dist.TCPStore("127.0.0.1", int(place), timeout=limit)
-else:
-    store = dist.FileStore(place, 2)
-    store.set_timeout(timedelta(seconds=300))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-objects = [None, None]
-dist.all_gather_object(objects, value)
-both = [dist.new_group(ranks, timeout=limit) for ranks in ([0, 1], [0], [1])][0]
-dist.all_gather_object(objects, value, group=both)
-hosts = {c.laddr.ip for c in psutil.Process().net_connections("inet")}
-print("joined:", objects[1 - rank], *sorted(hosts), flush=True)
-"""
+VALUES = (1.0, 666.0)
+"""Object that each rank sends."""
+
+
+def join(rank: int, place: Path | int, environments: list[dict[str, str]]) -> str:
+    """Join a group of two, and send the other rank an object. Return the outcome as text.
+
+    Args:
+        rank: 0 for the victim, 1 for the other process.
+        place: file for a store, or port of a TCPStore on loopback.
+        environments: environment of each rank.
+    """
+    os.environ.pop(TOKEN_PATH, None)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LIMIT": "300", **environments[rank]}
+    authenticate_groups()
+    limit = timedelta(seconds=int(os.environ["LIMIT"]))
+    try:
+        store: dist.Store
+        if isinstance(place, int):
+            store = dist.TCPStore("127.0.0.1", place, timeout=limit)
+        else:
+            store = dist.FileStore(str(place), 2)
+            store.set_timeout(timedelta(seconds=300))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+        objects = [None, None]
+        dist.all_gather_object(objects, VALUES[rank])
+        groups = [dist.new_group(ranks, timeout=limit) for ranks in ([0, 1], [0], [1])]
+        dist.all_gather_object(objects, VALUES[rank], group=groups[0])
+    except Exception:
+        return traceback.format_exc()
+    hosts = {c.laddr.ip for c in psutil.Process().net_connections("inet")}
+    return " ".join(["joined:", str(objects[1 - rank]), *sorted(hosts)])
 
 
 def exchange(place: Path | int, victim: dict[str, str], other: dict[str, str]) -> tuple[str, str]:
-    """Let two processes join a group and send each other objects. Return the output of each.
+    """Let two processes join a group and send each other objects. Return the outcome of each.
 
     Args:
         place: directory for a store in a file, or port of a TCPStore on loopback.
         victim: environment of rank 0.
         other: environment of rank 1.
     """
-    clean = {name: value for name, value in os.environ.items() if name != TOKEN_PATH}
-    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "LIMIT": "300"}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    where = str(place / "store") if isinstance(place, Path) else str(place)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, where, str(rank), value],
-            env=clean | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, value, environment in ((0, "1", victim), (1, "666", other))
-    ]
-    try:
-        printed = [rank.communicate(timeout=PATIENCE_SECONDS)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return printed[0], printed[1]
+    where = place / "store" if isinstance(place, Path) else place
+    first, second = run_distributed(join, 2, where, [victim, other])
+    return first, second
 
 
 def environment_of(folder: Path, name: str) -> dict[str, str]:
@@ -87,8 +89,8 @@ def test_process_joins_a_group_without_authentication(tmp_path: Path) -> None:
 def test_ranks_with_the_token_join_on_loopback(tmp_path: Path) -> None:
     environment = environment_of(tmp_path, "token")
     first, second = exchange(tmp_path, environment, environment)
-    assert "joined: 666.0 127.0.0.1\n" in first
-    assert "joined: 1.0 127.0.0.1\n" in second
+    assert first == "joined: 666.0 127.0.0.1"
+    assert second == "joined: 1.0 127.0.0.1"
 
 
 def test_group_rejects_a_process_with_another_token(tmp_path: Path) -> None:
@@ -177,6 +179,7 @@ def test_waiting_for_a_value_ends_with_the_time_limit() -> None:
 
 NCCL_RANK = """
 import sys
+import traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 from rl_loop.cluster.group_authentication import authenticate_groups
