@@ -7,6 +7,7 @@ standard streams. It is killed if the client ends first, because Ray then wants 
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -49,6 +50,9 @@ def main() -> None:
         importlib.import_module(module)
     # Every worker uses this encoding, nearly always from the same file.
     sys.modules["rl_loop.harmony.vocabulary"].harmony_encoding()
+    # Forks then neither search the imported objects nor copy their memory pages.
+    gc.collect()
+    gc.freeze()
     if "ray" in sys.modules:
         sys.exit(f"one of {IMPORTED} imports Ray")
     if len(os.listdir("/proc/self/task")) > 1:
