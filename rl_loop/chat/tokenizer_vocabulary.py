@@ -246,7 +246,12 @@ def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
     # Bytes without a token become the tokenizer's unknown token, which may be a stop token
     # (SmolLM2), or vanish if there is none. A separate id makes them detectable.
     vocabulary = model["vocab"]
-    unknown = 1 + max([*vocabulary.values(), *(t["id"] for t in description["added_tokens"])])
+    added = {token["id"] for token in description["added_tokens"]}
+    unknown = 1 + max(vocabulary.values())
+    # The id of an added token is free here. An id after all added tokens would leave holes, and
+    # tokenizers prints every hole whenever the vocabulary is pickled.
+    if unknown not in added:
+        unknown = 1 + max([*vocabulary.values(), *added])
     model = {
         **model,
         "vocab": {**vocabulary, UNKNOWN: unknown},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -109,3 +110,9 @@ def test_tokenizer_that_cannot_encode_text_is_rejected() -> None:
     with pytest.raises(TokenizerError, match="has the model WordLevel"):
         vocab = json.loads(tokenizer())["model"]["vocab"]
         load(model={"type": "WordLevel", "vocab": vocab, "unk_token": END_OF_TEXT})
+
+
+def test_pickled_vocabulary_prints_no_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    """The tokenizers library prints thousands of ids if a vocabulary has holes."""
+    pickle.dumps(VOCABULARIES["whole"])
+    assert "holes" not in "".join(capfd.readouterr())
