@@ -19,7 +19,7 @@ from rl_loop.environments.base import (
     Task,
 )
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
-from rl_loop.environments.row_tasks import check_function, generated_row, row_of, row_task
+from rl_loop.environments.row_tasks import check_function, generated_task, row_of, row_task
 from rl_loop.infrastructure import InfrastructureFailure
 
 
@@ -98,8 +98,7 @@ class BlackBoxEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        row = generated_row(options.tasks, split, seed, index)
-        return cls.from_record(row, f"{split}-{index}", options)
+        return generated_task(cls, options.tasks, split, seed, index, options)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:

@@ -30,7 +30,7 @@ from rl_loop.environments.reward_parts import check_parts, read_parts, with_part
 from rl_loop.environments.row_tasks import (
     FUNCTIONS,
     check_function,
-    generated_row,
+    generated_task,
     row_task,
 )
 from rl_loop.environments.tool_servers.config import ToolServerConfig
@@ -98,8 +98,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-        row = generated_row(options.tasks, split, seed, index)
-        return cls.from_record(row, f"{split}-{index}", options)
+        return generated_task(cls, options.tasks, split, seed, index, options)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:

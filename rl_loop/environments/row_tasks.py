@@ -5,13 +5,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_loop.environments.base import Split, Task, text_in
+from megatron_gptoss.user_error import UserError
+from rl_loop.environments.base import Environment, Split, Task, text_in
 from rl_loop.registry import Registry
 
 FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     kind="function of an environment", expected="a function", accepts=callable
 )
 """Registry without entries, because users name functions as MODULE:FUNCTION."""
+
+
+class InvalidRow(UserError, ValueError):
+    """Generated row that is not a task. The message names the function and the task."""
 
 
 def check_function(path: str | None) -> str | None:
@@ -21,21 +26,45 @@ def check_function(path: str | None) -> str | None:
     return path
 
 
-def generated_row(path: str | None, split: Split, seed: int, index: int) -> dict[str, Any]:
-    """Return the row that the function ``path`` generates.
+def generated_task(
+    environment: type[Environment],
+    path: str | None,
+    split: Split,
+    seed: int,
+    index: int,
+    options: Any,
+) -> Task:
+    """Return the task of the row that a function generates.
+
+    Args:
+        environment: class whose ``from_record`` reads the row.
+        path: function ``tasks(split, seed, index)`` as MODULE:FUNCTION.
+        split: "train" or "held_out".
+        seed: seed of the tasks.
+        index: position of the task in its split.
+        options: options of the environment.
 
     Raises:
         NotImplementedError: if ``path`` is None.
-        ValueError: if the function does not return a JSON object.
+        InvalidRow: if the function does not return a JSON object that is a task.
     """
     if path is None:
         raise NotImplementedError(
             "option tasks is null, so tasks cannot be generated. Set it, or train_path and held_out_path"
         )
     row = FUNCTIONS.resolve(path)(split, seed, index)
+    where = f"{path}({split!r}, {seed}, {index})"
     if not isinstance(row, dict):
-        raise ValueError(f"{path} returned {type(row).__name__}, expected a dict")
-    return row
+        raise InvalidRow(f"{where} returned {type(row).__name__}, expected a dict")
+    try:
+        return environment.from_record(row, f"{split}-{index}", options)
+    except KeyError as error:
+        keys = ", ".join(map(str, row)) or "no keys"
+        raise InvalidRow(
+            f"{where} returned a task without the key {error}; it has {keys}"
+        ) from None
+    except ValueError as error:
+        raise InvalidRow(f"{where} returned a task that cannot be used: {error}") from None
 
 
 def row_task(

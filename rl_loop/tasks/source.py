@@ -16,6 +16,7 @@ from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
 from rl_loop.data.mixture import Mixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import Split
+from rl_loop.environments.row_tasks import InvalidRow
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
 from rl_loop.tasks.demonstrations import demonstrations_of
@@ -354,10 +355,10 @@ class Source:
         )
 
     def _generate(self, split: Split, index: int) -> Task:
-        """Generate a task. Raises TaskFileError if the environment generates none."""
+        """Generate a task. Raises TaskFileError if the environment cannot generate it."""
         try:
             task = self.environment.generate(split, self.seed, index, self.options)
-        except NotImplementedError as error:
+        except (NotImplementedError, InvalidRow) as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
         return replace(
             task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment

@@ -352,3 +352,25 @@ def test_generated_tasks_with_too_long_prompts_are_replaced() -> None:
     assert max(len(text) for text in texts(found + held_out)) < 100
     assert 5 < len(held_out) < 20
     assert rl_source(*overrides).train(20, 30) == found[20:]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("tasks_without_prompt", "returned a task without the key 'prompt'; it has question"),
+        ("tasks_with_a_list_as_prompt", "cannot be used: 'prompt' must be text, not list"),
+        ("tasks_as_texts", "returned str, expected a dict"),
+    ],
+)
+def test_generated_row_that_is_no_task_is_rejected(function: str, reason: str) -> None:
+    programs = "tests.support.rl_loop.agents.programs"
+    options = f"{{agent: '{programs}:plain', tasks: '{programs}:{function}'}}"
+    with pytest.raises(TaskFileError) as raised:
+        source(
+            "model.vocab_size=201088",
+            "vocabulary=gptoss",
+            f"tasks.sources.mine={{environment: black_box, options: {options}}}",
+        )
+    message = str(raised.value)
+    assert message.startswith(f"tasks.sources.mine: {programs}:{function}('held_out', 0, 0) ")
+    assert message.endswith(reason)

@@ -185,6 +185,18 @@ def tasks(split: str, seed: int, index: int) -> dict[str, Any]:
     return {"prompt": f"Hi {split} {index}", "answer": "Hello", "index": index}
 
 
+def tasks_without_prompt(split: str, seed: int, index: int) -> dict[str, Any]:
+    return {"question": f"Hi {split} {index}"}
+
+
+def tasks_with_a_list_as_prompt(split: str, seed: int, index: int) -> dict[str, Any]:
+    return {"prompt": ["Hi"]}
+
+
+def tasks_as_texts(split: str, seed: int, index: int) -> str:
+    return "Hi"
+
+
 def adding(task: dict[str, Any], base_url: str, api_key: str) -> float:
     """Act like the agent loop with ``tests.rl_loop.agents.test_same_episodes.Adding``."""
     messages: list[dict[str, Any]] = [user(task["prompt"])]
