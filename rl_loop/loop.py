@@ -2,12 +2,18 @@
 
     weights v -> rollout workers -> episodes sampled with v -> advantages -> packed batch
         ^                                                                           |
-        +------ v + 1 <- optimizer step, importance ratio 1 as sampled with v <-----+
+        +------------------------ v + 1 <- optimizer steps <------------------------+
 
-``RlLoop.run_step`` is one pass. If ``algorithm.max_staleness`` is k > 0, episodes of the next k
-steps run at the same time. A weight sync interrupts them, and they continue with the new weights.
+``RlLoop.run_step`` is one pass. With ``algorithm.max_staleness`` 0 and one mini-batch, an update
+starts from the weights that sampled its tokens. Their importance ratio is then exactly 1, unless
+``algorithm.old_log_probs`` is set.
 
-All randomness follows from the seed and the step number, so a resumed run continues the same curve.
+If ``algorithm.max_staleness`` is k > 0, episodes of the next k steps run at the same time. A weight
+sync interrupts them, and they continue with the new weights.
+
+All seeds follow from the run's seed and the step number. With ``max_staleness`` 0, a resumed run
+therefore continues the same curve. Otherwise the time of a sync decides which weights sample a
+token, so curves differ in their last digits.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +51,11 @@ far above it."""
 
 
 class Trainer(WeightSource, Protocol):
-    """The policy, its critic and its reference policy: a TrainerGroup."""
+    """The policy, its critic and its reference policy: a TrainerGroup (``trainer.group``).
+
+    It splits the samples over the data-parallel ranks, and calls the method of the same name of
+    ``trainer.worker.TrainerWorker`` on every rank.
+    """
 
     def score(self, samples: TrainingSamples, temperature: float | None = None) -> np.ndarray: ...
 
@@ -61,7 +71,10 @@ class Trainer(WeightSource, Protocol):
 
 
 class Rollouts(Protocol):
-    """The engines, and the workers that run episodes with them: a RolloutPool."""
+    """The engines, and the workers that run episodes with them: a RolloutPool (``rollout.pool``).
+
+    Embedded engines are parts of the workers. SGLang servers belong to the pool's backend.
+    """
 
     @property
     def scores_during_rollouts(self) -> bool: ...
@@ -202,7 +215,7 @@ class RlLoop:
     def run_step(self, step: int) -> None:
         """Run one step. The trainer has weights ``step`` before and ``step + 1`` afterwards."""
         record = self.recorder.begin_step(step)
-        # Sampling with the weights that the update starts from makes the importance ratio 1.
+        # Before the episodes: tokens of the weights that the update starts from have a ratio of 1.
         self.sync_engines(step, record)
         rollouts = self.collect_episodes(step, record)
         # The check must end here: it scores with weights that the update changes, and with engines
@@ -289,7 +302,7 @@ class RlLoop:
     def switch_to_trainer(self, step: int) -> None:
         """Pause the engines unless rollouts run ahead, and begin the trainer's next memory phase.
 
-        Paused engines on the trainer's GPUs free their memory.
+        Paused engines on the trainer's GPUs free their memory. The next weight sync wakes them.
         """
         # With staleness the engines sample episodes of later steps during the update.
         if self.algorithm.max_staleness == 0:
@@ -302,7 +315,8 @@ class RlLoop:
         """Return the token sequences of a step.
 
         Raises:
-            OffPolicyError: the algorithm is on-policy, and a token was sampled with older weights.
+            OffPolicyError: older weights sampled a token and ``algorithm.old_log_probs`` is
+                "detach", or the engine reports a weight version that does not exist yet.
         """
         with record.timed("prepare"):
             return to_samples(rollouts.train, self.algorithm, version=step)
@@ -340,16 +354,18 @@ class RlLoop:
             )
 
     def update_policy(self, step: int, samples: TrainingSamples, record: StepRecord) -> RlUpdates:
-        """Train on the samples, and begin to send the new weights.
+        """Train on the samples, and begin to gather the new weights for the next sync.
 
         Raises:
-            ResponseMismatchError: the policy has not sampled one of the episodes.
+            ResponseMismatchError: the policy has not sampled one of the episodes. The trainer has
+                the new weights, but the step is neither counted nor saved, and a resume repeats it.
         """
         with record.timed("train"):
             # Engines that restart during the update wait for the new weights.
             with self.rollouts.updating_weights(step + 1):
                 updates = self.trainer.rl_step(samples, step)
-            # The ranks gather the new weights while this step is recorded.
+            # For embedded engines, the ranks gather the new weights while this step is recorded.
+            # Servers receive them only in the next sync.
             self.rollouts.prepare_sync(self.trainer)
 
         # Only with "detach" are the log-probs of the update those of the weights that sampled.
@@ -404,7 +420,8 @@ class RlLoop:
     def _save_finished_steps(self) -> None:
         """Save the steps of this attempt, and leave restored groups to the next one."""
         self.checkpointer.save_finished_steps()
-        # Called only if the groups are not the cause of the end. After other errors they stay
-        # marked, so that a resume samples them again.
+        # ``GroupStore.load`` has marked the restored groups as in use. They are not the cause of
+        # this end, so the mark is removed. After other errors it stays, and a resume samples the
+        # groups again.
         if self.group_store is not None:
             self.group_store.release(self._first_step)

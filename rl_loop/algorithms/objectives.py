@@ -31,7 +31,8 @@ from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import Sequences, sample_weights
 
 AGES = ("fresh", "stale")
-"""Tokens of the current weights and of earlier weights, which have separate metrics."""
+"""Tokens of the current weights and of earlier weights, which have separate metrics.
+``TokenMasks.stale`` has another limit, ``max_staleness``."""
 
 LOSS_METRICS = "policy_loss/"
 """Prefix of the metrics that a policy loss returns in ``PolicyLoss.sums``."""
@@ -154,7 +155,8 @@ class TokenMasks:
     sampled: torch.Tensor
     """In the loss mask: sampled by the policy, in an episode that is not excluded."""
     stale: torch.Tensor
-    """Sampled, and older than ``max_staleness`` weight versions."""
+    """Sampled, and older than ``max_staleness`` weight versions. The collector of rollouts admits no
+    such tokens, so this is a second safeguard."""
     fresh: torch.Tensor
     """Sampled and not stale."""
     comparable: torch.Tensor

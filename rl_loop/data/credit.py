@@ -1,4 +1,8 @@
-"""Credit assignment: rewards of episodes to advantages of sampled tokens. Pure functions."""
+"""Credit assignment: rewards of episodes to advantages of sampled tokens. Pure functions.
+
+An episode is one Trajectory of a group. Its token sequences are the samples: the trajectory itself,
+and its branches if an agent held several conversations.
+"""
 
 import math
 from collections.abc import Sequence
@@ -25,8 +29,9 @@ def assign_advantages(
     """Return the samples with advantages, and with returns if they have values.
 
     Episodes are compared: an episode with several sequences counts once, and all its sequences have
-    its advantage. A KL penalty in the reward applies per token with a critic, and as a sum
-    otherwise.
+    its advantage. A truncated episode that is masked counts, too, but has no token in the loss.
+    Invalid episodes are not among the trajectories. A KL penalty in the reward applies per token
+    with a critic, and as a sum otherwise.
 
     Args:
         samples: the sequences of all episodes.
@@ -223,7 +228,9 @@ def _kl_penalties(
 ) -> torch.Tensor:
     """Return the KL penalty in the reward of every sampled token in [start, end).
 
-    The result is fp64 [sampled tokens], 0 for stale tokens, because another policy sampled them.
+    The result is fp64 [sampled tokens], 0 for tokens older than ``max_staleness``, which the losses
+    leave out, too. ``rollout.collector`` begins no episode that could have such tokens, so this is a
+    second safeguard.
     """
     assert config.kl is not None
     assert samples.rollout_log_probs is not None

@@ -4,8 +4,8 @@
     repeat: sample a turn from ids; append exactly the sampled ids; let the environment execute the
             turn; append tool results or the user message
 
-Text is never rendered twice. The loss mask is 1 exactly on sampled tokens. Mistakes of the policy
-end an episode with a reward. Infrastructure failures end it as invalid
+Text is never rendered twice. The loss mask of a trajectory is 1 exactly on sampled tokens. Mistakes
+of the policy end an episode with a reward. Infrastructure failures end it as invalid
 (``rl_loop.infrastructure``).
 """
 
@@ -35,8 +35,8 @@ from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
 from rl_loop.threads import run_in_thread
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
-"""Seconds before a turn whose tools or checker failed is executed again. After the last one the
-failure is final."""
+"""Seconds before a turn whose tools or checker failed is executed again, or an environment is opened
+again. After the last one the failure is final."""
 
 
 async def run_episode(
@@ -67,7 +67,8 @@ async def run_episode(
         seed: seed of the episode.
         routed_experts: whether to record the experts of every token.
         shape: shape of the model, to check the engine's results. None to check the vocabulary only.
-        runner: runs the episode. None for ``EpisodeRunner``.
+        runner: makes the runner of the episode. None for ``EpisodeRunner``. ``purifying`` of
+            ``rollout.purification`` makes another one.
 
     Raises:
         UnusablePrompt: the prompt leaves no room for an answer.
@@ -80,7 +81,12 @@ async def run_episode(
 
 
 class EpisodeRunner:
-    """Runs one episode."""
+    """Runs one episode.
+
+    The environment ends an episode with ``StepResult.done``. Limits and malformed turns raise
+    EpisodeOver, which ``play`` turns into a reward. An InfrastructureFailure ends the episode in
+    ``run``.
+    """
 
     def __init__(
         self, task_id: str, environment: Environment, codec: ChatCodec, episode: Episode
@@ -208,8 +214,10 @@ class EpisodeRunner:
     async def take_step(self, sampled: GenerateResult, messages: list[ParsedMessage]) -> StepResult:
         """Execute the turn that was sampled last. Raises InfrastructureFailure and OutOfTime.
 
+        A subclass may replace the turn by another one first (``rollout.purification``).
+
         Args:
-            sampled: the turn.
+            sampled: the turn, which only subclasses need.
             messages: the parsed turn.
         """
         return await self.act(messages)

@@ -132,7 +132,7 @@ class TrainerWorker:
         """Count memory towards ``phase`` from now on. For phases that begin outside of this class.
 
         Before the first update, when the optimizer has no state, "sync" and "scoring" count as
-        "first_sync" and "first_scoring".
+        "first_sync" and "first_scoring". Phases only measure memory. They change no computation.
         """
         if phase in ("sync", "scoring") and not self.trainer.updated:
             phase = f"first_{phase}"
@@ -239,7 +239,11 @@ class TrainerWorker:
         return replaced_factors(self.model, self._reference_factors)
 
     def rl_step(self, inputs: RankInputs, step: int) -> RlUpdates:
-        """Take an optimizer step of the critic and of the policy for every mini-batch of a step."""
+        """Take an optimizer step of the critic and of the policy for every mini-batch of a step.
+
+        The losses are ``policy_objective`` and ``value_objective`` of ``rl_loop.algorithms``. They
+        compute the importance ratio, its clipping and the rollout correction.
+        """
         packed = inputs.pack(alignment())
         # Every episode of a mini-batch may be excluded.
         mini_batches = [
@@ -265,10 +269,12 @@ class TrainerWorker:
         return updates
 
     def _add_old_log_probs(self, batches: Sequence[PackedBatch]) -> None:
-        """Fill the old log-probs of the micro-batches if the algorithm needs them.
+        """Fill the old log-probs, the denominator of the importance ratio, by ``old_log_probs``.
 
-        For routing replay "R2", also record the routes of their forward pass. Only
-        ``old_log_probs: forward`` costs a forward pass.
+        - "rollout": the engine's log-probs.
+        - "forward": log-probs of a forward pass with the weights before the first update. With
+          routing replay "R2" it also records the routes.
+        - "detach": none. The loss takes its own detached log-probs, so that the ratio is exactly 1.
         """
         source = self.algorithm.old_log_probs_from
         if source == "rollout":
@@ -299,6 +305,7 @@ class TrainerWorker:
     def _update_critic(
         self, mini_batch: RankMiniBatch, batches: Sequence[PackedBatch], step: int
     ) -> StepStatistics:
+        """Take an optimizer step of the critic."""
         # The routes belong to the policy. The critic chooses its own experts.
         batches = [replace(batch, routed_experts=None, recorded_routes=None) for batch in batches]
         objective = value_objective(
@@ -314,6 +321,7 @@ class TrainerWorker:
     def _update_policy(
         self, mini_batch: RankMiniBatch, batches: Sequence[PackedBatch], step: int, first_step: int
     ) -> StepStatistics:
+        """Take an optimizer step of the policy, whose schedule begins with step ``first_step``."""
         objective = policy_objective(
             self.algorithm,
             torch.from_numpy(mini_batch.loss_tokens),
