@@ -340,9 +340,9 @@ def test_metrics_page_names_metrics_of_the_code() -> None:
 
 def test_files_that_show_a_step_define_the_named_functions() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    section = page.partition("Four files show a step")[2].partition("\n\n`rl_loop/session.py`")[0]
+    section = page.partition("Five files show a step")[2].partition("\n\n`rl_loop/session.py`")[0]
     items = re.split(r"^\d\. ", section, flags=re.M)[1:]
-    assert len(items) == 4
+    assert len(items) == 5
     text = "".join((ROOT / re.findall(r"`([\w/]+\.py)`", item)[0]).read_text() for item in items)
     for name in re.findall(r"`(?:\w+\.)?([a-z_]+)`", section):
         assert f"{name}(" in text, name
