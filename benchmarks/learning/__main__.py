@@ -8,6 +8,7 @@ PROGRAMS = {
     "agents": "agents",
     "comparison": "comparison",
     "reference-model": "reference_model",
+    "claims": "claims",
 }
 
 if __name__ == "__main__":

@@ -444,13 +444,19 @@ class Plan:
             arguments += [*TINY_STEPS, "sequences_per_step=4"]
         return arguments
 
-    def rl(self, seed: int) -> list[str]:
-        """Return the command of an RL run."""
+    def rl(self, seed: int, name: str | None = None, variant: Sequence[str] = ()) -> list[str]:
+        """Return the command of an RL run.
+
+        Args:
+            seed: seed of the run.
+            name: name of the run. Default: "seed" and the seed.
+            variant: KEY=VALUE overrides of this run only.
+        """
         arguments = [
             "rl",
             str(ROOT / "configs/rl" / (TINY if self.is_cpu else NAME)),
             f"output_dir={self.work}",
-            f"name=seed{seed}",
+            f"name={name or f'seed{seed}'}",
             f"seed={seed}",
             f"tasks.seed={seed}",
             f"model={self.model.resolve()}",
@@ -474,7 +480,7 @@ class Plan:
                 "rollout.max_new_tokens_per_turn=48",
                 "rollout.max_tokens=1024",
             ]
-        return [*arguments, *self.overrides]
+        return [*arguments, *variant, *self.overrides]
 
     def _gsm8k(self) -> str:
         """Return the override for the tasks of SFT and RL: the easy problems, with Python."""
@@ -484,13 +490,8 @@ class Plan:
 
 def train(plan: Plan, seeds: Sequence[int]) -> str:
     """Run the warm start, then RL for every seed, and return the table."""
-    plan.work.mkdir(parents=True, exist_ok=True)
-    if plan.gsm8k is not None:
-        for split in ("train", "test"):
-            write_easy_part(plan.gsm8k / f"{split}.jsonl", plan.work / f"{split}.jsonl")
-    if not (plan.work / "sft/checkpoints/latest").exists():
-        seconds = run(plan.sft())
-        print(f"sft: {seconds / 60:.1f} minutes", file=sys.stderr)
+    prepare_tasks(plan)
+    warm_start(plan)
 
     header = [
         "seed",
@@ -512,6 +513,21 @@ def train(plan: Plan, seeds: Sequence[int]) -> str:
         lines.append("| " + " | ".join([str(seed), *row_of(directory)]) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
+
+
+def prepare_tasks(plan: Plan) -> None:
+    """Create the directory of the runs, and write the tasks of GSM8K."""
+    plan.work.mkdir(parents=True, exist_ok=True)
+    if plan.gsm8k is not None:
+        for split in ("train", "test"):
+            write_easy_part(plan.gsm8k / f"{split}.jsonl", plan.work / f"{split}.jsonl")
+
+
+def warm_start(plan: Plan) -> None:
+    """Run SFT unless it is complete."""
+    if not (plan.work / "sft/checkpoints/latest").exists():
+        seconds = run(plan.sft())
+        print(f"sft: {seconds / 60:.1f} minutes", file=sys.stderr)
 
 
 def write_easy_part(source: Path, target: Path) -> None:
