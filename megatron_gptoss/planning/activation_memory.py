@@ -123,7 +123,7 @@ def _micro_batches_in_flight(inputs: MemoryInputs, stage: int) -> float:
     return min(in_flight, inputs.micro_batches)
 
 
-def working_memory(inputs: MemoryInputs, stage: int) -> float:
+def temporary_memory(inputs: MemoryInputs, stage: int) -> float:
     """Return the bytes of temporary tensors of the log-probs or of one layer's backward pass.
 
     Args:

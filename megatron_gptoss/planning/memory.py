@@ -14,14 +14,14 @@ from megatron_gptoss.planning.activation_memory import (
     attention_blocks,
     expert_load,
     scoring_memory,
-    working_memory,
+    temporary_memory,
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.parameter_counts import bytes_of
 from megatron_gptoss.planning.state_memory import (
     dequantized_bytes,
-    fetched_state,
     gathered_for_checkpoint,
+    loaded_state_bytes,
     optimizer_state,
     scratch_weight_bytes,
     trained_models,
@@ -90,7 +90,7 @@ HOST_ROUNDING = 1.06
 
 
 @dataclass(frozen=True)
-class Memory:
+class UpdateMemory:
     """Bytes of the tensors of one pipeline stage in the update, summed over all models."""
 
     weights: float
@@ -101,9 +101,9 @@ class Memory:
     """Optimizer state that stays on the GPU between steps."""
     activations: float
     """Activations kept for the backward pass, of all micro-batches in flight."""
-    working: float
+    temporary: float
     """Temporary tensors: the maximum of log-prob blocks and the backward pass of one layer."""
-    fetched: float
+    loaded_optimizer_state: float
     """Offloaded optimizer state that is on the GPU at one time in the optimizer step.
 
     Only the part that exceeds the space of activations and temporary tensors.
@@ -143,7 +143,7 @@ class Phase:
 class MemoryEstimate:
     """Memory estimate of a GPU of one pipeline stage in each phase."""
 
-    memory: Memory
+    memory: UpdateMemory
     """Parts of the update."""
     phases: Sequence[Phase]
     """Phases in the order of a run."""
@@ -165,7 +165,7 @@ class MemoryEstimate:
         return next(phase for phase in self.phases if phase.name == name)
 
 
-def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
+def predict(inputs: MemoryInputs, stage: int = 0) -> UpdateMemory:
     """Predict the tensors on the GPUs of a pipeline stage in the update.
 
     Args:
@@ -173,11 +173,11 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
         stage: index of the pipeline stage.
     """
     activations = activation_memory(inputs, stage)
-    working = working_memory(inputs, stage)
+    temporary = temporary_memory(inputs, stage)
 
     gradients = 0.0
     resident_state = 0.0
-    fetched = 0.0
+    loaded_optimizer_state = 0.0
     for trained in trained_models(inputs, stage):
         parameters = trained.dense + trained.expert
         gradients += bytes_of(trained.optimizer.gradient_dtype) * parameters
@@ -185,17 +185,19 @@ def predict(inputs: MemoryInputs, stage: int = 0) -> Memory:
             trained, inputs.parallel
         )
 
-        # Fetched state reuses the space of activations, which are freed by then. The optimizers of
+        # Loaded state reuses the space of activations, which are freed by then. The optimizers of
         # several models step one after another, so only the largest part counts.
-        fetched = max(fetched, fetched_state(inputs, trained) - activations - working)
+        loaded_optimizer_state = max(
+            loaded_optimizer_state, loaded_state_bytes(inputs, trained) - activations - temporary
+        )
 
-    return Memory(
+    return UpdateMemory(
         weights=weight_memory(inputs, stage),
         gradients=gradients,
         optimizer=resident_state,
         activations=activations,
-        working=working,
-        fetched=fetched,
+        temporary=temporary,
+        loaded_optimizer_state=loaded_optimizer_state,
     )
 
 
@@ -208,7 +210,9 @@ def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> M
         stage: index of the pipeline stage.
     """
     memory = predict(inputs, stage)
-    fetched = max(fetched_state(inputs, trained) for trained in trained_models(inputs, stage))
+    loaded_optimizer_state = max(
+        loaded_state_bytes(inputs, trained) for trained in trained_models(inputs, stage)
+    )
     engine = inputs.engine or EngineMemory()
     awake = engine.awake_fraction * gigabytes * 1e9
     asleep = engine.asleep_bytes
@@ -217,7 +221,7 @@ def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> M
     # released before a weight sync. It still exists in the optimizer step.
     own_weights = memory.weights - scratch_weight_bytes(inputs)
     start = own_weights + memory.gradients + _copied_weights(inputs, stage)
-    stepping = memory.persistent + fetched + dequantized_bytes(inputs)
+    stepping = memory.persistent + loaded_optimizer_state + dequantized_bytes(inputs)
     scoring = memory.persistent + scoring_memory(inputs, stage)
 
     needs = [_Need("start", start, 0)]
@@ -237,7 +241,7 @@ def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> M
         ]
     needs += [
         _Need("scoring", scoring, asleep),
-        _Need("update", memory.persistent + memory.activations + memory.working, asleep),
+        _Need("update", memory.persistent + memory.activations + memory.temporary, asleep),
         _Need("optimizer", stepping, asleep),
         _Need("checkpoint", memory.persistent + gathered_for_checkpoint(inputs, stage), asleep),
     ]

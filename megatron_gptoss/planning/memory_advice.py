@@ -194,7 +194,7 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
     ]
 
     parts = asdict(estimate.memory).items()
-    in_words = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    in_words = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in parts)
     lines.append(f"tensors of the update, GB: {in_words}")
     if estimate.host:
         lines.append(_host_line(inputs, estimate, hardware))

@@ -163,7 +163,7 @@ def _bytes_per_parameter(trained: TrainedModel) -> int:
     return 2 + 2 * bytes_of(trained.optimizer.moment_dtype)
 
 
-def fetched_state(inputs: MemoryInputs, trained: TrainedModel) -> float:
+def loaded_state_bytes(inputs: MemoryInputs, trained: TrainedModel) -> float:
     """Return the bytes of offloaded state that are on the GPU at the same time.
 
     Args:

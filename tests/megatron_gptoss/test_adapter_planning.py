@@ -306,10 +306,10 @@ def test_norm_before_adapted_attention_is_recomputed() -> None:
 
 def test_recomputed_experts_use_memory_in_their_backward_pass() -> None:
     rows = 4 * 16_384
-    working = {
-        recompute: predict(inputs_of(GPT_OSS_20B, recompute=recompute)).working
+    temporary = {
+        recompute: predict(inputs_of(GPT_OSS_20B, recompute=recompute)).temporary
         for recompute in [(), ("moe_act",), ("moe",), ("moe", "moe_act")]
     }
-    assert working[()] == working["moe_act",]
-    assert working["moe",] - working[()] == 2 * rows * (2880 + 2880)
-    assert working["moe", "moe_act"] - working["moe",] == 2 * rows * 2880
+    assert temporary[()] == temporary["moe_act",]
+    assert temporary["moe",] - temporary[()] == 2 * rows * (2880 + 2880)
+    assert temporary["moe", "moe_act"] - temporary["moe",] == 2 * rows * 2880

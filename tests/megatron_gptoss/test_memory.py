@@ -420,7 +420,7 @@ def test_tensor_parallel_ranks_gather_all_hidden_states() -> None:
     """The output layer needs the most memory here: small experts and a small vocabulary."""
     model = GPT_OSS_20B.model_copy(update={"vocab_size": 4096, "intermediate_size": 64})
     alone, halves = (
-        predict(MemoryInputs(model, layout, OptimizerConfig(), 16_384)).working
+        predict(MemoryInputs(model, layout, OptimizerConfig(), 16_384)).temporary
         for layout in (ParallelConfig(), ParallelConfig(world_size=2, tensor=2))
     )
     # Half of the residual stream, and the complete gathered tensor and its gradient.
@@ -565,9 +565,9 @@ def test_offloaded_part_reuses_memory_of_activations(tokens: int, room: bool) ->
         predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens))
         for share in (0.0, 1.0)
     )
-    assert offloaded.optimizer == 0 and (offloaded.fetched == 0) == room
-    part = 0 if room else 10 * PART_ELEMENTS - plain.activations - plain.working
-    assert offloaded.fetched == pytest.approx(part)
+    assert offloaded.optimizer == 0 and (offloaded.loaded_optimizer_state == 0) == room
+    part = 0 if room else 10 * PART_ELEMENTS - plain.activations - plain.temporary
+    assert offloaded.loaded_optimizer_state == pytest.approx(part)
     assert offloaded.total == pytest.approx(plain.total - plain.optimizer + part)
 
 
