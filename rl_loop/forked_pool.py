@@ -30,7 +30,7 @@ STOP_SECONDS = 5.0
 """Time limit for a clean exit of the server."""
 
 
-class TooExpensive(Exception):
+class CallLimitExceeded(Exception):
     """The question has no answer within its limits, or kills every process that receives it."""
 
 
@@ -118,7 +118,7 @@ class ForkedPool:
                 pool's control question, which shows only that processes run.
 
         Raises:
-            TooExpensive: the question exceeds its time or memory, or kills 2 processes while the
+            CallLimitExceeded: the question exceeds its time or memory, or kills 2 processes while the
                 machine has memory and the control question is answered.
             PoolFailure: no process starts, no process answers any question, or ``close`` was
                 called.
@@ -135,7 +135,7 @@ class ForkedPool:
                     return self._ask(worker or self._new_worker(closings), question)
                 except _WorkerDied:
                     continue
-                except TooExpensive:
+                except CallLimitExceeded:
                     # A function that answers nothing looks like an expensive question.
                     if control is None or self._is_healthy(closings, control):
                         raise
@@ -146,7 +146,7 @@ class ForkedPool:
             # Text of a policy or a client must not be able to cause a PoolFailure.
             is_well = self._is_healthy(closings, self.control if control is None else control)
             if is_well and out_of_memory_kills() == killed_before:
-                raise TooExpensive("two processes died while working on it")
+                raise CallLimitExceeded("two processes died while working on it")
         raise PoolFailure(f"{self._name}: two processes died while working on {question!r:.500}")
 
     def ask_async(self, question: Any, control: Any = None) -> Awaitable[Any]:
@@ -175,7 +175,7 @@ class ForkedPool:
         """Return a worker's answer. Exceptions of the function are raised here.
 
         Raises:
-            TooExpensive: the worker exceeded its time or memory.
+            CallLimitExceeded: the worker exceeded its time or memory.
             _WorkerDied: the worker died before it answered.
             PoolFailure: the worker does not reply.
         """
@@ -195,12 +195,14 @@ class ForkedPool:
             # A process uses at most one core, so a worker that lived for less than the limit was
             # not killed by the limit.
             if time.monotonic() - began >= self.seconds:
-                raise TooExpensive(f"processing it takes more than {self.seconds:g} s") from None
+                raise CallLimitExceeded(
+                    f"processing it takes more than {self.seconds:g} s"
+                ) from None
             raise _WorkerDied from None
 
         if kind == "memory":
             worker.close()
-            raise TooExpensive("processing it takes too much memory")
+            raise CallLimitExceeded("processing it takes too much memory")
         # An exception of the function leaves the worker usable.
         self._keep(worker)
         if kind == "error":

@@ -30,7 +30,7 @@ READY = {"ready": True}
 """First line, after the import of the agent's module."""
 
 
-class Host:
+class AgentHost:
     """Runs the episodes of one function."""
 
     def __init__(self, run: Callable[..., Any], answers: TextIO, threads: int) -> None:
@@ -90,7 +90,7 @@ class Host:
             del self._running[number]
 
 
-async def serve(host: Host, commands: TextIO) -> None:
+async def serve(host: AgentHost, commands: TextIO) -> None:
     """Execute commands until the process ends."""
     loop = asyncio.get_running_loop()
 
@@ -131,7 +131,7 @@ def main() -> None:
         print(json.dumps({"failed": str(error)}), file=answers, flush=True)
         return
     exempt_from_collection()
-    asyncio.run(serve(Host(run, answers, threads), commands))
+    asyncio.run(serve(AgentHost(run, answers, threads), commands))
 
 
 if __name__ == "__main__":

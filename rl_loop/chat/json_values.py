@@ -43,7 +43,7 @@ def canonical_value(value: Any) -> Any:
     match value:
         # Tags distinguish a number from the text with its digits, and an object from a list of
         # pairs.
-        case Number():
+        case JsonNumber():
             return ["number", value.digits]
 
         # Before int, because bool is a subclass of int, but true is not 1.
@@ -65,7 +65,7 @@ def canonical_value(value: Any) -> Any:
     raise ValueError(f"{type(value).__name__} is not a JSON type")
 
 
-class Number:
+class JsonNumber:
     """Number of JSON."""
 
     def __init__(self, digits: str) -> None:
@@ -73,24 +73,24 @@ class Number:
         self.digits = digits
 
 
-def _integer(literal: str) -> Number:
+def _integer(literal: str) -> JsonNumber:
     """Parse an integer exactly, with any number of digits."""
     digits = literal.lstrip("-").lstrip("0")
     significant = digits.rstrip("0")
     if not significant:
-        return Number("0")
+        return JsonNumber("0")
     sign = "-" if literal.startswith("-") else ""
-    return Number(f"{sign}{significant}e{len(digits) - len(significant)}")
+    return JsonNumber(f"{sign}{significant}e{len(digits) - len(significant)}")
 
 
-def _float(literal: str) -> Number:
+def _float(literal: str) -> JsonNumber:
     """Parse a number with a point or an exponent.
 
     Programs parse it as a float, and write the shortest digits of the float.
     """
     value = float(literal)
     if not math.isfinite(value):
-        return Number(literal.lower())
+        return JsonNumber(literal.lower())
     # repr writes the shortest digits that read back as the same float.
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     assert isinstance(exponent, int)  # it is finite
@@ -98,9 +98,9 @@ def _float(literal: str) -> Number:
     if whole.digits == "0":
         return whole
     significant, _, zeros = whole.digits.partition("e")
-    return Number(f"{'-' if sign else ''}{significant}e{exponent + int(zeros)}")
+    return JsonNumber(f"{'-' if sign else ''}{significant}e{exponent + int(zeros)}")
 
 
-def _constant(literal: str) -> Number:
+def _constant(literal: str) -> JsonNumber:
     """Parse NaN or an infinity, which Python's JSON accepts."""
-    return Number(literal)
+    return JsonNumber(literal)

@@ -87,7 +87,7 @@ class Row:
         return json.dumps(self.content, sort_keys=True, default=str).encode()
 
 
-class JsonLines:
+class JsonLinesRows:
     """File with one JSON value per line. Empty lines are skipped."""
 
     unit: Literal["line", "row"] = "line"
@@ -179,7 +179,7 @@ class ArrowRows:
             yield Row(number, row)
 
 
-Rows = JsonLines | ArrowRows
+Rows = JsonLinesRows | ArrowRows
 
 
 def open_rows(location: str) -> Rows:
@@ -199,7 +199,7 @@ def open_rows(location: str) -> Rows:
         raise DataError(f"{location}: there is no such file")
     if location.endswith(".parquet"):
         return ArrowRows(location, _parquet_files(location))
-    return JsonLines(path)
+    return JsonLinesRows(path)
 
 
 def hub_files(location: str) -> list[str]:

@@ -16,7 +16,7 @@ from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
-from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
+from rl_loop.forked_pool import CallLimitExceeded, ForkedPool, PoolFailure
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.body import parse_json
 from rl_loop.gateway.errors import ApiError
@@ -208,7 +208,7 @@ class RequestWorkers:
             return result
         # The request caused it, so the client can avoid it. A failure of the pool is not the
         # client's.
-        except TooExpensive:
+        except CallLimitExceeded:
             gigabytes = JOB_MEMORY_BYTES >> 30
             message = (
                 f"reading the request needs more than {JOB_SECONDS:g} s or {gigabytes} GiB. Send "

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from rl_loop.forked_pool import ForkedPool, PoolFailure, TooExpensive
+from rl_loop.forked_pool import CallLimitExceeded, ForkedPool, PoolFailure
 
 
 class CheckerFailure(RuntimeError):
@@ -32,7 +32,7 @@ class CheckerPool(ForkedPool):
         """
         try:
             return self.ask(question, control)
-        except TooExpensive:
+        except CallLimitExceeded:
             return too_expensive
         except PoolFailure as error:
             raise CheckerFailure(str(error)) from None

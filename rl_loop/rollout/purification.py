@@ -39,7 +39,7 @@ this number."""
 
 
 @dataclass
-class Attempt:
+class TurnAttempt:
     """A turn of the policy and its result."""
 
     prefix: list[int]
@@ -95,7 +95,7 @@ class PurifyingRunner(EpisodeRunner):
 
         # The failed turn is the last one of the draft.
         start = self.draft.turns[-1].start
-        failed = Attempt(
+        failed = TurnAttempt(
             prefix=self.draft.token_ids[:start],
             sampled=sampled,
             messages=messages,
@@ -112,7 +112,7 @@ class PurifyingRunner(EpisodeRunner):
         self.episode.replace_turn(sampled, purified.sampled)
         return purified.result
 
-    async def _purify(self, failed: Attempt, before: Any) -> Attempt | None:
+    async def _purify(self, failed: TurnAttempt, before: Any) -> TurnAttempt | None:
         """Return a turn to put in place of a failed one, or None if the error stays.
 
         If the time is over during a retry, the environment is in an intermediate state, and the
@@ -142,7 +142,7 @@ class PurifyingRunner(EpisodeRunner):
         self.environment.restore_state(after)
         return None
 
-    async def _rescore(self, turn: Attempt, failed: Attempt) -> Attempt:
+    async def _rescore(self, turn: TurnAttempt, failed: TurnAttempt) -> TurnAttempt:
         """Give spliced tokens the log-probs of their new place."""
         # scores[i] belongs to token i + 1, because the first token has no log-prob.
         scores = await self.episode.sampler.score(turn.prefix + turn.sampled.output_ids)
@@ -150,7 +150,7 @@ class PurifyingRunner(EpisodeRunner):
         log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
-    async def _resample(self, turn: Attempt) -> Attempt | None:
+    async def _resample(self, turn: TurnAttempt) -> TurnAttempt | None:
         """Let the agent read the error, and return its new turn in place of the failed one."""
         error = await self.render(turn.result)
         if self.calls_left == 0:
@@ -170,7 +170,7 @@ class PurifyingRunner(EpisodeRunner):
             return None
         return await run_in_thread(self._merge, turn, sampled.result)
 
-    def _merge(self, turn: Attempt, sampled: GenerateResult) -> Attempt | None:
+    def _merge(self, turn: TurnAttempt, sampled: GenerateResult) -> TurnAttempt | None:
         """Replace the failed turn by the new one, after its reasoning if the calls are similar.
 
         Returns None if the new turn has no call, or the merged turn is malformed or too long.
@@ -193,7 +193,9 @@ class PurifyingRunner(EpisodeRunner):
         has_room = len(turn.prefix) + len(ids) <= self.limits.max_tokens
         if isinstance(merged, FormatError) or not has_room:
             return None
-        return Attempt(turn.prefix, _splice(turn, sampled, ids, kept), merged, turn.result, kept)
+        return TurnAttempt(
+            turn.prefix, _splice(turn, sampled, ids, kept), merged, turn.result, kept
+        )
 
 
 def _calls(messages: Sequence[ParsedMessage]) -> str:
@@ -209,7 +211,9 @@ def _similarity(old: str, new: str) -> float:
     return SequenceMatcher(None, old, new, autojunk=False).ratio()
 
 
-def _splice(turn: Attempt, sampled: GenerateResult, ids: list[int], kept: int) -> GenerateResult:
+def _splice(
+    turn: TurnAttempt, sampled: GenerateResult, ids: list[int], kept: int
+) -> GenerateResult:
     """Return ``ids`` as a result in place of the turn's own. The first ``kept`` ids are equal.
 
     Spliced tokens have log-probs of 0 until they are scored. Their routes are unknown, and the

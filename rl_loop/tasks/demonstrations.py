@@ -31,7 +31,7 @@ class Demonstration:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PlayedTurn:
     """One turn of a scripted policy, with its result."""
 
     messages: list[ParsedMessage]
@@ -39,13 +39,13 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Episode:
+class PlayedEpisode:
     """Scripted episode before tokenization."""
 
     prompt: list[dict[str, Any]]
     tools: Sequence[Tool]
     builtin_tools: Sequence[BuiltinTool | PythonTool]
-    turns: list[Turn]
+    turns: list[PlayedTurn]
 
 
 # ---- creating demonstrations
@@ -71,7 +71,7 @@ def demonstrations_of(
     return [render_as_sampled(episode, codec)]
 
 
-def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode:
+def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> PlayedEpisode:
     """Run an expert's or a faulty script on a task, chosen according to the mixture."""
     rng = Random(seed)
     environment = make_offline_environment(task)
@@ -79,7 +79,7 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> Episode
     return asyncio.run(play(environment, script))
 
 
-async def play(environment: Environment, script: ScriptedPolicy) -> Episode:
+async def play(environment: Environment, script: ScriptedPolicy) -> PlayedEpisode:
     """Run the episode of a scripted policy.
 
     Raises:
@@ -94,8 +94,8 @@ async def play(environment: Environment, script: ScriptedPolicy) -> Episode:
         await environment.close()
 
 
-async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Episode:
-    episode = Episode(
+async def _play_opened(environment: Environment, script: ScriptedPolicy) -> PlayedEpisode:
+    episode = PlayedEpisode(
         prompt=list(environment.prompt()),
         tools=environment.tools(),
         builtin_tools=environment.builtin_tools(),
@@ -106,7 +106,7 @@ async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Epis
         messages = next(script)
         while True:
             result = await environment.step(messages)
-            episode.turns.append(Turn(messages, result))
+            episode.turns.append(PlayedTurn(messages, result))
             if result.done:
                 return episode
             messages = script.send(result)
@@ -118,7 +118,7 @@ async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Epis
 # ---- episodes in tokens
 
 
-def render_as_sampled(episode: Episode, codec: ChatCodec) -> Demonstration:
+def render_as_sampled(episode: PlayedEpisode, codec: ChatCodec) -> Demonstration:
     """Render the exact tokens of a rollout in which a policy samples the episode."""
     shown = Demonstration(result=episode.turns[-1].result)
     shown.add(codec.render_prompt(episode.prompt, episode.tools, episode.builtin_tools), mask=0)
@@ -133,11 +133,11 @@ def render_as_sampled(episode: Episode, codec: ChatCodec) -> Demonstration:
     return shown
 
 
-def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstration]:
+def render_by_user_turn(episode: PlayedEpisode, codec: ChatCodec) -> list[Demonstration]:
     """Render a demonstration for each turn of the user, with the history of the format."""
     demonstrations: list[Demonstration] = []
     prompt = list(episode.prompt)
-    current: list[Turn] = []
+    current: list[PlayedTurn] = []
 
     for turn in episode.turns:
         current.append(turn)
@@ -155,7 +155,7 @@ def render_by_user_turn(episode: Episode, codec: ChatCodec) -> list[Demonstratio
     return demonstrations
 
 
-def _as_conversation(turn: Turn) -> list[dict[str, Any]]:
+def _as_conversation(turn: PlayedTurn) -> list[dict[str, Any]]:
     """Return a turn and its result as messages for ``Harmony.render_prompt``."""
     messages: list[dict[str, Any]] = []
     for message in turn.messages:

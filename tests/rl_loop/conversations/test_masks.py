@@ -19,7 +19,7 @@ from rl_loop.conversations.rows import Row
 from rl_loop.harmony.codec import Harmony, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.tasks.demonstrations import (
-    Episode,
+    PlayedEpisode,
     _as_conversation,
     render_as_sampled,
     render_by_user_turn,
@@ -134,7 +134,7 @@ KINDS = [
 ]
 
 
-def as_record(episode: Episode) -> list[tuple[int, dict[str, object]]]:
+def as_record(episode: PlayedEpisode) -> list[tuple[int, dict[str, object]]]:
     messages = list(episode.prompt)
     for turn in episode.turns:
         messages += _as_conversation(turn)

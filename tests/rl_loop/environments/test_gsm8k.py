@@ -17,7 +17,7 @@ from rl_loop.environments.gsm8k import (
 )
 from rl_loop.environments.retool import MISTAKE_SHARE
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
-from rl_loop.tasks.demonstrations import Episode, play
+from rl_loop.tasks.demonstrations import PlayedEpisode, play
 
 ROW = {
     "question": "How many dollars?",
@@ -81,7 +81,7 @@ def test_expression_of_a_doubling_solution_stays_short() -> None:
     assert expression is None or len(expression) <= 200
 
 
-def demonstration(task: Task, seed: int, inject_errors: bool) -> Episode:
+def demonstration(task: Task, seed: int, inject_errors: bool) -> PlayedEpisode:
     environment = Gsm8kEnvironment(task, Gsm8kEnvironment.simulate_python, RewardConfig())
     return asyncio.run(play(environment, Gsm8kEnvironment.solve(task, Random(seed), inject_errors)))
 

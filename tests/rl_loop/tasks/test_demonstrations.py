@@ -45,7 +45,7 @@ from rl_loop.sandbox import PythonSandbox, SandboxConfig
 from rl_loop.session import SftSession, build_tasks
 from rl_loop.tasks.demonstrations import (
     Demonstration,
-    Episode,
+    PlayedEpisode,
     demonstrate,
     demonstrations_of,
     render_as_sampled,
@@ -107,7 +107,7 @@ def test_every_registered_environment_has_demonstration_tests() -> None:
     assert {name for name, _ in KINDS} == set(ENVIRONMENTS) - {"black_box", "mcp", "openenv"}
 
 
-def in_openai_harmony(episode: Episode, prompt: PromptConfig) -> list[list[Message]]:
+def in_openai_harmony(episode: PlayedEpisode, prompt: PromptConfig) -> list[list[Message]]:
     """Return an episode as messages of openai-harmony: the prompt, then a list per user turn."""
     settings = prompt.model_dump(include={"model_identity", "knowledge_cutoff"})
     system = SystemContent(

@@ -13,7 +13,7 @@ from rl_loop.environments import (
     make_environment,
 )
 from rl_loop.tasks.demonstrations import (
-    Episode,
+    PlayedEpisode,
     play,
 )
 
@@ -26,7 +26,7 @@ def task_of(environment: str, index: int, **options: object) -> Task:
 CHECKERS = ["punctuation:no_comma", "startend:quotation", "keywords:existence"]
 
 
-def scripted_episode(task: Task, seed: int) -> Episode:
+def scripted_episode(task: Task, seed: int) -> PlayedEpisode:
     """Return an episode of the environment's script: correct for even seeds, else faulty."""
     environment = make_environment(task, arithmetic.interpret, RewardConfig())
     script = environment_class(task.environment).solve(
