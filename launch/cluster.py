@@ -69,9 +69,9 @@ class ClusterConfig(StrictModel):
     """GPUs per node; 0 for runs on CPUs. Default: for kind local those of this machine, else 0."""
     gpu_type: str | None = None
     """GPU type as shown by ``sinfo -o %G``, such as h200; null: any."""
-    gpu_memory: float | None = Field(None, gt=0, allow_inf_nan=False)
+    gpu_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Total memory of one GPU in GB (1e9 bytes), for the memory plan of a dry run. null: that of
-    the run's configuration (``parallel.gpu_memory``)."""
+    the run's configuration (``parallel.gpu_gb``)."""
     cpus_per_node: int | None = Field(None, gt=0)
     """CPUs per node; null: Slurm's default (1 CPU, unless exclusive)."""
     memory_per_node: str | None = None

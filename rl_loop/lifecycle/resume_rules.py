@@ -98,7 +98,7 @@ RULES: dict[str, ResumeRule] = {
     # Refused between no and some parallelism, which have different optimizers.
     "parallel.expert": LAYOUT,
     "parallel.expert_dispatcher": LAYOUT,
-    "parallel.gpu_memory": LAYOUT,
+    "parallel.gpu_gb": LAYOUT,
     "parallel.last_stage_layers": LAYOUT,
     "parallel.pipeline": LAYOUT,
     "parallel.recompute": LAYOUT,
