@@ -44,7 +44,7 @@ class EvaluationConfig(StrictModel):
     http://host:8000/v1. null for the run's engine."""
     endpoint_model: str = "default"
     """Name of the model at the endpoint."""
-    concurrency: int = Field(64, gt=0)
+    concurrent_episodes: int = Field(64, gt=0)
     """Maximum concurrent episodes with an endpoint."""
 
 

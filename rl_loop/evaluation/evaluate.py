@@ -95,7 +95,7 @@ async def run_at_endpoint(
     Raises:
         EndpointError: if the server cannot be used.
     """
-    engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrency)
+    engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrent_episodes)
     # Environments with an external agent need another worker.
     runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
@@ -103,7 +103,7 @@ async def run_at_endpoint(
     # Failures of the endpoint must not count as wrong answers.
     breaker = CircuitBreaker.with_streak(rollout.max_invalid_share)
     # Limit the episodes, not the tasks, because a task has several episodes.
-    slots = asyncio.Semaphore(max(1, evaluation.concurrency // evaluation.samples_per_task))
+    slots = asyncio.Semaphore(max(1, evaluation.concurrent_episodes // evaluation.samples_per_task))
 
     async def run(request: GroupRequest) -> TrajectoryGroup:
         async with slots:

@@ -131,7 +131,7 @@ RULES: dict[str, ResumeRule] = {
         ResumeEffect.MAY_CHANGE, "the length of the run and of its schedules"
     ),
     "tracking.episodes": RECORDING,
-    "evaluation.concurrency": ELSEWHERE,
+    "evaluation.concurrent_episodes": ELSEWHERE,
     "evaluation.endpoint": ELSEWHERE,
     "evaluation.endpoint_model": ELSEWHERE,
     "evaluation.samples_per_task": ELSEWHERE,
