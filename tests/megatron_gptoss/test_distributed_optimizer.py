@@ -57,7 +57,7 @@ STEPS = 5
 SAVED = 3
 BUCKET = 8000
 """Number of parameters that fill a bucket."""
-LOADED = 120_000
+LOADED = 480_000
 """Bytes of optimizer state that are loaded at a time. The state of a rank has some megabytes."""
 
 
