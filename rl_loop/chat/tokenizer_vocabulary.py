@@ -5,17 +5,23 @@ such as ``<|im_end|>``.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
 from tokenizers import Tokenizer
-
-from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileError, read_bytes
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES
+from megatron_gptoss.untrusted_files import UntrustedFileError
+from megatron_gptoss.untrusted_files import read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.chat.codec import without_surrogates
-from rl_loop.chat.text_encoding import REPLACEMENT, check_encodes_text
+from rl_loop.chat.text_encoding import REPLACEMENT
+from rl_loop.chat.text_encoding import check_encodes_text
+
+
+
+
 
 UNKNOWN = "<|no token of the vocabulary|>"
 """Name of the id for bytes without a token, before they are replaced."""
@@ -245,13 +251,10 @@ def _text_only(description: dict[str, Any], where: str) -> dict[str, Any]:
 
     # Bytes without a token become the tokenizer's unknown token, which may be a stop token
     # (SmolLM2), or vanish if there is none. A separate id makes them detectable.
+    # It may be the id of an added token, which text cannot have either. A larger id would leave
+    # a gap, about which the library prints a message whenever the tokenizer is copied.
     vocabulary = model["vocab"]
-    added = {token["id"] for token in description["added_tokens"]}
     unknown = 1 + max(vocabulary.values())
-    # The id of an added token is free here. An id after all added tokens would leave holes, and
-    # tokenizers prints every hole whenever the vocabulary is pickled.
-    if unknown not in added:
-        unknown = 1 + max([*vocabulary.values(), *added])
     model = {
         **model,
         "vocab": {**vocabulary, UNKNOWN: unknown},

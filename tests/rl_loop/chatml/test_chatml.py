@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import random
 import unicodedata
 from collections import Counter
@@ -576,6 +577,17 @@ def test_invalid_tokenizer_directory_is_rejected_with_the_reason(tmp_path: Path)
     plain.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"has no token <\|im_start\|>"):
         read_vocabulary(ChatMlVocabulary, tmp_path, 1200)
+
+
+def test_copied_vocabulary_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The added tokens have ids behind the vocabulary, as those of Qwen2.5."""
+    VOCABULARIES["qwen"].save(tmp_path)
+    vocabulary = read_vocabulary(ChatMlVocabulary, tmp_path, 1200)
+    copied = pickle.loads(pickle.dumps(vocabulary))
+    assert copied.encode_text(WORDS) == vocabulary.encode_text(WORDS)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_too_small_vocabulary_is_rejected_with_the_needed_size() -> None:
