@@ -5,23 +5,17 @@ such as ``<|im_end|>``.
 """
 
 import json
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
 from tokenizers import Tokenizer
-from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES
-from megatron_gptoss.untrusted_files import UntrustedFileError
-from megatron_gptoss.untrusted_files import read_bytes
+
+from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileError, read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.chat.codec import without_surrogates
-from rl_loop.chat.text_encoding import REPLACEMENT
-from rl_loop.chat.text_encoding import check_encodes_text
-
-
-
-
+from rl_loop.chat.text_encoding import REPLACEMENT, check_encodes_text
 
 UNKNOWN = "<|no token of the vocabulary|>"
 """Name of the id for bytes without a token, before they are replaced."""
