@@ -57,7 +57,7 @@ def generated_task(
     if not isinstance(row, dict):
         raise InvalidRow(f"{where} returned {type(row).__name__}, expected a dict")
     try:
-        return environment.from_record(row, f"{split}-{index}", options)
+        task = environment.from_record(row, f"{split}-{index}", options)
     except KeyError as error:
         keys = ", ".join(map(str, row)) or "no keys"
         raise InvalidRow(
@@ -65,6 +65,10 @@ def generated_task(
         ) from None
     except ValueError as error:
         raise InvalidRow(f"{where} returned a task that cannot be used: {error}") from None
+    # Rows of files may be left out. A generated task has a place in the order of all tasks.
+    if task is None:
+        raise InvalidRow(f"{where} returned a row that the environment leaves out")
+    return task
 
 
 def row_task(
