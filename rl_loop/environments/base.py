@@ -190,8 +190,11 @@ class Environment:
 
         Args:
             record: row.
-            name: unique name of the row.
+            name: unique name of the row, for ``Task.task_id``.
             options: instance of ``Options``.
+
+        Returns:
+            The task, or None. The task source sets the environment's name.
 
         Raises:
             KeyError: if a column is missing.

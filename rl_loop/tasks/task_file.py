@@ -161,8 +161,11 @@ class TaskData:
             return replace(task, task_id=f"{self._prefix}{task.task_id}")
 
         made = self._environment.from_record(record, f"{self._prefix}{number}", self._options)
+        if made is None:
+            return None
+        # As for generated tasks: a class does not know the name that the source gives it.
         # Environments of users get the checks of files, too.
-        return None if made is None else checked_task(vars(made), self._name)
+        return checked_task(vars(made) | {"environment": self._name}, self._name)
 
     def _where(self, number: int) -> str:
         return f"{self._place}, {self._unit()} {self._line(number)}"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rl_loop.environments import ENVIRONMENTS, Task
 from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions
 from rl_loop.tasks.task_file import TaskData, TaskFileError
+from tests.support.rl_loop.environments import reversing
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
@@ -59,6 +60,15 @@ def test_written_tasks_are_read_unchanged(
     ]
     path.write_text("\n\n".join(task.to_json() for task in tasks))
     assert read_tasks(path) == tasks
+
+
+def test_rows_run_in_the_environment_that_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "words.jsonl"
+    path.write_text('{"word": "drawer"}\n')
+    environment = reversing.ReversingEnvironment
+    data = TaskData(str(path), reversing.NAME, environment, environment.Options())
+    # from_record does not name the environment: the class does not know its MODULE:CLASS.
+    assert [task.environment for task in data] == [reversing.NAME]
 
 
 def test_line_separators_inside_a_text_do_not_split_the_line(tmp_path: Path) -> None:
