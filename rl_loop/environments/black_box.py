@@ -34,8 +34,8 @@ class BlackBoxOptions(EnvironmentOptions):
     or "held_out": a JSON object with the text ``prompt``. null: use rows of train_path and
     held_out_path."""
     parts: list[str] = Field(default_factory=list)
-    """Reward parts that the agent returns in addition to "score". They are 0 in truncated and
-    malformed episodes."""
+    """Reward parts that the agent returns in addition to "score". Only advantages with
+    reward_weights use them. They are 0 in truncated and malformed episodes."""
     history: Literal["append", "harmony"] = "append"
     """Rendering of the history after a final answer. "append" keeps all tokens. "harmony" drops the
     tokens that the format drops, which begins a new sequence (docs/gateway.md)."""
