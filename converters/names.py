@@ -20,12 +20,25 @@ def parameter_mappings(config: ModelConfig) -> dict[str, ParameterMapping]:
     """Return all parameters by global Megatron name, in model order.
 
     The experts that share a Hugging Face tensor are adjacent.
+
+    Example:
+        >>> from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+        >>> mappings = parameter_mappings(GptOssModelConfig(num_layers=1, num_experts=4))
+        >>> mappings["decoder.layers.0.self_attention.linear_proj.weight"].hf_names
+        ('model.layers.0.self_attn.o_proj.weight',)
     """
     return {mapping.name: mapping for mapping in tensors_of(config).mappings(config)}
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every Hugging Face tensor of a model."""
+    """Return the shape of every Hugging Face tensor of a model.
+
+    Example:
+        >>> from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+        >>> shapes = hf_shapes(GptOssModelConfig(num_layers=24, num_experts=32))
+        >>> shapes["model.layers.0.self_attn.sinks"], len(shapes)
+        ((64,), 411)
+    """
     shapes: dict[str, Shape] = {}
     for mapping in tensors_of(config).mappings(config):
         for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):

@@ -17,6 +17,13 @@ def random_hf_weights(config: ModelConfig, seed: int) -> Callable[[str], torch.T
     Args:
         config: model configuration.
         seed: seed of all tensors.
+
+    Example:
+        >>> from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+        >>> config = GptOssModelConfig(num_layers=1, num_experts=4, hidden_size=64)
+        >>> get_tensor = random_hf_weights(config, seed=0)
+        >>> get_tensor("model.norm.weight").unique().tolist()
+        [1.0]
     """
     shapes = hf_shapes(config)
 

@@ -23,6 +23,12 @@ def fp32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
     Returns:
         [tokens, vocab_size] fp32, or fp64 for fp64 inputs.
+
+    Example:
+        >>> hidden, weight = torch.randn(3, 8), torch.randn(100, 8)
+        >>> logits = fp32_logits(hidden.bfloat16(), weight.bfloat16())
+        >>> logits.shape, logits.dtype
+        (torch.Size([3, 100]), torch.float32)
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.dtype == dtype:

@@ -137,6 +137,12 @@ def clamped_swiglu(x: Tensor, probs: Tensor, limit: float) -> Tensor:
 
     Returns:
         [tokens, width] with the dtype of x.
+
+    Example:
+        >>> # One token of width 2. The gates are 100 and 0, the ups 1 and 1.
+        >>> x = torch.tensor([[100.0, 0.0, 1.0, 1.0]])
+        >>> clamped_swiglu(x, probs=torch.tensor([0.5]), limit=7.0).round(decimals=2).tolist()
+        [[7.0, 0.0]]
     """
     if x.is_cuda:
         return _ClampedSwiGLU.apply(x, probs, limit)

@@ -17,6 +17,10 @@ def attended_pairs(length: int, window: int | None = None) -> int:
     Args:
         length: tokens of the sequence.
         window: number of keys that a query sees, including its own; None for all earlier keys.
+
+    Example:
+        >>> attended_pairs(4), attended_pairs(4, window=2)
+        (10, 7)
     """
     # The first `full` queries see 1, 2, ..., full keys. Every later query sees `full` keys.
     full = min(length, window or length)
@@ -47,6 +51,13 @@ def training_flops(model: ModelConfig, lengths: Iterable[int], *, frozen_base: b
         model: architecture.
         lengths: tokens of each sequence.
         frozen_base: whether only adapters are trained.
+
+    Example:
+        >>> from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+        >>> model = GptOssModelConfig(num_layers=24, num_experts=32)
+        >>> flops_per_token = training_flops(model, [4096]) / 4096
+        >>> print(f"{flops_per_token:.2e}")
+        2.29e+10
     """
     # For each product the backward pass has two, the gradients of both factors. A frozen weight has
     # one, the gradient of the input. Products of adapters are small and not counted.

@@ -172,6 +172,12 @@ def gdpo_advantages(
         parts: reward parts of the samples of one task.
         weights: weight of each part.
         standard_deviation: divisor of the sum of squares.
+
+    Example:
+        >>> # Rewards: correct, and short. Each part is scaled to a standard deviation of 1.
+        >>> parts = torch.tensor([[1.0, 0.0], [0.0, 0.1], [0.0, 0.0], [1.0, 0.1]])
+        >>> gdpo_advantages(parts, [1.0, 0.5]).round(decimals=2).tolist()
+        [0.43, -0.43, -1.3, 1.3]
     """
     total = torch.zeros(len(parts), dtype=torch.float64)
     for column, weight in zip(parts.unbind(dim=1), weights, strict=True):
@@ -183,6 +189,10 @@ def reinforce_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """Subtract the mean of the whole batch: rewards [samples] -> fp64 [samples].
 
     REINFORCE with a constant baseline (Williams, 1992).
+
+    Example:
+        >>> reinforce_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist()
+        [0.5, -0.5, -0.5, 0.5]
     """
     return center(rewards)
 
@@ -205,6 +215,13 @@ def generalized_advantages(
         values: [samples, time], fp32 or fp64. The computation has this dtype.
         gamma: discount per token.
         lam: lambda of the estimator.
+
+    Example:
+        >>> rewards = torch.tensor([[0.0, 0.0, 1.0]])
+        >>> values = torch.tensor([[0.25, 0.5, 0.5]])
+        >>> advantages, returns = generalized_advantages(rewards, values, lam=0.0)
+        >>> advantages.tolist(), returns.tolist()
+        ([[0.25, 0.0, 0.5]], [[0.5, 0.5, 1.0]])
     """
     # The function below fills both in place. ``numpy()`` shares the memory of the tensors.
     estimates = torch.empty_like(values)
@@ -339,6 +356,10 @@ def whiten(
         values: numbers to scale.
         standard_deviation: divisor of the sum of squares.
         epsilon: added to the variance.
+
+    Example:
+        >>> whiten(torch.tensor([1.0, 2.0, 3.0])).round(decimals=3).tolist()
+        [-1.0, 0.0, 1.0]
     """
     values = values.double()
     if are_equal(values):
@@ -363,6 +384,10 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
         tokens: number of sampled tokens of the response, without prompt and tool outputs.
         limit: maximum length of a response.
         buffer: number of tokens before the limit over which the penalty grows.
+
+    Example:
+        >>> [overlong_penalty(tokens, limit=1000, buffer=200) for tokens in (850, 900, 1000)]
+        [-0.25, -0.5, -1.0]
     """
     # The share of the buffer that is used: 0 at its beginning, 1 at the limit.
     overlong = (tokens - (limit - buffer)) / buffer

@@ -86,6 +86,10 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Exponentiate a float [...] without overflow, to e^-20 at least and e^20 at most.
 
     NaN remains NaN.
+
+    Example:
+        >>> [f"{ratio:.2e}" for ratio in bounded_exp(torch.tensor([0.0, 1000.0]))]
+        ['1.00e+00', '4.85e+08']
     """
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
@@ -209,6 +213,13 @@ def value_loss(
         old_values: [tokens], V_old, the values before the update.
         returns: [tokens], R.
         clip: c.
+
+    Example:
+        >>> # The second value moved by 0.8, but the clip counts only 0.5 of it.
+        >>> values, old_values = torch.tensor([0.0, 0.8]), torch.zeros(2)
+        >>> loss, clipped = value_loss(values, old_values, torch.ones(2), clip=0.5)
+        >>> loss.tolist(), clipped.tolist()
+        ([0.5, 0.125], [False, True])
     """
     bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
     # The larger error counts, so leaving the range around the old estimate gives a value no
@@ -232,6 +243,11 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str) 
 
     Raises:
         ValueError: the estimator is unknown.
+
+    Example:
+        >>> log_probs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
+        >>> kl_estimate(log_probs, reference, "k2").tolist()
+        [0.0, 0.5]
     """
     d = log_probs - reference_log_probs
     if estimator == "k1":

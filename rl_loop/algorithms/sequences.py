@@ -8,7 +8,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequence of every token. All results are constant to autograd."""
+    """Sequence of every token. All results are constant to autograd.
+
+    Example:
+        >>> sequences = Sequences(torch.tensor([0, 0, 1]), count=2)
+        >>> sequences.mean(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([True, True, True])).tolist()
+        [2.0, 5.0]
+    """
 
     index: torch.Tensor
     """int64 [tokens], below ``count``. Padding may have any index, because no mask includes it."""
@@ -61,6 +67,14 @@ def sample_weights(
         constant: length of the longest possible sample.
         episodes: int64 [samples], index of the episode of each sample. An agent that branches has
             several samples per episode, which count as one. None if every sample is an episode.
+
+    Example:
+        >>> # An episode of 1 token and one of 3 tokens.
+        >>> tokens = torch.tensor([1, 3])
+        >>> sample_weights(tokens, "token-mean", constant=8).tolist()
+        [0.25, 0.25]
+        >>> sample_weights(tokens, "seq-mean-token-sum", constant=8).tolist()
+        [0.5, 0.5]
     """
     tokens = tokens.double()
     of_episode = tokens

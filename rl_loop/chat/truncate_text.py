@@ -4,10 +4,14 @@ from rl_loop.chat.codec import without_surrogates
 
 
 def truncate_text(text: str, max_bytes: int) -> str:
-    """Return ``text``, or its beginning and end if its UTF-8 has more than ``max_bytes``.
+    r"""Return ``text``, or its beginning and end if its UTF-8 has more than ``max_bytes``.
 
     Beginning and end have ``max_bytes`` together. A note between them has the size of the gap. Lone
     surrogates become U+FFFD.
+
+    Example:
+        >>> truncate_text("0123456789", max_bytes=4)
+        '01\n[6 characters left out]\n89'
     """
     # A character has at least one byte, so a longer text need not be encoded as a whole.
     if len(text) <= max_bytes:

@@ -22,6 +22,10 @@ def find_config(path: Path, folder: str) -> Path:
 
     Returns:
         ``path`` itself if neither exists. Reading it then fails.
+
+    Example:
+        >>> find_config(Path("tiny_retool"), "rl").name
+        'tiny_retool.yaml'
     """
     if path.exists():
         return path

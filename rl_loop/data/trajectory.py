@@ -95,6 +95,13 @@ class Trajectory(TokenColumns[np.ndarray]):
     Raises:
         ColumnError: a column is missing or has another length, or cannot hold its values. The
             message names column and task.
+
+    Example:
+        >>> # A prompt of 1 token, and a sampled token with its log-prob in nats.
+        >>> columns = {"token_ids": [5, 6], "loss_mask": [0, 1], "rollout_log_probs": [0, -1]}
+        >>> episode = Trajectory("task", **columns)
+        >>> episode.rollout_log_probs.dtype, len(episode)
+        (dtype('float32'), 2)
     """
 
     task_id: str

@@ -452,6 +452,10 @@ def text_in(record: dict[str, Any], key: str) -> str:
     Raises:
         KeyError: if the column is missing.
         ValueError: if its value is neither text nor a number.
+
+    Example:
+        >>> text_in({"answer": 42}, "answer")
+        '42'
     """
     value = record[key]
     # JSON's true and false are integers in Python.
@@ -539,7 +543,13 @@ def final(text: str) -> ParsedMessage:
 
 
 def function_call(name: str, /, **arguments: Any) -> ParsedMessage:
-    """Return a message that calls one of the ``tools``."""
+    """Return a message that calls one of the ``tools``.
+
+    Example:
+        >>> message = function_call("look_up", word="sink")
+        >>> message.recipient, message.text
+        ('functions.look_up', '{"word": "sink"}')
+    """
     # Arguments are JSON text, as a policy samples them.
     text = json.dumps(arguments)
     return ParsedMessage("commentary", f"{FUNCTIONS}{name}", "<|constrain|>json", text)

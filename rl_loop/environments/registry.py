@@ -47,6 +47,10 @@ def environment_class(name: str) -> type[Environment]:
 
     Raises:
         ValueError: if there is none, or if a method takes the wrong arguments.
+
+    Example:
+        >>> environment_class("gsm8k").__name__
+        'Gsm8kEnvironment'
     """
     environment = ENVIRONMENTS.resolve(name)
     # Called for every row of a task file, so check each class once.
@@ -65,6 +69,12 @@ def make_offline_environment(task: Task) -> Environment:
     """Return an environment without a sandbox, for prompts, reward parts and demonstrations.
 
     It runs Python by ``simulate_python`` and uses the default rewards.
+
+    Example:
+        >>> task = Task("1", [{"role": "user", "content": "1 + 1"}], "2", environment="gsm8k")
+        >>> environment = make_offline_environment(task)
+        >>> environment.end_with_score(1.0, "2").reward
+        1.0
     """
     environment = environment_class(task.environment)
     return environment(task, environment.simulate_python, RewardConfig())

@@ -58,6 +58,12 @@ def estimate(values: Sequence[float]) -> Estimate:
     Wilson's formula is for binomials. The number of trials is chosen to give the standard error of
     the tasks. Therefore the interval is valid for all values between 0 and 1, even if all tasks are
     equal.
+
+    Example:
+        >>> # Accuracy on 4 tasks.
+        >>> accuracy = estimate([1.0, 0.5, 0.0, 1.0])
+        >>> print(f"{accuracy.value:.2f}, from {accuracy.low:.2f} to {accuracy.high:.2f}")
+        0.62, from 0.22 to 0.91
     """
     sample = Moments.of(values)
     mean = sample.mean
@@ -86,6 +92,11 @@ def pass_at(correct: Sequence[bool], k: int) -> float:
     """Return an unbiased estimate of the chance that one of k episodes is correct.
 
     See arXiv 2107.03374, eq. 1.
+
+    Example:
+        >>> # One of 4 episodes is correct.
+        >>> pass_at([True, False, False, False], 2)
+        0.5
     """
     episodes = len(correct)
     wrong = episodes - sum(correct)
@@ -97,6 +108,10 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
     """Return the estimated chance that the most frequent answer of k episodes is correct.
 
     A tie counts by its share of correct answers. Episodes without an answer have no vote.
+
+    Example:
+        >>> majority_at(["7", "7", "9"], [True, True, False], 3)
+        1.0
     """
     indices = range(len(answers))
     subsets: Iterable[Sequence[int]]

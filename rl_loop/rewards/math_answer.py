@@ -94,6 +94,10 @@ def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...}, or None.
 
     Braces may be nested. The outer one of nested boxes is returned.
+
+    Example:
+        >>> last_boxed(r"Half: \boxed{\frac{1}{2}}.")
+        '\\frac{1}{2}'
     """
     last_mention = text.rfind(r"\boxed")
     if last_mention < 0:

@@ -29,6 +29,12 @@ def dequantize(blocks: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
 
     Raises:
         ValueError: an argument has a wrong dtype, shape or device. The message names it.
+
+    Example:
+        >>> # Code 2 is 1.0 in both nibbles. Scale 128 is the factor 2.
+        >>> blocks = torch.full((1, 16), 0x22, dtype=torch.uint8)
+        >>> dequantize(blocks, torch.tensor([128], dtype=torch.uint8)).unique().tolist()
+        [2.0]
     """
     if blocks.dtype != torch.uint8 or blocks.dim() < 2 or blocks.shape[-1] != BLOCK // 2:
         raise ValueError(
@@ -122,6 +128,11 @@ def fake_quantize(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
     Raises:
         ValueError: an argument has a wrong dtype, shape or device, or a matrix holds NaN or Inf
             (on a GPU only with GPTOSS_KERNELS_DEBUG=1). The message names the argument.
+
+    Example:
+        >>> matrix = torch.linspace(0, 6, 32).reshape(1, 32)
+        >>> fake_quantize([matrix], torch.empty(1, 1, 32)).unique().tolist()
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     """
     _check_matrices(matrices, out)
     if out.is_cuda and out.dtype == torch.bfloat16:
