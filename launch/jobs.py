@@ -180,7 +180,7 @@ class LaunchStatus:
     """Attempts, oldest first."""
 
 
-def query(launch: Launch) -> LaunchStatus:
+def query_status(launch: Launch) -> LaunchStatus:
     """Return the status of a run from the cluster and from its directory."""
     script = format_script(
         "status.sh",
@@ -273,7 +273,7 @@ def describe_launches() -> list[str]:
 def _state_and_step(launch: Launch) -> str:
     try:
         # One cluster that does not respond must not hide the other runs.
-        status = query(launch)
+        status = query_status(launch)
     except ClusterError:
         return f"{launch.login or 'this machine'} does not respond"
     return f"{status.state} step {status.step}/{launch.steps}"
@@ -281,7 +281,7 @@ def _state_and_step(launch: Launch) -> str:
 
 def describe_status(launch: Launch) -> str:
     """Return the output of ``gptoss launch status``."""
-    status = query(launch)
+    status = query_status(launch)
     lines = [
         f"{launch.name}: {status.state} ({status.detail})",
         f"  step {status.step} of {launch.steps}, in {launch.location}",

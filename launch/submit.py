@@ -13,7 +13,7 @@ from typing import Any
 from launch.cluster import ClusterConfig
 from launch.gpus import configured_hardware, planned_hardware
 from launch.job_settings import JobSettings
-from launch.jobs import ACTIVE, Launch, known_launches, query, registry
+from launch.jobs import ACTIVE, Launch, known_launches, query_status, registry
 from launch.output import make_files_private
 from launch.placement import describe_placement, plan_nodes
 from launch.preflight import check_before_queue
@@ -197,7 +197,7 @@ def _describe_requirements(settings: JobSettings, cluster: ClusterConfig) -> str
     return "\n".join(f"  {what:8} {path}  ({key})" for what, path, key in lines)
 
 
-def start(config: RunConfig, cluster: ClusterConfig) -> Launch:
+def start_launch(config: RunConfig, cluster: ClusterConfig) -> Launch:
     """Run all possible checks, then start the run in the background.
 
     Args:
@@ -255,7 +255,7 @@ def _check_name_is_free(name: str) -> None:
     for launch in known_launches():
         if launch.name != name:
             continue
-        status = query(launch)
+        status = query_status(launch)
         if status.state in ACTIVE:
             advice = f"`gptoss launch cancel {name}` ends it, name=... starts another run"
             raise ConfigError(f"{name} is {status.state} ({status.detail}). {advice}")

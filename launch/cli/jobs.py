@@ -44,7 +44,7 @@ def launch_start(
         print(submit.describe_launch(config, cluster_config))
         return
 
-    run = submit.start(config, cluster_config)
+    run = submit.start_launch(config, cluster_config)
     unit = "job" if run.kind == "slurm" else "process"
     print(f"{run.name}: {unit} {run.job} in {run.run_dir}")
     print(f"gptoss launch status {run.name} | logs {run.name} --follow | cancel {run.name}")

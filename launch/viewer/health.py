@@ -35,7 +35,7 @@ class HealthFinding:
         return asdict(self)
 
 
-def find(records: Records, is_on_policy: bool) -> list[HealthFinding]:
+def check_health(records: Records, is_on_policy: bool) -> list[HealthFinding]:
     """Run all checks and return their findings, the worst first.
 
     Args:

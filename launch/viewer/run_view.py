@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.viewer.health import HealthFinding, find, state_of
+from launch.viewer.health import HealthFinding, check_health, state_of
 from megatron_gptoss.untrusted_files import MAX_SETTINGS_BYTES
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
@@ -131,7 +131,7 @@ class RunView:
             holder_is_alive=self._holder_is_alive(),
         )
 
-        findings = find(records, _is_on_policy(config))
+        findings = check_health(records, _is_on_policy(config))
         if self._config_fault is not None:
             findings.insert(0, HealthFinding("warning", "the configuration", self._config_fault))
         # error.log of an earlier attempt remains while a later one runs.

@@ -114,7 +114,7 @@ def test_status_of_chain_shows_running_job(monkeypatch: pytest.MonkeyPatch) -> N
         name="chain", kind="slurm", login="me@login", run_dir="/shared/runs/chain", command="rl",
         steps=10, job="1", submitted="2026-01-01 00:00",
     )  # fmt: skip
-    status = jobs.query(launch)
+    status = jobs.query_status(launch)
     assert status.state == "RUNNING"
     assert status.detail == "job 1, 7:31 of 1:00:00, 1 nodes n1, 2 more in the queue"
 
@@ -126,7 +126,7 @@ def test_process_that_reuses_number_of_ended_run_is_not_cancelled(tmp_path: Path
             name="ended", kind="local", login=None, run_dir=str(tmp_path / "ended"), command="rl",
             steps=10, job=str(other.pid), submitted="2026-01-01 00:00",
         )  # fmt: skip
-        state = jobs.query(launch).state
+        state = jobs.query_status(launch).state
         message = jobs.cancel(launch)
         still_runs = other.poll() is None
         other.kill()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launch.viewer.health import HealthFinding, find, state_of
+from launch.viewer.health import HealthFinding, check_health, state_of
 from rl_loop.tracking.signal_watch import SignalWatch
 
 
@@ -32,12 +32,12 @@ def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
 
 
 def finding_of(check: str, **last: Any) -> HealthFinding:
-    (finding,) = [f for f in find(records(**last), is_on_policy=True) if f.check == check]
+    (finding,) = [f for f in check_health(records(**last), is_on_policy=True) if f.check == check]
     return finding
 
 
 def test_healthy_run_passes_every_check() -> None:
-    findings = find(records(), is_on_policy=True)
+    findings = check_health(records(), is_on_policy=True)
     assert {finding.level for finding in findings} == {"good"}
     assert len(findings) == 9
 
@@ -77,19 +77,21 @@ def test_health_check_reports_each_fault(
 
 def test_worst_health_finding_comes_first() -> None:
     last = {"finish/length": 0.9, "ratio/deviation_max": 1.0}
-    levels = [finding.level for finding in find(records(**last), is_on_policy=True)]
+    levels = [finding.level for finding in check_health(records(**last), is_on_policy=True)]
     assert levels[:3] == ["bad", "warning", "good"]
 
 
 def test_a_ratio_is_free_to_deviate_off_policy() -> None:
-    findings = find(records(**{"ratio/deviation_max": 0.2}), is_on_policy=False)
+    findings = check_health(records(**{"ratio/deviation_max": 0.2}), is_on_policy=False)
     assert "importance ratio" not in {finding.check for finding in findings}
 
 
 def test_run_with_few_metrics_is_checked_on_these() -> None:
-    checks = [finding.check for finding in find([{"step": 0, "loss": 2.0}], is_on_policy=True)]
+    checks = [
+        finding.check for finding in check_health([{"step": 0, "loss": 2.0}], is_on_policy=True)
+    ]
     assert checks == ["numbers are finite"]
-    assert find([], is_on_policy=True) == []
+    assert check_health([], is_on_policy=True) == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_extended_run_is_not_finished() -> None:
 def test_viewer_gives_the_advice_of_the_terminal(accuracy: float, level: str) -> None:
     last = {"rollout/groups_without_signal": 1.0, "accuracy": accuracy, "finish/stop": 1.0}
     made = records(**last)
-    (found,) = [finding for finding in find(made, True) if finding.check == "signal"]
+    (found,) = [finding for finding in check_health(made, True) if finding.check == "signal"]
     watch = SignalWatch(patience=1)
     said = watch.observe(made[-1], [0.0])
     assert said is not None
