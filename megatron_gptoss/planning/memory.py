@@ -165,7 +165,7 @@ class MemoryEstimate:
         return next(phase for phase in self.phases if phase.name == name)
 
 
-def predict(inputs: MemoryInputs, stage: int = 0) -> UpdateMemory:
+def predict_update_memory(inputs: MemoryInputs, stage: int = 0) -> UpdateMemory:
     """Predict the tensors on the GPUs of a pipeline stage in the update.
 
     Args:
@@ -209,7 +209,7 @@ def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> M
         gigabytes: memory of the GPU in units of 1e9 bytes. Servers on the GPU get a fraction of it.
         stage: index of the pipeline stage.
     """
-    memory = predict(inputs, stage)
+    memory = predict_update_memory(inputs, stage)
     loaded_optimizer_state = max(
         loaded_state_bytes(inputs, trained) for trained in trained_models(inputs, stage)
     )

@@ -22,7 +22,7 @@ from megatron_gptoss.layers.adapters import LowRank, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.planning.activation_memory import activation_bytes
 from megatron_gptoss.planning.flops import forward_flops, training_flops
-from megatron_gptoss.planning.memory import estimate_memory, predict
+from megatron_gptoss.planning.memory import estimate_memory, predict_update_memory
 from megatron_gptoss.planning.memory_advice import (
     Hardware,
     layouts_that_fit,
@@ -95,18 +95,22 @@ def test_frozen_mxfp4_base_has_size_of_released_weights(
     inputs = inputs_of(model)
     adapters = ADAPTER.num_parameters(model)
     others = 2 * adapters + merged_weight_bytes(model, inputs.parallel)
-    assert (predict(inputs).weights - others) / 1e9 == pytest.approx(gigabytes, abs=0.01)
+    assert (predict_update_memory(inputs).weights - others) / 1e9 == pytest.approx(
+        gigabytes, abs=0.01
+    )
 
     dense = replace(inputs, quantization=None)
     all_bf16 = {GPT_OSS_20B.num_layers: 41.83, GPT_OSS_120B.num_layers: 233.66}
     expected = all_bf16[model.num_layers]
-    assert (predict(dense).weights - others) / 1e9 == pytest.approx(expected, abs=0.01)
+    assert (predict_update_memory(dense).weights - others) / 1e9 == pytest.approx(
+        expected, abs=0.01
+    )
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     inputs = inputs_of(GPT_OSS_20B)
     adapters = ADAPTER.num_parameters(GPT_OSS_20B)
-    memory = predict(inputs)
+    memory = predict_update_memory(inputs)
     assert memory.gradients == 4 * adapters
     assert memory.optimizer == 10 * adapters  # 2 bytes of the master weight, two moments
 
@@ -120,8 +124,8 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
 
 
 def test_expert_parallel_ranks_share_experts_and_their_adapters() -> None:
-    one = predict(inputs_of(GPT_OSS_120B))
-    four = predict(inputs_of(GPT_OSS_120B, world_size=4, expert=4))
+    one = predict_update_memory(inputs_of(GPT_OSS_120B))
+    four = predict_update_memory(inputs_of(GPT_OSS_120B, world_size=4, expert=4))
     # Experts and their biases are sharded. Attention, routers and vocabulary are not.
     base = (60.91 + 0.08) / 4 + 4.25
     assert four.weights / 1e9 == pytest.approx(base + 1.59 + 0.31, abs=0.02)
@@ -132,10 +136,10 @@ def test_critic_has_a_separate_base() -> None:
     alone = inputs_of(GPT_OSS_20B)
     critic = replace(alone, auxiliary_models=[OptimizerConfig()])
     vocabulary = 201_088 * 2880
-    added = predict(critic).weights - predict(alone).weights
+    added = predict_update_memory(critic).weights - predict_update_memory(alone).weights
     buffer = merged_weight_bytes(GPT_OSS_20B, alone.parallel)
-    assert added == predict(alone).weights - buffer - 2 * vocabulary
-    assert predict(critic).optimizer == 2 * predict(alone).optimizer
+    assert added == predict_update_memory(alone).weights - buffer - 2 * vocabulary
+    assert predict_update_memory(critic).optimizer == 2 * predict_update_memory(alone).optimizer
 
 
 def test_plan_names_trained_parts_and_offers_mxfp4_if_frozen() -> None:
@@ -285,13 +289,13 @@ def test_measured_peaks_are_predicted_within_five_percent(
         adapter=ADAPTER.model_copy(update={"expert_rank": expert_rank}),
         quantization=quantization,
     )
-    assert predict(inputs).total / 1e9 == pytest.approx(gigabytes, rel=0.05)
+    assert predict_update_memory(inputs).total / 1e9 == pytest.approx(gigabytes, rel=0.05)
 
 
 def test_peak_prediction_for_120b_on_2_gpus_is_within_3_percent() -> None:
     """The run probably had no FlashAttention, which keeps 2.7 GB of the estimate."""
     inputs = inputs_of(GPT_OSS_120B, world_size=2, expert=2, recompute=("moe_act", "layernorm"))
-    assert predict(inputs).total / 1e9 == pytest.approx(104.5, rel=0.03)
+    assert predict_update_memory(inputs).total / 1e9 == pytest.approx(104.5, rel=0.03)
 
 
 def test_norm_before_adapted_attention_is_recomputed() -> None:
@@ -307,7 +311,7 @@ def test_norm_before_adapted_attention_is_recomputed() -> None:
 def test_recomputed_experts_use_memory_in_their_backward_pass() -> None:
     rows = 4 * 16_384
     temporary = {
-        recompute: predict(inputs_of(GPT_OSS_20B, recompute=recompute)).temporary
+        recompute: predict_update_memory(inputs_of(GPT_OSS_20B, recompute=recompute)).temporary
         for recompute in [(), ("moe_act",), ("moe",), ("moe", "moe_act")]
     }
     assert temporary[()] == temporary["moe_act",]

@@ -27,7 +27,7 @@ from megatron_gptoss.planning.activation_memory import (
 from megatron_gptoss.planning.memory import (
     estimate_memory,
     fits,
-    predict,
+    predict_update_memory,
     worst_estimate,
 )
 from megatron_gptoss.planning.memory_advice import (
@@ -54,7 +54,9 @@ GIB = 1 << 30
 
 def update_peak(inputs: MemoryInputs) -> float:
     """Return the bytes that torch allocates in an update on the fullest pipeline stage."""
-    return max(predict(inputs, stage).total for stage in range(inputs.parallel.pipeline))
+    return max(
+        predict_update_memory(inputs, stage).total for stage in range(inputs.parallel.pipeline)
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_peak_prediction_for_1_gpu_is_within_2_percent(
     measured: float,
 ) -> None:
     model = GptOssModelConfig(num_layers=layers, num_experts=experts)
-    total = predict(
+    total = predict_update_memory(
         MemoryInputs(model, ParallelConfig(recompute=recompute), OptimizerConfig(), tokens)
     ).total
     assert total / 1e9 == pytest.approx(measured, rel=0.02)
@@ -88,7 +90,7 @@ def test_peak_prediction_for_4_gpus_is_within_4_percent(
 ) -> None:
     model = GptOssModelConfig(num_layers=layers, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4, context=context, recompute=recompute)
-    assert predict(
+    assert predict_update_memory(
         MemoryInputs(model, parallel, BF16_MOMENTS, tokens)
     ).total / 1e9 == pytest.approx(measured, rel=0.04)
 
@@ -221,18 +223,18 @@ def test_phase_keeps_cached_memory_until_the_trainer_releases_it() -> None:
 def test_weights_are_held_twice_at_start_without_offload() -> None:
     def copied(inputs: MemoryInputs) -> float:
         """Return the bytes at the start in addition to weights and gradients."""
-        built = predict(inputs)
+        built = predict_update_memory(inputs)
         return (
             estimate_memory(inputs, H200).phase("start").trainer - built.weights - built.gradients
         )
 
     resident = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384)
     offloaded = replace(resident, optimizer=OptimizerConfig(offload=0.5))
-    assert copied(resident) == pytest.approx(predict(resident).weights)
+    assert copied(resident) == pytest.approx(predict_update_memory(resident).weights)
     assert copied(offloaded) == 0
     assert copied(replace(offloaded, auxiliary_models=[OptimizerConfig(offload=1), None])) == 0
     with_critic = replace(offloaded, auxiliary_models=[OptimizerConfig()])
-    assert copied(with_critic) == pytest.approx(predict(resident).weights)
+    assert copied(with_critic) == pytest.approx(predict_update_memory(resident).weights)
 
 
 def test_update_memory_of_12_layers_matches_measurement() -> None:
@@ -277,7 +279,7 @@ def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
     for name, phase in phases.items():
         assert phase.trainer == shared.phase(name).trainer
         assert phase.overhead == shared.phase(name).overhead
-    assert shared.phase("rollout").trainer == predict(alone).persistent
+    assert shared.phase("rollout").trainer == predict_update_memory(alone).persistent
     assert shared.peak.total == max(phase.total for phase in shared.phases)
 
 
@@ -289,7 +291,7 @@ def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384, engine=engine)
         inputs = replace(inputs, **changes)
         sync = estimate_memory(inputs, H200).phase("sync")
-        return sync.trainer - predict(inputs).persistent, sync.engine
+        return sync.trainer - predict_update_memory(inputs).persistent, sync.engine
 
     gate_up, down, one_expert = (2 * n * 2880 * 2880 for n in (64, 32, 2))
     two_buckets = gate_up + (1 << 29)
@@ -322,7 +324,7 @@ def test_expert_parallel_fragmentation_grows_with_load_imbalance() -> None:
         overhead = memory.CONTEXT_BYTES
         if layout.world_size > 1:
             overhead += memory.COMMUNICATION_BYTES
-        activations = predict(inputs).activations
+        activations = predict_update_memory(inputs).activations
         return (update.overhead - overhead - memory.FRAGMENTATION_BYTES) / activations
 
     assert gaps(THRIFTY) == pytest.approx(0)
@@ -350,7 +352,7 @@ def test_checkpoint_memory_covers_largest_megatron_bucket(
     model = GPT_OSS_20B.model_copy(update={"vocab_size": vocab_size})
     inputs = MemoryInputs(model, layout, OptimizerConfig(), 16_384)
     phase = estimate_memory(inputs, H200, stage).phase("checkpoint")
-    predicted = phase.trainer - predict(inputs, stage).persistent
+    predicted = phase.trainer - predict_update_memory(inputs, stage).persistent
 
     gathered = 0.0
     for chunk in range(layout.virtual_pipeline):
@@ -420,7 +422,7 @@ def test_tensor_parallel_ranks_gather_all_hidden_states() -> None:
     """The output layer needs the most memory here: small experts and a small vocabulary."""
     model = GPT_OSS_20B.model_copy(update={"vocab_size": 4096, "intermediate_size": 64})
     alone, halves = (
-        predict(MemoryInputs(model, layout, OptimizerConfig(), 16_384)).temporary
+        predict_update_memory(MemoryInputs(model, layout, OptimizerConfig(), 16_384)).temporary
         for layout in (ParallelConfig(), ParallelConfig(world_size=2, tensor=2))
     )
     # Half of the residual stream, and the complete gathered tensor and its gradient.
@@ -430,12 +432,12 @@ def test_tensor_parallel_ranks_gather_all_hidden_states() -> None:
 def test_offloaded_state_counts_on_host_and_in_parts_on_gpu() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384)
     half = replace(inputs, optimizer=OptimizerConfig(moment_dtype="bf16", offload=0.5))
-    state = predict(inputs).optimizer
+    state = predict_update_memory(inputs).optimizer
     assert estimate_memory(inputs, H200).host == 0
     assert estimate_memory(half, H200).host == pytest.approx(0.5 * state * memory.HOST_ROUNDING)
     step = estimate_memory(half, H200).phase("optimizer").trainer
     part = 6 * max(PART_ELEMENTS, 201_088 * 2880 / 2)
-    assert step - predict(half).persistent == pytest.approx(part)
+    assert step - predict_update_memory(half).persistent == pytest.approx(part)
 
 
 @pytest.mark.parametrize(
@@ -492,7 +494,7 @@ def test_interleaving_activations_follow_the_paper() -> None:
     plain = ParallelConfig(world_size=8, pipeline=4)
     chunks = plain.model_copy(update={"virtual_pipeline": 3})
     before, after = (
-        predict(MemoryInputs(GPT_OSS_120B, layout, BF16_MOMENTS, 16_384)).activations
+        predict_update_memory(MemoryInputs(GPT_OSS_120B, layout, BF16_MOMENTS, 16_384)).activations
         for layout in (plain, chunks)
     )
     assert after / before == pytest.approx(1 + (4 - 1) / (4 * 3))  # arXiv 2205.05198, section 4.2.3
@@ -546,7 +548,9 @@ def test_layers_outside_recomputation_keep_all_activations() -> None:
         parallel = ParallelConfig(
             world_size=8, expert=4, recompute=recompute, recompute_layers=layers, **sizes
         )
-        return predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)).activations
+        return predict_update_memory(
+            MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 32_768)
+        ).activations
 
     none = activations(None, ())
     every = activations(None)
@@ -562,7 +566,9 @@ def test_layers_outside_recomputation_keep_all_activations() -> None:
 def test_offloaded_part_reuses_memory_of_activations(tokens: int, room: bool) -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     plain, offloaded = (
-        predict(MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens))
+        predict_update_memory(
+            MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens)
+        )
         for share in (0.0, 1.0)
     )
     assert offloaded.optimizer == 0 and (offloaded.loaded_optimizer_state == 0) == room
@@ -589,9 +595,9 @@ def test_servers_get_remaining_gpu_memory(working_bytes: int) -> None:
 def test_critic_and_reference_policy_add_memory() -> None:
     parallel = ParallelConfig(world_size=4, expert=4)
     training = MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(), 16_384)
-    alone = predict(training)
-    reference = predict(replace(training, auxiliary_models=[None]))
-    critic = predict(
+    alone = predict_update_memory(training)
+    reference = predict_update_memory(replace(training, auxiliary_models=[None]))
+    critic = predict_update_memory(
         replace(training, auxiliary_models=[OptimizerConfig(gradient_dtype="bf16", offload=1)])
     )
     vocabulary = 201_088 * 2880

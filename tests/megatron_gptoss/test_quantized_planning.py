@@ -8,7 +8,7 @@ import pytest
 
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from megatron_gptoss.planning.memory import predict
+from megatron_gptoss.planning.memory import predict_update_memory
 from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import MEMORY_BANDWIDTH, predict_step
@@ -22,8 +22,8 @@ MATRIX_VALUES = 32 / 4 * 3 * 2880 * 2880
 
 
 def test_plan_adds_rounded_matrices_of_one_layer_only() -> None:
-    plain = predict(INPUTS)
-    quantized = predict(QUANTIZED)
+    plain = predict_update_memory(INPUTS)
+    quantized = predict_update_memory(QUANTIZED)
     assert quantized.weights - plain.weights == 2 * MATRIX_VALUES
     assert replace(quantized, weights=plain.weights) == plain
 
