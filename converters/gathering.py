@@ -18,7 +18,7 @@ from converters.gathering_plan import (
 )
 from converters.local_weights import LocalWeights
 from converters.mapping import NamedParts, NamedTensor, ParameterMapping
-from converters.mxfp4_tensors import Digests, packed_parts, split
+from converters.mxfp4_tensors import Digests, packed_parts, separate_scales
 from converters.names import stack_experts
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
@@ -139,12 +139,12 @@ class WeightGathering:
         """Dequantize a parameter that was received as MXFP4.
 
         Args:
-            joined: uint8 [..., in / 32, 17], as from ``mxfp4_tensors.join``.
+            joined: uint8 [..., in / 32, 17], as from ``mxfp4_tensors.append_scales``.
 
         Returns:
             Values [..., in] in the model's dtype.
         """
-        return mxfp4.dequantize(*split(joined)).to(self._dtype)
+        return mxfp4.dequantize(*separate_scales(joined)).to(self._dtype)
 
     def packed_digests(self) -> Digests:
         """Return digests of all MXFP4-trained experts, equal on every rank. Collective.
@@ -346,7 +346,7 @@ class GatheredWeights(Iterator[NamedTensor]):
     ) -> dict[str, torch.Tensor]:
         """Convert an expert's matrix from MXFP4 messages to the parts that the caller requested."""
         if self._packed:
-            return packed_parts(mapping, *split(joined))
+            return packed_parts(mapping, *separate_scales(joined))
         return mapping.named_parts(self._gathering.unpacked(joined))
 
     def _exchange(self, step: GatheringStep) -> list[torch.Tensor | None]:

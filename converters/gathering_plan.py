@@ -13,7 +13,7 @@ import torch
 
 from converters.errors import ConversionError
 from converters.mapping import ParameterMapping, Shape
-from converters.mxfp4_tensors import joined_shape, packed_shapes, stored_names
+from converters.mxfp4_tensors import packed_shapes, shape_with_scales, stored_names
 from converters.names import parameter_mappings
 from megatron_gptoss.config import ModelConfig
 
@@ -231,7 +231,7 @@ class GatheringPlanner:
 
     def _sent_shape(self, mapping: ParameterMapping, is_quantized: bool) -> Shape:
         shape = mapping.local_shape(self._tensor_parallel)
-        return joined_shape(shape) if is_quantized else shape
+        return shape_with_scales(shape) if is_quantized else shape
 
     def _find_source(self, mapping: ParameterMapping, shard: int | None) -> int:
         """Return the lowest global rank that holds a shard."""

@@ -12,7 +12,7 @@ from converters.errors import ConversionError
 from converters.mapping import ParameterMapping
 from converters.mxfp4_tensors import (
     Digests,
-    join,
+    append_scales,
     matrices_at_once,
     matrix_digest,
     matrix_name,
@@ -106,7 +106,7 @@ class LocalWeights:
             # Only experts of the same tensor have the same shape and can share a launch.
             if mapping.hf_names == self._mappings[first].hf_names:
                 names.append(mapping.name)
-        joined = join(*mxfp4.quantize(stacked_in_bf16(self._unrounded(names))))
+        joined = append_scales(*mxfp4.quantize(stacked_in_bf16(self._unrounded(names))))
         return dict(zip(names, joined, strict=True))
 
     def read_stack(

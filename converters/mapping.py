@@ -64,7 +64,7 @@ class ParameterMapping:
     def is_unchanged(self) -> bool:
         """True if the parameter equals one complete Hugging Face tensor."""
         # An expert's parameter is a slice of its tensor, so it never equals the whole.
-        return self.expert is None and self.to_megatron is same
+        return self.expert is None and self.to_megatron is identity
 
     @property
     def bf16_bytes(self) -> int:
@@ -145,8 +145,8 @@ def unchanged(
         layer=None,
         expert=None,
         checkpoint_key=name,
-        to_megatron=same,
-        to_hf=single_part(same),
+        to_megatron=identity,
+        to_hf=single_part(identity),
     )
 
 
@@ -171,8 +171,8 @@ def unchanged_in_layer(
         layer=layer,
         expert=None,
         checkpoint_key=f"decoder.layers.{name}",
-        to_megatron=same,
-        to_hf=single_part(same),
+        to_megatron=identity,
+        to_hf=single_part(identity),
     )
 
 
@@ -265,7 +265,7 @@ def split_qkv(qkv: torch.Tensor, *, groups: int, head_size: int) -> Parts:
     return tuple(part.reshape(-1, *tail) for part in parts)
 
 
-def same(part: torch.Tensor) -> torch.Tensor:
+def identity(part: torch.Tensor) -> torch.Tensor:
     """Return the tensor [...] itself."""
     return part
 

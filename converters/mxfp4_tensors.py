@@ -29,19 +29,19 @@ Digests = dict[str, str]
 # -- messages ----------------------------------------------------------------------------------
 
 
-def join(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def append_scales(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Append each block's scale: [..., n, 16] and [..., n] give [..., n, 17], all uint8."""
     # One tensor instead of two, so that a matrix is one message.
     return torch.cat([blocks, scales[..., None]], dim=-1)
 
 
-def split(joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Invert ``join``: split uint8 [..., n, 17] into blocks [..., n, 16] and scales [..., n]."""
+def separate_scales(joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert ``append_scales``: uint8 [..., n, 17] gives blocks [..., n, 16], scales [..., n]."""
     return joined[..., :BLOCK_BYTES], joined[..., BLOCK_BYTES]
 
 
-def joined_shape(shape: Shape) -> Shape:
-    """Return the shape that ``join`` gives for a matrix [..., in]."""
+def shape_with_scales(shape: Shape) -> Shape:
+    """Return the shape that ``append_scales`` gives for a matrix [..., in]."""
     return (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES + 1)
 
 

@@ -27,7 +27,7 @@ from converters.families.registry import hugging_face_reference
 from converters.hf_directory import HfDirectory, LazyExpertStack, written_shapes
 from converters.hf_layouts import openai_name
 from converters.live import export_hf_weights, load_hf_weights
-from converters.mapping import same, single_part
+from converters.mapping import identity, single_part
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.names import hf_shapes
 from converters.torch_dist import export_checkpoint, import_checkpoint
@@ -271,12 +271,12 @@ def test_ranks_load_only_own_experts_from_mxfp4_directory(
 @pytest.mark.parametrize(
     ("kind", "to_megatron", "to_hf", "stage"),
     [
-        ("linear_fc2.weight", same, single_part(same), "layer 0"),
+        ("linear_fc2.weight", identity, single_part(identity), "layer 0"),
         ("linear_fc1.weight", _transpose, single_part(_transpose), "layer 0"),
         (
             ".1.mlp.experts.local_experts.0.linear_fc1.bias",
-            same,
-            single_part(same),
+            identity,
+            single_part(identity),
             "layer 1",
         ),
     ],

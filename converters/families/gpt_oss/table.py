@@ -18,9 +18,9 @@ from converters.mapping import (
     ParameterMapping,
     Shape,
     embedding_mapping,
+    identity,
     output_mappings,
     qkv_mapping,
-    same,
     single_part,
     unchanged_in_layer,
 )
@@ -123,8 +123,8 @@ def _mlp_mappings(config: GptOssModelConfig, layer: int) -> Iterator[ParameterMa
         hf_name="down_proj_bias",
         shape=(hidden,),
         part_shape=(hidden,),
-        to_megatron=same,
-        to_hf=same,
+        to_megatron=identity,
+        to_hf=identity,
     )
 
 
