@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.control_characters import show_control_characters
-from rl_loop.evaluation.statistics import compare, scores
+from rl_loop.evaluation.statistics import accuracy_estimates, compare
 
 Episodes = Sequence[dict[str, Any]]
 """Records of an evaluation, from its JSONL file."""
@@ -51,7 +51,7 @@ def _group_by_category(episodes: Episodes) -> dict[str, Episodes]:
 
 def _build_table(rows: dict[str, Episodes], baseline: Episodes) -> tuple[Table, int]:
     """Return the table and its number of statistics."""
-    statistics = {category: scores(episodes) for category, episodes in rows.items()}
+    statistics = {category: accuracy_estimates(episodes) for category, episodes in rows.items()}
     # In the order of first appearance, because pass@k depends on a category's number of samples.
     columns = list(dict.fromkeys(name for values in statistics.values() for name in values))
 

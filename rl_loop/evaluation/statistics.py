@@ -140,7 +140,7 @@ def _share_of_correct_winners(
     return sum(answer in correct_answers for answer in winners) / len(winners)
 
 
-def scores(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
+def accuracy_estimates(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
     """Compute avg@n of correctness, and pass@k and maj@k for k = 2, 4, ... n.
 
     n is the smallest number of samples of a task. maj@k is left out if no episode has an answer.

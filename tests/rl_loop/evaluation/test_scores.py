@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rl_loop.evaluation.statistics import (
+    accuracy_estimates,
     compare,
     difference,
     estimate,
     majority_at,
     pass_at,
-    scores,
 )
 
 
@@ -69,7 +69,7 @@ def test_scores_use_the_fewest_samples_that_a_task_has() -> None:
     records = [record("a", i, i == 0, str(i)) for i in range(4)] + [
         record("b", i, True, "x") for i in range(2)
     ]
-    found = scores(records)
+    found = accuracy_estimates(records)
     assert set(found) == {"avg@2", "pass@2", "maj@2"}
     assert found["avg@2"].value == pytest.approx((0.25 + 1) / 2)
     assert found["pass@2"].value == pytest.approx((0.5 + 1) / 2)
