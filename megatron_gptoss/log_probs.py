@@ -289,12 +289,12 @@ def _accumulate(
 ) -> None:
     """Add a block of logits [rows, columns] to the statistics [4, rows], in place.
 
-    On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.accumulate``.
+    On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.accumulate_statistics``.
     """
     if logits.is_cuda and logits.dtype == torch.float32:
         from gptoss_kernels import vocabulary_softmax
 
-        vocabulary_softmax.accumulate(logits, labels, statistics, first_id, temperature)
+        vocabulary_softmax.accumulate_statistics(logits, labels, statistics, first_id, temperature)
         return
 
     # Each of the four is a view [rows] into ``statistics``.
@@ -325,7 +325,7 @@ def _logit_gradient(
 ) -> None:
     """Write the gradient with respect to a block of logits [rows, columns] to ``out``.
 
-    On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.gradient``:
+    On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.logit_gradient``:
 
         d log p(label) / d score_v = [v is the label] - p_v
         d H / d score_v = -p_v (log p_v + H)
@@ -336,7 +336,9 @@ def _logit_gradient(
     if logits.is_cuda and logits.dtype == torch.float32:
         from gptoss_kernels import vocabulary_softmax
 
-        vocabulary_softmax.gradient(logits, labels, row_statistics, first_id, temperature, out)
+        vocabulary_softmax.logit_gradient(
+            logits, labels, row_statistics, first_id, temperature, out
+        )
         return
 
     # Each of the four is [rows, 1], to broadcast over columns.

@@ -22,7 +22,7 @@ The factors are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as int64. The last ste
 """
 
 
-def mix(words: Tensor) -> Tensor:
+def mix_bits(words: Tensor) -> Tensor:
     """Hash each word of an int64 tensor [...] in place, and return the tensor."""
     for shift, factor in SPLITMIX_STEPS:
         # >> of a signed integer repeats the sign bit. The mask clears the repeated bits.
@@ -46,10 +46,10 @@ def digest_of_bits(*tensors: Tensor) -> str:
             last = first + piece.numel()
             # Add a different number at each position, so that swapped words are detected.
             places = torch.arange(first, last, device=piece.device)
-            total += mix(places.mul_(GOLDEN_RATIO).add_(piece)).sum().to(total.device)
+            total += mix_bits(places.mul_(GOLDEN_RATIO).add_(piece)).sum().to(total.device)
             first = last
     # Include the size. Otherwise zeros at the end of a tensor would equal its padding.
-    return as_digits(mix(total ^ sum(tensor.nbytes for tensor in tensors)))
+    return as_digits(mix_bits(total ^ sum(tensor.nbytes for tensor in tensors)))
 
 
 def digest_of_values(weight: Tensor, layer: int) -> Tensor:
@@ -69,7 +69,7 @@ def digest_of_values(weight: Tensor, layer: int) -> Tensor:
     for piece in weight.flatten().split(PIECE):
         words = piece.float().view(torch.int32).long()
         words += layer << 32
-        total += mix(words).sum()
+        total += mix_bits(words).sum()
     return total
 
 

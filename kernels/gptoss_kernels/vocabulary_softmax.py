@@ -94,7 +94,7 @@ def _gradient_kernel(
     tl.store(out + where, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)
 
 
-def accumulate(
+def accumulate_statistics(
     logits: Tensor, labels: Tensor, statistics: Tensor, first: int, temperature: float
 ) -> None:
     """Add a block of logits to the statistics, in place.
@@ -116,7 +116,7 @@ def accumulate(
         )
 
 
-def gradient(
+def logit_gradient(
     logits: Tensor,
     labels: Tensor,
     row_statistics: Tensor,

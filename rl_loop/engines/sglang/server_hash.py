@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_gptoss.tensor_hash import mix
+from megatron_gptoss.tensor_hash import mix_bits
 
 PIECE_BYTES = 1 << 24
 """Bytes that are hashed at a time, or one expert if it is larger. Bounds the memory use."""
@@ -99,7 +99,7 @@ def gpu_hash(parts: list[torch.Tensor]) -> int:
             total += (mixed << half.shift).sum()
 
     # ``_final_splitmix64``
-    return int(mix(total)) % (1 << 64)
+    return int(mix_bits(total)) % (1 << 64)
 
 
 def _byte_pieces(parts: list[torch.Tensor]) -> Iterator[torch.Tensor]:
