@@ -128,7 +128,7 @@ class EpisodesConfig(PolicyConfig):
     """Set of token ids. ``gptoss``: the 201,088 ids of the released models, the default for models
     of this size. ``tokenizer``: the ids of the checkpoint's tokenizer, the default for other
     models. Its special tokens also select the chat format. ``tiny``: the released models' tokens
-    that generated tasks and their demonstrations need, and the special tokens of the chat format,
+    that tasks and their demonstrations need, and the special tokens of the chat format,
     for small models."""
     tokenizer: Path | None = None
     """Source of vocabulary ``tokenizer``: a directory with tokenizer.json, or a run with an export.

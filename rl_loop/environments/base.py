@@ -233,7 +233,8 @@ class Environment:
     def vocabulary_text(cls) -> str:
         """Return the text from which a tiny vocabulary is built.
 
-        If it is empty, the vocabulary is built from episodes of ``solve`` on generated tasks.
+        If it is empty, the vocabulary is built from episodes of ``solve``: on generated tasks, or
+        without ``generate`` on the first rows of the training file.
         Subclasses inherit the text, so override it if tasks use other words.
         """
         return ""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -27,10 +28,17 @@ from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.conversations.corpus import conversation_texts
-from rl_loop.environments import ENVIRONMENTS, environment_class
+from rl_loop.environments import (
+    ENVIRONMENTS,
+    Task,
+    environment_class,
+    make_offline_environment,
+)
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import GptOssVocabulary, HarmonyTokenizer, make_vocabulary
 from rl_loop.tasks.demonstrations import demonstrate
+from rl_loop.tasks.prompt_limit import prompt_of
+from rl_loop.tasks.task_file import TaskData
 
 ChatFormat = Literal["harmony", "chatml"]
 
@@ -50,7 +58,7 @@ CORPUS_TASKS = 100
 
 
 def codec_of(config: EpisodesConfig) -> ChatCodec:
-    """Build the codec of a run. A tiny vocabulary is built from demonstrations of generated tasks.
+    """Build the codec of a run. A tiny vocabulary is built from demonstrations of the tasks.
 
     Raises:
         ValueError: if the vocabulary does not fit the model.
@@ -182,8 +190,7 @@ def vocabulary_corpus(config: EpisodesConfig) -> str:
         text = environment_class(source.environment).vocabulary_text()
         if text and text not in lines:
             lines.append(text)
-        # Sources with files need no generator, so only other sources can be demonstrated.
-        if not text and source.held_out_path is None:
+        if not text:
             lines += _demonstrated_texts(source, harmony)
     return "\n".join(lines)
 
@@ -199,7 +206,8 @@ def _chatml_corpus(config: EpisodesConfig) -> str:
     for source in config.tasks.sources.values():
         text = environment_class(source.environment).vocabulary_text()
         demonstrated = []
-        if source.held_out_path is None:
+        # The text of an environment covers its files, whose rows may have no script.
+        if not text or source.held_out_path is None:
             demonstrated = _demonstrated_texts(source, codec)
         if text:
             # It determines which numbers are tokens. Numbers of a hundred tasks would hardly be
@@ -210,13 +218,37 @@ def _chatml_corpus(config: EpisodesConfig) -> str:
 
 
 def _demonstrated_texts(source: SourceConfig, codec: ChatCodec) -> list[str]:
-    """Return the text of episodes on generated tasks of a source."""
-    environment = environment_class(source.environment)
-    options = environment.Options.model_validate(source.options)
+    """Return the text of episodes on training tasks of a source, or of prompts without a script."""
+    # An evaluation that is added to the RL run must not change the vocabulary of the SFT run.
+    if source.weight == 0:
+        return []
 
     texts = []
-    for i in range(CORPUS_TASKS):
-        task = replace(environment.generate("train", 0, i, options), environment=source.environment)
-        demonstration = demonstrate(task, codec, DemonstrationConfig(), seed=str(i))
-        texts.append(codec.decode(demonstration.token_ids))
+    for i, task in enumerate(_corpus_tasks(source)):
+        try:
+            ids = demonstrate(task, codec, DemonstrationConfig(), seed=str(i)).token_ids
+        except NotImplementedError:
+            prompt = prompt_of(make_offline_environment(task))
+            ids = codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
+        texts.append(codec.decode(ids))
     return texts
+
+
+def _corpus_tasks(source: SourceConfig) -> list[Task]:
+    """Return generated tasks of a source, or rows of its file if it has no generator.
+
+    Generated tasks come first, so that a run on generated tasks and a run on files have the same
+    vocabulary.
+    """
+    environment = environment_class(source.environment)
+    options = environment.Options.model_validate(source.options)
+    try:
+        generated = [environment.generate("train", 0, i, options) for i in range(CORPUS_TASKS)]
+    except NotImplementedError:
+        if source.train_path is None:
+            raise
+        rows = TaskData(
+            source.train_path, source.environment, environment, options, columns=source.columns
+        )
+        return list(islice(rows, CORPUS_TASKS))
+    return [replace(task, environment=source.environment) for task in generated]

@@ -1,12 +1,9 @@
 """The tokenizer of a checkpoint selects vocabulary and chat format, for every model family."""
 
 from __future__ import annotations
-
 import json
 from pathlib import Path
-
 import pytest
-
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import FormatError
 from rl_loop.chat.tokenizer_vocabulary import TokenizerError
@@ -16,11 +13,21 @@ from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments import arithmetic
 from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer, TinyVocabulary
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS
+from rl_loop.harmony.vocabulary import HarmonyTokenizer
+from rl_loop.harmony.vocabulary import TinyVocabulary
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import training_of
-from rl_loop.tasks.codec import codec_of, tokenizer_directory, with_tokenizer_of
+from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import tokenizer_directory
+from rl_loop.tasks.codec import with_tokenizer_of
 from tests.support.rl_loop.chatml_vocabularies import without_call_tokens
+from tests.support.rl_loop.environments import reversing
+
+
+
+
+
 
 CONFIGS = Path(__file__).parents[3] / "configs/rl"
 WORDS = arithmetic.vocabulary_text()
@@ -166,3 +173,17 @@ def test_other_weights_bring_their_tokenizer(tmp_path: Path) -> None:
     assert with_tokenizer_of(config, tmp_path).tokenizer_source == base, "it has no tokenizer"
     named = config.model_copy(update={"tokenizer": base})
     assert with_tokenizer_of(named, other).tokenizer_source == base
+
+
+def test_tiny_vocabulary_has_the_words_of_task_files(tmp_path: Path) -> None:
+    """An environment without a generator is demonstrated on the rows of its file."""
+    path = tmp_path / "words.jsonl"
+    path.write_text('{"word": "drawer"}\n')
+    source = f"{{environment: '{reversing.NAME}', train_path: {path}, held_out_path: {path}}}"
+    settings = [f"tasks.sources={{words: {source}}}", "vocabulary=tiny"]
+
+    codec = codec_of(load_rl_config(CONFIGS / "tiny_instructions.yaml", settings))
+
+    # One or two tokens, and not a token per letter.
+    for word in ("Reverse", " drawer", "reward"):
+        assert len(codec.vocabulary.encode_text(word)) <= 2, word
