@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -67,6 +68,39 @@ def test_guides_environment_has_40_lines_and_passes_its_test(workplace: Path) ->
         "no:cacheprovider",
     )
     assert "2 passed" in said
+
+
+ROWS = """
+import sys
+from pathlib import Path
+
+from rl_loop.config.load import load_run_config
+from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.source import TaskSource
+
+config = load_run_config(Path(sys.argv[1]), "sft", [])
+tasks = TaskSource(config.tasks, codec_of(config))
+tasks.check_demonstrations()
+print(tasks.train(0, 1)[0].environment)
+"""
+
+
+def test_guides_rows_of_a_file_are_demonstrated(workplace: Path) -> None:
+    """The method, the row and the source of "Read tasks from a file" fit the guide's class."""
+    section = GUIDE.read_text().partition("## 5. Read tasks from a file")[2]
+    blocks = re.findall(r"```(\w+)\n(.*?)```", section, flags=re.S)[:3]
+    assert [kind for kind, _ in blocks] == ["python", "json", "yaml"]
+    method, row, source = [text for _, text in blocks]
+    with (workplace / "guessing.py").open("a") as module:
+        module.write(f"\n{method}")
+    for name in ("train", "test"):
+        (workplace / f"{name}.jsonl").write_text(row.replace("a1", name))
+    sft = yaml.safe_load((workplace / "configs/sft/guessing.yaml").read_text())
+    (workplace / "rows.yaml").write_text(yaml.safe_dump(sft | yaml.safe_load(source)))
+
+    said = run(workplace, sys.executable, "-c", ROWS, "rows.yaml")
+
+    assert said.strip() == "guessing:GuessingEnvironment"
 
 
 @pytest.mark.slow
