@@ -1,9 +1,12 @@
 """The tokenizer of a checkpoint selects vocabulary and chat format, for every model family."""
 
 from __future__ import annotations
+
 import json
 from pathlib import Path
+
 import pytest
+
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.chat.messages import FormatError
 from rl_loop.chat.tokenizer_vocabulary import TokenizerError
@@ -13,21 +16,12 @@ from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments import arithmetic
 from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.vocabulary import SPECIAL_TOKENS
-from rl_loop.harmony.vocabulary import HarmonyTokenizer
-from rl_loop.harmony.vocabulary import TinyVocabulary
+from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer, TinyVocabulary
 from rl_loop.lifecycle.start_checks import check_chat_format
 from rl_loop.session import training_of
-from rl_loop.tasks.codec import codec_of
-from rl_loop.tasks.codec import tokenizer_directory
-from rl_loop.tasks.codec import with_tokenizer_of
+from rl_loop.tasks.codec import codec_of, tokenizer_directory, with_tokenizer_of
 from tests.support.rl_loop.chatml_vocabularies import without_call_tokens
 from tests.support.rl_loop.environments import reversing
-
-
-
-
-
 
 CONFIGS = Path(__file__).parents[3] / "configs/rl"
 WORDS = arithmetic.vocabulary_text()
