@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from typing import Any
-
 from pydantic import BaseModel
-
-from megatron_gptoss.user_error import UserError
-from rl_loop.environments.base import Environment, Split, Task, text_in
+from rl_loop.environments.base import Environment
+from rl_loop.environments.base import Split
+from rl_loop.environments.base import Task
+from rl_loop.environments.base import text_in
 from rl_loop.registry import Registry
+from megatron_gptoss.user_error import UserError
+
+
+
+
 
 FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     kind="function of an environment", expected="a function", accepts=callable
@@ -27,7 +32,7 @@ def check_function(path: str | None) -> str | None:
 
 
 def generated_task(
-    environment: type[Environment],
+    from_record: Callable[[dict[str, Any], str, Any], Task],
     path: str | None,
     split: Split,
     seed: int,
@@ -37,7 +42,7 @@ def generated_task(
     """Return the task of the row that a function generates.
 
     Args:
-        environment: class whose ``from_record`` reads the row.
+        from_record: method of the environment that reads the row.
         path: function ``tasks(split, seed, index)`` as MODULE:FUNCTION.
         split: "train" or "held_out".
         seed: seed of the tasks.
@@ -57,7 +62,7 @@ def generated_task(
     if not isinstance(row, dict):
         raise InvalidRow(f"{where} returned {type(row).__name__}, expected a dict")
     try:
-        task = environment.from_record(row, f"{split}-{index}", options)
+        return from_record(row, f"{split}-{index}", options)
     except KeyError as error:
         keys = ", ".join(map(str, row)) or "no keys"
         raise InvalidRow(
@@ -65,10 +70,6 @@ def generated_task(
         ) from None
     except ValueError as error:
         raise InvalidRow(f"{where} returned a task that cannot be used: {error}") from None
-    # Rows of files may be left out. A generated task has a place in the order of all tasks.
-    if task is None:
-        raise InvalidRow(f"{where} returned a row that the environment leaves out")
-    return task
 
 
 def row_task(

@@ -1,26 +1,30 @@
 """Tasks of a run: mixtures, order, filters, and held-out tasks."""
 
 from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
-
 import pytest
-
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.config.run import RlConfig
+from rl_loop.config.run import SftConfig
 from rl_loop.data.mixture import BLOCK
 from rl_loop.environments import Task
 from rl_loop.environments.retool import ReToolEnvironment
-from rl_loop.environments.row_tasks import InvalidRow, generated_task
+from rl_loop.environments.row_tasks import InvalidRow
+from rl_loop.environments.row_tasks import generated_task
 from rl_loop.session import build_tasks
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tasks.task_file import TaskFileError
+
+
+
+
+
 
 SFT = Path("configs/sft/tiny_retool.yaml")
 
@@ -376,14 +380,3 @@ def test_generated_row_that_is_no_task_is_rejected(function: str, reason: str) -
     message = str(raised.value)
     assert message.startswith(f"tasks.sources.mine: {programs}:{function}('held_out', 0, 0) ")
     assert message.endswith(reason)
-
-
-def test_generated_row_that_an_environment_leaves_out_is_an_error() -> None:
-    class LeavesOut(ReToolEnvironment):
-        @classmethod
-        def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-            return None
-
-    path = "tests.support.rl_loop.agents.programs:tasks_without_prompt"
-    with pytest.raises(InvalidRow, match="returned a row that the environment leaves out"):
-        generated_task(LeavesOut, path, "train", 0, 3, None)
