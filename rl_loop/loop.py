@@ -83,6 +83,8 @@ class Rollouts(Protocol):
 
     def prepare_sync(self, source: WeightSource) -> None: ...
 
+    # These four compare engines with the trainer (``weight_sync.canary``).
+
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]: ...
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]: ...
@@ -90,6 +92,8 @@ class Rollouts(Protocol):
     def packed_digests(self) -> list[Digests]: ...
 
     def compare_weights(self) -> None: ...
+
+    # These two run episodes.
 
     def stream(self) -> GroupStream: ...
 
@@ -381,7 +385,7 @@ class RlLoop:
         samples: TrainingSamples,
         updates: RlUpdates,
     ) -> None:
-        """Write metrics and episodes, and count the tasks as used."""
+        """Write metrics and episodes, also of the evaluation, and count the tasks as used."""
         # An interrupted step begins again with the same tasks, so they count only here.
         self.state.next_task = rollouts.next_task
         record.metrics.add("tasks_left_out", len(self.tasks.unusable), "last")

@@ -185,6 +185,9 @@ class EpisodeRunner:
     async def sample_turn(self) -> GenerateResult:
         """Sample a turn and append it to the episode, after the unread tokens.
 
+        The result has the ids, log-probs, weight versions and routes of the turn. A weight sync
+        interrupts sampling, which continues from the tokens so far (``rollout.turn_sampler``).
+
         Raises:
             EpisodeOver: a limit ended the turn, or there is no room for a turn.
         """
