@@ -25,6 +25,7 @@ from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.tracking.run_lock import locked_run
 from tests.support.forked_workers import python_with_forks
+from tests.support.launch.forked_command import ForkedCommand
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -223,10 +224,10 @@ def test_typo_error_suggests_the_probable_word(arguments: list[str], answer: str
     assert answer in done.output
 
 
-def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
+def test_broken_yaml_names_the_file(command: ForkedCommand, tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("name: [unclosed\n")
-    result = gptoss("rl", str(broken))
+    result = command.run("rl", str(broken))
     assert result.returncode == 1
     assert "broken.yaml: cannot be read as YAML" in result.stderr
 
@@ -237,20 +238,20 @@ def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
     assert ended.output == f"gptoss: {tmp_path} is a directory. Name the YAML file.\n"
 
 
-def test_a_missing_config_is_named() -> None:
-    result = gptoss("rl", "configs/rl/none.yaml")
+def test_a_missing_config_is_named(command: ForkedCommand) -> None:
+    result = command.run("rl", "configs/rl/none.yaml")
     assert result.returncode == 1
     assert "configs/rl/none.yaml: no such file" in result.stderr
 
 
-def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
-    result = gptoss("eval", RL, "--weights", str(tmp_path / "none"))
+def test_a_missing_model_directory_is_named(command: ForkedCommand, tmp_path: Path) -> None:
+    result = command.run("eval", RL, "--weights", str(tmp_path / "none"))
     assert result.returncode == 1
     assert "none does not exist. `hf download MODEL --local-dir " in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
+def test_a_bad_line_of_a_task_file_is_named(command: ForkedCommand, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     good = (
         '{"task_id": "a", "messages": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}'
@@ -258,7 +259,7 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     tasks.write_text(good + '\n{"task_id": \n')
     (tmp_path / "x").mkdir()
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0}\n')
-    result = gptoss(
+    result = command.run(
         "sft", SFT, f"tasks.sources.retool.train_path={tasks}", f"tasks.sources.retool.held_out_path={tasks}",
         f"output_dir={tmp_path}", "name=x", "--overwrite",
     )  # fmt: skip
@@ -319,10 +320,12 @@ cli.main()
 
 
 @pytest.mark.parametrize("option", ["--resume", "--overwrite"])
-def test_a_second_run_of_one_name_is_rejected(option: str, tmp_path: Path) -> None:
+def test_a_second_run_of_one_name_is_rejected(
+    command: ForkedCommand, option: str, tmp_path: Path
+) -> None:
     with locked_run(tmp_path / "x"):
         (tmp_path / "x/config.yaml").write_text("name: x\n")
-        result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", option)
+        result = command.run("sft", SFT, f"output_dir={tmp_path}", "name=x", option)
         assert (tmp_path / "x/config.yaml").exists()
     assert result.returncode == 1
     assert re.fullmatch(
@@ -380,11 +383,11 @@ def test_closed_pipe_is_not_an_error() -> None:
     process.stderr.close()
 
 
-def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_run_is_not_overwritten(command: ForkedCommand, tmp_path: Path) -> None:
     run = tmp_path / "tiny_retool"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 0}\n')
-    result = gptoss("rl", RL, f"output_dir={tmp_path}")
+    result = command.run("rl", RL, f"output_dir={tmp_path}")
     assert result.returncode == 1
     assert "already has a run" in result.stderr
     assert "--resume" in result.stderr

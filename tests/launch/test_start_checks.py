@@ -259,9 +259,11 @@ def listening(answer: bytes) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_other_server_at_ray_address_is_recognized(tmp_path: Path) -> None:
+def test_other_server_at_ray_address_is_recognized(command: ForkedCommand, tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        result = gptoss("sft", SFT, f"output_dir={tmp_path}/runs", RAY_ADDRESS=f"127.0.0.1:{port}")
+        result = command.run(
+            "sft", SFT, f"output_dir={tmp_path}/runs", RAY_ADDRESS=f"127.0.0.1:{port}"
+        )
     assert_refused(result, "but the server there is not Ray")
 
 
@@ -278,9 +280,9 @@ def test_disk_without_space_for_checkpoints_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_resume_suggests_run_for_mistyped_name(tmp_path: Path) -> None:
+def test_resume_suggests_run_for_mistyped_name(command: ForkedCommand, tmp_path: Path) -> None:
     write(tmp_path / "tiny_retool/config.yaml", "name: tiny_retool\n")
-    result = gptoss("sft", SFT, f"output_dir={tmp_path}", "name=tiny_retol", "--resume")
+    result = command.run("sft", SFT, f"output_dir={tmp_path}", "name=tiny_retol", "--resume")
     assert_refused(result, "tiny_retol: there is no run to resume; did you mean name=tiny_retool")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny_retool"]
 
@@ -294,10 +296,10 @@ def test_rows_use_environment_of_their_source_by_default(
     check_data(load_config(Path(RL), RlConfig, [f"tasks.sources.another_name={source}"]))
 
 
-def test_missing_checkpoint_is_named_before_loading(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_named_before_loading(command: ForkedCommand, tmp_path: Path) -> None:
     write(tmp_path / "x/checkpoints/latest", "step_000003")
     assert_refused(
-        gptoss("sft", SFT, f"output_dir={tmp_path}", "name=x", "--resume"),
+        command.run("sft", SFT, f"output_dir={tmp_path}", "name=x", "--resume"),
         "names step_000003, which is mis",
     )
 
@@ -395,7 +397,7 @@ def a_server_among_free_ports() -> Iterator[int]:
     pytest.fail("no free block of ports below 32,000")
 
 
-def test_port_of_ray_in_use_is_a_node_problem(tmp_path: Path) -> None:
+def test_port_of_ray_in_use_is_a_node_problem(command: ForkedCommand, tmp_path: Path) -> None:
     with a_server_among_free_ports() as port:
         cluster = ClusterConfig(kind="local", ray_port=port - 3)
         assert busy_ports(cluster) == [f"port {port} is in use, but cluster.ray_port is {port - 3}"]
@@ -403,7 +405,7 @@ def test_port_of_ray_in_use_is_a_node_problem(tmp_path: Path) -> None:
             tmp_path / "cluster.yaml",
             f"kind: local\nray_port: {port - 3}\nmin_free_disk: 0\n",
         )
-        result = gptoss(
+        result = command.run(
             "launch",
             SFT,
             "--sft",
@@ -416,7 +418,7 @@ def test_port_of_ray_in_use_is_a_node_problem(tmp_path: Path) -> None:
     assert busy_ports(ClusterConfig(kind="local")) == []
 
 
-def test_launch_reports_missing_package_at_once(tmp_path: Path) -> None:
+def test_launch_reports_missing_package_at_once(command: ForkedCommand, tmp_path: Path) -> None:
     cluster_file = write(tmp_path / "cluster.yaml", "kind: local\nmin_free_disk: 0\n")
     arguments = [
         "launch",
@@ -427,7 +429,7 @@ def test_launch_reports_missing_package_at_once(tmp_path: Path) -> None:
         f"output_dir={tmp_path}/runs",
     ]
     assert_refused(
-        gptoss(*arguments, WANDB_PROJECT="x", XDG_STATE_HOME=str(tmp_path)),
+        command.run(*arguments, WANDB_PROJECT="x", XDG_STATE_HOME=str(tmp_path)),
         "wandb is not installed",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"]
