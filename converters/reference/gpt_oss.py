@@ -39,12 +39,15 @@ class GptOss(Decoder):
         for expert in chosen.unique().tolist():
             tokens, slots = (chosen == expert).nonzero(as_tuple=True)
             output = self.expert(layer, expert, x[tokens]) * weights[tokens, slots, None]
-            # One summand per expert, so that the order of tokens cannot affect the sum.
+            # One summand per expert, so that the order of a token's experts cannot affect its sum.
             outputs.append(torch.zeros_like(x).index_add(0, tokens, output))
         return torch.stack(outputs).sum(0)
 
     def choose_experts(self, layer: int, logits: Tensor) -> Tensor:
-        """Choose experts, int64 [tokens, experts_per_token], by logits [tokens, experts]."""
+        """Return the experts with the largest logits, int64 [tokens, experts_per_token].
+
+        ``logits`` are [tokens, experts].
+        """
         return logits.topk(self.config.experts_per_token).indices
 
     def expert_weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
@@ -64,12 +67,12 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     # The gate is clamped from above only, as in OpenAI's model.py.
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    # The + 1 on up is part of GPT-OSS, unlike of other SwiGLUs.
+    # Only GPT-OSS adds 1 to up. Other SwiGLUs do not.
     return gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1)
 
 
 class HuggingFaceGptOss(HuggingFaceLayout):
-    """Experts are x @ [in, out], with alternating gate and up channels."""
+    """Matrices of experts are [in, out]. Gate and up channels alternate."""
 
     def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
         gate_up = self._project("gate_up_proj", layer, expert, x)
@@ -84,7 +87,7 @@ class HuggingFaceGptOss(HuggingFaceLayout):
 
 
 class MegatronGptOss(MegatronLayout):
-    """Experts are [out, in] @ x, with all gate channels before all up channels."""
+    """Matrices of experts are [out, in], with all gate channels before all up channels."""
 
     def gate_up(self, layer: int, expert: int | None, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = self.linear("mlp.experts.experts.linear_fc1", x, layer, expert).chunk(2, dim=-1)

@@ -60,8 +60,8 @@ app.add_typer(data.data, name="data")
 
 def main() -> None:
     """Run the command line. Entry point of the ``gptoss`` script."""
-    # Megatron and torch report on every import that Apex and CUDA are missing. `gptoss doctor`
-    # reports it instead.
+    # Megatron and torch would report in every command that Apex and CUDA are missing. `gptoss
+    # doctor` reports it instead.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     app()

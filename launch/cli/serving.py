@@ -93,7 +93,7 @@ def serve(
 
 
 def _log_served_weights(run: Path, source: Path | None) -> None:
-    """Log the step of the weights of a run directory, and how to use newer weights.
+    """Log the step of the served weights of a run, and how to serve newer ones.
 
     Args:
         run: run directory, or another argument of ``serve``.
@@ -134,7 +134,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
             f"--api-key-file {path}: readable by other users (mode {mode:04o}). Run chmod 600 "
             f"{path}"
         )
-    # Blank lines, such as one at the end of the file, are no keys.
+    # Blank lines, such as one at the end of the file, are not keys.
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ServeError(f"--api-key-file {path}: has no key. Write one key per line")

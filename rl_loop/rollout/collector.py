@@ -1,13 +1,13 @@
 """Collects the groups of episodes that each step trains on.
 
-A step trains on ``rollout.tasks_per_step`` groups, always for the tasks of this step:
+A step trains on ``rollout.tasks_per_step`` groups. They are always groups of this step's tasks:
 
 - **Running ahead.** The groups of step s begin when the engines have weights of version s - k or
   later, where k is ``algorithm.max_staleness``. Therefore no token is older than k versions. If an
-  episode takes longer than its k steps of slack, the trainer waits for it.
+  episode is not complete after these k steps, the trainer waits for it.
 - **Dynamic sampling** (DAPO, arXiv 2503.14476). Groups that a filter rejects are replaced by groups
-  of further tasks, in rounds of ``tasks_per_step`` tasks. The tasks of a step are known when its
-  last round has ended, and the next step begins then.
+  of further tasks, in rounds of ``tasks_per_step`` tasks. The number of tasks that a step uses is
+  known when its last round has ended. The next step begins only then.
 
 All seeds follow from the run's seed and the number of a group. Therefore a resumed run samples the
 same groups as an uninterrupted run.
@@ -96,11 +96,11 @@ class StepGroups:
     first_task: int
     """Position of the step's first task."""
     first_number: int
-    """Number of the step's first group. Group and task numbers count up together."""
+    """Number of the step's first group. The n-th group of a step has its n-th task."""
     groups_per_round: int
     max_rounds: int
     keep: Callable[[TrajectoryGroup], bool]
-    """Returns True for a group that is worth training on."""
+    """Filter: returns True for a group that is worth training on."""
     start_versions: dict[int, int] = field(default_factory=dict)
     """Version of the engines' weights when a group began, by its number."""
     ended: dict[int, TrajectoryGroup] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class StepGroups:
 
     @property
     def replaced(self) -> list[TrajectoryGroup]:
-        """Rejected groups that other groups replace, without their routes."""
+        """Rejected groups that are not trained on, because others replace them. Without routes."""
         next_task = self.next_task
         assert next_task is not None, "the step is not complete"
         end = self.first_number + next_task - self.first_task
@@ -169,10 +169,8 @@ class StepGroups:
 class RolloutCollector:
     """Runs groups up to ``max_staleness`` steps ahead of training.
 
-    Held-out episodes run between two syncs.
-
-    A thread of the collector takes ended groups and begins further ones, so that rollouts continue
-    while the trainer works.
+    Held-out episodes begin and end between two syncs. A thread of the collector takes ended groups
+    and begins further ones, so that rollouts continue while the trainer works.
     """
 
     def __init__(
@@ -219,7 +217,7 @@ class RolloutCollector:
         self._next_step = first_step
         """Step that begins next."""
         self._next_task: int | None = first_task
-        """Position of its first task. None while the previous step may need further rounds."""
+        """Position of the first task of that step. None while the step before may need more rounds."""
         self._open: dict[int, StepGroups] = {}
         """Groups of the steps that have begun and were not collected, by step."""
         self._restored = dict(finished or {})
@@ -241,8 +239,8 @@ class RolloutCollector:
             held_out: groups of an evaluation, which ``collect`` waits for.
         """
         with self._changed:
-            # Held-out episodes run together with those of the step, so that no worker waits for
-            # the last ones.
+            # Held-out episodes run together with the episodes of the step. If they ran alone, most
+            # workers would wait for the last ones.
             self._held_out_count = len(held_out)
             for place, request in enumerate(held_out):
                 self._stream.admit(place - len(held_out), request)
@@ -273,7 +271,8 @@ class RolloutCollector:
             held_out = [self._held_out[number] for number in sorted(self._held_out)]
             self._held_out = {}
             self._held_out_count = 0
-            # Every step counts from 0, so that single failures of a long run never add up.
+            # Every step counts its failures from 0, so that single failures in a long run do not
+            # add up.
             self._streak = self._new_streak()
             check_groups([*held_out, *groups.ended.values()], self._rollout)
 
@@ -315,7 +314,7 @@ class RolloutCollector:
         except RolloutsAbandoned:
             return
         except BaseException as error:
-            # `collect` raises the error, because no caller joins this thread before.
+            # `collect` raises the error, because no caller joins this thread before `close`.
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -344,20 +343,20 @@ class RolloutCollector:
         for groups in self._open.values():
             if number in groups.start_versions:
                 groups.ended[number] = group
-                # A broken infrastructure would fail every further round, too, so check before a
-                # round begins.
+                # Check before a round begins: while the infrastructure is down, every further round
+                # would fail, too.
                 if groups.needs_another_round:
                     check_groups(list(groups.ended.values()), self._rollout)
                     self._begin_round(groups)
 
     def _begin_steps(self) -> None:
         """Begin the steps that the bound on staleness allows."""
-        # The update of step s starts from weights s, so tokens of weights `version` become at most
-        # k versions old.
+        # The update of step s starts from weights s. Therefore tokens that weights `version` sample
+        # for this step are at most k versions old in the update.
         last_step = min(self._steps - 1, self._version + self._max_staleness)
         while self._next_step <= last_step:
             before = self._open.get(self._next_step - 1)
-            # The step before is still open, and it knows whether its tasks are final.
+            # The step before is still open. Its `next_task` is None until its tasks are final.
             if before is not None:
                 self._next_task = before.next_task
             if self._next_task is None:
@@ -394,7 +393,7 @@ class RolloutCollector:
                 restored[number][0] if number in restored else self._version
             )
 
-        # A restored group may complete the round, so the whole round must be known first.
+        # A restored group may complete the round, so register the whole round before any group.
         for number, request in requests.items():
             if number not in restored:
                 self._stream.admit(number, request)
@@ -431,6 +430,6 @@ class RolloutCollector:
         )
 
     def _new_streak(self) -> CircuitBreaker:
-        """Return the watch for consecutive failures of the next step."""
+        """Return the counter of consecutive failures in the next step."""
         rollout = self._rollout
         return CircuitBreaker.with_streak(rollout.max_invalid_share)

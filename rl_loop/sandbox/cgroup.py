@@ -20,9 +20,9 @@ from pathlib import Path
 
 MAIN = "gptoss-main"
 SERVER_NAME = re.compile(r"gptoss-sandbox-(\d+)-\d+")
-# The kernel returns the memory of dead processes shortly after they are gone.
+# The kernel releases the memory of ended processes a moment after their end.
 REMOVE_SECONDS = 2.0
-# The kernel's default, which MAIN has with all other processes of the owner.
+# The kernel's default weight. MAIN has it, too, for all other processes of the owner.
 WEIGHT = 100
 
 _base_lock = threading.Lock()
@@ -179,7 +179,7 @@ class ServerCgroup:
         self.has_cpu_weight = (self.path / "cpu.weight").exists()
         if self.has_cpu_weight:
             _write(self.path / "cpu.weight", str(WEIGHT))
-        # The supervisors cannot open it, because no file system with it is visible to them.
+        # Open it here, because supervisors run in the sandbox, where no cgroup file is visible.
         self.memory_events = os.open(self.path / "memory.events", os.O_RDONLY)
 
     def joining(self, command: list[str]) -> list[str]:
@@ -187,7 +187,7 @@ class ServerCgroup:
 
         All children of the command are in the cgroup, too.
         """
-        # The shell joins before it becomes the command, so no child can be outside of the cgroup.
+        # The shell joins before it executes the command, so no child can be outside of the cgroup.
         script = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
 
@@ -197,7 +197,7 @@ class ServerCgroup:
         Call it when the server is ready. The kernel kills the program instead of the server,
         because the program's oom_score_adj is 1000.
         """
-        # With swap a call could hold more than its limit.
+        # memory.max does not count swap, so a call could otherwise hold more than its limit.
         if (self.path / "memory.swap.max").exists():
             _write(self.path / "memory.swap.max", "0")
         used = int((self.path / "memory.current").read_text())
@@ -214,16 +214,16 @@ class ServerCgroup:
                 self.path.rmdir()
             except OSError:
                 if time.monotonic() > deadline:
-                    # The next server of another process retries.
+                    # After the end of this process, a server of another process removes it.
                     return
                 time.sleep(0.01)
 
 
 def remove_stale(base: Path) -> None:
-    """Remove the cgroups of owners that died without removing them."""
+    """Remove the cgroups of processes that ended without removing them."""
     for path in base.glob("gptoss-sandbox-*"):
         match = SERVER_NAME.fullmatch(path.name)
         if match is not None and not Path("/proc", match[1]).exists():
-            # A group with a process cannot be removed.
+            # A cgroup with a process cannot be removed.
             with contextlib.suppress(OSError):
                 path.rmdir()

@@ -46,7 +46,7 @@ def _exponents() -> Tensor:
 
 def _value_table() -> Tensor:
     """Return value * 2 ** (scale - 127), [256 scales, 16 codes] bf16."""
-    # transformers uses torch.ldexp, too. Its rounding at both ends of the range must be the same.
+    # torch.ldexp as in transformers, so that rounding at both ends of the range is the same.
     values = torch.tensor(VALUES, dtype=torch.bfloat16, device="cpu").expand(SCALES, 16)
     return torch.ldexp(values, _exponents()).to(torch.bfloat16)
 
@@ -62,9 +62,9 @@ def _pair_table(values: Tensor) -> Tensor:
 
 
 def _limit_table() -> Tensor:
-    """Return the smallest magnitude with a code above j, [256 scales, 8] bf16 bits as int16.
+    """Return limits between codes, [256 scales, 8] bf16 bits as int16.
 
-    Column 7 is unused.
+    Column j has the smallest magnitude whose code is above j. Column 7 is unused.
     """
     # Every scaled midpoint is exact in bf16 or exceeds its range; the smallest, 2 ** -129, is
     # subnormal. Comparing bits is therefore the same as rounding.
@@ -81,8 +81,8 @@ def _limit_table() -> Tensor:
     return limits
 
 
-# Computed at import (1 ms, 0.3 MB), because Python imports a module only once, also with several
-# threads. C keeps reading these addresses, so no table may ever be replaced and freed.
+# Computed at import (1 ms, 0.3 MB), because Python imports a module only once, even with several
+# threads. C reads these addresses in every call, so no table may be replaced and freed.
 VALUE_TABLE = _value_table()
 PAIR_TABLE = _pair_table(VALUE_TABLE)
 LIMIT_TABLE = _limit_table()
@@ -138,7 +138,7 @@ class TensorPointer(ctypes.c_void_p):
         return ctypes.c_void_p(tensor.data_ptr())
 
 
-# functools.cache does not lock: without it, threads that call at the same time would each build.
+# Without this lock, threads that call at the same time would each build: functools.cache has none.
 _building = threading.Lock()
 
 

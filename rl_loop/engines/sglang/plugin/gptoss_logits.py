@@ -29,11 +29,11 @@ def install() -> None:
 def compute_in_fp32(logits_processor: Any) -> Callable[..., Tensor]:
     """Return a replacement of ``LogitsProcessor._compute_lm_head``.
 
-    Its results are fp32 [tokens, vocabulary].
+    Its results are fp32 [tokens, vocabulary]. It calls the original method if the logits are not a
+    plain product of bf16 or fp16, such as with an adapter, a bias or quantization.
 
     Args:
-        logits_processor: SGLang's module of this name. The original method is called for output
-            layers with an adapter, with quantization, or with another dtype than bf16 and fp16.
+        logits_processor: SGLang's module of this name.
     """
     original = logits_processor.LogitsProcessor._compute_lm_head
 
@@ -41,7 +41,7 @@ def compute_in_fp32(logits_processor: Any) -> Callable[..., Tensor]:
     def _compute_lm_head(
         self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None
     ) -> Tensor:
-        # All other cases compute something else than one product.
+        # Otherwise the original does more than one product, or computes in another dtype.
         is_plain = (
             embedding_bias is None
             and not self.use_fp32_lm_head

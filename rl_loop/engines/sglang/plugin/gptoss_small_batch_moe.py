@@ -1,14 +1,15 @@
 """A custom GEMM kernel for MXFP4 experts with few tokens, as in decoding or in a short prefill.
 
-triton_kernels 3.6 divides the tokens of each expert into blocks of one size, about twice their
-mean. Thereby it does not read and decode a matrix twice. With 256 tokens, 4 experts per token and
-32 experts, a block has 64 rows for 32 tokens, so half of the tensor cores' work is wasted. The
-library also compiles its kernel 2 or 4 times for each block size, when numbers of tokens with other
-divisors occur in the middle of a rollout.
+triton_kernels 3.6 uses blocks of one size for all experts: about twice the mean number of tokens
+per expert. The tokens of most experts then fit into one block, so their matrices are read and
+decoded once. But many rows are empty. With 256 tokens, 4 experts per token and 32 experts, a block
+has 64 rows for 32 tokens on average, so half of the tensor cores' work is wasted. The library also
+compiles its kernel 2 or 4 times for each block size, whenever a rollout has a number of tokens with
+other divisors.
 
 In this kernel a program reads the number of tokens in its block and multiplies 16, 32, 48 or 64
-rows. Sums keep their order, 16 inputs at a time, so that the output is identical in every bit. The
-kernel is compiled twice for each GEMM of a layer, for all numbers of tokens.
+rows. It adds in the order of triton_kernels, 16 inputs at a time, so that the outputs have the same
+bits. The kernel is compiled twice for each GEMM of a layer, for all numbers of tokens.
 
 Matrices are in the layout of ``gptoss_hopper_layout``. A program computes 128 columns of outputs
 and loops over the inputs. A step decodes 128 inputs (``gptoss_expert_values``) and multiplies them
@@ -71,7 +72,7 @@ MANY_ROWS = Program(rows=64, stages=3, registers=168)
 
 def program_for(entries: int, experts: int) -> Program:
     """Return the program for ``entries`` pairs of a token and one of its experts."""
-    # An expert with twice the mean number of tokens has its matrix read once more.
+    # The few rows suffice for twice the mean. The matrix of a fuller expert is read once more.
     return FEW_ROWS if 2 * entries <= FEW_ROWS.rows * experts else MANY_ROWS
 
 
@@ -225,7 +226,7 @@ def _value_offsets(column, value_rows, value_bytes, COLUMNS: tl.constexpr, INPUT
     # The storage of values has 1/4 of the matrix's rows, padded to 64 matrix rows. Storage rows of
     # the last program wrap around to the first ones, and their results are not stored.
     value_row = (column * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)) % value_rows
-    # The modulo hides from Triton that the rows are adjacent.
+    # Because of the modulo, Triton does not see that the rows are adjacent.
     value_row = tl.max_contiguous(tl.multiple_of(value_row, COLUMNS // 4), COLUMNS // 4)
     value_at = value_row[:, None] * value_bytes + tl.arange(0, INPUTS)[None, :]
     return value_at.to(tl.uint32)
@@ -240,7 +241,7 @@ def _multiply_left_rows(
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """Multiply up to 64 of the ``left`` tokens of an expert, in steps of 16 rows."""
+    """Multiply up to 64 of the ``left`` (remaining) tokens of an expert, in steps of 16 rows."""
     if left <= 16:
         _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
     elif left <= 32:
@@ -352,7 +353,10 @@ def _places_of(
 
 @triton.jit
 def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_column, alpha, limit):
-    """Finish and store sums [columns, entries] of entries that are sorted by expert."""
+    """Add the bias to sums [columns, entries], apply the activation or the gates, and store them.
+
+    Entries are sorted by expert.
+    """
     columns: tl.constexpr = sums.shape[0]
     column = first_column + tl.arange(0, columns)
     of_column = tl.load(bias + column, mask=column < outputs, other=0.0)
