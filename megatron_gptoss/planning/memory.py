@@ -1,8 +1,8 @@
 """Prediction of the memory of one GPU in each phase of a training step, from the configuration.
 
 ``gptoss plan`` uses it for layouts before they run. The ``memory/*`` metrics of a run show it next
-to the measured memory. docs/performance.md compares predictions with measurements and describes
-where the constants come from.
+to the measured memory. docs/performance/memory.md compares predictions with measurements, and
+docs/design/planning.md describes the phases.
 """
 
 import math

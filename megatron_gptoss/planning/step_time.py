@@ -1,6 +1,6 @@
 """Prediction of the time of a training step on H200 GPUs, from the configuration.
 
-docs/performance.md compares predictions with measurements.
+docs/performance/layers_and_pipelines.md compares predictions with measurements.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from megatron_gptoss.planning.parameter_counts import (
 
 GPUS_PER_NODE = 8
 """GPUs per node, which NVLink connects."""
-# Fitted with the next three constants: predictions are within 10% of runs with 16k tokens per
-# micro-batch, except with tensor parallelism.
+# Fitted together with HALF_SPEED_ROWS. With these constants, predictions are within 10% of runs with
+# 16k tokens per micro-batch, except with tensor parallelism.
 LAYER_RATE = 520e12
 """FLOP/s of the layers, forward and backward, if every expert has many rows."""
-# Measured (docs/performance.md, log-probs).
+# Measured (docs/performance/layers_and_pipelines.md, output layer).
 OUTPUT_LAYER_RATE = 458e12
 """FLOP/s of the output layer, which computes its logits twice."""
 HALF_SPEED_ROWS = 1150
@@ -52,7 +52,7 @@ MERGE_OVERHEAD = {"bf16": 15, "mxfp4": 17}
 It covers loads, unpacking, scaling, adding the update and rounding.
 """
 # Unlike ``expert_load`` of ``activation_memory``, this is the load of one layer: in every layer,
-# all ranks wait for the fullest rank. LAYER_RATE and the next constants were fitted with it.
+# all ranks wait for the fullest rank. LAYER_RATE and HALF_SPEED_ROWS were fitted with it.
 EXPERT_LOAD = 1.1
 """Tokens of the fullest expert-parallel rank in a layer, relative to the mean."""
 # Assumed: PCIe 5 at 80%.
