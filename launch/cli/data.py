@@ -82,7 +82,7 @@ def data_generate(
     ] = 400,
     batch: Annotated[
         int | None,
-        Option(min=1, help="Conversations at the same time. Default: 1024, or 16 without a GPU."),
+        Option(min=1, help="Concurrent conversations. Default: 1024, or 16 without a GPU."),
     ] = None,
     seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
 ) -> None:

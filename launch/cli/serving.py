@@ -32,20 +32,20 @@ Port = Annotated[int, Option(help="Port to listen on; 0 for a free port.")]
 ApiKeyFile = Annotated[
     Path | None,
     Option(
-        help="File with one API key per line, readable by its owner only. Keys have separate "
-        "conversations. Default: create a key and print it."
+        help="File with one API key per line, readable by its owner only. Clients with different "
+        "keys share no conversations. Default: create a key and print it."
     ),
 ]
 Name = Annotated[str | None, Option(help="Model name in responses. Default: the model family.")]
 MaxTokens = Annotated[
     int | None,
-    Option(min=1, help="Maximum tokens of a conversation. Default: the model's positions."),
+    Option(min=1, help="Maximum tokens of a conversation. Default: the model's maximum."),
 ]
 History = Annotated[
     Literal["append", "harmony"],
     Option(
-        help="Context of a new user turn. append: all previous tokens. harmony: the history "
-        "that the format keeps."
+        help="Context of a new user turn. append: all earlier tokens. harmony: what the chat "
+        "format keeps of earlier turns (Harmony: no reasoning)."
     ),
 ]
 
