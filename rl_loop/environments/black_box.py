@@ -4,33 +4,23 @@
 """
 
 import shutil
-from typing import Any
-from typing import ClassVar
-from typing import Literal
-from typing import Self
-from pydantic import Field
-from pydantic import field_validator
-from pydantic import model_validator
-from rl_loop.environments.base import Environment
-from rl_loop.environments.base import EnvironmentOptions
-from rl_loop.environments.base import Execute
-from rl_loop.environments.base import ExternalAgent
-from rl_loop.environments.base import RewardConfig
-from rl_loop.environments.base import Split
-from rl_loop.environments.base import StepResult
-from rl_loop.environments.base import Task
-from rl_loop.environments.reward_parts import check_parts
-from rl_loop.environments.reward_parts import read_parts
-from rl_loop.environments.reward_parts import with_parts
-from rl_loop.environments.row_tasks import check_function
-from rl_loop.environments.row_tasks import row_of
-from rl_loop.environments.row_tasks import row_task
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rl_loop.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Execute,
+    ExternalAgent,
+    RewardConfig,
+    Split,
+    StepResult,
+    Task,
+)
+from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
+from rl_loop.environments.row_tasks import check_function, generated_task, row_of, row_task
 from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.environments.row_tasks import generated_task
-
-
-
-
 
 
 class BlackBoxOptions(EnvironmentOptions):
@@ -108,11 +98,7 @@ class BlackBoxEnvironment(Environment):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-<<<<<<< ours
-        return generated_task(cls, options.tasks, split, seed, index, options)
-=======
         return generated_task(cls.from_record, options.tasks, split, seed, index, options)
->>>>>>> theirs
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:

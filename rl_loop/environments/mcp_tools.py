@@ -5,45 +5,34 @@ It can be used by configuration alone, or as a base class. docs/environments.md 
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-from typing import ClassVar
-from pydantic import Field
-from pydantic import field_validator
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
 from rl_loop.chat.tools import Tool
-from rl_loop.environments.base import EnvironmentOptions
-from rl_loop.environments.base import Execute
-from rl_loop.environments.base import RewardConfig
-from rl_loop.environments.base import Split
-from rl_loop.environments.base import StepResult
-from rl_loop.environments.base import Task
-from rl_loop.environments.base import ToolError
-from rl_loop.environments.base import UnknownTool
-from rl_loop.environments.base import arguments_of
-from rl_loop.environments.base import function_of
-from rl_loop.environments.base import text_in
-from rl_loop.environments.replayed import RecordedAction
-from rl_loop.environments.replayed import ReplayedEnvironment
-from rl_loop.environments.replayed import ReplayedOptions
-from rl_loop.environments.reward_parts import check_parts
-from rl_loop.environments.reward_parts import read_parts
-from rl_loop.environments.reward_parts import with_parts
-from rl_loop.environments.row_tasks import FUNCTIONS
-from rl_loop.environments.row_tasks import check_function
-from rl_loop.environments.row_tasks import row_task
+from rl_loop.environments.base import (
+    EnvironmentOptions,
+    Execute,
+    RewardConfig,
+    Split,
+    StepResult,
+    Task,
+    ToolError,
+    UnknownTool,
+    arguments_of,
+    function_of,
+    text_in,
+)
+from rl_loop.environments.replayed import RecordedAction, ReplayedEnvironment, ReplayedOptions
+from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
+from rl_loop.environments.row_tasks import FUNCTIONS, check_function, generated_task, row_task
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import ToolResult
-from rl_loop.environments.tool_servers.toolbox import ToolBox
-from rl_loop.environments.tool_servers.toolbox import offered_without_episode
+from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.threads import call_user_code
-from rl_loop.environments.row_tasks import generated_task
-
-
-
-
 
 
 class McpOptions(ReplayedOptions):
@@ -104,11 +93,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
 
     @classmethod
     def generate(cls, split: Split, seed: int, index: int, options: Any) -> Task:
-<<<<<<< ours
-        return generated_task(cls, options.tasks, split, seed, index, options)
-=======
         return generated_task(cls.from_record, options.tasks, split, seed, index, options)
->>>>>>> theirs
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task:

@@ -2,17 +2,12 @@
 
 from collections.abc import Callable
 from typing import Any
+
 from pydantic import BaseModel
-from rl_loop.environments.base import Environment
-from rl_loop.environments.base import Split
-from rl_loop.environments.base import Task
-from rl_loop.environments.base import text_in
-from rl_loop.registry import Registry
+
 from megatron_gptoss.user_error import UserError
-
-
-
-
+from rl_loop.environments.base import Split, Task, text_in
+from rl_loop.registry import Registry
 
 FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     kind="function of an environment", expected="a function", accepts=callable

@@ -1,30 +1,24 @@
 """Tasks of a run: mixtures, order, filters, and held-out tasks."""
 
 from __future__ import annotations
+
 import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
 import pytest
+
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
-from rl_loop.config.run import RlConfig
-from rl_loop.config.run import SftConfig
+from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.mixture import BLOCK
 from rl_loop.environments import Task
-from rl_loop.environments.retool import ReToolEnvironment
-from rl_loop.environments.row_tasks import InvalidRow
-from rl_loop.environments.row_tasks import generated_task
 from rl_loop.session import build_tasks
 from rl_loop.tasks.source import TaskSource
 from rl_loop.tasks.task_file import TaskFileError
-
-
-
-
-
 
 SFT = Path("configs/sft/tiny_retool.yaml")
 
