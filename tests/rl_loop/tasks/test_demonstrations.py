@@ -252,7 +252,11 @@ def real_tasks(environment: str, tmp_path: Path, rows: list[dict[str, str]]) -> 
         path.write_text("".join(json.dumps(row) + "\n" for row in asked))
         files.append(f"{name}_path: {path}")
     source = f"{{environment: {environment}, {', '.join(files)}, options: {{instructions: null}}}}"
-    overrides = [f"tasks.sources={{real: {source}}}", f"output_dir={tmp_path}"]
+    overrides = [
+        f"tasks.sources={{real: {source}}}",
+        f"output_dir={tmp_path}",
+        "model.vocab_size=640",
+    ]
     return load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides)
 
 
