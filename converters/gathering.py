@@ -10,11 +10,11 @@ from megatron.core import parallel_state
 
 from converters.errors import ConversionError, GatheringAborted, GatheringFailed
 from converters.gathering_plan import (
-    GatheringPlan,
     GatheringPlanner,
-    GatheringStep,
     RankContents,
     ShardMessage,
+    WeightGatherPlan,
+    WeightGatherStep,
 )
 from converters.local_weights import LocalWeights
 from converters.mapping import NamedParts, NamedTensor, ParameterMapping
@@ -63,7 +63,7 @@ class WeightGathering:
             tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         )
         # Plans depend on the receivers only, so every weight sync reuses them.
-        self._plans: dict[tuple[tuple[int, ...], bool], GatheringPlan] = {}
+        self._plans: dict[tuple[tuple[int, ...], bool], WeightGatherPlan] = {}
 
     def begin(
         self,
@@ -146,7 +146,7 @@ class WeightGathering:
         """
         return mxfp4.dequantize(*separate_scales(joined)).to(self._dtype)
 
-    def packed_digests(self) -> Digests:
+    def mxfp4_digests(self) -> Digests:
         """Return digests of all MXFP4-trained experts, equal on every rank. Collective.
 
         Raises:
@@ -154,13 +154,13 @@ class WeightGathering:
         """
         digests: Digests = {}
         # Ranks with copies of one matrix must agree, or they would train different models.
-        for rank_digests in self._gather_on_hosts(self.local.packed_digests()):
+        for rank_digests in self._gather_on_hosts(self.local.mxfp4_digests()):
             for name, digest in rank_digests.items():
                 if digests.setdefault(name, digest) != digest:
                     raise ConversionError(f"{name}: two ranks hold different copies")
         return digests
 
-    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> GatheringPlan:
+    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> WeightGatherPlan:
         """Return the plan for a set of receivers. Plans are cached.
 
         Args:
@@ -211,7 +211,7 @@ class GatheredWeights(Iterator[NamedTensor]):
     def __init__(
         self,
         gathering: WeightGathering,
-        plan: GatheringPlan,
+        plan: WeightGatherPlan,
         buffer: torch.Tensor,
         *,
         transposed: bool,
@@ -295,7 +295,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             yield mapping, mapping.named_parts(full)
 
     def _add_to_stack(
-        self, step: GatheringStep, arrived: Sequence[torch.Tensor]
+        self, step: WeightGatherStep, arrived: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Add the experts of a step to the stack of their layer.
 
@@ -349,7 +349,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             return packed_parts(mapping, *separate_scales(joined))
         return mapping.named_parts(self._gathering.unpacked(joined))
 
-    def _exchange(self, step: GatheringStep) -> list[torch.Tensor | None]:
+    def _exchange(self, step: WeightGatherStep) -> list[torch.Tensor | None]:
         """Send or receive the messages of a step.
 
         Raises only GatheringFailed: a rank that stopped here would block the others.
@@ -377,7 +377,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             arrived.append(tensor)
         return arrived
 
-    def _own_tensors(self, step: GatheringStep) -> dict[int, torch.Tensor]:
+    def _own_tensors(self, step: WeightGatherStep) -> dict[int, torch.Tensor]:
         """Return the tensors that this rank sends in a step, by index of the message."""
         rank = dist.get_rank()
         numbers = [

@@ -64,7 +64,7 @@ class ShardMessage:
 
 
 @dataclass(frozen=True)
-class GatheringStep:
+class WeightGatherStep:
     """Messages for one parameter, or for a stack of neighboring experts' parameters."""
 
     mapping: ParameterMapping
@@ -87,12 +87,12 @@ class GatheringStep:
 
 
 @dataclass(frozen=True)
-class GatheringPlan:
+class WeightGatherPlan:
     """All messages of a gathering, in order."""
 
     receivers: tuple[int, ...]
     """Global ranks that receive the weights."""
-    steps: list[GatheringStep]
+    steps: list[WeightGatherStep]
 
     @property
     def buffer_bytes(self) -> int:
@@ -119,7 +119,7 @@ class GatheringPlanner:
         self._ranks = ranks
         self._tensor_parallel = tensor_parallel
 
-    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> GatheringPlan:
+    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> WeightGatherPlan:
         """Return all messages that bring the weights to ``receivers``.
 
         Args:
@@ -129,7 +129,7 @@ class GatheringPlanner:
         Raises:
             ConversionError: naming a parameter of which a part is on no rank.
         """
-        steps: list[GatheringStep] = []
+        steps: list[WeightGatherStep] = []
         mappings = iter(parameter_mappings(self._config).values())
         for mapping in mappings:
             is_quantized = self._is_quantized(mapping)
@@ -139,8 +139,8 @@ class GatheringPlanner:
                 steps += self._stack_steps(experts, is_quantized, receivers)
             else:
                 messages = self._messages(mapping, is_quantized, receivers)
-                steps.append(GatheringStep(mapping, is_quantized, messages))
-        return GatheringPlan(receivers, steps)
+                steps.append(WeightGatherStep(mapping, is_quantized, messages))
+        return WeightGatherPlan(receivers, steps)
 
     @staticmethod
     def _is_stacked(mapping: ParameterMapping, is_quantized: bool) -> bool:
@@ -154,7 +154,7 @@ class GatheringPlanner:
         experts: Sequence[ParameterMapping],
         is_quantized: bool,
         receivers: tuple[int, ...],
-    ) -> list[GatheringStep]:
+    ) -> list[WeightGatherStep]:
         """Return the steps of one parameter of all experts.
 
         Neighbors with the same source share a step, and so do neighbors that all receivers have.
@@ -167,13 +167,13 @@ class GatheringPlanner:
         # At least 1, for experts that exceed the bound alone.
         most = max(1, STACK_BYTES // expert_bytes)
 
-        steps: list[GatheringStep] = []
+        steps: list[WeightGatherStep] = []
         # Consecutive experts lie on the same rank, because Megatron splits them in order.
         for source, group in groupby(experts, lambda one: self._sender(one, receivers)):
             neighbors = tuple(group)
             # No message: every receiver reads the experts from its own model.
             if source is None:
-                steps.append(GatheringStep(neighbors[0], is_quantized, [], neighbors))
+                steps.append(WeightGatherStep(neighbors[0], is_quantized, [], neighbors))
                 continue
             # Several messages if the stack exceeds the receive buffer's bound.
             for some in batched(neighbors, most):
@@ -183,7 +183,7 @@ class GatheringPlanner:
                     message = ShardMessage(source, dtype, (len(some), *shape), offset)
                     messages.append(message)
                     offset = message.end
-                steps.append(GatheringStep(some[0], is_quantized, messages, some))
+                steps.append(WeightGatherStep(some[0], is_quantized, messages, some))
         return steps
 
     def _sender(self, mapping: ParameterMapping, receivers: tuple[int, ...]) -> int | None:

@@ -132,7 +132,7 @@ class LocalWeights:
         order = row_order(mappings[0], stack.device)
         return {mappings[0].hf_names[0]: stack[:, order]}
 
-    def packed_digests(self) -> Digests:
+    def mxfp4_digests(self) -> Digests:
         """Return digests of this rank's MXFP4-trained experts."""
         digests: Digests = {}
         for mapping in self._mappings:

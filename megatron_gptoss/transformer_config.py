@@ -58,7 +58,7 @@ class PolicyTransformerConfig(TransformerConfig):
         return self.quantization if self.adapter is None else None
 
     @property
-    def has_packed_base(self) -> bool:
+    def has_mxfp4_base(self) -> bool:
         """True if the frozen experts below adapters are held in MXFP4."""
         return self.quantization is not None and self.adapter is not None
 

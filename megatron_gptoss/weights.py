@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.layers.quantized_experts import QuantizedExpertLinear
 
 
@@ -105,7 +105,7 @@ class QuantizedWeight:
         Returns:
             Blocks [out, in / 32, 16] uint8 and scales [out, in / 32] uint8.
         """
-        return self.layer.packed_weight()
+        return self.layer.mxfp4_weight()
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class AdaptedWeight:
         Raises:
             ValueError: the base is packed and a value is not an MXFP4 value.
         """
-        if isinstance(self.layer.weight, PackedWeight):
+        if isinstance(self.layer.weight, Mxfp4Weight):
             self.layer.weight.load(tensor)
         else:
             self.layer.weight.copy_(tensor)
@@ -149,7 +149,7 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, Weight]]:
     weight sync therefore need no names for adapted or packed layers.
     """
     for prefix, module in chunk.named_modules():
-        if isinstance(module, LowRank | PackedWeight):
+        if isinstance(module, LowRank | Mxfp4Weight):
             continue
         # A packed weight is not a parameter, so these weights are found by their layer.
         if isinstance(module, AdaptedLinear):

@@ -18,7 +18,7 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import Quantization
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 from rl_loop.trainer.weight_export import WeightExport
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Trainer(Protocol):
 
     def export(self, export: WeightExport) -> None: ...
 
-    def packed_digests(self) -> Digests: ...
+    def mxfp4_digests(self) -> Digests: ...
 
     def greedy_tokens(self, samples: TrainingSamples) -> np.ndarray: ...
 
@@ -92,11 +92,11 @@ def export_policy(
         ConversionError: a tensor differs. The message names it, and the directory is unchanged.
     """
     settings = _extras_of(settings_source or tokenizer_source) or ModelExtras()
-    packed_digests: dict[str, Digests] = {}
+    mxfp4_digests: dict[str, Digests] = {}
     if quantization is not None:
-        packed_digests["the trainer"] = trainer.packed_digests()
+        mxfp4_digests["the trainer"] = trainer.mxfp4_digests()
     if sampled:
-        packed_digests["the engines"] = sampled
+        mxfp4_digests["the engines"] = sampled
 
     # Rank 0 writes each tensor as soon as all ranks have gathered it, because all weights of a
     # large model fit neither into its GPU nor into Ray's store.
@@ -106,10 +106,10 @@ def export_policy(
             replace(settings, files=_tokenizer_files(codec, tokenizer_source)),
             eos_token_ids=tuple(codec.stop_token_ids),
             packed=quantization is not None,
-            packed_digests=packed_digests,
+            mxfp4_digests=mxfp4_digests,
         )
     )
-    return len(packed_digests.get("the trainer", {}))
+    return len(mxfp4_digests.get("the trainer", {}))
 
 
 def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, bytes]:
@@ -164,7 +164,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
 
 def greedy_agreement(
     trainer: Trainer,
-    tasks: TaskSource,
+    tasks: TaskMixture,
     directory: Path,
     dtype: str,
     quantization: Quantization | None = None,

@@ -65,7 +65,7 @@ class Trainer(WeightSource, Protocol):
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates: ...
 
-    def packed_digests(self) -> Digests: ...
+    def mxfp4_digests(self) -> Digests: ...
 
     def enter_phase(self, phase: str) -> None: ...
 
@@ -89,7 +89,7 @@ class Rollouts(Protocol):
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]: ...
 
-    def packed_digests(self) -> list[Digests]: ...
+    def mxfp4_digests(self) -> list[Digests]: ...
 
     def compare_weights(self) -> None: ...
 
@@ -107,7 +107,7 @@ class Rollouts(Protocol):
 
 
 class Tasks(Protocol):
-    """Training and held-out tasks: a TaskSource."""
+    """Training and held-out tasks: a TaskMixture."""
 
     unusable: list[str]
 

@@ -20,7 +20,7 @@ from rl_loop.process_memory import exempt_from_collection, keep_freed_memory
 from rl_loop.session import (
     Interrupted,
     RlSession,
-    Session,
+    RunSession,
     SftSession,
     backend_context,
     build_loop,
@@ -326,7 +326,7 @@ def run_engine_report(config: RlConfig) -> str:
         )
 
 
-def _interrupt_message(config: RlConfig, session: Session, done: int) -> str:
+def _interrupt_message(config: RlConfig, session: RunSession, done: int) -> str:
     """Return the message about a run that was asked to stop after ``done`` steps."""
     if not (session.run.checkpoints / "latest").exists():
         return f"stopped; {session.saved_step_message()}"
@@ -337,7 +337,7 @@ def _interrupt_message(config: RlConfig, session: Session, done: int) -> str:
 
 
 def _export(
-    config: RunConfig, session: Session, engine_digests: dict[str, str] | None = None
+    config: RunConfig, session: RunSession, engine_digests: dict[str, str] | None = None
 ) -> dict[str, int]:
     """Write the Hugging Face checkpoint and, if there are any, the separate adapters.
 

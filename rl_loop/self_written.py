@@ -50,7 +50,7 @@ class WritingOptions:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenConversations:
     """Content of a file of conversations."""
 
     questions: list[str]
@@ -155,7 +155,7 @@ def read_questions(location: str, column: str) -> list[str]:
     return questions
 
 
-def read_written(path: Path) -> Written:
+def read_written(path: Path) -> WrittenConversations:
     """Read a file that an earlier call has written; empty if there is none.
 
     Raises:
@@ -173,7 +173,7 @@ def read_written(path: Path) -> Written:
                 questions.append(_question_of(line))
                 size += len(line)
     except FileNotFoundError:
-        return Written([], 0)
+        return WrittenConversations([], 0)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     # A long line has the same remedy.
@@ -182,7 +182,7 @@ def read_written(path: Path) -> Written:
             f"{path}, line {len(questions) + 1}: is not a conversation of this command ({error}). "
             "Name a new file"
         ) from None
-    return Written(questions, size)
+    return WrittenConversations(questions, size)
 
 
 def _may_be_cut_off(line: bytes) -> bool:
@@ -201,7 +201,9 @@ def _question_of(line: bytes) -> str:
     raise ValueError("not one question and one answer")
 
 
-def _missing(questions: Sequence[str] | int, written: Written, path: Path) -> deque[str | None]:
+def _missing(
+    questions: Sequence[str] | int, written: WrittenConversations, path: Path
+) -> deque[str | None]:
     """Return the questions without a line. None: the model writes the question.
 
     Raises:

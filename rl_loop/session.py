@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rl_loop.loop import RlLoop
     from rl_loop.rollout.pool import RolloutPool
     from rl_loop.supervised_data import SupervisedData
-    from rl_loop.tasks.source import TaskSource
+    from rl_loop.tasks.source import TaskMixture
     from rl_loop.tracking.model_card import ModelCardFacts
     from rl_loop.tracking.recorder import StepRecorder
     from rl_loop.trainer.checkpointer import Checkpointer, RunState
@@ -60,7 +60,7 @@ class Interrupted(Exception):
     """Exit status for the shell."""
 
 
-class Session(ABC):
+class RunSession(ABC):
     """A training run between its start and its end, as a context.
 
     Everything that starts is put on one stack, and the stack is unwound however the run ends. The
@@ -302,10 +302,10 @@ class Session(ABC):
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-class RlSession(Session):
+class RlSession(RunSession):
     """A run of reinforcement learning."""
 
-    tasks: "TaskSource"
+    tasks: "TaskMixture"
     """Training and held-out tasks."""
     rollouts: "RolloutPool"
     """Engines and rollout workers. They start until ``rollouts.ready()`` returns."""
@@ -338,7 +338,7 @@ class RlSession(Session):
         return self.tasks.cursor(state.next_task)
 
 
-class SftSession(Session):
+class SftSession(RunSession):
     """A run of supervised fine-tuning."""
 
     data: "SupervisedData"
@@ -389,12 +389,12 @@ def build_codec(config: RunConfig) -> "ChatCodec":
     return codec_of(config)
 
 
-def build_tasks(config: RunConfig) -> "TaskSource":
+def build_tasks(config: RunConfig) -> "TaskMixture":
     """Read and check the task data of a run. Raises TaskFileError."""
-    from rl_loop.tasks.source import TaskSource
+    from rl_loop.tasks.source import TaskMixture
 
     max_prompt_tokens = config.rollout.max_tokens if isinstance(config, RlConfig) else None
-    return TaskSource(config.tasks, build_codec(config), max_prompt_tokens)
+    return TaskMixture(config.tasks, build_codec(config), max_prompt_tokens)
 
 
 def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationData"]:

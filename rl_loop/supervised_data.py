@@ -72,7 +72,7 @@ class SupervisedData(Protocol):
 
 
 class Tasks(Protocol):
-    """Source of demonstrations: a TaskSource."""
+    """Source of demonstrations: a TaskMixture."""
 
     def check_demonstrations(self) -> None: ...
 

@@ -58,7 +58,7 @@ API: dict[str, dict[str, list[str]]] = {
         "converters.live": ["load_hf_weights", "export_hf_weights"],
     },
     "Certificates": {
-        "rl_loop.certify.subject": ["Subject", "Scored", "Generated", "UnsupportedOperation"],
+        "rl_loop.certify.subject": ["Subject", "ScoredText", "SampledText", "UnsupportedOperation"],
         "rl_loop.certify.run": ["certify", "CertifyOptions"],
     },
     "Environments": {

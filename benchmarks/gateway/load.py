@@ -39,7 +39,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from tests.faults.stability import BLOCKS, report, slopes
@@ -96,7 +96,7 @@ class EchoEngine(ClockEngine):
         )
 
 
-def find_error(session: Session, harmony: Harmony, word: str, turns: int) -> str:
+def find_error(session: ConversationSession, harmony: Harmony, word: str, turns: int) -> str:
     """Describe the first error in the captured data of a session; empty if there is none.
 
     Args:
@@ -243,7 +243,7 @@ class Load:
         self._harmony = harmony
         self._tickets = tickets
         self._done = done
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, ConversationSession] = {}
         self._opened = 0
         self.checked = 0
         self.errors: list[str] = []

@@ -38,7 +38,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 
@@ -219,7 +219,7 @@ async def measure(
     }
 
 
-def prompt_lengths(sessions: list[Session]) -> list[int]:
+def prompt_lengths(sessions: list[ConversationSession]) -> list[int]:
     """Return the prompt tokens of every request, and check that conversations were matched."""
     lengths = []
     for session in sessions:

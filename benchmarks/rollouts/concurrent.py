@@ -54,7 +54,7 @@ from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.pool import RolloutPool
 from rl_loop.session import build_rollouts, build_tasks
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 from rl_loop.weight_sync.source import LoadedWeights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,7 @@ def configuration(load: Load, directory: Path) -> RlConfig:
     return config.model_copy(update={"rollout": rollout})
 
 
-def write_script(load: Load, tasks: TaskSource, directory: Path) -> None:
+def write_script(load: Load, tasks: TaskMixture, directory: Path) -> None:
     """Write the script of the servers.
 
     Args:
@@ -283,7 +283,7 @@ class EpisodeLog:
     """Record of all episodes."""
 
     def __init__(
-        self, load: Load, tasks: TaskSource, seeds_of: Callable[[int], Sequence[int]]
+        self, load: Load, tasks: TaskMixture, seeds_of: Callable[[int], Sequence[int]]
     ) -> None:
         """Create an empty record.
 

@@ -49,11 +49,11 @@ def test_adapter_benchmark_prints_a_row_for_every_case(
 
 
 def test_random_base_depends_only_on_seed(adapter_step: ModuleType) -> None:
-    from megatron_gptoss.layers.packed_weight import PackedWeight
+    from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 
     weights = []
     for seed in (0, 0, 1):
-        weight = PackedWeight(64, 64)
+        weight = Mxfp4Weight(64, 64)
         weight.register_parameter("a", torch.nn.Parameter(torch.empty(2, 2)))
         adapter_step.draw_adapted_model(weight, seed)
         weights.append(weight.read().clone().float())

@@ -12,7 +12,7 @@ from benchmarks.gateway.load import EchoEngine, answer, find_error, question
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 
@@ -26,7 +26,9 @@ def harmony() -> Harmony:
     return Harmony(GptOssVocabulary(), PromptConfig())
 
 
-async def captured(harmony: Harmony, word: str, generate: Generate | None = None) -> Session:
+async def captured(
+    harmony: Harmony, word: str, generate: Generate | None = None
+) -> ConversationSession:
     """Hold a conversation with the word ``word``, and return its session."""
     engine = EchoEngine(harmony, 0.0)
     if generate is not None:

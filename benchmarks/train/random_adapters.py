@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 
 from gptoss_kernels import mxfp4
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def draw_adapted_model(model: torch.nn.Module, seed: int = 0, std: float = 0.02)
     expert_generator = torch.Generator(device).manual_seed(seed + 1000 * (expert_rank + 1))
 
     for module in model.modules():
-        if isinstance(module, PackedWeight):
+        if isinstance(module, Mxfp4Weight):
             values = torch.empty(module.shape, dtype=module.dtype, device=device)
             blocks, scales = mxfp4.quantize(values.normal_(0, std, generator=expert_generator))
             module.blocks.copy_(blocks)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.model import chunks_of
 from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 
@@ -92,7 +92,7 @@ def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
     for chunk in chunks_of(model):
         layers = {f"decoder.layers.{i}": layer for i, layer in enumerate(chunk.decoder.layers)}
         for name, module in chunk.named_modules():
-            if isinstance(module, LowRank | PackedWeight):
+            if isinstance(module, LowRank | Mxfp4Weight):
                 continue
             layer = layers.get(".".join(name.split(".")[:3]))
             number = 0 if layer is None else layer.layer_number
@@ -103,7 +103,7 @@ def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
                     yield _BaseWeight(number, (parameter,), parameter.detach)
             # A packed weight is not a parameter. It is split over ranks like the bias of its layer,
             # so the bias decides who counts it.
-            if isinstance(module, AdaptedLinear) and isinstance(module.weight, PackedWeight):
+            if isinstance(module, AdaptedLinear) and isinstance(module.weight, Mxfp4Weight):
                 packed = module.weight
                 bias: Any = module.bias
                 if _is_counted_here(bias):

@@ -26,7 +26,7 @@ from megatron_gptoss.context_parallel.token_order import inverse_order, row_indi
 
 
 @dataclass(frozen=True)
-class GatherPlan:
+class KeyGatherPlan:
     """Tokens that one rank sends, and tokens that it attends to."""
 
     contributed: int
@@ -123,7 +123,7 @@ class AllGatherAttention(torch.autograd.Function):
         ``grad_o`` is dO [tokens, heads, head_size], of the dtype of O.
         """
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        plan: GatherPlan = ctx.plan
+        plan: KeyGatherPlan = ctx.plan
         group: ProcessGroup = ctx.group
         settings: AttentionSettings = ctx.settings
 
@@ -181,7 +181,7 @@ class _GatheredHeads:
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan, group: ProcessGroup
+        self, q: Tensor, k: Tensor, v: Tensor, plan: KeyGatherPlan, group: ProcessGroup
     ) -> None:
         self.k = k
         self.v = v
@@ -216,7 +216,7 @@ class _Gather:
     """Asynchronous gather of the keys and values of one group of kv heads."""
 
     def __init__(
-        self, k: Tensor, v: Tensor, heads: slice, plan: GatherPlan, group: ProcessGroup
+        self, k: Tensor, v: Tensor, heads: slice, plan: KeyGatherPlan, group: ProcessGroup
     ) -> None:
         """Start the gather of k and v [tokens, kv_heads, head_size] for ``heads``."""
         rows = slice(0, plan.contributed)
@@ -246,7 +246,7 @@ class _GradientExchange:
         self.kv_heads = kv_heads
         self.work = dist.all_to_all_single(self.received, partial, group=group, async_op=True)
 
-    def accumulate(self, dk: Tensor, dv: Tensor, plan: GatherPlan) -> None:
+    def accumulate(self, dk: Tensor, dv: Tensor, plan: KeyGatherPlan) -> None:
         """Sum the gradients of all ranks for this rank's keys.
 
         Args:
@@ -263,7 +263,9 @@ class _GradientExchange:
         dv[: plan.shared, self.kv_heads] = total[:, 1]
 
 
-def _head_groups_of(q: Tensor, k: Tensor, plan: GatherPlan, group: ProcessGroup) -> list[HeadGroup]:
+def _head_groups_of(
+    q: Tensor, k: Tensor, plan: KeyGatherPlan, group: ProcessGroup
+) -> list[HeadGroup]:
     """Return the groups of heads in order. There are none if no sequence is split."""
     if plan.contributed == 0:
         return []
@@ -278,12 +280,12 @@ def _head_groups_of(q: Tensor, k: Tensor, plan: GatherPlan, group: ProcessGroup)
     ]
 
 
-def _cached_plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
+def _cached_plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPlan:
     """Return the plan of a rank, computed once per row and shared by all layers."""
     return layout.cached(("gather", rank, device), lambda: _plan(layout, rank, device))
 
 
-def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
+def _plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPlan:
     """Compute the plan of a rank."""
     contributed = max(layout.shared)
     whole = [span for span in layout.spans[rank] if layout.is_whole(span)]
@@ -298,7 +300,7 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> GatherPlan:
     gathered_keys = owner * contributed + local
 
     whole_lengths = [span.tokens for span in whole]
-    return GatherPlan(
+    return KeyGatherPlan(
         contributed=contributed,
         shared=layout.shared[rank],
         split=Segments.from_lengths(

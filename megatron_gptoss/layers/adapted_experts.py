@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear, adapter_settings, sharded_state
 from megatron_gptoss.layers.adapters import EXPERT_LINEARS, LowRank
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.transformer_config import (
     PolicyTransformerConfig,
     parameter_device,
@@ -72,8 +72,8 @@ class AdaptedExpertLinear(AdaptedLinear):
         device = parameter_device(config)
 
         # A packed weight is not a parameter: it has no gradient and is not in checkpoints.
-        if config.has_packed_base:
-            self.weight = PackedWeight(output_size, input_size, device)
+        if config.has_mxfp4_base:
+            self.weight = Mxfp4Weight(output_size, input_size, device)
         else:
             weight = torch.empty(output_size, input_size, dtype=dtype, device=device)
             self.weight = torch.nn.Parameter(weight)
@@ -117,7 +117,7 @@ ADAPTED_EXPERT_LINEARS = MLPSubmodules(
 def has_adapted_experts(config: PolicyTransformerConfig) -> bool:
     """Return True if experts have adapters or an MXFP4 base."""
     has_adapters = config.adapter is not None and "experts" in config.adapter.targets
-    return has_adapters or config.has_packed_base
+    return has_adapters or config.has_mxfp4_base
 
 
 def has_separate_reduction(config: PolicyTransformerConfig) -> bool:

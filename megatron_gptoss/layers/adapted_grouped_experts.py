@@ -19,7 +19,7 @@ from megatron_gptoss.layers.grouped_gemm import (
     project,
 )
 from megatron_gptoss.layers.merge import merge, merge_packed
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.layers.scratch_memory import BufferLease, scratch_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
 
@@ -123,7 +123,7 @@ class AdaptedExpertStack:
         # backward pass finds both.
         memory = scratch_memory(f"merged {self.target}", a.device, a.dtype)
         lease = memory.lease(torch.Size((len(a), b.shape[1], a.shape[2])))
-        if isinstance(self.linears[0].weight, PackedWeight):
+        if isinstance(self.linears[0].weight, Mxfp4Weight):
             _, blocks, scales = (self._stacked(tensors) for tensors in self._tensors())
             merge_packed(blocks, scales, a, b, scale, out=lease.tensor)
         else:
@@ -135,7 +135,7 @@ class AdaptedExpertStack:
         """Return the lists of tensors to stack: biases, and bf16 weights or blocks and scales."""
         tensors: list[list[Tensor]] = [[linear.bias for linear in self.linears]]
         weights: list[Any] = [linear.weight for linear in self.linears]
-        if isinstance(weights[0], PackedWeight):
+        if isinstance(weights[0], Mxfp4Weight):
             tensors.append([weight.blocks for weight in weights])
             tensors.append([weight.scales for weight in weights])
         else:

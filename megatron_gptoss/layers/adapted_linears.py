@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.merge import merge_in_pieces, merged_linear, merged_weight
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.transformer_config import PolicyTransformerConfig
 
@@ -31,7 +31,7 @@ therefore works for both.
 class AdaptedLinear(torch.nn.Module):
     """Base class of linear layers with a frozen weight and adapters."""
 
-    weight: torch.nn.Parameter | PackedWeight
+    weight: torch.nn.Parameter | Mxfp4Weight
     """Base [out, in] on this rank."""
     adapters: torch.nn.ModuleDict
     """LowRank by target."""
@@ -49,7 +49,7 @@ class AdaptedLinear(torch.nn.Module):
 
         A packed base is in memory that the next read overwrites.
         """
-        if isinstance(self.weight, PackedWeight):
+        if isinstance(self.weight, Mxfp4Weight):
             return self.weight.read()
         return self.weight
 

@@ -94,7 +94,7 @@ class QuantizedExpertLinear(torch.nn.Module):
         return rounded
 
     @torch.no_grad()
-    def packed_weight(self) -> tuple[Tensor, Tensor]:
+    def mxfp4_weight(self) -> tuple[Tensor, Tensor]:
         """Return the weight in MXFP4.
 
         Returns:

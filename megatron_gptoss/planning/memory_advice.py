@@ -117,7 +117,7 @@ def _successive_changes(
     inputs = _change_parallel(inputs, recompute=recompute)
     yield f"parallel.recompute=[{','.join(recompute)}]", inputs
 
-    if _base_can_be_packed(inputs):
+    if _base_can_be_mxfp4(inputs):
         inputs = replace(inputs, quantization="mxfp4")
         yield "quantization=mxfp4", inputs
 
@@ -149,7 +149,7 @@ def _successive_changes(
             yield f"rollout.engine.memory_fraction={fraction:g}", inputs
 
 
-def _base_can_be_packed(inputs: MemoryInputs) -> bool:
+def _base_can_be_mxfp4(inputs: MemoryInputs) -> bool:
     """Return True if experts below adapters may be held in MXFP4. Loading checks their values."""
     if inputs.adapter is None:
         return False

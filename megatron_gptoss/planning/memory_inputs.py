@@ -89,7 +89,7 @@ class MemoryInputs:
     """Optimizer steps per training step. Each needs a sequence for every data-parallel rank."""
 
     @property
-    def has_packed_base(self) -> bool:
+    def has_mxfp4_base(self) -> bool:
         """True if the frozen experts below adapters are held in MXFP4."""
         return self.quantization is not None and self.adapter is not None
 

@@ -98,7 +98,7 @@ def _model_weights(inputs: MemoryInputs, stage: int) -> float:
         return weights
 
     weights += 2 * sum(adapter_parameters_per_gpu(model, parallel, inputs.adapter, stage))
-    if inputs.has_packed_base:
+    if inputs.has_mxfp4_base:
         experts = parallel.layers_of_stage(stage, model) * model.num_experts / parallel.expert
         matrices = experts * 3 * model.hidden_size * model.intermediate_size
         weights -= (2 - MXFP4_BYTES) * matrices
@@ -120,7 +120,7 @@ def dequantized_bytes(inputs: MemoryInputs) -> float:
 
     The result is 0 for bf16 weights.
     """
-    if not inputs.has_packed_base:
+    if not inputs.has_mxfp4_base:
         return 0.0
     # The largest matrix of a layer: gate and up projections, 2 of 3 expert matrices.
     return 2 / 3 * merged_weight_bytes(inputs.model, inputs.parallel)

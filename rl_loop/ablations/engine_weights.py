@@ -20,9 +20,9 @@ class FaultyWeights:
     def weights(self) -> dict[str, torch.Tensor]:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
-    def packed_weights(self) -> dict[str, torch.Tensor]:
+    def mxfp4_weights(self) -> dict[str, torch.Tensor]:
         # With quantization only the sinks are altered, and they are not packed.
-        return engine_weights(self._source.packed_weights(), self._ablation, self._seed)
+        return engine_weights(self._source.mxfp4_weights(), self._ablation, self._seed)
 
     def release_memory(self) -> None:
         self._source.release_memory()

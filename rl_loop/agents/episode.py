@@ -11,7 +11,7 @@ from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments.base import Environment, ExternalAgent, StepResult
 from rl_loop.gateway.server import Gateway
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rollout.environment_guard import EnvironmentGuard, checked_end
@@ -105,7 +105,9 @@ class AgentRunner:
                     await asyncio.sleep(pause)
         raise AssertionError("the last failure is returned")
 
-    async def _play(self, agent: ExternalAgent, session: Session, is_alone: bool) -> FunctionResult:
+    async def _play(
+        self, agent: ExternalAgent, session: ConversationSession, is_alone: bool
+    ) -> FunctionResult:
         """Run an episode once, and close its session.
 
         Args:
@@ -147,7 +149,11 @@ class AgentRunner:
         return returned
 
     async def _conclude(
-        self, task_id: str, environment: Environment, session: Session, returned: FunctionResult
+        self,
+        task_id: str,
+        environment: Environment,
+        session: ConversationSession,
+        returned: FunctionResult,
     ) -> Trajectory:
         """Return an episode with its outcome. Raises InfrastructureFailure."""
         ending = ending_of(
@@ -166,7 +172,7 @@ class AgentRunner:
         return session.episode.conclude(sequences, result, ending)
 
 
-def ending_of(session: Session, failure: InfrastructureFailure | None) -> Ending:
+def ending_of(session: ConversationSession, failure: InfrastructureFailure | None) -> Ending:
     """Return the ending of an episode.
 
     Args:
@@ -196,7 +202,7 @@ def ending_of(session: Session, failure: InfrastructureFailure | None) -> Ending
 
 
 async def outcome_of(
-    guard: EnvironmentGuard, session: Session, ending: Ending, returned: FunctionResult
+    guard: EnvironmentGuard, session: ConversationSession, ending: Ending, returned: FunctionResult
 ) -> StepResult:
     """Return the reward of an episode.
 
@@ -229,7 +235,9 @@ async def outcome_of(
     raise InfrastructureFailure("checker", what, function)
 
 
-def invalid_episode(task_id: str, session: Session, failure: InfrastructureFailure) -> Trajectory:
+def invalid_episode(
+    task_id: str, session: ConversationSession, failure: InfrastructureFailure
+) -> Trajectory:
     """Return the first sequence of an episode that infrastructure ended."""
     captured = session.trajectories(task_id)
     # An invalid episode is not trained on. One sequence is enough to show it to people.

@@ -15,7 +15,7 @@ from typing import Any
 import rl_loop
 from rl_loop.agents.host import READY
 from rl_loop.environments.base import ExternalAgent
-from rl_loop.gateway.session import Session
+from rl_loop.gateway.session import ConversationSession
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.episode_clock import OutOfTime
 
@@ -100,7 +100,9 @@ class AgentProcess:
         if self._failure is not None:
             raise self._error(self._failure)
 
-    async def run(self, agent: ExternalAgent, base_url: str, session: Session) -> object:
+    async def run(
+        self, agent: ExternalAgent, base_url: str, session: ConversationSession
+    ) -> object:
         """Run one episode and return the function's return value.
 
         Raises:
@@ -143,14 +145,16 @@ class AgentProcess:
         reason = f"{self.function}: {line['reason']}"
         raise InfrastructureFailure(line["component"], reason, self.function)
 
-    async def _wait(self, answer: "asyncio.Future[Any]", session: Session) -> None:
+    async def _wait(self, answer: "asyncio.Future[Any]", session: ConversationSession) -> None:
         """Wait for the end of an episode, or of its time."""
         # The session's clock is stopped while it waits for the engine, so check it repeatedly.
         clock = session.episode.clock
         while not answer.done() and not clock.is_over:
             await asyncio.wait({answer}, timeout=max(0.01, clock.left))
 
-    async def _cancel(self, number: int, answer: "asyncio.Future[Any]", session: Session) -> None:
+    async def _cancel(
+        self, number: int, answer: "asyncio.Future[Any]", session: ConversationSession
+    ) -> None:
         """End an episode after its time limit. Raises OutOfTime if the function does not return."""
         # Further requests to the policy are rejected, and most agents end because of that.
         await session.close()

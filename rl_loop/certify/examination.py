@@ -17,9 +17,9 @@ from torch import Tensor
 from rl_loop.certify.certificate import FaultVisibility
 from rl_loop.certify.faults import Fault
 from rl_loop.certify.model import DTYPES, Precision, Weights
-from rl_loop.certify.subject import Scored, Subject, checked_scores
+from rl_loop.certify.subject import ScoredText, Subject, checked_scores
 from rl_loop.certify.texts import Text, Texts
-from rl_loop.certify.variants import EXACT, Evaluated, Reference, Variant, combined
+from rl_loop.certify.variants import EXACT, Reference, ReferenceResult, Variant, combined
 from rl_loop.harmony.vocabulary import Vocabulary
 
 SAFETY = 3.0
@@ -43,7 +43,7 @@ class ResultCache:
     """Cached results of the references."""
 
     # Checks share texts and faults, and each evaluation is a whole forward pass. Keep all results.
-    evaluated: dict[tuple[ReferenceName, tuple[int, ...], Variant], Evaluated] = field(
+    evaluated: dict[tuple[ReferenceName, tuple[int, ...], Variant], ReferenceResult] = field(
         default_factory=dict
     )
     gradients: dict[
@@ -67,7 +67,7 @@ class Examination:
     not reported as another."""
     found: list[Fault] = field(default_factory=list)
     memory: ResultCache = field(default_factory=ResultCache)
-    _scored: dict[tuple[int, ...], Scored] = field(default_factory=dict)
+    _scored: dict[tuple[int, ...], ScoredText] = field(default_factory=dict)
 
     @cached_property
     def exact(self) -> Reference:
@@ -102,7 +102,7 @@ class Examination:
         """Directory of the subject's initial weights."""
         return self.weights.directory
 
-    def scored(self, texts: Sequence[Text]) -> list[Scored]:
+    def scored(self, texts: Sequence[Text]) -> list[ScoredText]:
         """Return the subject's scores of texts. Results are cached."""
         # Pass all missing texts in one call, so that the subject can compute them in a batch.
         missing = [text.ids for text in texts if text.ids not in self._scored]
@@ -117,7 +117,7 @@ class Examination:
 
     def evaluated(
         self, text: Text, variant: Variant = EXACT, which: ReferenceName = "exact"
-    ) -> Evaluated:
+    ) -> ReferenceResult:
         """Return the result of a reference for a text. Results are cached."""
         key = (which, text.ids, variant)
         if key not in self.memory.evaluated:

@@ -21,7 +21,7 @@ class SubjectFailed(UserError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredText:
     """Log-probs of a subject for a text of n tokens."""
 
     log_probs: Sequence[float]
@@ -32,7 +32,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Generated:
+class SampledText:
     """Sampled continuation."""
 
     ids: Sequence[int]
@@ -51,21 +51,21 @@ class Subject:
     is_deterministic = False
     """True if the subject claims bitwise equal results, whatever else it computes."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score each text independently."""
         raise NotImplementedError
 
-    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score texts that are concatenated in one packed row."""
         self._reject("packed rows")
 
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[Scored]:
+    ) -> list[ScoredText]:
         """Score texts with given experts, int64 [n - 1, layers, top_k], instead of the router's."""
         self._reject("given routes")
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
         """Continue a prompt greedily. No token stops generation."""
         self._reject("generation")
 
@@ -96,8 +96,8 @@ class Subject:
 
 
 def checked_scores(
-    subject: Subject, scores: Sequence[Scored], texts: Sequence[Sequence[int]]
-) -> list[Scored]:
+    subject: Subject, scores: Sequence[ScoredText], texts: Sequence[Sequence[int]]
+) -> list[ScoredText]:
     """Return the scores. Raises SubjectFailed if they do not fit the texts."""
     # Subjects are servers and code of users, so check the answers before they are compared.
     if len(scores) != len(texts):

@@ -74,7 +74,7 @@ EXPERT_FAULTS = ("clamp", "up_offset", "slope", "concatenated", "swapped_gate_up
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class ReferenceResult:
     """Result of the reference for one text of n tokens."""
 
     log_probs: Tensor
@@ -123,7 +123,7 @@ class Reference:
         prompt_length: int | None = None,
         routes: Tensor | None = None,
         starts: Sequence[int] = (0,),
-    ) -> Evaluated:
+    ) -> ReferenceResult:
         """Evaluate one text.
 
         Args:
@@ -162,7 +162,7 @@ class Reference:
 
     def _run(
         self, tokens: Tensor, row: "_Row", variant: Variant, routes: Tensor | None
-    ) -> Evaluated:
+    ) -> ReferenceResult:
         source = _VariantWeights(self._weights, self._before, variant)
         layout = HuggingFaceGptOss(self.config, source.get, self.dtype)
         model = VariantGptOss(self.config, layout, variant, row, routes)
@@ -171,7 +171,7 @@ class Reference:
         log_probs = model.logits(tokens[:-1]).to(torch.float64).log_softmax(-1)
         picked = log_probs.gather(-1, tokens[1:, None])[:, 0]
         best = log_probs.amax(-1)
-        return Evaluated(
+        return ReferenceResult(
             picked.cpu(),
             best.cpu(),
             torch.stack(model.routes, 1).cpu(),

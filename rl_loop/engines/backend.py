@@ -145,7 +145,7 @@ class BackendContext:
     quantization: Quantization | None = None
     """Format in which experts are trained. None: not quantized.
 
-    ``WeightSource.weights`` returns the values of the format and ``packed_weights`` the bits. An
+    ``WeightSource.weights`` returns the values of the format and ``mxfp4_weights`` the bits. An
     engine may hold either.
     """
 
@@ -179,7 +179,7 @@ class EngineWorkers(Protocol):
         ...
 
     def engine_digests(self) -> "list[Digests]":
-        """Call ``PackedExpertsEngine.packed_digests`` in every worker."""
+        """Call ``Mxfp4Engine.mxfp4_digests`` in every worker."""
         ...
 
 
@@ -271,7 +271,7 @@ class RolloutBackend(ABC):
         """
         return None
 
-    def packed_digests(self) -> "list[Digests]":
+    def mxfp4_digests(self) -> "list[Digests]":
         """Return digests of the quantized experts of each engine.
 
         Empty if engines hold experts in other formats or cannot compute digests.

@@ -172,10 +172,10 @@ def server_client(engine: RolloutEngine) -> ServerClient:
 
 
 @runtime_checkable
-class PackedExpertsEngine(Protocol):
+class Mxfp4Engine(Protocol):
     """An engine that may hold experts in MXFP4 and computes their digests."""
 
-    async def packed_digests(self) -> dict[str, str]:
+    async def mxfp4_digests(self) -> dict[str, str]:
         """Return ``converters.mxfp4_tensors.Digests`` of the experts that came in MXFP4.
 
         Empty if none did.

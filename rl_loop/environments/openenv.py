@@ -88,7 +88,7 @@ class OpenEnvOptions(ReplayedOptions):
 
 
 @dataclass(frozen=True)
-class Observed:
+class ServerObservation:
     """Response of the server to an action."""
 
     observation: dict[str, Any]
@@ -150,7 +150,7 @@ class OpenEnvSession:
         if http is not None:
             await http.close()
 
-    async def reset(self, arguments: dict[str, Any]) -> Observed:
+    async def reset(self, arguments: dict[str, Any]) -> ServerObservation:
         """Start an episode. Raises InfrastructureFailure."""
         try:
             observed = await self._ask("reset", arguments, self._options.connect_seconds)
@@ -162,16 +162,16 @@ class OpenEnvSession:
             raise failure_of(self._options, f"cannot reset: {observed.error}")
         return observed
 
-    async def step(self, action: dict[str, Any]) -> Observed:
+    async def step(self, action: dict[str, Any]) -> ServerObservation:
         """Execute an action. Raises InfrastructureFailure."""
         try:
             return await self._ask("step", action, self._options.step_seconds)
         except TimeoutError:
             # A late response would be taken for the response to the next action.
             await self.close()
-            return Observed({}, None, False, is_late=True)
+            return ServerObservation({}, None, False, is_late=True)
 
-    async def _ask(self, kind: str, data: dict[str, Any], seconds: float) -> Observed:
+    async def _ask(self, kind: str, data: dict[str, Any], seconds: float) -> ServerObservation:
         """Send a message and return the response. Raises InfrastructureFailure and TimeoutError."""
         if self._socket is None:
             raise failure_of(self._options, "is not connected")
@@ -190,7 +190,7 @@ class OpenEnvSession:
             raise _lost(self._options, reason)
         return self._read(answer.data)
 
-    def _read(self, text: str) -> Observed:
+    def _read(self, text: str) -> ServerObservation:
         """Parse a response. Raises InfrastructureFailure if it does not follow the protocol."""
         try:
             message = json.loads(text)
@@ -201,10 +201,10 @@ class OpenEnvSession:
                 if data["code"] not in ACTION_ERRORS:
                     raise failure_of(self._options, f"{data['code']}: {data['message']}")
                 details = data.get("errors") or data["message"]
-                return Observed({}, None, False, _as_text(details))
+                return ServerObservation({}, None, False, _as_text(details))
 
             reward = data["reward"]
-            return Observed(
+            return ServerObservation(
                 observation=dict(data["observation"]),
                 reward=None if reward is None else float(reward),
                 done=bool(data["done"]),
@@ -223,7 +223,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
     def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
         super().__init__(task, execute, reward)
         self._session: OpenEnvSession | None = None
-        self._first: Observed | None = None
+        self._first: ServerObservation | None = None
         """Response to ``reset``."""
         self._tools: list[Tool] = []
 
@@ -269,7 +269,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
     def is_connected(self) -> bool:
         return self._session is not None and self._session.is_open
 
-    async def do(self, action: dict[str, Any]) -> Observed:
+    async def do(self, action: dict[str, Any]) -> ServerObservation:
         if self._session is None:
             raise failure_of(self.options, "is not connected")
         observed = await self._session.step(action)
@@ -323,7 +323,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         if self.options.interface == "tools":
             action = {"type": "call_tool", "tool_name": name, "arguments": action}
 
-        observed: Observed = await self.act(action)
+        observed: ServerObservation = await self.act(action)
         if observed.done or observed.is_late:
             return self.ended()
         if observed.error is not None:
@@ -335,7 +335,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             return self.ended(text.strip())
         await self.ready()
         try:
-            observed: Observed = await self.act({self.options.text_field: text})
+            observed: ServerObservation = await self.act({self.options.text_field: text})
         # ``act`` has tried the text on several new servers.
         except ToolError:
             # The text ended every server, so the episode cannot continue.
@@ -344,7 +344,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             return self.ended(text.strip())
         return StepResult(user=observed.error or self._text_of(observed))
 
-    def _text_of(self, observed: Observed) -> str:
+    def _text_of(self, observed: ServerObservation) -> str:
         """Return the text of an observation that the policy reads."""
         shown: Any = {
             key: value
@@ -407,7 +407,7 @@ def _tool_of(described: dict[str, Any]) -> Tool:
     return Tool(described["name"], described.get("description") or "", schema)
 
 
-def _with_tool_error(observed: Observed) -> Observed:
+def _with_tool_error(observed: ServerObservation) -> ServerObservation:
     """Return the response to a tool call, with the tool's error as ``error``.
 
     Raises:

@@ -15,7 +15,7 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.data.samples import to_samples
 from rl_loop.rollout.collector import held_out_requests
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync.canary import CanaryTolerance, check_canary
 
@@ -50,7 +50,7 @@ class TokenGap:
 def engine_report(
     trainer: TrainerGroup,
     rollouts: RolloutPool,
-    tasks: TaskSource,
+    tasks: TaskMixture,
     algorithm: AlgorithmConfig,
     *,
     temperature: float,

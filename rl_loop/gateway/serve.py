@@ -18,7 +18,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import (
     MeasuresRounding,
     ModelShape,
-    PackedExpertsEngine,
+    Mxfp4Engine,
     RolloutEngine,
     SamplingParams,
     server_client,
@@ -79,8 +79,8 @@ class LocalEngine:
         return [None]
 
     def engine_digests(self) -> "list[Digests]":
-        if isinstance(self._engine, PackedExpertsEngine):
-            return [asyncio.run(self._engine.packed_digests())]
+        if isinstance(self._engine, Mxfp4Engine):
+            return [asyncio.run(self._engine.mxfp4_digests())]
         return [{}]
 
 

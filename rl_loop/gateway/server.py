@@ -24,7 +24,7 @@ from rl_loop.gateway.node import Node, Usage
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.infrastructure import describe
 
 LOOPBACK = "127.0.0.1"
@@ -41,7 +41,7 @@ STOP_SECONDS = 5.0
 RETRY_HEADER = "x-stainless-retry-count"
 """Header with the number of earlier attempts of an OpenAI client."""
 
-SESSION = web.RequestKey("session", Session)
+SESSION = web.RequestKey("session", ConversationSession)
 """Session of a request with a valid key."""
 BODY_BYTES = web.RequestKey("body_bytes", int)
 """Received bytes of a request's body."""
@@ -95,7 +95,7 @@ class Gateway:
         self._codec = codec
         self._shape = shape
         self._settings = settings
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ConversationSession] = {}
         """Sessions by API key."""
         self._connections = Connections()
         self._workers = RequestWorkers(codec)
@@ -109,7 +109,7 @@ class Gateway:
         name: str,
         api_key: str | None = None,
         settings: SessionSettings | None = None,
-    ) -> Session:
+    ) -> ConversationSession:
         """Begin a session. The client needs its ``api_key``.
 
         Args:
@@ -120,7 +120,7 @@ class Gateway:
         Raises:
             ValueError: the key is in use.
         """
-        session = Session(
+        session = ConversationSession(
             name,
             self._engine,
             self._codec,
@@ -134,12 +134,12 @@ class Gateway:
         self._sessions[session.api_key] = session
         return session
 
-    async def close_session(self, session: Session) -> None:
+    async def close_session(self, session: ConversationSession) -> None:
         """End a session. Its key becomes invalid and its turns in flight are stopped."""
         self._sessions.pop(session.api_key, None)
         await session.close()
 
-    def session_of(self, request: web.Request) -> Session:
+    def session_of(self, request: web.Request) -> ConversationSession:
         """Return the session whose key a request has. Raises ApiError."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip())
@@ -267,7 +267,10 @@ class Gateway:
                 node.delivered = False
 
     async def _read_call(
-        self, request: web.Request, session: Session, kind: Callable[[Any, str], DialectCall]
+        self,
+        request: web.Request,
+        session: ConversationSession,
+        kind: Callable[[Any, str], DialectCall],
     ) -> DialectCall:
         """Read a request. Raises ApiError."""
         body = await read_body(request, partial(_count_body, request, session))
@@ -280,7 +283,7 @@ class Gateway:
         session.add_reward(reward)
         return web.json_response({"object": "reward", "response_id": reward.response_id})
 
-    async def _short_body(self, request: web.Request, session: Session) -> bytes:
+    async def _short_body(self, request: web.Request, session: ConversationSession) -> bytes:
         """Return the body of a request that is never long. Raises ApiError."""
         body = await read_body(request, partial(_count_body, request, session))
         if len(body) > SHORT_BODY_BYTES:
@@ -307,7 +310,7 @@ class Gateway:
         return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-gptoss"}
 
 
-def _count_body(request: web.Request, session: Session, size: int) -> None:
+def _count_body(request: web.Request, session: ConversationSession, size: int) -> None:
     """Count bytes of a body that have arrived. Raises ApiError if the key has too many."""
     request[BODY_BYTES] = request.get(BODY_BYTES, 0) + size
     session.body_bytes += size

@@ -67,7 +67,7 @@ class SessionSettings:
     """Number of turns to keep. None to keep all, for training."""
 
 
-class Session:
+class ConversationSession:
     """Conversations of one API key."""
 
     def __init__(

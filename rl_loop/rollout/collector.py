@@ -37,13 +37,13 @@ from rl_loop.rollout.group_stream import (
 
 
 class TrainingTasks(Protocol):
-    """Training tasks by position: a TaskSource."""
+    """Training tasks by position: a TaskMixture."""
 
     def train(self, position: int, count: int) -> list[Task]: ...
 
 
 class HeldOutTasks(Protocol):
-    """Tasks of the evaluation: a TaskSource."""
+    """Tasks of the evaluation: a TaskMixture."""
 
     def held_out(self) -> list[Task]: ...
 

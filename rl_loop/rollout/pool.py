@@ -434,7 +434,7 @@ class RolloutPool:
 
     def engine_digests(self) -> list[Digests]:
         """Return digests of the quantized experts in every worker's engine. For backends."""
-        return [self._call(index, "packed_digests") for index in range(len(self._workers))]
+        return [self._call(index, "mxfp4_digests") for index in range(len(self._workers))]
 
     @property
     def scores_during_rollouts(self) -> bool:
@@ -454,9 +454,9 @@ class RolloutPool:
         with self._using_backend:
             return self.backend.rounding_errors(token_ids)
 
-    def packed_digests(self) -> list[Digests]:
+    def mxfp4_digests(self) -> list[Digests]:
         """Return digests of the quantized experts in each engine. Empty if they are unknown."""
-        return self.backend.packed_digests()
+        return self.backend.mxfp4_digests()
 
     def compare_weights(self) -> None:
         """Raise an error if a tensor of an engine differs from the trainer's. It names the tensor.

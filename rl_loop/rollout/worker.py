@@ -21,7 +21,7 @@ from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.protocol import (
     MeasuresRounding,
     ModelShape,
-    PackedExpertsEngine,
+    Mxfp4Engine,
     SamplingParams,
     server_client,
     weight_holder,
@@ -80,9 +80,9 @@ class RolloutWorker:
             return await self.engine.rounding_error(token_ids)
         return None
 
-    async def packed_digests(self) -> Digests:
-        if isinstance(self.engine, PackedExpertsEngine):
-            return await self.engine.packed_digests()
+    async def mxfp4_digests(self) -> Digests:
+        if isinstance(self.engine, Mxfp4Engine):
+            return await self.engine.mxfp4_digests()
         return {}
 
     async def run_group(

@@ -32,7 +32,7 @@ NAMED_TASKS = 5
 """Maximum number of tasks that the warning about unusable tasks names."""
 
 
-class TaskSource:
+class TaskMixture:
     """All tasks of a run.
 
     Tasks are accessed by position, so that a resumed run continues at its last position.
@@ -54,9 +54,9 @@ class TaskSource:
         """
         self.config = config
         self.codec = codec
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, TaskSource] = {}
         for name, source_config in config.sources.items():
-            self.sources[name] = Source(name, source_config, config)
+            self.sources[name] = TaskSource(name, source_config, config)
 
         self.unusable: list[str] = []
         """Distinct reasons why tasks were left out."""
@@ -205,11 +205,11 @@ class TaskSource:
         # Index in the source: how often the mixture chose the source before this position.
         return source.train(self._mixture.earlier(position))
 
-    def _source_at(self, position: int) -> "Source":
+    def _source_at(self, position: int) -> "TaskSource":
         return list(self.sources.values())[self._mixture.source_at(position)]
 
 
-class Source:
+class TaskSource:
     """Tasks of one item of ``tasks.sources``."""
 
     def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:

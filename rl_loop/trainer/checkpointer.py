@@ -19,7 +19,7 @@ class RunState:
     next_task: int = 0
     """Position of the next training task."""
     tasks: dict[str, Any] | None = None
-    """``TaskSource.cursor`` at the next training task. None without tasks."""
+    """``TaskMixture.cursor`` at the next training task. None without tasks."""
     data: dict[str, Any] | None = None
     """State of the stream of conversations. None without conversations."""
 

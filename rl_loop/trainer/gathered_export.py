@@ -45,7 +45,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
 
     A sample of the written files is read back and compared with copies of the weights: all tensors
     that are not experts, and the experts of one layer. Packed experts are all compared with
-    ``export.packed_digests``.
+    ``export.mxfp4_digests``.
 
     Args:
         export: directory, format and further files.
@@ -64,7 +64,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
     # Called before the directory gets its final name, so a wrong export never appears.
     def check(partial: Path) -> None:
         check_weights(kept, partial, selection)
-        check_packed_experts(export.directory, partial, export.packed_digests)
+        check_mxfp4_experts(export.directory, partial, export.mxfp4_digests)
 
     def host_copies() -> Iterator[NamedTensor]:
         for name, tensor in weights:
@@ -87,24 +87,24 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
     )
 
 
-def check_packed_experts(
-    directory: Path, partial: Path, packed_digests: Mapping[str, Digests]
+def check_mxfp4_experts(
+    directory: Path, partial: Path, mxfp4_digests: Mapping[str, Digests]
 ) -> None:
     """Check that the files hold the same packed experts as the trainer and the engines.
 
     Args:
         directory: final name of the files, for the message.
         partial: current directory of the files.
-        packed_digests: expected digests, by the name of their holder.
+        mxfp4_digests: expected digests, by the name of their holder.
 
     Raises:
         ConversionError: an expert differs. The message names the first one.
     """
-    if not packed_digests:
+    if not mxfp4_digests:
         return
     written = directory_digests(HfDirectory(partial, unfinished=True))
     # A digest covers all bits of a matrix, while values may be equal for different bits.
-    for side, digests in packed_digests.items():
+    for side, digests in mxfp4_digests.items():
         name = first_difference(digests, written)
         if name is not None:
             raise ConversionError(

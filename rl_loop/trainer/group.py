@@ -89,20 +89,20 @@ class TrainerGroup:
         """Return all weights by Hugging Face name, in the shapes of their names."""
         return StoredTensors(self.ranks.call_and_store("weights"))
 
-    def packed_weights(self) -> Mapping[str, torch.Tensor]:
+    def mxfp4_weights(self) -> Mapping[str, torch.Tensor]:
         """Return all weights like ``weights``, but quantized experts as blocks and scales.
 
         Blocks: uint8 [experts, rows, inputs / 32, 16]. Scales: uint8 [experts, rows, inputs / 32].
         """
-        return StoredTensors(self.ranks.call_and_store("packed_weights"))
+        return StoredTensors(self.ranks.call_and_store("mxfp4_weights"))
 
-    def packed_digests(self) -> Digests:
-        return self._all("packed_digests")
+    def mxfp4_digests(self) -> Digests:
+        return self._all("mxfp4_digests")
 
     def export(self, export: WeightExport) -> None:
         """Write all weights to a Hugging Face directory, from rank 0."""
         # Without this, Ray's store would hold a tokenizer of 28 MB for every rank.
-        gathered_only = replace(export, extras=ModelExtras(), packed_digests={})
+        gathered_only = replace(export, extras=ModelExtras(), mxfp4_digests={})
         others = self._settings.parallel.world_size - 1
         arguments = [(export,), *[(gathered_only,)] * others]
         self.ranks.call("export", arguments, result_ranks=[0])

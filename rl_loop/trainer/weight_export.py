@@ -24,5 +24,5 @@ class WeightExport:
     """End tokens of a turn, in place of those of ``extras``."""
     packed: bool = False
     """Whether to gather and write experts as MXFP4 blocks and scales."""
-    packed_digests: Mapping[str, Digests] = field(default_factory=dict)
+    mxfp4_digests: Mapping[str, Digests] = field(default_factory=dict)
     """Digests that all packed experts on the disk must have, by the name of their holder."""

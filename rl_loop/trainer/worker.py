@@ -416,16 +416,16 @@ class TrainerWorker:
         named = dict(self._gathering.begin())
         return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
-    def packed_weights(self) -> TensorBytes | None:
+    def mxfp4_weights(self) -> TensorBytes | None:
         """Return all weights like ``weights``, but quantized experts as blocks and scales."""
         gather_parameters(self.trainer.model)
         named = dict(self._gathering.begin(packed=True))
         return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
-    def packed_digests(self) -> Digests:
+    def mxfp4_digests(self) -> Digests:
         """Return digests of all quantized experts, as the ranks hold them."""
         gather_parameters(self.trainer.model)
-        return self._gathering.packed_digests()
+        return self._gathering.mxfp4_digests()
 
     def export(self, export: WeightExport) -> None:
         """Gather all weights, one tensor at a time, and write a Hugging Face directory on rank 0.

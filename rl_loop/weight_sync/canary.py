@@ -47,7 +47,7 @@ class CheckedTrainer(Protocol):
         """Return log-probs in nats: float32 [tokens], 0 for the first token of a sequence."""
         ...
 
-    def packed_digests(self) -> Digests: ...
+    def mxfp4_digests(self) -> Digests: ...
 
 
 class CheckedEngines(Protocol):
@@ -57,7 +57,7 @@ class CheckedEngines(Protocol):
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]: ...
 
-    def packed_digests(self) -> list[Digests]: ...
+    def mxfp4_digests(self) -> list[Digests]: ...
 
     def compare_weights(self) -> None: ...
 
@@ -143,7 +143,7 @@ def check_sync(
     # only that something differs.
     packed_experts: Digests = {}
     if is_quantized:
-        packed_experts = check_packed_experts(trainer, engines, version)
+        packed_experts = check_mxfp4_experts(trainer, engines, version)
     gap = check_canary(trainer, engines, token_ids, tolerance=tolerance, version=version)
     return SyncCheck(gap, packed_experts)
 
@@ -235,7 +235,7 @@ def _possible_cause(rounding: float | None, dtype: str) -> str:
     )
 
 
-def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, version: int) -> Digests:
+def check_mxfp4_experts(trainer: CheckedTrainer, engines: CheckedEngines, version: int) -> Digests:
     """Check that every engine holds the bits of the trainer's quantized experts.
 
     Returns:
@@ -246,11 +246,11 @@ def check_packed_experts(trainer: CheckedTrainer, engines: CheckedEngines, versi
         CanaryError: if a matrix differs. The message names the first one.
     """
     # The engines come first: if they have no digests, the trainer need not compute its own.
-    held = engines.packed_digests()
+    held = engines.mxfp4_digests()
     if not held:
         return {}
 
-    expected = trainer.packed_digests()
+    expected = trainer.mxfp4_digests()
     for worker, found in enumerate(held):
         name = first_difference(expected, found)
         if name is not None:

@@ -74,7 +74,7 @@ class WeightSource(Protocol):
         """Return all weights by Hugging Face name, in the shapes of their names."""
         ...
 
-    def packed_weights(self) -> "Mapping[str, torch.Tensor]":
+    def mxfp4_weights(self) -> "Mapping[str, torch.Tensor]":
         """Return all weights by stored name: the experts' matrices are MXFP4 blocks and scales.
 
         Blocks: uint8 [experts, rows, inputs / 32, 16]. Scales: uint8 [experts, rows, inputs / 32].
@@ -101,8 +101,8 @@ class LoadedWeights:
         """Return the tensors by Hugging Face name, in the shapes of their names."""
         return self._named
 
-    def packed_weights(self) -> "dict[str, torch.Tensor]":
-        """Return the tensors by stored name, with the shapes of ``WeightSource.packed_weights``."""
+    def mxfp4_weights(self) -> "dict[str, torch.Tensor]":
+        """Return the tensors by stored name, with the shapes of ``WeightSource.mxfp4_weights``."""
         # Imported here, because it loads torch.
         from converters.mxfp4_tensors import pack_experts
 
@@ -112,5 +112,5 @@ class LoadedWeights:
         return None
 
     def send_weights(self, sender: WeightSender) -> None:
-        weights = self.packed_weights() if sender.packed else self._named
+        weights = self.mxfp4_weights() if sender.packed else self._named
         sender.send_from_driver(weights.items())

@@ -79,7 +79,7 @@ async def send_by_disk(
     await servers.load_directory(directory)
 
 
-class ServerGroup:
+class WeightBroadcastGroup:
     """Process group of this process (rank 0) and every rank of every server.
 
     It is kept while the servers do not change, because NCCL takes most of a second to create a
@@ -220,7 +220,7 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
     return group
 
 
-server_group = ServerGroup()
+server_group = WeightBroadcastGroup()
 """Process group of this process."""
 
 

@@ -12,7 +12,7 @@ import torch
 from gptoss_kernels import mxfp4
 from megatron_gptoss.layers import merge as merge_module
 from megatron_gptoss.layers.merge import merge, merge_in_pieces, merged_linear, merged_weight
-from megatron_gptoss.layers.packed_weight import PackedWeight
+from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from tests.support.tolerances import assert_within, sum_error
 
 OUT, IN, RANK, SCALE = 41, 70, 5, 1.7
@@ -154,7 +154,7 @@ def test_weights_in_a_shared_buffer_give_equal_gradients() -> None:
     # two layers share the buffer, and the second overwrites the input of the first
     torch.manual_seed(0)
     dense = [mxfp4.dequantize(*mxfp4.quantize(torch.randn(64, 64).bfloat16())) for _ in range(2)]
-    packed = [PackedWeight(64, 64) for _ in range(2)]
+    packed = [Mxfp4Weight(64, 64) for _ in range(2)]
     for weight, values in zip(packed, dense, strict=True):
         weight.load(values)
 
@@ -171,7 +171,7 @@ def test_weights_in_a_shared_buffer_give_equal_gradients() -> None:
 
 
 def test_merge_rejects_values_that_mxfp4_cannot_hold() -> None:
-    weight = PackedWeight(2, 32)
+    weight = Mxfp4Weight(2, 32)
     values = torch.ones(2, 32)
     weight.load(values)
     assert torch.equal(weight.read(), values.bfloat16())
@@ -182,4 +182,4 @@ def test_merge_rejects_values_that_mxfp4_cannot_hold() -> None:
 
 def test_merge_rejects_rows_of_incomplete_blocks() -> None:
     with pytest.raises(ValueError, match="rows of 48 values cannot be cut into blocks of 32"):
-        PackedWeight(2, 48)
+        Mxfp4Weight(2, 48)

@@ -75,7 +75,7 @@ def exported_values(model: torch.nn.Module) -> Weights:
     return {name: tensor.clone() for name, tensor in export_hf_weights(model, MODEL)}
 
 
-def packed_weights(model: torch.nn.Module) -> Weights:
+def mxfp4_weights(model: torch.nn.Module) -> Weights:
     gathered = WeightGathering(model, MODEL).begin(packed=True)
     return {name: tensor.clone() for name, tensor in gathered}
 
@@ -152,7 +152,7 @@ def test_rounding_of_exported_values_changes_nothing(dtype: torch.dtype) -> None
 
 def test_model_equals_transformers_on_its_export(tmp_path: Path) -> None:
     model = quantized_model()
-    write_hf_directory(tmp_path / "hf", MODEL, packed_weights(model).items(), quantized=True)
+    write_hf_directory(tmp_path / "hf", MODEL, mxfp4_weights(model).items(), quantized=True)
     loaded: Any = GptOssForCausalLM.from_pretrained(
         tmp_path / "hf",
         attn_implementation="eager",
@@ -357,7 +357,7 @@ def test_converted_checkpoint_has_the_trained_bytes(tmp_path: Path) -> None:
     export_checkpoint(checkpoint, tmp_path / "hf", "mxfp4")
     exported = load_file(tmp_path / "hf/model.safetensors")
 
-    trained = packed_weights(model)
+    trained = mxfp4_weights(model)
     assert exported.keys() == trained.keys()
     packed = [name for name in trained if name.endswith(("_blocks", "_scales"))]
     assert len(packed) == 4 * MODEL.num_layers

@@ -48,7 +48,7 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         load_hf_weights(model, MODEL, weights.__getitem__)
         gathering = WeightGathering(model, MODEL)
         before = {name: tensor.clone() for name, tensor in gathering.begin(packed=True)}
-        digests = gathering.packed_digests()
+        digests = gathering.mxfp4_digests()
 
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         batches = local_batches(SAMPLES, 64, parallel)
@@ -63,7 +63,7 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
             "before": before,
             "digests": digests,
             "after": after,
-            "digests after": gathering.packed_digests(),
+            "digests after": gathering.mxfp4_digests(),
             "values": values,
         }
     finally:

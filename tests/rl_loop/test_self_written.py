@@ -17,7 +17,7 @@ from rl_loop.conversations.errors import DataError
 from rl_loop.environments import arithmetic
 from rl_loop.self_written import (
     WritingOptions,
-    Written,
+    WrittenConversations,
     read_questions,
     read_written,
     write_conversations,
@@ -219,4 +219,4 @@ def test_model_that_writes_nothing_is_named(model: Path, tmp_path: Path) -> None
     with pytest.raises(DataError, match="silent: the model wrote only empty messages"):
         write_conversations(silent, out, QUESTIONS, OPTIONS)
     assert out.read_bytes() == b""
-    assert read_written(out) == Written([], 0)
+    assert read_written(out) == WrittenConversations([], 0)

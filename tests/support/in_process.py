@@ -116,8 +116,8 @@ class LocalRollouts:
 
     def prepare_sync(self, source: WeightSource) -> None: ...
 
-    def packed_digests(self) -> list[Digests]:
-        return [self._do(self._worker.packed_digests())]
+    def mxfp4_digests(self) -> list[Digests]:
+        return [self._do(self._worker.mxfp4_digests())]
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         return [self._do(self._worker.score(token_ids, temperature))]

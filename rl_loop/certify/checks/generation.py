@@ -42,7 +42,7 @@ def check_decoding(exam: Examination) -> CheckResult:
         return torch.cat(pieces)
 
     noise = (evaluate(EXACT, exam.rounded) - evaluate(EXACT)).abs()
-    # Log-probs are optional in ``Generated``.
+    # Log-probs are optional in ``SampledText``.
     if any(len(log_probs) != CONTINUATION for log_probs in answered):
         return _greedy_result(exam, title, texts, noise)
     # Decoding uses other kernels than scoring, so faults that scores do not have are possible.

@@ -6,7 +6,13 @@ from typing import Any
 
 import aiohttp
 
-from rl_loop.certify.subject import Generated, Scored, Subject, SubjectFailed, UnsupportedOperation
+from rl_loop.certify.subject import (
+    SampledText,
+    ScoredText,
+    Subject,
+    SubjectFailed,
+    UnsupportedOperation,
+)
 
 SHOWN_CHARACTERS = 300
 """Maximum length of an answer that an error quotes."""
@@ -57,7 +63,7 @@ class CompletionsServer(Subject):
             raise SubjectFailed(f"{self._url}/completions answered no choice: {answer}") from error
         return choice
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Let the server echo prompts with log-probs, one request at a time."""
         results = []
         for text in texts:
@@ -69,10 +75,10 @@ class CompletionsServer(Subject):
                 raise SubjectFailed(
                     f"{self._url} does not echo the log-probs of a prompt of {len(text)} tokens"
                 )
-            results.append(Scored([float(value) for value in log_probs[1 : len(text)]]))
+            results.append(ScoredText([float(value) for value in log_probs[1 : len(text)]]))
         return results
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
         """Decode greedily. The server must return token ids."""
         choice = self._complete(
             list(prompt),
@@ -86,7 +92,7 @@ class CompletionsServer(Subject):
         if not isinstance(ids, list):
             raise UnsupportedOperation(f"{self.name} does not return token ids")
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        return Generated(ids, [float(value) for value in log_probs])
+        return SampledText(ids, [float(value) for value in log_probs])
 
     def tokenize(self, text: str) -> list[int]:
         """Send text and return the ids that the server reports for it."""

@@ -20,7 +20,7 @@ from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import DTYPES, Precision, vocabulary_of
-from rl_loop.certify.subject import Scored, Subject, UnsupportedOperation
+from rl_loop.certify.subject import ScoredText, Subject, UnsupportedOperation
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
 
@@ -51,23 +51,23 @@ class MegatronTrainer(Subject):
     def _load(self, model: torch.nn.Module, directory: Path) -> None:
         load_hf_weights(model, self.config, HfDirectory(directory).get)
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score each text in a separate row."""
         return [self._score_row([text])[0] for text in texts]
 
-    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score all texts in one row."""
         return self._score_row(texts)
 
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[Scored]:
+    ) -> list[ScoredText]:
         """Score texts with replayed routes (R3)."""
         return self._score_row(texts, routes)
 
     def _score_row(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray] | None = None
-    ) -> list[Scored]:
+    ) -> list[ScoredText]:
         batch = build_batch(_samples(texts, routes))
         self.trainer.replay = replay = RoutingReplay(self.trainer.module)
         replay.start_recording()
@@ -87,7 +87,7 @@ class MegatronTrainer(Subject):
         # row.
         for text in texts:
             end = start + len(text) - 1
-            results.append(Scored(log_probs[start:end].tolist(), chosen[start:end]))
+            results.append(ScoredText(log_probs[start:end].tolist(), chosen[start:end]))
             start = end
         return results
 

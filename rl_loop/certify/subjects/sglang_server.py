@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.certify.subject import Generated, Scored, Subject, SubjectFailed, UnsupportedOperation
+from rl_loop.certify.subject import (
+    SampledText,
+    ScoredText,
+    Subject,
+    SubjectFailed,
+    UnsupportedOperation,
+)
 from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 
@@ -50,15 +56,15 @@ class SglangServer(Subject):
         except (LookupError, TypeError, ValueError) as error:
             raise SubjectFailed(f"{self._url} does not answer like SGLang: {error!r}") from error
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score prompts without the prefix cache. Include routes if the server returns them."""
 
-        async def score_all() -> list[Scored]:
+        async def score_all() -> list[ScoredText]:
             return await asyncio.gather(*(self._score(list(text)) for text in texts))
 
         return self._run(score_all())
 
-    async def _score(self, text: list[int]) -> Scored:
+    async def _score(self, text: list[int]) -> ScoredText:
         body = {
             "input_ids": text,
             # The response to the one sampled token includes the routes of the whole prompt.
@@ -72,7 +78,7 @@ class SglangServer(Subject):
             answer = await self._client.call("/generate", body)
         meta = answer["meta_info"]
         log_probs = log_probs_of(meta["input_token_logprobs"], text, self._url)
-        return Scored(log_probs, self._routes(meta, len(text)))
+        return ScoredText(log_probs, self._routes(meta, len(text)))
 
     def _routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
         """Return the routes of the inputs of a text, int32 [tokens - 1, layers, top_k]."""
@@ -83,7 +89,7 @@ class SglangServer(Subject):
         data = base64.b64decode(meta["routed_experts"])
         return np.frombuffer(data, dtype=np.int32).reshape(shape)[: tokens - 1]
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
         """Decode greedily."""
         body = {
             "input_ids": list(prompt),
@@ -95,7 +101,7 @@ class SglangServer(Subject):
             "return_logprob": True,
         }
         entries = self._run(self._entries(body, "output_token_logprobs"))
-        return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries])
+        return SampledText([entry[1] for entry in entries], [float(entry[0]) for entry in entries])
 
     async def _entries(self, body: dict[str, Any], kind: str) -> list[Any]:
         """Return [log-prob, token id, text] of every token in a response."""

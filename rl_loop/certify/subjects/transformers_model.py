@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
 from rl_loop.certify.model import DTYPES, Precision
-from rl_loop.certify.subject import Generated, Scored, Subject, UnsupportedOperation
+from rl_loop.certify.subject import SampledText, ScoredText, Subject, UnsupportedOperation
 
 
 class TransformersModel(Subject):
@@ -35,14 +35,14 @@ class TransformersModel(Subject):
         return [layer.mlp.router for layer in self.model.model.layers]
 
     @torch.no_grad()
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score each text separately, and record the routers' choices."""
         results = []
         for text in texts:
             with self._recording() as chosen:
                 log_probs = self._log_probs(text)
             routes = torch.stack(chosen, dim=1).cpu().numpy()
-            results.append(Scored(log_probs.tolist(), routes))
+            results.append(ScoredText(log_probs.tolist(), routes))
         return results
 
     def _log_probs(self, text: Sequence[int]) -> Tensor:
@@ -70,7 +70,7 @@ class TransformersModel(Subject):
     @torch.no_grad()
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[Scored]:
+    ) -> list[ScoredText]:
         """Score texts with the given experts, weighted by the router's own logits."""
         results = []
         for text, given in zip(texts, routes, strict=True):
@@ -79,11 +79,11 @@ class TransformersModel(Subject):
                     route = torch.as_tensor(given[:, layer], device=self.device)
                     hook = router.register_forward_hook(_Replacing(route))
                     hooks.callback(hook.remove)
-                results.append(Scored(self._log_probs(text).tolist()))
+                results.append(ScoredText(self._log_probs(text).tolist()))
         return results
 
     @torch.no_grad()
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
         """Decode greedily with transformers' cache."""
         # With the config, window layers get a cache of their window's length, as in generate().
         cache = DynamicCache(config=self.model.config)
@@ -96,7 +96,7 @@ class TransformersModel(Subject):
             ids.append(int(token))
             log_probs.append(float(likely))
             step = token.view(1, 1)
-        return Generated(ids, log_probs)
+        return SampledText(ids, log_probs)
 
     def gradients(self, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Return the gradients of the mean of -log p."""

@@ -63,7 +63,7 @@ class EmbeddedBackend(RolloutBackend):
         assert self.workers is not None
         return self.workers.engine_rounding_errors(token_ids)
 
-    def packed_digests(self) -> list[Digests]:
+    def mxfp4_digests(self) -> list[Digests]:
         assert self.workers is not None
         return self.workers.engine_digests()
 
@@ -87,7 +87,7 @@ def weights_for_engine(
     """
     # Bits, so that engines can be compared with the trainer bit by bit.
     if trained is not None:
-        return source.packed_weights()
+        return source.mxfp4_weights()
     weights = source.weights()
     return weights if held is None else fake_quantize_experts(weights)
 

@@ -267,16 +267,16 @@ class TransformersEngine:
                     parameter.copy_(_values(*packed.values()))
         self._scheduler.weight_version = version
 
-    async def packed_digests(self) -> Digests:
+    async def mxfp4_digests(self) -> Digests:
         """Return digests of the experts that came in MXFP4. Empty if none did.
 
         Raises:
             RuntimeError: if the values of a tensor differ from its MXFP4 bits. The message names
                 it.
         """
-        return await self._call(self._packed_digests)
+        return await self._call(self._mxfp4_digests)
 
-    def _packed_digests(self) -> Digests:
+    def _mxfp4_digests(self) -> Digests:
         for name, parameter in self._model.named_parameters():
             blocks_name, scales_name = stored_names(name)
             if blocks_name not in self._packed:

@@ -154,7 +154,7 @@ class SglangConfig(EngineConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_access()
-        self._check_packed_experts()
+        self._check_mxfp4_experts()
         self._check_logits()
         self._check_kernels()
         if self.colocated and self.weight_sync == "nccl":
@@ -189,7 +189,7 @@ class SglangConfig(EngineConfig):
                 "Leave it out, or change these keys"
             )
 
-    def _check_packed_experts(self) -> None:
+    def _check_mxfp4_experts(self) -> None:
         names = {argument.partition("=")[0] for argument in self.arguments}
         if "--quantization" in names:
             raise ValueError(

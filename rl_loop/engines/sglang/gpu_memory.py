@@ -134,7 +134,7 @@ class ServerNeeds:
         if packed:
             # MXFP4 packs only the experts.
             weights -= _expert_values(model) * element // tensor_parallel
-            weights += packed_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
+            weights += mxfp4_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
 
         # Process groups exist before SGLang reads the free memory, so they belong to the context.
         context = CONTEXT_BYTES
@@ -155,7 +155,7 @@ class ServerNeeds:
         return self.weights + self.cache + self.working + self.context
 
 
-def packed_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
+def mxfp4_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
     """Return the bytes of a rank's MXFP4 experts in the layouts of ``gptoss_hopper_layout``.
 
     SGLang pads a rank's part of the intermediate size to a multiple of 64, and the layout pads once
@@ -164,11 +164,11 @@ def packed_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
     """
     inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
     matrices = [(2 * inner, model.hidden_size), (model.hidden_size, inner)]
-    of_expert = sum(_packed_matrix_bytes(rows, inputs) for rows, inputs in matrices)
+    of_expert = sum(_mxfp4_matrix_bytes(rows, inputs) for rows, inputs in matrices)
     return model.num_layers * model.num_experts * of_expert
 
 
-def _packed_matrix_bytes(rows: int, inputs: int) -> int:
+def _mxfp4_matrix_bytes(rows: int, inputs: int) -> int:
     # As ``value_storage_shape`` and ``scale_storage_shape`` of the plugin, whose module needs
     # Triton.
     values = _round_up_to(rows, 64) * _round_up_to(inputs // 2, 64)

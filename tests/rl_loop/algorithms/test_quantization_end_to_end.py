@@ -19,7 +19,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.export import export_policy, greedy_agreement
 from rl_loop.session import build_tasks
 from rl_loop.tracking.run_directory import read_training_steps
-from rl_loop.trainer.gathered_export import check_packed_experts
+from rl_loop.trainer.gathered_export import check_mxfp4_experts
 from rl_loop.weight_sync.canary import CanaryError
 from tests.support.in_process import LocalRollouts, local_loop
 from tests.support.rl_loop.small_config import SMALL
@@ -60,9 +60,9 @@ def test_mxfp4_engine_and_trainer_have_equal_values_and_ratio_1(
 ) -> None:
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=3", *algorithm)
     with local_loop(settings, rollouts) as loop:
-        before = loop.trainer.packed_digests()
+        before = loop.trainer.mxfp4_digests()
         loop.train()
-        after = loop.trainer.packed_digests()
+        after = loop.trainer.mxfp4_digests()
     assert before.keys() == after.keys()
     assert len(before) == EXPERTS
     assert any(before[name] != after[name] for name in before)
@@ -132,8 +132,8 @@ def test_damaged_mxfp4_export_is_rejected(tmp_path: Path, rollouts: LocalRollout
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
     with local_loop(settings, rollouts) as loop:
         export_policy(loop.trainer, loop.tasks.codec, tmp_path / "hf", quantization="mxfp4")
-        trained = {"the trainer": loop.trainer.packed_digests()}
-        check_packed_experts(tmp_path / "hf", tmp_path / "hf", trained)
+        trained = {"the trainer": loop.trainer.mxfp4_digests()}
+        check_mxfp4_experts(tmp_path / "hf", tmp_path / "hf", trained)
         place = HfDirectory(tmp_path / "hf").file_ranges("model.layers.1.mlp.experts.down_proj")[1]
         with place.path.open("r+b") as file:
             file.seek(place.offset + 3)
@@ -144,7 +144,7 @@ def test_damaged_mxfp4_export_is_rejected(tmp_path: Path, rollouts: LocalRollout
             r"layers\.1\.mlp\.experts\.down_proj, expert 0 has other MXFP4 bits .* than the trainer"
         )
         with pytest.raises(ConversionError, match=message):
-            check_packed_experts(tmp_path / "hf", tmp_path / "hf", trained)
+            check_mxfp4_experts(tmp_path / "hf", tmp_path / "hf", trained)
 
 
 def test_resumed_mxfp4_run_continues_the_same_curve(
@@ -170,7 +170,7 @@ def test_engines_without_digests_are_not_counted_as_compared(
     tmp_path: Path, rollouts: LocalRollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang servers report no digests. Their weights are compared by checksums."""
-    monkeypatch.setattr(rollouts, "packed_digests", list)
+    monkeypatch.setattr(rollouts, "mxfp4_digests", list)
     settings = config(tmp_path, "quantization=mxfp4", "training.steps=1")
     with local_loop(settings, rollouts) as loop:
         loop.train()

@@ -28,7 +28,7 @@ from rl_loop.certify.model import (
     vocabulary_of,
 )
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
-from rl_loop.certify.subject import Scored, Subject, SubjectFailed, checked_scores
+from rl_loop.certify.subject import ScoredText, Subject, SubjectFailed, checked_scores
 from rl_loop.certify.subjects.completions_server import CompletionsServer
 from rl_loop.certify.subjects.sglang_server import SglangServer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
@@ -159,8 +159,8 @@ class Silent(Subject):
     def __init__(self, directory: Path, precision: str) -> None:
         pass
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
-        return [Scored([-6.24] * (len(text) - 1)) for text in texts]
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
+        return [ScoredText([-6.24] * (len(text) - 1)) for text in texts]
 
 
 def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_path: Path) -> None:
@@ -264,12 +264,12 @@ def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
     ("answer", "message"),
     [
         ([], "0 answers for 1 texts"),
-        ([Scored([-1.0])], "for a text of 3 tokens, expected 2"),
-        ([Scored([-1.0, float("nan")])], "the log-prob of token 2 is nan"),
+        ([ScoredText([-1.0])], "for a text of 3 tokens, expected 2"),
+        ([ScoredText([-1.0, float("nan")])], "the log-prob of token 2 is nan"),
     ],
     ids=str,
 )
-def test_answers_that_cannot_be_any_are_failures(answer: list[Scored], message: str) -> None:
+def test_answers_that_cannot_be_any_are_failures(answer: list[ScoredText], message: str) -> None:
     with pytest.raises(SubjectFailed, match=message):
         checked_scores(Subject(), answer, [[1, 2, 3]])
 

@@ -208,7 +208,7 @@ def test_adapters_and_their_base_are_a_section_of_every_run(kind: type[RunConfig
     config = load_config(path, kind, ["adapter={rank: 4, targets: [q, v]}", "quantization=mxfp4"])
     assert config.adapter == AdapterConfig(rank=4, targets=("q", "v"))
     assert config.memory_inputs.adapter == config.adapter
-    assert config.memory_inputs.has_packed_base
+    assert config.memory_inputs.has_mxfp4_base
     assert config.trained_quantization is None
 
 
@@ -247,7 +247,7 @@ def test_quantization_is_a_key_of_every_run(kind: type[RunConfig]) -> None:
     assert load_config(path, kind).quantization is None
     config = load_config(path, kind, ["quantization=mxfp4"])
     assert config.trained_quantization == config.memory_inputs.quantization == "mxfp4"
-    assert not config.memory_inputs.has_packed_base
+    assert not config.memory_inputs.has_mxfp4_base
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from converters.mxfp4_tensors import (
     stack_digests,
 )
 from rl_loop.engines.embedded.engine import TransformersEngine
-from rl_loop.weight_sync.canary import CanaryError, check_packed_experts
+from rl_loop.weight_sync.canary import CanaryError, check_mxfp4_experts
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
 
@@ -27,10 +27,10 @@ SCALES = "model.layers.0.mlp.experts.down_proj_scales"
 Weights = dict[str, torch.Tensor]
 
 
-def packed_weights(seed: int = 0) -> Weights:
+def mxfp4_weights(seed: int = 0) -> Weights:
     return LoadedWeights(
         reference_model(seed, intermediate_size=WIDTH).state_dict()
-    ).packed_weights()
+    ).mxfp4_weights()
 
 
 def synced(weights: Weights) -> TransformersEngine:
@@ -42,7 +42,7 @@ def synced(weights: Weights) -> TransformersEngine:
 def test_engine_computes_with_dequantized_mxfp4_values() -> None:
     rounded = reference_model(0, intermediate_size=WIDTH)
     rounded.load_state_dict(fake_quantize_experts(MODEL.state_dict()))
-    engine = synced(packed_weights())
+    engine = synced(mxfp4_weights())
     found = asyncio.run(engine.score(prompt(20)))
     torch.testing.assert_close(
         torch.tensor(found), torch.as_tensor(plain_log_probs(rounded, prompt(20))).float()
@@ -52,31 +52,31 @@ def test_engine_computes_with_dequantized_mxfp4_values() -> None:
 
 
 def test_engine_reports_digests_of_mxfp4_experts_only() -> None:
-    sent = packed_weights()
+    sent = mxfp4_weights()
     engine = synced(sent)
-    digests = asyncio.run(engine.packed_digests())
+    digests = asyncio.run(engine.mxfp4_digests())
     assert digests == stack_digests(sent.items())
     layers = MODEL.config.num_hidden_layers
     assert len(digests) == 2 * layers * MODEL.config.num_local_experts
 
     asyncio.run(engine.sync_weights(MODEL.state_dict().items(), 3))
-    assert asyncio.run(engine.packed_digests()) == {}
+    assert asyncio.run(engine.mxfp4_digests()) == {}
 
 
 def test_engine_copies_the_weights_that_it_receives() -> None:
-    sent = packed_weights()
+    sent = mxfp4_weights()
     engine = synced(sent)
     expected = stack_digests(sent.items())
     sent[BLOCKS].zero_()
-    assert asyncio.run(engine.packed_digests()) == expected
+    assert asyncio.run(engine.mxfp4_digests()) == expected
 
 
 def test_changed_dequantized_values_are_detected() -> None:
-    engine = synced(packed_weights())
+    engine = synced(mxfp4_weights())
     with torch.no_grad():
         engine._model.model.layers[0].mlp.experts.down_proj[1, 2, 3] += 0.5
     with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.experts\.down_proj: the values"):
-        asyncio.run(engine.packed_digests())
+        asyncio.run(engine.mxfp4_digests())
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_changed_dequantized_values_are_detected() -> None:
 def test_mxfp4_weights_that_do_not_fit_are_named_and_not_loaded(
     change: object, message: str
 ) -> None:
-    engine = synced(packed_weights())
-    before = asyncio.run(engine.packed_digests())
-    named = packed_weights(1)
+    engine = synced(mxfp4_weights())
+    before = asyncio.run(engine.mxfp4_digests())
+    named = mxfp4_weights(1)
     change(named)
     with pytest.raises(ValueError, match=re.escape(message)):
         asyncio.run(engine.sync_weights(named.items(), 3))
-    assert asyncio.run(engine.packed_digests()) == before
+    assert asyncio.run(engine.mxfp4_digests()) == before
 
 
 class HeldDigests:
@@ -113,31 +113,30 @@ class HeldDigests:
     def __init__(self, digests: object) -> None:
         self.digests = digests
 
-    def packed_digests(self) -> object:
+    def mxfp4_digests(self) -> object:
         return self.digests
 
 
 def test_differing_mxfp4_experts_are_named_with_the_worker() -> None:
-    expected = stack_digests(packed_weights().items())
+    expected = stack_digests(mxfp4_weights().items())
     assert (
-        check_packed_experts(HeldDigests(expected), HeldDigests([expected, expected]), 1)
-        == expected
+        check_mxfp4_experts(HeldDigests(expected), HeldDigests([expected, expected]), 1) == expected
     )
-    assert check_packed_experts(HeldDigests(expected), HeldDigests([]), 1) == {}
+    assert check_mxfp4_experts(HeldDigests(expected), HeldDigests([]), 1) == {}
 
     # A changed bit of a scale or block, and a missing expert.
     for name in (SCALES, BLOCKS):
-        changed = packed_weights()
+        changed = mxfp4_weights()
         changed[name][1].view(-1)[5] ^= 1
         found = stack_digests(changed.items())
         message = r"weights 4, rollout worker 1 has other bits of .*down_proj, expert 1 "
         with pytest.raises(CanaryError, match=message):
-            check_packed_experts(HeldDigests(expected), HeldDigests([expected, found]), 4)
+            check_mxfp4_experts(HeldDigests(expected), HeldDigests([expected, found]), 4)
     missing = dict(expected)
     name = missing.popitem()[0]
     assert first_difference(expected, missing) == name
     with pytest.raises(CanaryError, match=r"\(none\)"):
-        check_packed_experts(HeldDigests(expected), HeldDigests([missing]), 4)
+        check_mxfp4_experts(HeldDigests(expected), HeldDigests([missing]), 4)
 
 
 def test_weights_in_memory_are_packed_by_the_shared_quantizer() -> None:

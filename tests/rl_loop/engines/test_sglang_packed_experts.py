@@ -31,7 +31,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
-from rl_loop.engines.sglang.gpu_memory import ServerNeeds, packed_expert_bytes
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds, mxfp4_expert_bytes
 from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
@@ -61,7 +61,7 @@ With two ranks, a rank has 96 of 192 intermediate columns, padded to 128.
 ODD_SHAPES = [(2, 160, 176), (1, 64, 64), (2, 33, 17), (1, 520, 48)]
 
 
-def packed_weights(seed: int) -> dict[str, torch.Tensor]:
+def mxfp4_weights(seed: int) -> dict[str, torch.Tensor]:
     get = random_hf_weights(MODEL, seed)
     return pack_experts({name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)})
 
@@ -209,7 +209,7 @@ def test_trainer_and_server_name_experts_equally() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_expert_shards_of_all_ranks_make_the_whole(ranks: int) -> None:
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
     parts: list[dict[str, torch.Tensor]] = []
     for rank in range(ranks):
         synced = SyncedModel(ServedModel(MODEL, rank, ranks))
@@ -273,7 +273,7 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
     transport: str, ranks: int, tmp_path: Path
 ) -> None:
     get = random_hf_weights(MODEL, 1)
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
 
     async def work(server: PackedServer) -> None:
         plan = plan_for(server.url, ranks, transport=transport, directory=tmp_path / "weights")
@@ -287,13 +287,13 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
         assert torch.equal(server.weights[f"{name}_blocks"][2], blocks)
         assert torch.equal(server.weights[f"{name}_scales"][2], scales)
         with pytest.raises(WeightMismatch, match="but its content differs in model"):
-            await send_weights(packed_weights(2).items(), MODEL, everything)
+            await send_weights(mxfp4_weights(2).items(), MODEL, everything)
 
     run_with_server(ranks, work)
 
 
 def test_sleeping_server_keeps_addresses_and_reloads_experts() -> None:
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
 
     async def work(server: PackedServer) -> None:
         def addresses() -> list[int]:
@@ -334,7 +334,7 @@ def test_lost_bucket_is_named_and_the_server_does_not_serve(
     async def work(server: PackedServer) -> None:
         monkeypatch.setattr(send, "buckets", some)
         with pytest.raises(SyncFailed) as failure:
-            await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
+            await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         first = sorted(names)[0]
         assert f"the first is {first}" in str(failure.value)
         assert server.version == "default"
@@ -363,7 +363,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
     async def work(server: PackedServer) -> None:
         monkeypatch.setattr(send, "buckets", changed)
         with pytest.raises(WeightMismatch, match=f"but its content differs in {name}$"):
-            await send_weights(packed_weights(1).items(), MODEL, plan_for(server.url))
+            await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         assert server.version == "default"
         assert not server.paused.is_set()
 
@@ -372,7 +372,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
 
 @pytest.mark.parametrize("name", list(expert_storage.SOURCES))
 def test_stale_byte_of_padding_is_named(name: str) -> None:
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
 
     async def work(server: PackedServer) -> None:
         await send_weights(weights.items(), MODEL, plan_for(server.url, ranks=2))
@@ -468,7 +468,7 @@ def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
     answers = []
     for faulty_rank in FAULTY_RANKS:
         answers.append(sync(partial(load_with_fault, is_faulty=rank == faulty_rank)))
-    weights = weights_with_a_large_scale() if rank == 1 else packed_weights(1)
+    weights = weights_with_a_large_scale() if rank == 1 else mxfp4_weights(1)
     answers.append(sync(lambda known: list(known.load_experts(weights.items()))))
     dist.destroy_process_group()
     return answers
@@ -476,7 +476,7 @@ def sync_on_two_ranks(rank: int, port: int) -> list[tuple[bool, str]]:
 
 def load_with_fault(known: SyncedModel, is_faulty: bool) -> None:
     """Load the weights of a sync. On a faulty rank the last tensor fails, like out of memory."""
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
     weights[LAST] = weights.pop(LAST)
     if is_faulty:
         del known.experts[0].storage["w2_weight_scale"]
@@ -514,14 +514,14 @@ def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 @pytest.mark.parametrize("change", [change_dtype, send_bf16, cut_rows])
 def test_tensor_unknown_to_the_server_is_rejected(change: Any) -> None:
-    sent, message = change(packed_weights(1))
+    sent, message = change(mxfp4_weights(1))
     synced = SyncedModel(ServedModel(MODEL))
     with pytest.raises(expert_storage.WrongWeights, match=message):
         list(synced.load_experts(sent.items()))
 
 
 def test_tensor_sent_twice_is_rejected_until_the_next_sync() -> None:
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
     synced = SyncedModel(ServedModel(MODEL))
     others = [name for name, _ in synced.load_experts(weights.items())]
     assert others == [name for name in weights if ".experts." not in name]
@@ -545,7 +545,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def weights_with_a_large_scale() -> dict[str, torch.Tensor]:
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
     weights[LAST][2, 7, 3] = 130
     return weights
 
@@ -561,7 +561,7 @@ def test_too_large_scale_is_rejected_at_the_end_of_a_sync() -> None:
         synced.end_sync()
 
     # A failed or interrupted sync does not affect the next sync.
-    list(synced.load_experts(packed_weights(1).items()))
+    list(synced.load_experts(mxfp4_weights(1).items()))
     synced.end_sync()
     list(synced.load_experts({LAST: weights_with_a_large_scale()[LAST]}.items()))
     synced.begin_sync()
@@ -574,7 +574,7 @@ def test_largest_supported_scale_is_served_and_the_next_is_not(
     largest: int,
 ) -> None:
     synced = SyncedModel(ServedModel(MODEL))
-    weights = packed_weights(1)
+    weights = mxfp4_weights(1)
     name = "model.layers.1.mlp.experts.gate_up_proj_scales"
     weights[name][0, 0, 0] = largest
     list(synced.load_experts(weights.items()))
@@ -597,7 +597,7 @@ def test_server_with_a_too_large_scale_serves_after_a_new_sync(
         assert server.version == "default"
         assert not server.paused.is_set()
 
-        await send_weights(packed_weights(1).items(), MODEL, plan)
+        await send_weights(mxfp4_weights(1).items(), MODEL, plan)
         assert server.version == "2"
 
     run_with_server(2, work)
@@ -699,7 +699,7 @@ def test_estimated_experts_of_a_rank_equal_the_plugins(ranks: int) -> None:
             layout.scale_storage_shape(rows, inputs // 32),
         ):
             kept += shape[0] * shape[1]
-    assert packed_expert_bytes(model, ranks) == 3 * 32 * kept
+    assert mxfp4_expert_bytes(model, ranks) == 3 * 32 * kept
 
 
 def test_other_sglang_version_is_rejected_for_mxfp4_experts(tmp_path: Path) -> None:

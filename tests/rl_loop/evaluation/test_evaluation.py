@@ -19,7 +19,7 @@ from rl_loop.environments.base import final
 from rl_loop.run import run_evaluation
 from rl_loop.session import build_tasks
 from rl_loop.tasks.evaluation_records import read_evaluation
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 
 CONFIG = Path("configs/rl/tiny_gsm8k.yaml")
 SMALL = ["tasks.held_out_tasks=6", "evaluation.samples_per_task=4", "sandbox.workers=1"]
@@ -29,7 +29,7 @@ class Completions(BaseHTTPRequestHandler):
     """A mock of vLLM's completions with token ids. Its policy answers even seeds correctly."""
 
     answers: dict[tuple[int, ...], str]
-    tasks: TaskSource
+    tasks: TaskMixture
     fault: str | None = None
     requests: list[dict[str, Any]]
 

@@ -16,7 +16,7 @@ from rl_loop.gateway.node import Node
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SubmittedReward
 from rl_loop.gateway.serve import ServeOptions, served_settings
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
@@ -42,13 +42,13 @@ def converse(
     harmony: Harmony,
     turns: Sequence[list[int]],
     settings: SessionSettings,
-    play: Callable[[Session], Awaitable[None]],
+    play: Callable[[ConversationSession], Awaitable[None]],
 ) -> ScriptedEngine:
     engine = ScriptedEngine(turns)
     shape = ModelShape(harmony.vocabulary.size)
 
     async def run() -> None:
-        session = Session("s", engine, harmony, shape, settings)
+        session = ConversationSession("s", engine, harmony, shape, settings)
         await play(session)
         await session.close()
 
@@ -56,7 +56,7 @@ def converse(
     return engine
 
 
-async def ask(session: Session, response_id: str, asked: TurnRequest) -> Node:
+async def ask(session: ConversationSession, response_id: str, asked: TurnRequest) -> Node:
     node = await session.respond(asked, response_id)
     node.delivered = True
     return node
@@ -65,7 +65,7 @@ async def ask(session: Session, response_id: str, asked: TurnRequest) -> Node:
 def test_response_id_selects_among_answers_of_equal_text(tiny: Harmony) -> None:
     """The answers differ only in their reasoning, which clients do not repeat."""
 
-    async def play(session: Session) -> None:
+    async def play(session: ConversationSession) -> None:
         for name in ("one", "two"):
             await ask(session, name, request("Hi"))
         await ask(session, "three", request("More", previous_id="one"))
@@ -87,7 +87,7 @@ def test_dropped_turns_are_rendered_from_text(
 ) -> None:
     settings = replace(SERVED, max_stored_turns=2)
 
-    async def play(session: Session) -> None:
+    async def play(session: ConversationSession) -> None:
         first = await ask(session, "one", request("Hi"))
         await ask(session, "two", request("Count"))
         assert (await session.respond(request("Hi"), "again", is_retry=True)) is first
@@ -112,7 +112,7 @@ def test_forest_drops_turns_beyond_its_memory_unless_trained(
     """A key that is only served must not fill the memory with few, long conversations."""
     monkeypatch.setattr("rl_loop.gateway.forest.MAX_TURN_BYTES", 10_000)
 
-    async def play(session: Session) -> None:
+    async def play(session: ConversationSession) -> None:
         for number in range(20):
             await ask(session, f"r{number}", request(f"{number} " + "x" * 60))
             assert session.forest._memory_bytes <= 10_000
@@ -122,7 +122,7 @@ def test_forest_drops_turns_beyond_its_memory_unless_trained(
 
     converse(tiny, [says(tiny, "Hello")] * 21, SERVED, play)
 
-    async def train(session: Session) -> None:
+    async def train(session: ConversationSession) -> None:
         for number in range(20):
             await ask(session, f"r{number}", request(f"{number} " + "x" * 60))
         assert len(session.forest) == 20
@@ -134,7 +134,7 @@ def test_forest_drops_turns_beyond_its_memory_unless_trained(
 def test_client_sampling_options_apply_only_without_training(
     tiny: Harmony, settings: SessionSettings, chosen: bool
 ) -> None:
-    async def play(session: Session) -> None:
+    async def play(session: ConversationSession) -> None:
         await ask(session, "one", request("Hi", temperature=0.25, top_p=0.5))
         await ask(session, "two", request("Hi"))
 
@@ -145,7 +145,7 @@ def test_client_sampling_options_apply_only_without_training(
 
 
 def test_turns_of_equal_seed_have_different_request_ids(tiny: Harmony) -> None:
-    async def play(session: Session) -> None:
+    async def play(session: ConversationSession) -> None:
         for name in ("one", "two"):
             await ask(session, name, request("Hi", seed=3))
         await ask(session, "three", request("Hi", seed=4))
@@ -158,7 +158,7 @@ def test_turns_of_equal_seed_have_different_request_ids(tiny: Harmony) -> None:
 def test_malformed_turn_ends_an_episode_but_not_a_served_session(
     tiny: Harmony,
 ) -> None:
-    async def play(session: Session) -> None:
+    async def play(session: ConversationSession) -> None:
         for text in ("Hi", "Hi"):
             with pytest.raises(ApiError, match="invalid content") as error:
                 await ask(session, "one", request(text))
@@ -171,7 +171,7 @@ def test_malformed_turn_ends_an_episode_but_not_a_served_session(
     wrong = says(tiny, "x", channel="nonsense")
     converse(tiny, [wrong, wrong, says(tiny, "Hello")], SERVED, play)
 
-    async def end(session: Session) -> None:
+    async def end(session: ConversationSession) -> None:
         for _ in range(2):
             with pytest.raises(ApiError, match="invalid content"):
                 await ask(session, "one", request("Hi"))

@@ -25,7 +25,7 @@ from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from rl_loop.session import build_tasks, open_conversations
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from rl_loop.trainer.checkpointer import RunState
 from tests.support.rl_loop.lifecycle.config_keys import CONFIGS, all_keys, keys_of, other_values
@@ -321,7 +321,7 @@ def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
 
 
 def train(
-    config: RlConfig, directory: Path, state: RunState, is_over: Callable[[TaskSource], bool]
+    config: RlConfig, directory: Path, state: RunState, is_over: Callable[[TaskMixture], bool]
 ) -> list[str]:
     """Train until ``is_over`` from a state and its saved groups.
 
@@ -363,7 +363,7 @@ def one_epoch(before: RlConfig, after: RlConfig, directory: Path) -> list[str]:
     trained = train(before, directory, state, lambda tasks: state.step == 7)
     state = RunState.from_checkpoint(json.loads(json.dumps(state.to_checkpoint())))
 
-    def is_over(tasks: TaskSource) -> bool:
+    def is_over(tasks: TaskMixture) -> bool:
         following = tasks.cursor(state.next_task + 1)
         return bool(following["sources"]["gsm8k"]["passed"] > ROWS)
 

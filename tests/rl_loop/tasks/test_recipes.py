@@ -14,7 +14,7 @@ import pytest
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_rl_config
 from rl_loop.harmony.codec import Harmony
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 from rl_loop.tasks.task_file import TaskFileError
 
 MATH = ["gpt-oss-20b_1x8_80gb_math", "gpt-oss-120b-adapter_1x8_80gb_math"]
@@ -69,7 +69,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tasks_of(recipe: str, harmony: Harmony, train: Path, held_out: Path) -> TaskSource:
+def tasks_of(recipe: str, harmony: Harmony, train: Path, held_out: Path) -> TaskMixture:
     """Return the tasks of a recipe with folders in place of the hub."""
     (name,) = load_rl_config(Path(recipe)).tasks.sources
     places = [
@@ -77,7 +77,7 @@ def tasks_of(recipe: str, harmony: Harmony, train: Path, held_out: Path) -> Task
         for key, folder in (("train_path", train), ("held_out_path", held_out))
     ]
     config = load_rl_config(Path(recipe), places)
-    return TaskSource(config.tasks, harmony, config.rollout.max_tokens)
+    return TaskMixture(config.tasks, harmony, config.rollout.max_tokens)
 
 
 @pytest.fixture(autouse=True)

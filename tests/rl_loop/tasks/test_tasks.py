@@ -17,13 +17,13 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.mixture import BLOCK
 from rl_loop.environments import Task
 from rl_loop.session import build_tasks
-from rl_loop.tasks.source import TaskSource
+from rl_loop.tasks.source import TaskMixture
 from rl_loop.tasks.task_file import TaskFileError
 
 SFT = Path("configs/sft/tiny_retool.yaml")
 
 
-def source(*overrides: str) -> TaskSource:
+def source(*overrides: str) -> TaskMixture:
     return build_tasks(load_config(SFT, SftConfig, ["model.vocab_size=1024", *overrides]))
 
 
@@ -35,7 +35,7 @@ def write(path: Path, questions: list[str]) -> Path:
     return path
 
 
-def from_files(train: Path, held_out: Path, *more: str) -> TaskSource:
+def from_files(train: Path, held_out: Path, *more: str) -> TaskMixture:
     place = "tasks.sources.retool"
     return source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}", *more)
 
@@ -307,7 +307,7 @@ def test_bad_record_is_named_with_its_file_and_line(tmp_path: Path) -> None:
         source(f"tasks.sources.other={bad}")
 
 
-def rl_source(*overrides: str) -> TaskSource:
+def rl_source(*overrides: str) -> TaskMixture:
     return build_tasks(
         load_config(
             Path("configs/rl/tiny_retool.yaml"), RlConfig, ["model.vocab_size=1024", *overrides]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import read_weights
-from rl_loop.certify.subject import Generated, Scored
+from rl_loop.certify.subject import SampledText, ScoredText
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 
 Plant = Callable[[TransformersModel], None]
@@ -272,33 +272,33 @@ class TransposingUpdate(TransformersModel):
 class ZeroRoutes(TransformersModel):
     """Returns zeros instead of routes."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         scores = super().score(texts)
-        return [Scored(s.log_probs, np.zeros_like(s.routes)) for s in scores]
+        return [ScoredText(s.log_probs, np.zeros_like(s.routes)) for s in scores]
 
 
 class LateRoutes(TransformersModel):
     """Returns the routes of a token for the next token."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         scores = super().score(texts)
-        return [Scored(s.log_probs, np.roll(s.routes, 1, axis=0)) for s in scores]
+        return [ScoredText(s.log_probs, np.roll(s.routes, 1, axis=0)) for s in scores]
 
 
 class EarlyRoutes(TransformersModel):
     """Returns the routes of a token for the previous token."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         scores = super().score(texts)
-        return [Scored(s.log_probs, np.roll(s.routes, -1, axis=0)) for s in scores]
+        return [ScoredText(s.log_probs, np.roll(s.routes, -1, axis=0)) for s in scores]
 
 
 class UpsideDownRoutes(TransformersModel):
     """Returns the routes of the last layer first."""
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         scores = super().score(texts)
-        return [Scored(s.log_probs, s.routes[:, ::-1]) for s in scores]
+        return [ScoredText(s.log_probs, s.routes[:, ::-1]) for s in scores]
 
 
 class IgnoresRoutes(TransformersModel):
@@ -306,7 +306,7 @@ class IgnoresRoutes(TransformersModel):
 
     def score_with_routes(
         self, texts: Sequence[Sequence[int]], routes: Sequence[np.ndarray]
-    ) -> list[Scored]:
+    ) -> list[ScoredText]:
         return self.score(texts)
 
 
@@ -336,7 +336,7 @@ class ShortDecodingWindow(TransformersModel):
     more_keys = -1
 
     @torch.no_grad()
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Generated:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> SampledText:
         ids: list[int] = []
         log_probs = []
         for _ in range(max_new_tokens):
@@ -348,7 +348,7 @@ class ShortDecodingWindow(TransformersModel):
             likely, token = output.logits[0, -1].log_softmax(-1).max(dim=-1)
             ids.append(int(token))
             log_probs.append(float(likely))
-        return Generated(ids, log_probs)
+        return SampledText(ids, log_probs)
 
     def _masks(self, length: int, prompt: int) -> dict[str, Tensor]:
         index = torch.arange(length)
@@ -378,7 +378,7 @@ class LeakyRows(TransformersModel):
     starts_again = True
 
     @torch.no_grad()
-    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score_packed(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         row = torch.tensor([[token for text in texts for token in text]])
         positions = torch.arange(row.shape[1])[None]
         if self.starts_again:
@@ -390,7 +390,7 @@ class LeakyRows(TransformersModel):
         for text in texts:
             rows = log_probs[start : start + len(text) - 1]
             labels = torch.tensor(text[1:])[:, None]
-            results.append(Scored(rows.gather(-1, labels)[:, 0].tolist()))
+            results.append(ScoredText(rows.gather(-1, labels)[:, 0].tolist()))
             start += len(text)
         return results
 
@@ -406,10 +406,12 @@ class Wavering(TransformersModel):
 
     calls = 0
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+    def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         self.calls += 1
         offset = 1e-3 * (self.calls % 2)
-        return [Scored([p - offset for p in s.log_probs], s.routes) for s in super().score(texts)]
+        return [
+            ScoredText([p - offset for p in s.log_probs], s.routes) for s in super().score(texts)
+        ]
 
 
 def other_epsilon(subject: TransformersModel) -> None:

@@ -15,7 +15,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import harmony_encoding
 
@@ -52,7 +52,7 @@ class Talk:
     """A session of a gateway, and the prompts that its policy received."""
 
     gateway: Gateway
-    session: Session
+    session: ConversationSession
     client: openai.AsyncOpenAI
     policy: ScriptedPolicy
     codec: ChatCodec

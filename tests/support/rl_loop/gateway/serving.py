@@ -20,7 +20,7 @@ from rl_loop.data.trajectory import Trajectory
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
 from rl_loop.gateway.server import Gateway, GatewaySettings
-from rl_loop.gateway.session import Session, SessionSettings
+from rl_loop.gateway.session import ConversationSession, SessionSettings
 from tests.support.rl_loop.engines.models import plain_log_probs
 from tests.support.rl_loop.gateway.policy import engine_of
 
@@ -81,17 +81,21 @@ class Served:
     gateway: Gateway
     engine: RecordingEngine
     model: PreTrainedModel
-    session: Session
+    session: ConversationSession
 
-    def client(self, session: Session | None = None, **options: Any) -> openai.AsyncOpenAI:
+    def client(
+        self, session: ConversationSession | None = None, **options: Any
+    ) -> openai.AsyncOpenAI:
         key = (session or self.session).api_key
         return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=key, **options)
 
-    def sync_client(self, session: Session | None = None, **options: Any) -> openai.OpenAI:
+    def sync_client(
+        self, session: ConversationSession | None = None, **options: Any
+    ) -> openai.OpenAI:
         key = (session or self.session).api_key
         return openai.OpenAI(base_url=self.gateway.base_url, api_key=key, **options)
 
-    def trajectories(self, session: Session | None = None) -> list[Trajectory]:
+    def trajectories(self, session: ConversationSession | None = None) -> list[Trajectory]:
         return [trajectory for _, trajectory in (session or self.session).trajectories("task")]
 
 

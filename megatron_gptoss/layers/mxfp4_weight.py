@@ -8,7 +8,7 @@ from gptoss_kernels.mxfp4.api import BLOCK
 from megatron_gptoss.layers.scratch_memory import scratch_memory
 
 
-class PackedWeight(torch.nn.Module):
+class Mxfp4Weight(torch.nn.Module):
     """Matrix [rows, columns] in MXFP4: 17 bytes per 32 values.
 
     It is not a parameter and has no gradient. Checkpoints leave it out, because it never changes.
