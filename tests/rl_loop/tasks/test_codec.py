@@ -181,3 +181,17 @@ def test_tiny_vocabulary_has_the_words_of_task_files(tmp_path: Path) -> None:
     # One or two tokens, and not a token per letter.
     for word in ("Reverse", " drawer", "reward"):
         assert len(codec.vocabulary.encode_text(word)) <= 2, word
+
+
+def test_tiny_vocabulary_of_files_is_that_of_generated_tasks() -> None:
+    """An SFT run on generated tasks is continued on files, with an evaluation of other tasks."""
+
+    def ids(sources: str) -> list[int]:
+        settings = [f"tasks.sources={sources}", "vocabulary=tiny"]
+        codec = codec_of(load_rl_config(CONFIGS / "tiny_gsm8k.yaml", settings))
+        return codec.vocabulary.encode_text("A girl has boys and cards. 5 + 8 pens were lost.")
+
+    generated = ids("{a: {environment: gsm8k}}")
+    file = "train_path: a.jsonl, held_out_path: b.jsonl"
+    evaluated = "b: {environment: instructions, held_out_path: c.jsonl, weight: 0}"
+    assert ids(f"{{a: {{environment: gsm8k, {file}}}, {evaluated}}}") == generated
