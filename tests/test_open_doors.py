@@ -23,6 +23,7 @@ from rl_loop.cluster.placement import free_port
 from rl_loop.cluster.tokens import NotPrivateError, private_directory, write_token
 from rl_loop.config.load import load_rl_config
 from rl_loop.tracking.run_directory import RunDirectory, read_json_lines
+from tests.support.forked_workers import python_with_forks
 from tests.support.open_doors import (
     ATTACKER,
     doors,
@@ -62,6 +63,9 @@ COMMANDS = {
     "sft": ("sft", "configs/sft/tiny_retool.yaml", *SMALL, "training.steps=5000"),
 }
 
+MARK = "GPTOSS_DOORS_RUN"
+"""Environment variable by which forks of a run are found. They are no descendants of its command."""
+
 needs_attackers = pytest.mark.usefixtures("attackers")
 
 
@@ -84,9 +88,21 @@ def running(arguments: tuple[str, ...], folder: Path, name: str) -> Iterator[psu
     """Run a gptoss command with its output in ``folder``/log."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch", *arguments, f"name={name}", f"output_dir={folder}"],
+            [
+                *python_with_forks(),
+                "-m",
+                "launch",
+                *arguments,
+                f"name={name}",
+                f"output_dir={folder}",
+            ],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(folder)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RAY_TMPDIR": str(folder),
+                MARK: str(folder),
+            },
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -98,6 +114,16 @@ def running(arguments: tuple[str, ...], folder: Path, name: str) -> Iterator[psu
                     child.kill()
             process.kill()
             process.wait()
+
+
+def with_forks(pid: int, folder: Path) -> list[psutil.Process]:
+    """Return a command's process tree, and the forks that are its ranks and rollout workers."""
+    found = process_tree(pid)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is not of this user
+            if process.environ().get(MARK) == str(folder) and process not in found:
+                found.append(process)
+    return found
 
 
 def wait_until(done: Callable[[], bool], folder: Path, process: psutil.Process) -> None:
@@ -116,12 +142,15 @@ def steps(run: RunDirectory) -> int:
 @needs_attackers
 @pytest.mark.parametrize("command", ["rl", pytest.param("sft", marks=pytest.mark.slow)])
 def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
-    """The run has Ray, ranks and rollout workers. Attackers try all of its sockets."""
+    """The run has Ray, ranks and rollout workers. Attackers try all of its sockets.
+
+    The workers are forks. ``test_local_launch_has_no_open_door`` has workers that Ray starts.
+    """
     folder = short_directory
     run = RunDirectory(folder / "run")
     with running(COMMANDS[command], folder, "run") as process:
         wait_until(lambda: steps(run) >= 2, folder, process)
-        tree = process_tree(process.pid)
+        tree = with_forks(process.pid, folder)
         found = doors(tree)
         assert {door.kind for door in found} == {"tcp", "unix"}
         assert [door for door in found if door.kind != "unix" and not door.is_loopback] == []
@@ -132,7 +161,9 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
             assert len(ranks) == 2, "both ranks were tried"
             for rank in ranks:
                 assert {door.kind for door in doors([rank])} >= {"tcp"}
-                assert rank.environ()["NCCL_RAS_ENABLE"] == "0"
+            # Ray's workers inherit the environment of the raylet.
+            (raylet,) = [p for p in tree if "raylet/raylet " in command_of(p)]
+            assert raylet.environ()["NCCL_RAS_ENABLE"] == "0"
 
         # Only the owner can read Ray's directory and the token.
         assert (folder / f"gptoss-{os.getuid()}").stat().st_mode & 0o777 == 0o700
