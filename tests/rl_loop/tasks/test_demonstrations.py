@@ -1,6 +1,7 @@
 """Demonstrations, compared with episodes of the agent loop with a real interpreter."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 from collections import Counter
@@ -9,58 +10,53 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 from unittest.mock import Mock
+
 import pytest
-from openai_harmony import DeveloperContent
-from openai_harmony import Message
-from openai_harmony import ReasoningEffort
-from openai_harmony import Role
-from openai_harmony import SystemContent
-from openai_harmony import ToolDescription
-from openai_harmony import ToolNamespaceConfig
+from openai_harmony import (
+    DeveloperContent,
+    Message,
+    ReasoningEffort,
+    Role,
+    SystemContent,
+    ToolDescription,
+    ToolNamespaceConfig,
+)
+
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.config.training import DemonstrationConfig
-from rl_loop.data.trajectory import FinishReason
-from rl_loop.data.trajectory import Trajectory
+from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import SamplingParams
-from rl_loop.environments import ENVIRONMENTS
-from rl_loop.environments import Environment
-from rl_loop.environments import RewardConfig
-from rl_loop.environments import ScriptedPolicy
-from rl_loop.environments import StepResult
-from rl_loop.environments import Task
-from rl_loop.environments import make_environment
-from rl_loop.environments.base import final
-from rl_loop.environments.base import think
-from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.codec import PromptConfig
-from rl_loop.harmony.codec import PythonTool
+from rl_loop.environments import (
+    ENVIRONMENTS,
+    Environment,
+    RewardConfig,
+    ScriptedPolicy,
+    StepResult,
+    Task,
+    make_environment,
+)
+from rl_loop.environments.base import final, think
+from rl_loop.harmony.codec import Harmony, PromptConfig, PythonTool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.rollout.agent import run_episode
-from rl_loop.sandbox import PythonSandbox
-from rl_loop.sandbox import SandboxConfig
-from rl_loop.session import SftSession
-from rl_loop.session import build_tasks
-from rl_loop.tasks.demonstrations import Demonstration
-from rl_loop.tasks.demonstrations import PlayedEpisode
-from rl_loop.tasks.demonstrations import demonstrate
-from rl_loop.tasks.demonstrations import demonstrations_of
-from rl_loop.tasks.demonstrations import render_as_sampled
-from rl_loop.tasks.demonstrations import render_by_user_turn
+from rl_loop.sandbox import PythonSandbox, SandboxConfig
+from rl_loop.session import SftSession, build_tasks
+from rl_loop.tasks.demonstrations import (
+    Demonstration,
+    PlayedEpisode,
+    demonstrate,
+    demonstrations_of,
+    render_as_sampled,
+    render_by_user_turn,
+)
 from rl_loop.tasks.task_file import TaskFileError
 from rl_loop.tracking.run_directory import StartMode
 from tests.support.rl_loop import harmony_reference as reference
 from tests.support.rl_loop.prompts import SHORT_PROMPT
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
-from tests.support.rl_loop.tasks.demonstrations import CHECKERS
-from tests.support.rl_loop.tasks.demonstrations import scripted_episode
-from tests.support.rl_loop.tasks.demonstrations import task_of
-
-
-
-
-
+from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
 
 MIXED = DemonstrationConfig(expert_share=0.5)
 
