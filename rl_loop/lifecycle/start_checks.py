@@ -8,12 +8,15 @@ server, show up later.
 import importlib.util
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
-from rl_loop.chat.tokenizer_vocabulary import text_tokens
+from megatron_gptoss.user_error import UserError
+from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE, text_tokens
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
+from rl_loop.config.load import load_served_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, model_of
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
@@ -43,7 +46,7 @@ from rl_loop.lifecycle.weight_checks import (
     check_weights,
 )
 from rl_loop.sandbox import check_isolation
-from rl_loop.tasks.codec import chat_format_of, tokenizer_directory
+from rl_loop.tasks.codec import chat_format_of, codec_of, tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -67,6 +70,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
             vocabulary is missing.
     """
     check_chat_format(config)
+    check_tiny_vocabulary(config)
     if not has_own_ray:
         check_ray_address()
 
@@ -162,6 +166,54 @@ def _check_chatml(config: RunConfig) -> None:
             "demonstrations.history=harmony is only for Harmony. A model with ChatML sees earlier "
             "turns as they were sampled. Set demonstrations.history=append"
         )
+
+
+def check_tiny_vocabulary(config: RunConfig) -> None:
+    """Raise StartError if the initial weights are those of a run with another tiny vocabulary.
+
+    The ids of such a policy would mean other tokens, and it would train without an error.
+    """
+    weights = config.initial_weights
+    if config.vocabulary != "tiny" or weights is None:
+        return
+    try:
+        if (weights / TOKENIZER_FILE).exists():
+            theirs = text_tokens(weights)
+        elif (weights / "config.yaml").exists():
+            earlier = load_served_config(weights)
+            if _vocabulary_sources(earlier) == _vocabulary_sources(config):
+                return
+            theirs = _tiny_tokens(earlier)
+        else:
+            return
+        ours = _tiny_tokens(config)
+    except (UserError, ValueError, OSError) as error:
+        # Without the data of that run, nobody knows its vocabulary.
+        logger.warning(
+            "initial_weights: the vocabulary of %s was not compared with that of this run: %s",
+            weights,
+            error,
+        )
+        return
+    if ours != theirs:
+        raise StartError(
+            f"initial_weights: {weights} has another tiny vocabulary, which consists of the words "
+            "of tasks or conversations. Use the tasks.sources of that run, or set vocabulary_data "
+            "to its data"
+        )
+
+
+def _vocabulary_sources(config: RunConfig) -> tuple[object, ...]:
+    """Return the settings that decide which tokens a tiny vocabulary has."""
+    words = config.vocabulary_conversations or config.tasks.sources
+    return config.vocabulary, chat_format_of(config), config.model.vocab_size, words
+
+
+def _tiny_tokens(config: RunConfig) -> dict[str, int]:
+    """Return the ids of the tokens of a tiny vocabulary that are text."""
+    with tempfile.TemporaryDirectory() as scratch:
+        codec_of(config).vocabulary.save(Path(scratch))
+        return text_tokens(Path(scratch))
 
 
 def check_teacher(teacher: Path, config: SftConfig) -> None:
