@@ -184,7 +184,7 @@ def _infrastructure(records: Records) -> HealthFinding | None:
 
 def _endings(records: Records) -> HealthFinding | None:
     newest = records[-RECENT:]
-    limits = ("length", "max_context", "max_sampled_tokens", "max_turns", "max_tool_calls")
+    limits = ("length", "max_tokens", "max_sampled_tokens", "max_turns", "max_tool_calls")
     shares = {
         limit: statistics.fmean(_values(newest, f"finish/{limit}") or [0]) for limit in limits
     }

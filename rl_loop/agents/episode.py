@@ -193,7 +193,7 @@ def ending_of(session: ConversationSession, failure: InfrastructureFailure | Non
     # The gateway refused a request that exceeded the context, and the agent raised an error.
     if failure is not None and session.was_too_long:
         allowed = f"{session.episode.limits.max_tokens} tokens"
-        return LimitReached(FinishReason.MAX_CONTEXT, allowed)
+        return LimitReached(FinishReason.MAX_TOKENS, allowed)
     if failure is not None:
         raise failure
     # The agent ended the episode. One of its conversations may end with a turn that was cut off.

@@ -248,7 +248,7 @@ def test_malformed_message_is_a_format_error_despite_a_reward(tiny: Harmony) -> 
     ("limits", "reason"),
     [
         ({"max_turns": 3}, FinishReason.MAX_TURNS),
-        ({"max_tokens": 70}, FinishReason.MAX_CONTEXT),
+        ({"max_tokens": 70}, FinishReason.MAX_TOKENS),
         ({"max_sampled_tokens": 30}, FinishReason.MAX_SAMPLED_TOKENS),
     ],
 )

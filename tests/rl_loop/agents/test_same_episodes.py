@@ -90,10 +90,10 @@ CASES = {
         excluded=True,
     ),
     "context_in_a_turn": Case(
-        FinishReason.MAX_CONTEXT, ("3", "6" * 90), limits={"max_tokens": 150}, excluded=True
+        FinishReason.MAX_TOKENS, ("3", "6" * 90), limits={"max_tokens": 150}, excluded=True
     ),
     "context_before_a_turn": Case(
-        FinishReason.MAX_CONTEXT, ("3" * 20, "6"), limits={"max_tokens": 0}, excluded=True
+        FinishReason.MAX_TOKENS, ("3" * 20, "6"), limits={"max_tokens": 0}, excluded=True
     ),
     "time": Case(
         FinishReason.TIMEOUT,

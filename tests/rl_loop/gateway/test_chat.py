@@ -322,7 +322,7 @@ def test_session_continues_after_a_conversation_is_too_long(
             assert LONG.startswith(message.content)
             assert [t.finish_reason for t in served.trajectories()] == [
                 FinishReason.STOP,
-                FinishReason.MAX_CONTEXT,
+                FinishReason.MAX_TOKENS,
             ]
             check_capture(served, served.trajectories())
 

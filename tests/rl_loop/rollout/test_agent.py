@@ -190,7 +190,7 @@ def test_too_long_tool_result_is_left_out_of_the_episode(harmony: Harmony) -> No
     limits = EpisodeLimits(max_turns=8, max_tokens=len(prompt) + len(call(harmony)) + 10)
     trajectory = episode(harmony, engine, ["1 " * 100], limits)
     assert trajectory.token_ids.tolist() == prompt + call(harmony)
-    assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_CONTEXT, 1)
+    assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_TOKENS, 1)
     check_against_engine(trajectory, engine, harmony)
 
 
@@ -219,7 +219,7 @@ def test_episode_ends_after_max_turns(harmony: Harmony) -> None:
             FinishReason.MAX_SAMPLED_TOKENS,
         ),
         (EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60), FinishReason.MAX_TURNS),
-        (EpisodeLimits(max_turns=8, max_tokens=120, episode_seconds=60), FinishReason.MAX_CONTEXT),
+        (EpisodeLimits(max_turns=8, max_tokens=120, episode_seconds=60), FinishReason.MAX_TOKENS),
     ],
 )
 @pytest.mark.parametrize("mask", [False, True])
