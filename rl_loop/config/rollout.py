@@ -17,7 +17,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
 
     workers: int | None = Field(None, gt=0)
     """Number of rollout workers. Each is a process that runs episodes, with a sandbox and, for
-    ``type: transformers``, an engine. Default: one for every 64 episodes of a step; one if workers
+    ``type: embedded``, an engine. Default: one for every 64 episodes of a step; one if workers
     have engines."""
     tasks_per_step: int = Field(8, gt=0)
     """Number of tasks in a training step."""
@@ -33,7 +33,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     max_new_tokens_per_turn: int = Field(1024, gt=0)
     """Maximum sampled tokens per turn."""
     engine: AnyEngineConfig = EmbeddedConfig()
-    """Engine that samples episodes. ``{type: transformers}`` is embedded in each worker. ``{type:
+    """Engine that samples episodes. ``{type: embedded}`` is embedded in each worker. ``{type:
     sglang}`` runs servers on GPUs, which all workers share. ``{type: MODULE:CLASS, options:
     {...}}`` is an external backend."""
     concurrent_tasks: int = Field(256, gt=0)

@@ -128,7 +128,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             raise ValueError(
                 "ablation.without=[engine_sinks] and ablation.engine_noise change tensors on "
                 f"their way to the engine, but engine {engine.type} receives its tensors another "
-                "way. Set rollout.engine.type=transformers."
+                "way. Set rollout.engine.type=embedded."
             )
         self._check_engine_quantization()
 
@@ -137,7 +137,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             raise ValueError(
                 f"rollout.purification needs log-probs at rollout.temperature ({temperature}), "
                 f"but engine {engine.type} scores at temperature 1 only. Set "
-                "rollout.temperature=1 or rollout.engine.type=transformers."
+                "rollout.temperature=1 or rollout.engine.type=embedded."
             )
 
     def _check_engine_quantization(self) -> None:

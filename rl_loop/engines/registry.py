@@ -1,4 +1,4 @@
-"""Rollout engines by ``rollout.engine.type``: ``transformers``, ``sglang`` or MODULE:CLASS."""
+"""Rollout engines by ``rollout.engine.type``: ``embedded``, ``sglang`` or MODULE:CLASS."""
 
 from typing import Annotated, Any, Self
 
@@ -18,7 +18,7 @@ BACKENDS: Registry[type[RolloutBackend]] = Registry(
     entries={
         # Imported when a run builds its backend, because they import torch and Ray, which are not
         # needed to read a configuration.
-        "transformers": "rl_loop.engines.embedded.backend:EmbeddedBackend",
+        "embedded": "rl_loop.engines.embedded.backend:EmbeddedBackend",
         "sglang": "rl_loop.engines.sglang.backend:SglangBackend",
     },
 )
@@ -78,15 +78,15 @@ def _tag_of(value: Any) -> str:
     # The default type is the embedded engine, so that one override can change its batch size.
     kind = getattr(value, "type", None)
     if isinstance(value, dict):
-        kind = value.get("type", "transformers")
+        kind = value.get("type", "embedded")
 
-    if kind in ("transformers", "sglang"):
+    if kind in ("embedded", "sglang"):
         return f"{TAG}{kind}"
     return f"{TAG}external"
 
 
 AnyEngineConfig = Annotated[
-    Annotated[EmbeddedConfig, Tag(f"{TAG}transformers")]
+    Annotated[EmbeddedConfig, Tag(f"{TAG}embedded")]
     | Annotated[SglangConfig, Tag(f"{TAG}sglang")]
     | Annotated[ExternalEngineConfig, Tag(f"{TAG}external")],
     Discriminator(_tag_of),

@@ -1,4 +1,4 @@
-"""Configuration of the embedded engine: ``rollout.engine`` with ``type: transformers``."""
+"""Configuration of the embedded engine: ``rollout.engine`` with ``type: embedded``."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from rl_loop.engines.backend import EngineConfig
 class EmbeddedConfig(EngineConfig):
     """A transformers model with continuous batching, on the CPU, in each rollout worker."""
 
-    type: Literal["transformers"] = "transformers"
+    type: Literal["embedded"] = "embedded"
     """Engine type."""
     max_batch_size: int = Field(64, gt=0)
     """Number of sequences that one engine decodes together. Lower it to save memory."""

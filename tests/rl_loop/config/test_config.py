@@ -172,7 +172,7 @@ def test_purification_with_sglang_needs_temperature_one() -> None:
         ),
         (
             ["rollout.engine.type=vllm"],
-            "there is no rollout backend 'vllm'. Known names: sglang, transformers. For your own",
+            "there is no rollout backend 'vllm'. Known names: embedded, sglang. For your own",
         ),
         (
             ["rollout.engine.type=nowhere:Backend"],
@@ -192,7 +192,7 @@ def test_what_one_engine_knows_is_out_of_reach_of_the_others(
 
 
 @pytest.mark.parametrize(
-    "engine", ["{type: transformers, max_batch_size: 3}", "{type: sglang, servers: 2}"]
+    "engine", ["{type: embedded, max_batch_size: 3}", "{type: sglang, servers: 2}"]
 )
 def test_a_dumped_engine_is_the_same_engine(engine: str, tmp_path: Path) -> None:
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [f"rollout.engine={engine}"])
