@@ -13,12 +13,17 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from megatron_gptoss.user_error import UserError
 from rl_loop.chat.messages import ParsedMessage, ToolOutput
 from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
+
+
+class InvalidRow(UserError, ValueError):
+    """Generated row that is not a task. The message names the function and the task."""
 
 
 @dataclass(frozen=True)

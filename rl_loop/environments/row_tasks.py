@@ -5,18 +5,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_gptoss.user_error import UserError
-from rl_loop.environments.base import Split, Task, text_in
+from rl_loop.environments.base import InvalidRow, Split, Task, text_in
 from rl_loop.registry import Registry
 
 FUNCTIONS: Registry[Callable[..., Any]] = Registry(
     kind="function of an environment", expected="a function", accepts=callable
 )
 """Registry without entries, because users name functions as MODULE:FUNCTION."""
-
-
-class InvalidRow(UserError, ValueError):
-    """Generated row that is not a task. The message names the function and the task."""
 
 
 def check_function(path: str | None) -> str | None:

@@ -85,15 +85,6 @@ async def play(environment: Environment, script: ScriptedPolicy) -> PlayedEpisod
     Raises:
         ValueError: if the script ends before the episode.
         InfrastructureFailure: if the environment or one of its tools fails.
-
-    Example:
-        >>> from rl_loop.environments import environment_class
-        >>> incident = environment_class("incident")
-        >>> task = incident.generate("train", 0, 0, incident.Options())
-        >>> script = incident.solve(task, Random(0), False)
-        >>> episode = asyncio.run(play(make_offline_environment(task), script))
-        >>> episode.turns[-1].result.reward
-        1.0
     """
     # As the agent loop does, because a prompt may need an open environment.
     await environment.open()

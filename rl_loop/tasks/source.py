@@ -15,8 +15,7 @@ from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
 from rl_loop.data.mixture import Mixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
-from rl_loop.environments.base import Split
-from rl_loop.environments.row_tasks import InvalidRow
+from rl_loop.environments.base import InvalidRow, Split
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
 from rl_loop.tasks.demonstrations import demonstrations_of

@@ -340,9 +340,10 @@ def test_rank_exempts_its_objects_from_collection_after_a_step(tmp_path: Path) -
         trainer.sft_step(samples, 0)
         frozen = searched()
         trainer.sft_step(samples, 1)
-        assert before > 100_000
-        assert frozen < 0.05 * before
-        assert searched() < 0.05 * before
+        # A forked rank begins with the frozen imports of its server.
+        assert before > 20_000
+        assert frozen < 0.1 * before
+        assert searched() < 0.1 * before
     finally:
         trainer.close()
 

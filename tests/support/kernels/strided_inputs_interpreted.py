@@ -45,14 +45,14 @@ def check_vocabulary_softmax() -> None:
     empty = torch.zeros(4, TOKENS)
     empty[0] = -torch.inf
     got, want = empty.clone(), empty.clone()
-    vocabulary_softmax.accumulate(logits, strided(labels), got, FIRST, TEMPERATURE)
+    vocabulary_softmax.accumulate_statistics(logits, strided(labels), got, FIRST, TEMPERATURE)
     log_probs._accumulate(logits, labels, want, FIRST, TEMPERATURE)
     torch.testing.assert_close(got, want)
 
     row_statistics = torch.rand(4, TOKENS) + 4
     got_gradient, want_gradient = torch.empty_like(logits), torch.empty_like(logits)
     rest = (row_statistics, FIRST, TEMPERATURE)
-    vocabulary_softmax.gradient(logits, strided(labels), *rest, got_gradient)
+    vocabulary_softmax.logit_gradient(logits, strided(labels), *rest, got_gradient)
     log_probs._logit_gradient(logits, labels, *rest, want_gradient)
     torch.testing.assert_close(got_gradient, want_gradient)
 
