@@ -90,7 +90,8 @@ def describe(error: BaseException) -> str:
 
 
 MAX_STREAK = 64
-"""Consecutive invalid episodes that end a run at once, before the end of a step."""
+"""Invalid episodes that end a run at once, before the end of a step. They are counted over
+consecutive groups without a valid episode."""
 
 
 class CircuitBreaker:
@@ -104,8 +105,8 @@ class CircuitBreaker:
 
         Args:
             max_share: maximum share of invalid episodes.
-            max_streak: number of consecutive invalid episodes, in the order of completion, that end
-                the run at once. None for no limit.
+            max_streak: number of invalid episodes that end the run at once, in consecutive groups
+                without a valid one, in the order of completion. None for no limit.
         """
         self._max_share = max_share
         self._max_streak = max_streak

@@ -12,8 +12,9 @@ If ``algorithm.max_staleness`` is k > 0, episodes of the next k steps run at the
 sync interrupts them, and they continue with the new weights.
 
 All seeds follow from the run's seed and the step number. With ``max_staleness`` 0, a resumed run
-therefore continues the same curve. Otherwise the time of a sync decides which weights sample a
-token, so curves differ in their last digits.
+therefore continues the same curve, bit for bit with ``rollout.engine.deterministic``. Otherwise the
+batch decides the last bits. With ``max_staleness`` above 0, the time of a sync decides which
+weights sample a token, so curves differ in their last digits.
 """
 
 from collections.abc import Callable, Sequence
@@ -250,6 +251,9 @@ class RlLoop:
         """Send the trainer's weights to the engines, and begin to compare both.
 
         Episodes that run ahead continue with the new weights.
+
+        Raises:
+            CanaryError: engines that are compared here, such as SGLang, differ from the trainer.
         """
         with record.timed("sync"):
             self.rollouts.sync_weights(self.trainer, version)
@@ -263,7 +267,8 @@ class RlLoop:
                 is_quantized=self.config.trained_quantization is not None,
             )
             # Some engines give equal numbers under load. Their check runs while episodes begin, and
-            # costs no time. Other engines must be idle.
+            # costs no time. Others are checked before new episodes begin, although episodes that
+            # run ahead continue.
             if self.rollouts.scores_during_rollouts:
                 self._sync_check = self._checking.submit(check)
             else:
@@ -304,9 +309,10 @@ class RlLoop:
         metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
 
     def switch_to_trainer(self, step: int) -> None:
-        """Pause the engines unless rollouts run ahead, and begin the trainer's next memory phase.
+        """Let engines on the trainer's GPUs sleep, and begin the trainer's next memory phase.
 
-        Paused engines on the trainer's GPUs free their memory. The next weight sync wakes them.
+        The next weight sync wakes them. Embedded engines and other servers have nothing to do, or
+        run ahead.
         """
         # With staleness the engines sample episodes of later steps during the update.
         if self.algorithm.max_staleness == 0:
@@ -417,7 +423,7 @@ class RlLoop:
     # -- saving -----------------------------------------------------------------------------------
 
     def save_finished_groups(self, step: int) -> None:
-        """Keep the groups that ran ahead for a resume after ``step`` steps."""
+        """Keep the groups that ended and were not trained on, for a resume after ``step`` steps."""
         if self.group_store is not None:
             self.group_store.save(step, self.collector.finished_groups())
 

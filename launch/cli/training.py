@@ -120,7 +120,7 @@ def evaluate(
     overrides: Overrides = None,
     weights: Annotated[
         Path | None,
-        Option(help="Hugging Face directory. Default: initial_weights of CONFIG."),
+        Option(help="Hugging Face directory, or a run. Default: initial_weights of CONFIG."),
     ] = None,
     output: Annotated[
         Path | None,

@@ -160,7 +160,8 @@ class TokenMasks:
     fresh: torch.Tensor
     """Sampled and not stale."""
     comparable: torch.Tensor
-    """Fresh, and sampled by the engine in this context, that is, not spliced."""
+    """Fresh, and sampled by the engine in this context, that is, not spliced. For other tokens rho
+    counts as 1. Weights and rejections of their whole sequence apply to them, too."""
 
 
 def token_masks(batch: PackedBatch, max_staleness: int) -> TokenMasks:
@@ -307,7 +308,7 @@ def _correction_sums(
     masks: TokenMasks,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of the correction's metrics: weights and dropped tokens."""
-    # Computed again, because the weights of the correction are capped already.
+    # Computed again, because the weights of the correction may be capped, or of whole sequences.
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
         "correction/weight": _only(masks.fresh, correction.weights).sum(),

@@ -37,7 +37,7 @@ class TrainedTokens:
 def check_sampled_by_policy(
     samples: TrainingSamples, trained: TrainedTokens | None, limit: float, step: int
 ) -> None:
-    """Check that engine and trainer agree on every episode.
+    """Check that engine and trainer agree on every sequence of every episode.
 
     An answer to another request, or of other weights, has valid tokens and log-probs. Only the
     values differ.
@@ -45,7 +45,8 @@ def check_sampled_by_policy(
     Args:
         samples: samples of the step.
         trained: results of the update. None without an update of the policy.
-        limit: maximum mean |log-prob difference| of an episode's sampled tokens, in nats.
+        limit: maximum mean |log-prob difference| of a sequence's sampled tokens, in nats. Sequences
+            with fewer than MIN_TOKENS compared tokens are not checked.
         step: index of the step, for the message.
 
     Raises:

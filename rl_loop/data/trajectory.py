@@ -88,9 +88,10 @@ class Trajectory(TokenColumns[np.ndarray]):
     """One episode of one task. If an agent held several conversations, the first of them.
 
     ``token_ids`` are the prompt, the turns of the policy, and the messages of tools and user, as
-    the engine had them. ``loss_mask`` is True exactly on sampled tokens. All columns are as long as
-    ``token_ids``. A column may be given as a list, which is converted. An array must already have
-    the declared dtype. ``validate`` checks the values.
+    the engine had them. ``loss_mask`` is True exactly on sampled tokens. In a branch, turns that an
+    earlier sequence already has count as prompt. All columns are as long as ``token_ids``. A column
+    may be given as a list, which is converted. An array must already have the declared dtype.
+    ``validate`` checks the values.
 
     Raises:
         ColumnError: a column is missing or has another length, or cannot hold its values. The

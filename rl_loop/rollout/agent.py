@@ -4,9 +4,9 @@
     repeat: sample a turn from ids; append exactly the sampled ids; let the environment execute the
             turn; append tool results or the user message
 
-Text is never rendered twice. The loss mask of a trajectory is 1 exactly on sampled tokens. Mistakes
-of the policy end an episode with a reward. Infrastructure failures end it as invalid
-(``rl_loop.infrastructure``).
+Text is never rendered twice. The loss mask of these trajectories is 1 exactly on sampled tokens.
+``data.samples`` clears it for masked episodes. Mistakes of the policy end an episode with a reward.
+Infrastructure failures end it as invalid (``rl_loop.infrastructure``).
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +54,9 @@ async def run_episode(
 ) -> Trajectory:
     """Run one episode to its end.
 
-    The result is a function of seed, weights and task, whatever else the engine is doing. A
-    persistent infrastructure failure makes the episode invalid.
+    With ``rollout.engine.deterministic`` the result is a function of seed, weights and task. In
+    other modes it also depends on the last bits of log-probs, which the batch changes. A persistent
+    infrastructure failure makes the episode invalid.
 
     Args:
         task_id: name of the task.

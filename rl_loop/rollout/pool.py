@@ -472,7 +472,10 @@ class RolloutPool:
             return self.backend.engine_settings(names)
 
     def pause(self) -> None:
-        """Pause episodes until the next weight sync. Engines on the trainer's GPUs free memory."""
+        """Let colocated engines sleep and free memory until the next weight sync.
+
+        Does nothing for embedded engines and for servers with their own GPUs.
+        """
         with self._using_backend:
             self.backend.pause()
 

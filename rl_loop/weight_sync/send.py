@@ -1,6 +1,6 @@
 """Steps of a weight sync to servers, run by the process that has the weights.
 
-    begin -> buckets, names and shapes checked -> compare a sample -> publish the version
+    begin -> buckets, names and shapes checked -> compare a sample at times -> publish the version
 
 Servers are paused from the first step to the last, and only the last step gives their weights a
 version. Therefore every response comes entirely from the old or entirely from the new weights. If a
@@ -98,7 +98,7 @@ def _compared_versions(config: ModelConfig, servers: WeightServers) -> range:
         # Within this many versions every parameter is chosen: each layer, and each of the up to
         # three parameters outside the layers, one per version.
         return range(plan.version, plan.version + 3 * config.num_layers)
-    # Every sync compares another sample, so over a run all parameters are compared.
+    # Every compared version has another sample, so that a run compares many parameters.
     return range(plan.version, plan.version + 1)
 
 

@@ -33,7 +33,7 @@ from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.embedded.backend import build_engine
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
-from rl_loop.engines.sglang.fleet import COMPARED_EVERY
+from rl_loop.engines.sglang.fleet import comparison_interval
 from tests.faults.engine import DAMAGED, FaultyEngine, Options, flip_exponent, take_order
 from tests.support.rl_loop.sglang_protocol import LocalServer, sampled_of_turn
 from tests.support.rl_loop.sglang_protocol import main as serve
@@ -164,7 +164,7 @@ class PolicyServer(LocalServer):
         if not self.version.isdigit():
             return ""
         coming = int(self.version) + 1
-        if coming % COMPARED_EVERY:
+        if coming % comparison_interval(self._model.num_layers):
             return ""
         layer = coming % self._model.num_layers
         return f"model.layers.{layer}.self_attn.q_proj.weight"

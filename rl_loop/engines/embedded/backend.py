@@ -39,7 +39,8 @@ class EmbeddedBackend(RolloutBackend):
         self._prepared: tuple[WeightSource, Mapping[str, torch.Tensor]] | None = None
 
     def prepare_sync(self, source: WeightSource) -> None:
-        # The trainer's ranks gather the weights while the driver logs the step.
+        # The trainer's ranks gather the weights while the driver logs the step. If only the engines
+        # are quantized, this waits for the weights and rounds them in the driver.
         self._prepared = (source, self._weights_of(source))
 
     def sync_weights(self, source: WeightSource, version: int) -> None:

@@ -9,8 +9,10 @@ sync.
 """
 
 import asyncio
+import itertools
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -53,11 +55,8 @@ MAX_SCORINGS = 3
 SCORING_PAUSE = 0.5
 """Seconds between two such attempts."""
 
-COMPARED_EVERY = 7
-"""Number of versions between two comparisons of checksums.
-
-7 divides neither 24 nor 36 layers, so that all layers are compared in turn.
-"""
+MIN_VERSIONS_BETWEEN_COMPARISONS = 7
+"""Smallest number of versions between two comparisons of checksums."""
 
 DISK_TIMEOUT_FACTOR = 15
 """Factor between the time limit for reading all weights from a disk and that for one bucket."""
@@ -89,6 +88,23 @@ async def statuses(actors: list[Any]) -> list[ServerStatus]:
         else:
             known.append(ServerStatus("", ServerState.DEAD, fault=describe(answer)))
     return known
+
+
+def comparison_interval(num_layers: int) -> int:
+    """Return the number of versions between two comparisons of checksums.
+
+    A version selects a layer, and one of up to three parameters outside of the layers
+    (``server_layout``). Without a common divisor, all of them are compared in turn.
+
+    Example:
+        >>> comparison_interval(24), comparison_interval(28)
+        (7, 11)
+    """
+    return next(
+        interval
+        for interval in itertools.count(MIN_VERSIONS_BETWEEN_COMPARISONS)
+        if math.gcd(interval, 6 * num_layers) == 1
+    )
 
 
 class SglangFleet:
@@ -336,7 +352,8 @@ class SglangFleet:
         # Weights first: the trainer uses memory while it sends, which the caches may need later.
         self._change_memory(paused, "/resume_memory_occupation", ["weights"])
         # Servers whose weights were never compared are compared in any case.
-        compare = version % COMPARED_EVERY == 0 or not incarnations <= self._compared
+        is_due = version % comparison_interval(self._model.num_layers) == 0
+        compare = is_due or not incarnations <= self._compared
         self._send(servers, compare=compare)
         # Only after the sync has succeeded, so that a failed comparison is repeated.
         self._compared |= incarnations
