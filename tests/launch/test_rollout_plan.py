@@ -118,4 +118,4 @@ def test_no_prediction_for_alternating_or_unknown_engines() -> None:
     colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
     assert "alternate (algorithm.max_staleness 0)" in plan_of(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")
-    assert plan_of(embedded) == ("rollouts: no prediction for engines of type transformers")
+    assert plan_of(embedded) == ("rollouts: no prediction for engines of type embedded")
