@@ -119,7 +119,7 @@ def test_status_of_chain_shows_running_job(monkeypatch: pytest.MonkeyPatch) -> N
     assert status.detail == "job 1, 7:31 of 1:00:00, 1 nodes n1, 2 more in the queue"
 
 
-def test_process_that_reuses_number_of_ended_run_is_not_cancelled(tmp_path: Path) -> None:
+def test_process_with_the_number_of_an_ended_run_stays(tmp_path: Path) -> None:
     """After the end of a run or a reboot, its process number may belong to another program."""
     with subprocess.Popen(["sleep", "60"], cwd=tmp_path) as other:
         launch = jobs.Launch(

@@ -90,7 +90,7 @@ def test_forward_kl_over_the_vocabulary_is_exact_in_fp32() -> None:
     torch.testing.assert_close(leaf.grad.double(), gradient, atol=1e-6, rtol=1e-5)
 
 
-def test_objective_is_a_mean_that_ignores_tokens_outside_of_the_loss() -> None:
+def test_objective_ignores_tokens_outside_of_the_loss() -> None:
     batch = in_fp64(batch_of(samples(), align=4))
     generator = torch.Generator().manual_seed(1)
     log_probs = torch.randn(batch.tokens, 3, generator=generator).double().log_softmax(-1) - 1

@@ -215,7 +215,7 @@ def test_a_fault_around_the_model_fails_by_its_name(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("check", "cause", "kind"), AROUND_THE_MODEL, ids=as_id)
-def test_no_other_check_takes_a_fault_around_the_model_for_another(
+def test_fault_around_the_model_is_found_by_its_own_check(
     prepared: Prepared, check: str, cause: str, kind: type[TransformersModel]
 ) -> None:
     results = prepared.examine(kind(prepared.first.directory, "fp32"))
@@ -322,7 +322,7 @@ def test_a_trainer_with_one_fault_fails_by_its_name(
     assert failed(results) - {"agreement"} == {check}
 
 
-def test_demonstrations_that_spell_a_special_token_fail_by_its_name(
+def test_demonstration_that_spells_a_special_token_is_named(
     prepared: Prepared, trainer_with: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_text(harmony: Harmony, content_type: str) -> list[int]:

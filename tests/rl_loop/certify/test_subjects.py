@@ -64,9 +64,7 @@ def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["fa3", "triton"])
-def test_the_benchmark_starts_a_server_of_sglang_and_certifies_it(
-    attention: str, tmp_path: Path
-) -> None:
+def test_benchmark_certifies_an_sglang_server(attention: str, tmp_path: Path) -> None:
     """A script replaces SGLang's interpreter, which does not have this project in its path."""
     python = tmp_path / "python"
     paths = f"{ROOT}:{ROOT / 'kernels'}"

@@ -58,9 +58,7 @@ def test_untested_configurations_have_names_too() -> None:
     ("name", "parameters"),
     [("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
 )
-def test_model_configurations_have_the_published_number_of_parameters(
-    name: str, parameters: int
-) -> None:
+def test_models_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     import yaml
 
     from converters.names import hf_shapes
@@ -274,7 +272,7 @@ def test_quantization_that_cannot_work_is_refused_with_its_key(
         load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
 
 
-def test_bf16_servers_may_hold_the_values_of_a_run_with_quantization() -> None:
+def test_bf16_servers_may_hold_values_of_quantized_runs() -> None:
     overrides = ["quantization=mxfp4", "rollout.engine={type: sglang}"]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
     assert config.trained_quantization == "mxfp4"
@@ -307,12 +305,12 @@ def test_tiny_vocabulary_has_no_system_message_unless_set() -> None:
     assert released.prompt.python_tool
 
 
-def test_a_part_that_is_frozen_may_have_adapters_beside_others_that_learn() -> None:
+def test_frozen_part_may_have_adapters_beside_others() -> None:
     overrides = ["adapter={rank: 8}", "ablation.freeze=[experts]"]
     load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
 
 
-def test_a_copied_configuration_finds_shipped_models_and_prefers_those_beside_it(
+def test_copied_configuration_prefers_models_beside_it(
     tmp_path: Path,
 ) -> None:
     copy = tmp_path / "mine/words.yaml"
