@@ -374,3 +374,39 @@ def test_metric_of_an_episode_has_the_documented_name() -> None:
     metrics = StepMetrics(step=1)
     add_rollout_metrics(metrics, [TrajectoryGroup("t", [episode])])
     assert metrics.values()[name] == 3.0
+
+
+# ---- sizes
+
+WORDS = {"README.md": 550, "docs/status.md": 700}
+RESULT_WORDS = 900
+UNRELEASED_WORDS = 2200
+TEST_NAME_CHARACTERS = 60
+
+
+def test_pages_are_short() -> None:
+    pages = {ROOT / name: words for name, words in WORDS.items()}
+    pages |= {page: RESULT_WORDS for page in (ROOT / "docs/performance").glob("*.md")}
+    too_long = {
+        str(page.relative_to(ROOT)): words
+        for page, limit in pages.items()
+        if (words := len(page.read_text().split())) > limit
+    }
+    assert not too_long
+
+
+def test_changes_of_a_release_are_short() -> None:
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert unreleased.startswith("Unreleased")
+    assert len(unreleased.split()) <= UNRELEASED_WORDS
+
+
+def test_names_of_tests_are_short() -> None:
+    names = {
+        name
+        for folder in ("tests", "benchmarks")
+        for file in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"\bdef (test_\w+)", file.read_text())
+    }
+    assert len(names) > 1000
+    assert not {name for name in names if len(name) > TEST_NAME_CHARACTERS}
