@@ -171,7 +171,7 @@ class RlLoop:
         self.collector = self._make_collector(abort_rollouts)
         # Groups are written before their checkpoint. If the run dies in between, a resume starts at
         # an earlier checkpoint and deletes the file.
-        checkpointer.before_save = self.save_finished_groups
+        checkpointer.save_external_state = self.save_finished_groups
 
     def _make_collector(self, abort_rollouts: Callable[[], bool]) -> RolloutCollector:
         """Return the collector of the steps that are left."""

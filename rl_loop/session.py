@@ -263,7 +263,7 @@ class RunSession(ABC):
             state,
             config.training,
             stop_requested=lambda: self.interrupt.requested,
-            on_save=self._begin_checkpoint,
+            on_checkpoint_start=self._begin_checkpoint,
             task_cursor=self._task_cursor,
         )
         # Last on the stack, so that it runs first: the clean-up begins before any part is closed.

@@ -40,8 +40,8 @@ class OptimizerConfig(StrictModel):
     in both cases.
     """
     offload: float = Field(0.0, ge=0, le=1)
-    """Fraction of the optimizer state kept in pinned host memory. Each step copies it to the GPU,
-    which takes longer than the step itself. Results do not change.
+    """Fraction of the optimizer state kept in pinned host memory. Each step copies it to the GPU
+    and back, which takes longer than computing the new weights. Results do not change.
     """
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:

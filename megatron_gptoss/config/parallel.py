@@ -74,7 +74,7 @@ class ParallelConfig(StrictModel):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number of which each data-parallel rank's micro-batch count must be a multiple."""
+        """Divisor of the number of micro-batches of each data-parallel rank."""
         # Megatron's interleaved schedule requires whole groups of this size.
         return self.pipeline if self.virtual_pipeline > 1 else 1
 

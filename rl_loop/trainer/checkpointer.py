@@ -37,7 +37,7 @@ class RunState:
         )
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Return the state as JSON."""
+        """Return the state as a dict of JSON values."""
         state: dict[str, Any] = {
             "step": self.step,
             "seconds": self.seconds,
@@ -66,7 +66,7 @@ class Checkpointer:
         training: TrainingConfig,
         *,
         stop_requested: Callable[[], bool] = lambda: False,
-        on_save: Callable[[], None] = lambda: None,
+        on_checkpoint_start: Callable[[], None] = lambda: None,
         task_cursor: Callable[[RunState], dict[str, Any] | None] = lambda state: None,
     ) -> None:
         """Continue from a state.
@@ -76,16 +76,16 @@ class Checkpointer:
             state: state of the checkpoint that the run continues from.
             training: length of the run and frequency of checkpoints.
             stop_requested: returns True if the run must end with the current step.
-            on_save: called when a checkpoint begins.
+            on_checkpoint_start: called when a checkpoint begins.
             task_cursor: returns ``RunState.tasks`` for a state.
         """
         self._trainer = trainer
         self._training = training
         self._stop_requested = stop_requested
-        self._on_save = on_save
+        self._on_checkpoint_start = on_checkpoint_start
         self._task_cursor = task_cursor
         self.state = state
-        self.before_save: Callable[[int], None] = lambda step: None
+        self.save_external_state: Callable[[int], None] = lambda step: None
         """Called with the number of completed steps before their checkpoint is written. It saves
         the data that is kept outside of checkpoints."""
         self._first_step = state.step
@@ -121,15 +121,16 @@ class Checkpointer:
 
         The step in progress must not have changed the policy.
         """
-        # Otherwise the checkpoint from which this attempt continues has the same state.
+        # Without a completed step, the state is that of the checkpoint from which this attempt
+        # continues.
         if self.state.step > self._first_step:
             self._save(block=True)
 
     def _save(self, *, block: bool) -> None:
         """Begin a checkpoint. With ``block``, wait until it is complete."""
-        self._on_save()
+        self._on_checkpoint_start()
         # First the data outside of the checkpoint, which must exist if a run resumes from it.
-        self.before_save(self.state.step)
+        self.save_external_state(self.state.step)
         # Only a saved state needs the time and the cursor, so they are computed here.
         self.state.seconds = self.seconds
         self.state.tasks = self._task_cursor(self.state)

@@ -44,7 +44,7 @@ class ToolServerConfig(BaseModel):
     ``shared``."""
 
     prefix: str = ""
-    """Prefix of the tools' names in the prompt, for servers with equal names of tools."""
+    """Prefix of the tools' names in the prompt, for servers whose tools have equal names."""
     tools: list[str] | None = None
     """Tools that are offered to the policy, by their names on the server. null offers all. A judge
     can call the others, too."""

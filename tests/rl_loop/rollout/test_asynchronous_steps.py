@@ -385,7 +385,9 @@ def killed_at(moment: str, step: int) -> Callable[[RlLoop], None]:
                 loop.update_policy, lambda at, samples, record: kill_in_step()
             )  # type: ignore[method-assign]
         elif moment == "groups saved":
-            checkpointer.before_save = followed_by(checkpointer.before_save, kill_when_saved)
+            checkpointer.save_external_state = followed_by(
+                checkpointer.save_external_state, kill_when_saved
+            )
         else:
             save = followed_by(checkpointer._save, lambda block: kill_when_saved(loop.state.step))
             checkpointer._save = save  # type: ignore[method-assign]
