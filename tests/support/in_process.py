@@ -229,7 +229,7 @@ def local_loop(
                 trainer,
                 state,
                 config.training,
-                on_save=recorder.finish_writing,
+                on_checkpoint_start=recorder.finish_writing,
                 task_cursor=lambda state: tasks.cursor(state.next_task),
             ),
             group_store=group_store,
