@@ -316,6 +316,7 @@ class ChatMlModel:
         """
         if not prompts:
             return
+
         inputs = self._tokenizer(
             list(prompts), return_tensors="pt", padding=True, add_special_tokens=False
         ).to(self.device)
@@ -336,6 +337,7 @@ class ChatMlModel:
             raise DataError(
                 f"--batch: {len(prompts)} conversations exceed the GPU's memory. Lower it"
             ) from None
+
         for sampled in outputs[:, inputs["input_ids"].shape[1] :].tolist():
             yield self._text_of(sampled)
 

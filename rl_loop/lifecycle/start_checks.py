@@ -176,31 +176,37 @@ def check_tiny_vocabulary(config: RunConfig) -> None:
     weights = config.initial_weights
     if config.vocabulary != "tiny" or weights is None:
         return
+
     try:
-        if (weights / TOKENIZER_FILE).exists():
-            theirs = text_tokens(weights)
-        elif (weights / "config.yaml").exists():
-            earlier = load_served_config(weights)
-            if _vocabulary_sources(earlier) == _vocabulary_sources(config):
-                return
-            theirs = _tiny_tokens(earlier)
-        else:
-            return
-        ours = _tiny_tokens(config)
+        differs = _has_other_tokens(weights, config)
     except (UserError, ValueError, OSError) as error:
-        # Without the data of that run, nobody knows its vocabulary.
+        # The vocabulary of a run without an export depends on its data, which may be gone.
         logger.warning(
             "initial_weights: the vocabulary of %s was not compared with that of this run: %s",
             weights,
             error,
         )
         return
-    if ours != theirs:
+
+    if differs:
         raise StartError(
             f"initial_weights: {weights} has another tiny vocabulary, which consists of the words "
             "of tasks or conversations. Use the tasks.sources of that run, or set vocabulary_data "
             "to its data"
         )
+
+
+def _has_other_tokens(weights: Path, config: RunConfig) -> bool:
+    """Return True if an export or a run has other tokens than the tiny vocabulary of a run."""
+    if (weights / TOKENIZER_FILE).exists():
+        return text_tokens(weights) != _tiny_tokens(config)
+    if not (weights / "config.yaml").exists():
+        return False
+
+    earlier = load_served_config(weights)
+    if _vocabulary_sources(earlier) == _vocabulary_sources(config):
+        return False
+    return _tiny_tokens(earlier) != _tiny_tokens(config)
 
 
 def _vocabulary_sources(config: RunConfig) -> tuple[object, ...]:

@@ -23,6 +23,6 @@ class WeightExport:
     eos_token_ids: tuple[int, ...] = ()
     """End tokens of a turn, in place of those of ``extras``."""
     packed: bool = False
-    """Whether to gather and write experts as MXFP4 blocks and scales."""
+    """True to gather and write experts as MXFP4 blocks and scales."""
     mxfp4_digests: Mapping[str, Digests] = field(default_factory=dict)
     """Digests that all packed experts on the disk must have, by the name of their holder."""

@@ -162,7 +162,7 @@ class TrainerWorker:
         return max_over_ranks(memory_metrics(measured.peaks, predicted), device)
 
     def position(self) -> RankPosition:
-        """Return the data-parallel rank, and what else the driver has to know about this rank."""
+        """Return the data-parallel rank, the returned results and the slow layers of this rank."""
         # Per-token results of updates exist only on the last stage. Tensor- and context-parallel
         # ranks have the same results.
         answers = (
