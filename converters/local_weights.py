@@ -25,7 +25,7 @@ from converters.names import global_name, parameter_mappings
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
-from megatron_gptoss.weights import QuantizedWeight, Weight, named_weights
+from megatron_gptoss.weights import LocalWeight, QuantizedWeight, named_weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -33,7 +33,7 @@ OUTPUT_LAYER = "output_layer.weight"
 
 def find_local_weights(
     model: torch.nn.Module, config: ModelConfig
-) -> list[tuple[ParameterMapping, Weight]]:
+) -> list[tuple[ParameterMapping, LocalWeight]]:
     """Return this rank's weights with their entries, in the order of the name table.
 
     Raises:

@@ -39,7 +39,7 @@ from converters.model_extras import ModelExtras, read_extras
 from converters.names import hf_shapes
 from converters.pipeline import Progress
 from converters.reference.decoder import Decoder
-from converters.reference.dense import Dense, HuggingFaceDense
+from converters.reference.dense import DenseEquations, HuggingFaceDense
 from converters.reference.gpt_oss import SWISH_SLOPE, swiglu
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import SWIGLU_LIMIT, GptOssModelConfig
@@ -316,7 +316,7 @@ def _without_dense_keys(extras: ModelExtras) -> ModelExtras:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CalibrationResult:
     """Activations and losses of the dense model on the calibration text."""
 
     up_scales: list[Tensor]
@@ -326,7 +326,7 @@ class Measurement:
     report: UpcycleReport
 
 
-class _MeasuredDense(Dense):
+class _MeasuredDense(DenseEquations):
     """Dense reference that records the largest magnitude of every channel of ``up``."""
 
     def __init__(self, config: DenseModelConfig, layout: HuggingFaceDense) -> None:
@@ -342,7 +342,7 @@ class _MeasuredDense(Dense):
         return self.layout.down(layer, None, silu(gate) * up)
 
 
-class _ClampedDense(Dense):
+class _ClampedDense(DenseEquations):
     """Dense reference with the activation of the upcycled model."""
 
     up_scales: list[Tensor]
@@ -391,7 +391,7 @@ def measure(
     options: UpcycleOptions,
     tokens: Tensor,
     progress: Progress | None = None,
-) -> Measurement:
+) -> CalibrationResult:
     """Choose scales of ``up`` and biases of routers, and predict the loss of the upcycled model.
 
     Args:
@@ -412,7 +412,7 @@ def measure(
         if progress is not None:
             progress(int((number + share) * model_bytes), passes * model_bytes)
 
-    def reference[T: Dense](kind: type[T]) -> T:
+    def reference[T: DenseEquations](kind: type[T]) -> T:
         return kind(dense, HuggingFaceDense(dense, source.get))
 
     measured = reference(_MeasuredDense)
@@ -453,7 +453,7 @@ def measure(
         smallest_load=float(loads.min()),
         largest_load=float(loads.max()),
     )
-    return Measurement(up_scales, biases, report)
+    return CalibrationResult(up_scales, biases, report)
 
 
 def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> float:
@@ -518,7 +518,7 @@ def upcycled_tensors(
     source: HfDirectory,
     config: GptOssModelConfig,
     options: UpcycleOptions,
-    measured: Measurement,
+    measured: CalibrationResult,
     dtype: torch.dtype,
 ) -> Iterator[NamedTensor]:
     """Yield every tensor of the upcycled model by Hugging Face name, one layer in memory.

@@ -44,7 +44,7 @@ class AttemptOutcome:
     """End of the attempt, Unix time in seconds."""
 
 
-class Attempt:
+class RunAttempt:
     """The directory of one attempt, RUN/attempts/JOB.RESTART. See docs/launching.md."""
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class Attempt:
         write_json(self.outcome, asdict(outcome))
 
 
-def earlier_outcomes(attempt: Attempt) -> list[AttemptOutcome]:
+def earlier_outcomes(attempt: RunAttempt) -> list[AttemptOutcome]:
     """Read the outcomes of earlier attempts of the same job, oldest first.
 
     Other submissions of the run do not count, because the user may have fixed the cause.

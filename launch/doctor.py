@@ -21,7 +21,7 @@ from megatron_gptoss import host_memory
 from rl_loop.extras import install_command
 
 
-class Status(StrEnum):
+class Severity(StrEnum):
     """Meaning of a finding for runs on this machine."""
 
     OK = "ok"
@@ -34,23 +34,23 @@ class Status(StrEnum):
 class Finding(NamedTuple):
     """Result of a check."""
 
-    status: Status
+    status: Severity
     detail: str
     """Version, size, or reason of the failure."""
     advice: str = ""
     """Remedy; empty if there is no problem."""
 
 
-class Check(NamedTuple):
+class DoctorCheck(NamedTuple):
     """One line of ``gptoss doctor``: a part of the machine and its finding."""
 
     name: str
-    status: Status
+    status: Severity
     detail: str
     advice: str = ""
 
 
-STYLES = {Status.OK: "green", Status.LIMITED: "yellow", Status.MISSING: "bold red"}
+STYLES = {Severity.OK: "green", Severity.LIMITED: "yellow", Severity.MISSING: "bold red"}
 MIN_FREE_DISK = 10
 """Free disk space in GB for the environment and a tiny run with checkpoints."""
 MIN_MEMORY = 6
@@ -60,7 +60,7 @@ ENGINE = Path("/opt/sglang")
 O200K_COMMAND = "python -m rl_loop.harmony.o200k"
 
 
-def run_doctor() -> list[Check]:
+def run_doctor() -> list[DoctorCheck]:
     """Run all checks, in the order in which to fix problems. Takes seconds.
 
     The function never raises: an exception in a check becomes its finding.
@@ -75,7 +75,7 @@ def run_doctor() -> list[Check]:
             logging.disable(logging.NOTSET)
 
 
-def run_check(name: str, check: Callable[[], Finding]) -> Check:
+def run_check(name: str, check: Callable[[], Finding]) -> DoctorCheck:
     """Run one check and convert exceptions: a broken installation fails in many ways on import."""
     try:
         finding = check()
@@ -83,13 +83,13 @@ def run_check(name: str, check: Callable[[], Finding]) -> Check:
         # An import error of a library can have dozens of lines.
         first_line = str(error).strip().splitlines()[:1]
         detail = ": ".join([type(error).__name__, *first_line])
-        return Check(
+        return DoctorCheck(
             name,
-            Status.MISSING,
+            Severity.MISSING,
             detail,
             "run make setup; if the error remains, delete .venv (make clean-venv) and repeat",
         )
-    return Check(name, finding.status, finding.detail, finding.advice)
+    return DoctorCheck(name, finding.status, finding.detail, finding.advice)
 
 
 def print_doctor() -> bool:
@@ -108,12 +108,12 @@ def print_doctor() -> bool:
     return is_ready(checks)
 
 
-def is_ready(checks: list[Check]) -> bool:
+def is_ready(checks: list[DoctorCheck]) -> bool:
     """Return True if runs on this machine can work, that is if nothing is missing."""
-    return all(check.status is not Status.MISSING for check in checks)
+    return all(check.status is not Severity.MISSING for check in checks)
 
 
-def print_checks(checks: list[Check], console: Console) -> None:
+def print_checks(checks: list[DoctorCheck], console: Console) -> None:
     """Print a line per check, and a line with advice if there is any.
 
     Lines are not wrapped, so that commands can be copied.
@@ -132,8 +132,10 @@ def check_python() -> Finding:
     """Check the version of Python."""
     detail = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if sys.version_info[:2] != (3, 12):
-        return Finding(Status.MISSING, detail, "use Python 3.12: make setup creates .venv with it")
-    return Finding(Status.OK, detail)
+        return Finding(
+            Severity.MISSING, detail, "use Python 3.12: make setup creates .venv with it"
+        )
+    return Finding(Severity.OK, detail)
 
 
 def check_package(package: str, module: str) -> Callable[[], Finding]:
@@ -148,7 +150,7 @@ def check_package(package: str, module: str) -> Callable[[], Finding]:
         # First, because PackageNotFoundError tells "not installed" from "does not load".
         version = importlib.metadata.version(package)
         importlib.import_module(module)
-        return Finding(Status.OK, version)
+        return Finding(Severity.OK, version)
 
     return check
 
@@ -159,7 +161,9 @@ def check_transformer_engine() -> Finding:
     try:
         return check_package("transformer-engine", "transformer_engine.pytorch")()
     except importlib.metadata.PackageNotFoundError:
-        return Finding(Status.LIMITED, "not installed", f"GPU training needs it: {_gpu_command()}")
+        return Finding(
+            Severity.LIMITED, "not installed", f"GPU training needs it: {_gpu_command()}"
+        )
 
 
 def check_nemo_run() -> Finding:
@@ -168,7 +172,7 @@ def check_nemo_run() -> Finding:
         return check_package("nemo-run", "nemo_run")()
     except importlib.metadata.PackageNotFoundError:
         advice = f"`gptoss launch` on Slurm needs it: {install_command('launch')}"
-        return Finding(Status.LIMITED, "not installed", advice)
+        return Finding(Severity.LIMITED, "not installed", advice)
 
 
 def check_sglang() -> Finding:
@@ -183,10 +187,10 @@ def check_sglang() -> Finding:
             [python, "-c", program], capture_output=True, text=True, timeout=60, check=False
         )
         if done.returncode == 0:
-            return Finding(Status.OK, f"{done.stdout.strip()} in {python}")
+            return Finding(Severity.OK, f"{done.stdout.strip()} in {python}")
 
     advice = f"RL on GPUs needs it: gptoss doctor --install-engine {ENGINE}"
-    return Finding(Status.LIMITED, f"none in {ENGINE}", advice)
+    return Finding(Severity.LIMITED, f"none in {ENGINE}", advice)
 
 
 def _gpu_command() -> str:
@@ -213,31 +217,31 @@ def check_o200k() -> Finding:
 
     if result.returncode != 0:
         detail = f"openai-harmony {version}, no o200k vocabulary"
-        return Finding(Status.MISSING, detail, last_line or f"run {O200K_COMMAND}")
-    return Finding(Status.OK, f"openai-harmony {version} {last_line}".strip())
+        return Finding(Severity.MISSING, detail, last_line or f"run {O200K_COMMAND}")
+    return Finding(Severity.OK, f"openai-harmony {version} {last_line}".strip())
 
 
 def check_compiler() -> Finding:
     """Check that there is a C compiler, which builds the CPU kernels."""
     path = shutil.which("cc")
     if path is None:
-        return Finding(Status.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
-    return Finding(Status.OK, path)
+        return Finding(Severity.MISSING, "no cc", "sudo apt-get install -y gcc libc6-dev")
+    return Finding(Severity.OK, path)
 
 
 def check_sandbox() -> Finding:
     """Check that bubblewrap is installed and can isolate programs on this machine."""
     path = shutil.which("bwrap")
     if path is None:
-        return Finding(Status.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap")
+        return Finding(Severity.MISSING, "no bwrap", "sudo apt-get install -y bubblewrap")
 
     # bwrap may be installed without permission to create namespaces, as in many containers.
     sandbox = importlib.import_module("rl_loop.sandbox")
     try:
         sandbox.check_isolation()
     except sandbox.SandboxUnavailable as error:
-        return Finding(Status.MISSING, "isolation does not work here", str(error))
-    return Finding(Status.OK, f"{path}; namespaces and the system-call filter work")
+        return Finding(Severity.MISSING, "isolation does not work here", str(error))
+    return Finding(Severity.OK, f"{path}; namespaces and the system-call filter work")
 
 
 def check_sandbox_limits() -> Finding:
@@ -245,8 +249,8 @@ def check_sandbox_limits() -> Finding:
     protection = importlib.import_module("rl_loop.sandbox.cgroup").describe_protection()
     detail = f"{protection.memory}; {protection.processors}"
     if protection.advice:
-        return Finding(Status.LIMITED, detail, protection.advice)
-    return Finding(Status.OK, detail)
+        return Finding(Severity.LIMITED, detail, protection.advice)
+    return Finding(Severity.OK, detail)
 
 
 def check_gpus() -> Finding:
@@ -254,13 +258,13 @@ def check_gpus() -> Finding:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return Finding(
-            Status.LIMITED,
+            Severity.LIMITED,
             "none",
             "the tiny configs run on CPUs; 20B and 120B need GPUs",
         )
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return Finding(
-        Status.OK,
+        Severity.OK,
         ", ".join(f"{device.name} {device.total_memory / 1e9:.0f} GB" for device in devices),
     )
 
@@ -272,11 +276,11 @@ def check_disk() -> Finding:
     detail = f"{free:.0f} GB free in {Path.cwd()}"
     if free < MIN_FREE_DISK:
         return Finding(
-            Status.LIMITED,
+            Severity.LIMITED,
             detail,
             f"{MIN_FREE_DISK} GB are recommended; delete old runs under runs/",
         )
-    return Finding(Status.OK, detail)
+    return Finding(Severity.OK, detail)
 
 
 def check_memory() -> Finding:
@@ -286,8 +290,8 @@ def check_memory() -> Finding:
     detail = f"{total:.0f} GB, {len(os.sched_getaffinity(0))} CPU cores"
     # Limited and not missing: a machine with swap may still manage.
     if total < MIN_MEMORY:
-        return Finding(Status.LIMITED, detail, f"the tiny run needs about {MIN_MEMORY} GB")
-    return Finding(Status.OK, detail)
+        return Finding(Severity.LIMITED, detail, f"the tiny run needs about {MIN_MEMORY} GB")
+    return Finding(Severity.OK, detail)
 
 
 CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (

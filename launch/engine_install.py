@@ -44,7 +44,7 @@ class InstallError(UserError):
 
 
 @dataclass(frozen=True)
-class Requirement:
+class PinnedPackage:
     """One package of a pinned file."""
 
     pin: str
@@ -54,7 +54,7 @@ class Requirement:
 
 
 @dataclass(frozen=True)
-class Platform:
+class WheelPlatform:
     """Properties that decide whether the wheels can be installed."""
 
     system: str
@@ -111,7 +111,7 @@ def install_engine(directory: Path, log_line: LogLine = print, pinned: Path = PI
     return python
 
 
-def read_requirements(pinned: Path) -> list[Requirement]:
+def read_requirements(pinned: Path) -> list[PinnedPackage]:
     """Return the packages of a file written by `uv pip compile --generate-hashes`.
 
     Raises:
@@ -127,11 +127,11 @@ def read_requirements(pinned: Path) -> list[Requirement]:
         pin = block.split()[0]
         if "==" not in pin or "--hash=" not in block:
             raise InstallError(f"{pinned}: {pin} has no version or no hash")
-        requirements.append(Requirement(pin, block))
+        requirements.append(PinnedPackage(pin, block))
     return requirements
 
 
-def this_machine(directory: Path) -> Platform:
+def this_machine(directory: Path) -> WheelPlatform:
     """Describe this machine, and the disk of ``directory``, which may not exist yet."""
     library, version = platform.libc_ver()
     glibc = None
@@ -143,7 +143,7 @@ def this_machine(directory: Path) -> Platform:
     parent = directory
     while not parent.exists():
         parent = parent.parent
-    return Platform(
+    return WheelPlatform(
         system=platform.system(),
         architecture=platform.machine(),
         glibc=glibc,
@@ -152,7 +152,7 @@ def this_machine(directory: Path) -> Platform:
     )
 
 
-def unsupported_reason(machine: Platform, share: float = 1.0) -> str:
+def unsupported_reason(machine: WheelPlatform, share: float = 1.0) -> str:
     """Return the reason why SGLang cannot be installed, or "".
 
     Args:
@@ -266,7 +266,7 @@ def _make_environment(directory: Path, pinned: Path) -> None:
 
 
 def _install(
-    directory: Path, missing: Sequence[Requirement], total: int, lock: int, log_line: LogLine
+    directory: Path, missing: Sequence[PinnedPackage], total: int, lock: int, log_line: LogLine
 ) -> None:
     """Install the missing packages, one batch at a time."""
     started = time.monotonic()

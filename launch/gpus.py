@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """A GPU."""
 
     name: str
@@ -22,9 +22,9 @@ class Gpu:
 
 
 KNOWN_GPUS = {
-    "h100": Gpu("H100", 79.1 * GIB),
-    "h200": Gpu("H200", 139.8 * GIB),
-    "b200": Gpu("B200", 178.3 * GIB),
+    "h100": GpuInfo("H100", 79.1 * GIB),
+    "h200": GpuInfo("H200", 139.8 * GIB),
+    "b200": GpuInfo("B200", 178.3 * GIB),
 }
 """GPUs by name for ``--gpu``. The memory is torch's total memory, rounded down.
 
@@ -36,7 +36,7 @@ those that programs on such GPUs report.
 DEFAULT_GPU = "h200"
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str) -> GpuInfo:
     """Return a GPU of KNOWN_GPUS.
 
     Raises:
@@ -49,7 +49,7 @@ def gpu_named(name: str) -> Gpu:
     return KNOWN_GPUS[name.lower()]
 
 
-def local_gpu() -> Gpu | None:
+def local_gpu() -> GpuInfo | None:
     """Return the smallest GPU of this machine; None if nvidia-smi reports none."""
     try:
         # nvidia-smi instead of torch, which takes seconds to import.
@@ -61,7 +61,7 @@ def local_gpu() -> Gpu | None:
         total, reserved = memory_bytes(row["memory.total"]), memory_bytes(row["memory.reserved"])
         # nvidia-smi reports "[N/A]" for some GPUs.
         if total is not None and reserved is not None:
-            gpus.append(Gpu(row["name"], total - reserved))
+            gpus.append(GpuInfo(row["name"], total - reserved))
     # A layout must fit on every GPU.
     return min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
 
@@ -125,5 +125,5 @@ def configured_hardware(gigabytes: float | None) -> Hardware:
     return Hardware(gigabytes, "GPU of parallel.gpu_gb")
 
 
-def _gb(gpu: Gpu) -> float:
+def _gb(gpu: GpuInfo) -> float:
     return round(gpu.total_bytes / 1e9, 1)

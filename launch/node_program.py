@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from launch.attempts import Attempt
+from launch.attempts import RunAttempt
 from launch.cluster import ClusterConfig
 from launch.job_settings import JobSettings
 from launch.node_checks import NodeCheck, check_node
@@ -79,7 +79,7 @@ class NodeProgram:
 
         attempt = os.environ["GPTOSS_ATTEMPT"]
         self.run = RunDirectory(settings.directory)
-        self.attempt = Attempt(self.run.path / "attempts" / attempt)
+        self.attempt = RunAttempt(self.run.path / "attempts" / attempt)
         if cluster.kind == "local":
             os.environ.update(loopback_environment())
         # Ray would prefer the user's token in the environment to the attempt's token.

@@ -21,7 +21,7 @@ Sections = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
-class Partition:
+class SlurmPartition:
     """One line of sinfo. Nodes of different kinds have a line each."""
 
     name: str
@@ -166,7 +166,7 @@ def _engine_problems(
 
 def slurm_problems(
     cluster: ClusterConfig,
-    partitions: list[Partition],
+    partitions: list[SlurmPartition],
     sections: Sections,
 ) -> list[str]:
     """Return the problems that Slurm's description of the cluster shows.
@@ -215,7 +215,7 @@ def _account_problems(cluster: ClusterConfig, lines: list[str]) -> list[str]:
     return problems
 
 
-def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> list[str]:
+def _partition_problems(cluster: ClusterConfig, partitions: list[SlurmPartition]) -> list[str]:
     """Return the first field that no partition satisfies, as a list of at most one problem."""
     fitting = partitions
     if cluster.partition is not None:
@@ -247,30 +247,30 @@ def _partition_problems(cluster: ClusterConfig, partitions: list[Partition]) -> 
     return []
 
 
-def _list_partitions(partitions: list[Partition]) -> str:
+def _list_partitions(partitions: list[SlurmPartition]) -> str:
     return ", ".join(str(partition) for partition in partitions)
 
 
-def _has_gpu_type(cluster: ClusterConfig, partition: Partition) -> bool:
+def _has_gpu_type(cluster: ClusterConfig, partition: SlurmPartition) -> bool:
     if not cluster.gpus_per_node or cluster.gpu_type is None:
         return True
     return cluster.gpu_type in partition.gpus
 
 
-def _has_gpus(cluster: ClusterConfig, partition: Partition) -> bool:
+def _has_gpus(cluster: ClusterConfig, partition: SlurmPartition) -> bool:
     return cluster.gpus_per_node <= partition.gpus_per_node
 
 
-def _has_cpus(cluster: ClusterConfig, partition: Partition) -> bool:
+def _has_cpus(cluster: ClusterConfig, partition: SlurmPartition) -> bool:
     return (cluster.cpus_per_node or 0) <= partition.cpus
 
 
-def _has_memory(cluster: ClusterConfig, partition: Partition) -> bool:
+def _has_memory(cluster: ClusterConfig, partition: SlurmPartition) -> bool:
     # 0 requests all of a node's memory, so it fits every node.
     return parse_megabytes(cluster.memory_per_node or "0") <= partition.memory
 
 
-def _has_features(cluster: ClusterConfig, partition: Partition) -> bool:
+def _has_features(cluster: ClusterConfig, partition: SlurmPartition) -> bool:
     if not cluster.constraint:
         return True
     # One common feature is enough here. Slurm itself checks expressions such as "a&b" and "a|b".
@@ -278,11 +278,11 @@ def _has_features(cluster: ClusterConfig, partition: Partition) -> bool:
     return bool(named & set(partition.features.split(",")))
 
 
-def _allows_time(cluster: ClusterConfig, partition: Partition) -> bool:
+def _allows_time(cluster: ClusterConfig, partition: SlurmPartition) -> bool:
     return parse_seconds(cluster.time_limit) <= parse_seconds(partition.time_limit)
 
 
-PARTITION_CHECKS: tuple[tuple[str, Callable[[ClusterConfig, Partition], bool]], ...] = (
+PARTITION_CHECKS: tuple[tuple[str, Callable[[ClusterConfig, SlurmPartition], bool]], ...] = (
     ("gpu_type", _has_gpu_type),
     ("gpus_per_node", _has_gpus),
     ("cpus_per_node", _has_cpus),
@@ -293,10 +293,10 @@ PARTITION_CHECKS: tuple[tuple[str, Callable[[ClusterConfig, Partition], bool]], 
 """(field of the cluster, function that returns True if a partition satisfies it), in order."""
 
 
-def parse_partition(line: str) -> Partition:
+def parse_partition(line: str) -> SlurmPartition:
     """Parse a line of ``sinfo -o '%R|%a|%l|%D|%G|%c|%m|%f'``."""
     name, state, time_limit, nodes, gres, cpus, memory, features = line.split("|")
-    return Partition(
+    return SlurmPartition(
         name=name,
         up=state == "up",
         time_limit=time_limit,

@@ -77,7 +77,7 @@ Records = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Chart:
+class ReportChart:
     """One pair of axes in a figure."""
 
     title: str
@@ -87,7 +87,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """A metric over the steps that recorded it."""
 
     label: str
@@ -96,7 +96,7 @@ class Curve:
     values: Sequence[float]
 
 
-OUTCOME_CHART = Chart(
+OUTCOME_CHART = ReportChart(
     "reward and accuracy",
     (
         (MetricName.REWARD, "reward"),
@@ -105,23 +105,23 @@ OUTCOME_CHART = Chart(
     ),
 )
 DETAIL_CHARTS = (
-    Chart("loss", ((MetricName.LOSS, "loss"),)),
-    Chart(
+    ReportChart("loss", ((MetricName.LOSS, "loss"),)),
+    ReportChart(
         "tool-call rate",
         ((MetricName.TOOL_CALL_RATE, "training"), (MetricName.HELD_OUT_TOOL_CALL_RATE, "held out")),
     ),
-    Chart("turns", ((MetricName.TURNS, "training"), (MetricName.HELD_OUT_TURNS, "held out"))),
-    Chart("sampled tokens per episode", ((MetricName.RESPONSE_TOKENS, "tokens"),)),
-    Chart(
+    ReportChart("turns", ((MetricName.TURNS, "training"), (MetricName.HELD_OUT_TURNS, "held out"))),
+    ReportChart("sampled tokens per episode", ((MetricName.RESPONSE_TOKENS, "tokens"),)),
+    ReportChart(
         "train/rollout mismatch (nats)",
         ((MetricName.LOGPROB_GAP, "|Δ log p|"), (MetricName.KL, "KL")),
         log_scale=True,
     ),
-    Chart("clip fraction", ((MetricName.CLIP_FRACTION, "clip fraction"),)),
-    Chart("gradient norm", ((MetricName.GRAD_NORM, "gradient norm"),)),
-    Chart("entropy (nats)", ((MetricName.ENTROPY, "entropy"),)),
-    Chart("tokens/s", ((MetricName.TOKENS_PER_SECOND, "tokens/s"),)),
-    Chart(
+    ReportChart("clip fraction", ((MetricName.CLIP_FRACTION, "clip fraction"),)),
+    ReportChart("gradient norm", ((MetricName.GRAD_NORM, "gradient norm"),)),
+    ReportChart("entropy (nats)", ((MetricName.ENTROPY, "entropy"),)),
+    ReportChart("tokens/s", ((MetricName.TOKENS_PER_SECOND, "tokens/s"),)),
+    ReportChart(
         "seconds per step",
         tuple((f"seconds/{phase}", phase) for phase in ("rollout", "train", "sync")),
     ),
@@ -192,14 +192,14 @@ def describe_progress(records: Records, finished: bool) -> str:
     return f"{steps}, {state}"
 
 
-def reward_parts_chart(records: Records) -> Chart:
+def reward_parts_chart(records: Records) -> ReportChart:
     """Return the chart of reward components, with at most one component per color."""
     # Components can change between steps, for example with the task.
     names = {name for record in records for name in record if name.startswith(REWARD_PART)}
     parts = [(name, name.removeprefix(REWARD_PART)) for name in sorted(names)]
     # A chart with one curve has no legend.
     title = "parts of the reward" if len(parts) != 1 else f"part of the reward: {parts[0][1]}"
-    return Chart(title, tuple(parts[: len(COLORS)]))
+    return ReportChart(title, tuple(parts[: len(COLORS)]))
 
 
 def format_number(value: object) -> str:
@@ -257,7 +257,7 @@ def summary_figures(summary: dict[str, Any]) -> dict[str, int | float | str]:
     return figures
 
 
-def draw_for_page(chart: Chart, records: Records) -> str:
+def draw_for_page(chart: ReportChart, records: Records) -> str:
     """Draw a chart as SVG, with the colors of the reader's theme.
 
     The size is readable on a phone, and SVG is sharp on a large screen.
@@ -281,7 +281,7 @@ def draw_for_page(chart: Chart, records: Records) -> str:
 
 
 def draw_chart(
-    chart: Chart, records: Records, inches: tuple[float, float], file_format: str
+    chart: ReportChart, records: Records, inches: tuple[float, float], file_format: str
 ) -> bytes | None:
     """Draw a chart.
 
@@ -310,18 +310,18 @@ def draw_chart(
     return buffer.getvalue()
 
 
-def chart_curves(chart: Chart, records: Records) -> list[Curve]:
+def chart_curves(chart: ReportChart, records: Records) -> list[MetricCurve]:
     """Return the curves of a chart that have data. Each metric has a fixed color."""
     curves = []
     # Colors follow the list of metrics, so that a missing metric does not shift them.
     for (name, label), color in zip(chart.metrics, COLORS, strict=False):
         steps, values = metric_curve(records, name)
         if steps:
-            curves.append(Curve(label, color, steps, values))
+            curves.append(MetricCurve(label, color, steps, values))
     return curves
 
 
-def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
+def draw_curves(axes: Axes, chart: ReportChart, curves: Sequence[MetricCurve]) -> None:
     """Draw the curves of one chart."""
     step_label = "step"
     for curve in curves:
@@ -355,7 +355,7 @@ def draw_curves(axes: Axes, chart: Chart, curves: Sequence[Curve]) -> None:
         axes.legend()
 
 
-def draw_smoothed(axes: Axes, curve: Curve) -> None:
+def draw_smoothed(axes: Axes, curve: MetricCurve) -> None:
     """Draw the values of a noisy curve faintly, and their moving mean in bold."""
     axes.plot(curve.steps, curve.values, color=curve.color, alpha=0.25, linewidth=1)
     axes.plot(

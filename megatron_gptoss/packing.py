@@ -130,7 +130,7 @@ def build_batch(
         sequences = range(len(samples))
     if sample_ids is None:
         sample_ids = sequences
-    row = _Row(samples, sequences, align)
+    row = _PackedRow(samples, sequences, align)
 
     others = [name for name in samples.columns if name != "token_ids"]
     columns: dict[str, Any] = {name: row.column(name) for name in others}
@@ -146,7 +146,7 @@ def build_batch(
     )
 
 
-class _Row:
+class _PackedRow:
     """Layout of sequences in a packed row."""
 
     def __init__(self, samples: TrainingSamples, sequences: Sequence[int], align: int) -> None:

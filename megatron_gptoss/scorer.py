@@ -33,7 +33,7 @@ Its arguments are hidden [tokens, hidden_size], the output weight of this rank
 """
 
 
-class Scorer:
+class LogProbScorer:
     """Scorer of packed micro-batches with a model built by ``build_model``."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -22,14 +22,14 @@ from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import training_flops
-from megatron_gptoss.scorer import Head, Scorer, gather_context_parallel
+from megatron_gptoss.scorer import Head, LogProbScorer, gather_context_parallel
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 from megatron_gptoss.step_results import LossFunction, LossOutput, StepStatistics
 
 logger = logging.getLogger(__name__)
 
 
-class PolicyTrainer(Scorer):
+class PolicyTrainer(LogProbScorer):
     """Trainer of a model of ``build_model``, with Megatron's data parallelism and optimizer."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:

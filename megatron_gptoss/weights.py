@@ -17,7 +17,7 @@ from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.layers.quantized_experts import QuantizedExpertLinear
 
 
-class Weight(Protocol):
+class LocalWeight(Protocol):
     """Weight of this rank."""
 
     @property
@@ -142,7 +142,7 @@ class AdaptedWeight:
         return self.layer.merged_weight()
 
 
-def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, Weight]]:
+def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, LocalWeight]]:
     """Yield the weights of a model chunk with their names.
 
     The names are those of ``named_parameters`` for the same chunk without adapters. Converters and

@@ -36,7 +36,7 @@ MAX_DECODED_PARAMETERS = 2_000_000_000
 """Maximum parameters of an export that transformers decodes from, on the driver's CPU."""
 
 
-class Trainer(Protocol):
+class WeightExporter(Protocol):
     """Holder of the policy: a TrainerGroup."""
 
     def export(self, export: WeightExport) -> None: ...
@@ -57,7 +57,7 @@ class GreedyAgreement:
 
 
 def export_policy(
-    trainer: Trainer,
+    trainer: WeightExporter,
     codec: ChatCodec,
     directory: Path,
     *,
@@ -163,7 +163,7 @@ def export_trained_adapter(checkpoints: Path, directory: Path, base: Path | None
 
 
 def greedy_agreement(
-    trainer: Trainer,
+    trainer: WeightExporter,
     tasks: TaskMixture,
     directory: Path,
     dtype: str,

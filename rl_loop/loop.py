@@ -51,7 +51,7 @@ tolerance. Rounding, routes and unlikely tokens stay far below it. An answer to 
 far above it."""
 
 
-class Trainer(WeightSource, Protocol):
+class RlTrainer(WeightSource, Protocol):
     """The policy, its critic and its reference policy: a TrainerGroup (``trainer.group``).
 
     It splits the samples over the data-parallel ranks, and calls the method of the same name of
@@ -71,7 +71,7 @@ class Trainer(WeightSource, Protocol):
     def enter_phase(self, phase: str) -> None: ...
 
 
-class Rollouts(Protocol):
+class RolloutRunner(Protocol):
     """The engines, and the workers that run episodes with them: a RolloutPool (``rollout.pool``).
 
     Embedded engines are parts of the workers. SGLang servers belong to the pool's backend.
@@ -107,7 +107,7 @@ class Rollouts(Protocol):
     def updating_weights(self, version: int) -> AbstractContextManager[None]: ...
 
 
-class Tasks(Protocol):
+class RlTasks(Protocol):
     """Training and held-out tasks: a TaskMixture."""
 
     unusable: list[str]
@@ -126,9 +126,9 @@ class RlLoop:
         self,
         config: RlConfig,
         *,
-        trainer: Trainer,
-        rollouts: Rollouts,
-        tasks: Tasks,
+        trainer: RlTrainer,
+        rollouts: RolloutRunner,
+        tasks: RlTasks,
         recorder: StepRecorder,
         checkpointer: Checkpointer,
         group_store: GroupStore | None = None,

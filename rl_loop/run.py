@@ -18,8 +18,8 @@ from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.process_memory import exempt_from_collection, keep_freed_memory
 from rl_loop.session import (
-    Interrupted,
     RlSession,
+    RunInterrupted,
     RunSession,
     SftSession,
     backend_context,
@@ -43,7 +43,7 @@ from rl_loop.tracking.run_directory import (
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "Interrupted",
+    "RunInterrupted",
     "run_engine_report",
     "run_evaluation",
     "run_rl",
@@ -76,7 +76,7 @@ def run_sft(
         The run directory.
 
     Raises:
-        Interrupted: the run was asked to stop.
+        RunInterrupted: the run was asked to stop.
     """
     how = StartMode.chosen(resume=resume, overwrite=overwrite, resume_or_new=resume_or_new)
     steps = config.training.steps
@@ -111,7 +111,7 @@ def run_sft(
 
 
 def _check_not_interrupted(config: SftConfig, session: SftSession, done: int) -> None:
-    """Raise Interrupted if the run was asked to stop.
+    """Raise RunInterrupted if the run was asked to stop.
 
     Args:
         config: configuration of the run.
@@ -122,11 +122,11 @@ def _check_not_interrupted(config: SftConfig, session: SftSession, done: int) ->
     is_stopped = done < steps and not session.data.exhausted
     saved = f"saved after step {done} of {steps} in {session.run.path}"
     if is_stopped:
-        raise Interrupted(saved)
+        raise RunInterrupted(saved)
     # After a request during the last step, a resume writes the export. The export may take
     # minutes, in which a further request would have no effect.
     if session.interrupt.requested and config.exports:
-        raise Interrupted(f"{saved}. The export is missing; --resume writes it")
+        raise RunInterrupted(f"{saved}. The export is missing; --resume writes it")
 
 
 def _last_losses(run: RunDirectory) -> dict[str, float]:
@@ -159,7 +159,7 @@ def run_rl(
         The run directory.
 
     Raises:
-        Interrupted: the run was asked to stop.
+        RunInterrupted: the run was asked to stop.
     """
     if config.algorithm.critic is not None or config.algorithm.kl is not None:
         # Values and reference log-probs are columns, too, and double the memory that a step uses.
@@ -176,7 +176,7 @@ def run_rl(
         # A request during the last step ends the run, too. Its checkpoint is complete, and a resume
         # completes the rest.
         if done < config.training.steps or session.interrupt.requested:
-            raise Interrupted(_interrupt_message(config, session, done))
+            raise RunInterrupted(_interrupt_message(config, session, done))
         evaluation = loop.evaluate()
         if config.rollout.engine.packs_experts:
             # All checksums. The export is compared with the engines and the trainer, too.

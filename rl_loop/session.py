@@ -17,7 +17,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig, check_reward_part
 from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.inputs import WEIGHTS, RunInput, to_json
-from rl_loop.lifecycle.interrupt import Interrupt, SeparateSessions
+from rl_loop.lifecycle.interrupt import InterruptHandler, SeparateSessions
 from rl_loop.lifecycle.resume import ConfigChange, changes_since, inputs_of, write_config
 from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.lifecycle.start_checks import check_conversations, check_run_requirements, store_need
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Interrupted(Exception):
+class RunInterrupted(Exception):
     """The run was stopped on request. The message states the saved step."""
 
     exit_status = 130
@@ -65,7 +65,7 @@ class RunSession(ABC):
 
     Everything that starts is put on one stack, and the stack is unwound however the run ends. The
     run's directory is written only after all parts are ready. After an interrupt the context raises
-    Interrupted, once everything is closed.
+    RunInterrupted, once everything is closed.
     """
 
     codec: "ChatCodec"
@@ -86,7 +86,7 @@ class RunSession(ABC):
         self._show = show
         self._how = how
         self._stack = ExitStack()
-        self.interrupt = Interrupt()
+        self.interrupt = InterruptHandler()
 
     def __enter__(self) -> Self:
         # Python does not call ``__exit__`` if ``__enter__`` raises, but some parts have started
@@ -109,15 +109,15 @@ class RunSession(ABC):
         self._raise_if_interrupted(error)
 
     def _raise_if_interrupted(self, error: BaseException | None) -> None:
-        """Raise Interrupted if ``error`` is a request to stop. Everything is closed by now."""
+        """Raise RunInterrupted if ``error`` is a request to stop. Everything is closed by now."""
         if isinstance(error, KeyboardInterrupt):
             message = f"stopped at once; {self.saved_step_message()}"
-        elif isinstance(error, Interrupted):
+        elif isinstance(error, RunInterrupted):
             message = str(error)
         else:
             return
         # The user asked for the stop, so its traceback is not shown.
-        stop = Interrupted(message)
+        stop = RunInterrupted(message)
         stop.exit_status = self.interrupt.exit_status
         raise stop from None
 

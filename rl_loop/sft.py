@@ -19,7 +19,7 @@ TEACHER_VALIDATION_LOSS = "validation/teacher_loss"
 """Metric of the teacher's cross-entropy."""
 
 
-class Trainer(Protocol):
+class SftTrainer(Protocol):
     """Trainer that takes optimizer steps and computes log-probs: a TrainerGroup."""
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics: ...
@@ -30,7 +30,7 @@ class Trainer(Protocol):
 
 
 def train_supervised(
-    trainer: Trainer,
+    trainer: SftTrainer,
     data: SupervisedData,
     recorder: StepRecorder,
     checkpointer: Checkpointer,
@@ -90,7 +90,7 @@ def train_supervised(
 
 def add_validation_loss(
     record: StepRecord,
-    trainer: Trainer,
+    trainer: SftTrainer,
     validation: Mapping[str, TrainingSamples],
     sequences_at_a_time: int,
 ) -> None:

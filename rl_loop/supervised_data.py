@@ -71,7 +71,7 @@ class SupervisedData(Protocol):
         ...
 
 
-class Tasks(Protocol):
+class DemonstrationSource(Protocol):
     """Source of demonstrations: a TaskMixture."""
 
     def check_demonstrations(self) -> None: ...
@@ -94,7 +94,7 @@ class DemonstrationBatches:
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: DemonstrationSource,
         mixture: DemonstrationConfig,
         sequences_per_step: int,
         all_tokens: bool = False,

@@ -42,7 +42,7 @@ API: dict[str, dict[str, list[str]]] = {
         "megatron_gptoss.samples": ["TrainingSamples"],
         "megatron_gptoss.packing": ["PackedBatch", "pack", "build_batch"],
         "megatron_gptoss.packed_sequence": ["PackedSequence"],
-        "megatron_gptoss.scorer": ["Scorer"],
+        "megatron_gptoss.scorer": ["LogProbScorer"],
         "megatron_gptoss.trainer": ["PolicyTrainer"],
         "megatron_gptoss.step_results": ["LossOutput", "StepStatistics"],
     },
@@ -58,7 +58,12 @@ API: dict[str, dict[str, list[str]]] = {
         "converters.live": ["load_hf_weights", "export_hf_weights"],
     },
     "Certificates": {
-        "rl_loop.certify.subject": ["Subject", "ScoredText", "SampledText", "UnsupportedOperation"],
+        "rl_loop.certify.subject": [
+            "CertifySubject",
+            "ScoredText",
+            "SampledText",
+            "UnsupportedOperation",
+        ],
         "rl_loop.certify.run": ["certify", "CertifyOptions"],
     },
     "Environments": {

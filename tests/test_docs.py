@@ -30,7 +30,7 @@ from scripts.reference import API, configuration_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-ROOMS = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
+PACKAGES = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 
 
 def without_code(text: str) -> str:
@@ -160,8 +160,8 @@ def texts_in_the_code() -> list[str]:
                 self.found.append(node.value)
 
     texts = Texts()
-    for room in ROOMS:
-        for file in (ROOT / room).rglob("*.py"):
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
             texts.visit(ast.parse(file.read_text()))
     return texts.found
 
@@ -279,7 +279,7 @@ def test_library_page_has_output_for_every_program() -> None:
 
 MODULES_WITH_EXAMPLES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("kernels.")
-    for package in ROOMS
+    for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
     if "    >>> " in path.read_text()
 ]

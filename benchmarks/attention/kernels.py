@@ -26,14 +26,14 @@ import torch
 
 from benchmarks.harness import time_interleaved
 from gptoss_kernels.sink_attention import flash, sink_attention
-from gptoss_kernels.sink_attention.autograd import SinkAttention
+from gptoss_kernels.sink_attention.autograd import SinkAttentionFunction
 from gptoss_kernels.sink_attention.dispatch import (
     SHORT_MEAN,
     ShapeClass,
     choose_backend,
     unsupported_reason,
 )
-from gptoss_kernels.sink_attention.layout import Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments
 from gptoss_kernels.sink_attention.validation import check_arguments
 from tests.support.kernels.plain_flash4 import flash4_kernels
 
@@ -140,9 +140,9 @@ def attention_calls(
         )
 
     def run_folded() -> torch.Tensor:
-        segments = Segments(inputs.cu_seqlens, inputs.cu_seqlens, longest, longest)
+        segments = AttentionSegments(inputs.cu_seqlens, inputs.cu_seqlens, longest, longest)
         passes = flash.folded_passes(flash4_kernels(), segments, window, HEAD_SIZE**-0.5)
-        return SinkAttention.apply(*inputs.leaves, passes)[0]
+        return SinkAttentionFunction.apply(*inputs.leaves, passes)[0]
 
     shape = ShapeClass(inputs.q.device, inputs.q.dtype, HEADS, KV_HEADS, HEAD_SIZE, window)
     calls: dict[str, Callable[[], torch.Tensor]] = {}

@@ -300,7 +300,7 @@ class DummyRank(TrainerWorker):
 
 
 class DummyRanks:
-    """All data-parallel ranks in a few processes (``rl_loop.trainer.group.Ranks``)."""
+    """All data-parallel ranks in a few processes (``rl_loop.trainer.group.TrainerRanks``)."""
 
     def __init__(self, processes: Sequence[Any], ranks: int) -> None:
         self.processes = processes

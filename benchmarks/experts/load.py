@@ -33,7 +33,7 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.activation_memory import expert_load
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.scorer import Scorer
+from megatron_gptoss.scorer import LogProbScorer
 from rl_loop.cluster.placement import free_port
 
 STD = 0.02
@@ -76,7 +76,7 @@ def count_tokens(model: torch.nn.Module, sequences: int, length: int) -> Counts:
         batch = build_batch(
             TrainingSamples.join([{"token_ids": tokens, "loss_mask": [1] * length}])
         )
-        Scorer(model).score([batch])
+        LogProbScorer(model).score([batch])
         print(f"sequence {number + 1} of {sequences}", flush=True)
     return counts.tolist()
 

@@ -58,7 +58,7 @@ from converters.hf_directory import write_hf_directory
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.scorer import Scorer, alignment
+from megatron_gptoss.scorer import LogProbScorer, alignment
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import PLUGIN, inherited_environment
@@ -93,7 +93,7 @@ class Bench:
         self.random = random.Random(0)
         self.version = 0
         self.packed = arguments.quantization is not None
-        self.scorer = Scorer(trainer.model)
+        self.scorer = LogProbScorer(trainer.model)
 
     async def run(self) -> None:
         settings = server_settings(

@@ -62,7 +62,7 @@ from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.flops import forward_flops
-from megatron_gptoss.planning.memory import MemoryEstimate, Phase, estimate_memory
+from megatron_gptoss.planning.memory import MemoryEstimate, MemoryPhase, estimate_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import predict_step
 from megatron_gptoss.samples import TrainingSamples
@@ -632,7 +632,9 @@ def memory_inputs(
     )
 
 
-def phase_row(step: int, name: str, peak: PhasePeak, predicted: Phase | None) -> dict[str, Any]:
+def phase_row(
+    step: int, name: str, peak: PhasePeak, predicted: MemoryPhase | None
+) -> dict[str, Any]:
     """Return the measured and predicted memory of one phase in GB."""
     row: dict[str, Any] = {
         "step": step,

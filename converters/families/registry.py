@@ -10,9 +10,9 @@ from converters.families.dense import table as dense
 from converters.families.gpt_oss import table as gpt_oss
 from converters.mapping import ParameterMapping
 from converters.reference.decoder import Decoder
-from converters.reference.dense import Dense, HuggingFaceDense, MegatronDense
+from converters.reference.dense import DenseEquations, HuggingFaceDense, MegatronDense
 from converters.reference.gpt_oss import GptOss, HuggingFaceGptOss, MegatronGptOss
-from converters.reference.layouts import Layout
+from converters.reference.layouts import WeightLayout
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -34,9 +34,9 @@ class FamilyTensors:
     """Modules of every expert with an entry ``_extra_state``."""
     reference: type[Decoder]
     """Equations from which ``verify`` computes the outputs of both sides."""
-    hugging_face_layout: type[Layout]
+    hugging_face_layout: type[WeightLayout]
     """Weights as Hugging Face stores them."""
-    megatron_layout: type[Layout]
+    megatron_layout: type[WeightLayout]
     """Weights as Megatron stores them."""
 
 
@@ -54,7 +54,7 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
         stateful_modules=dense.STATEFUL_MODULES,
         # Dense models have no experts.
         stateful_expert_modules=(),
-        reference=Dense,
+        reference=DenseEquations,
         hugging_face_layout=HuggingFaceDense,
         megatron_layout=MegatronDense,
     ),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import rms_norm
 
-from converters.reference.layouts import Layout
+from converters.reference.layouts import WeightLayout
 from converters.reference.rotary import rotary_frequencies, rotate
 from megatron_gptoss.config import ModelConfig
 
@@ -31,7 +31,7 @@ class Decoder:
         layout: weights, and the dtype in which everything but rotary angles is computed.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, layout: WeightLayout) -> None:
         self.config = config
         self.layout = layout
 

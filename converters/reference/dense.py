@@ -12,7 +12,7 @@ from megatron_gptoss.families.dense.config import DenseModelConfig
 Tensor = torch.Tensor
 
 
-class Dense(Decoder):
+class DenseEquations(Decoder):
     """The equations of dense decoders."""
 
     config: DenseModelConfig

@@ -26,7 +26,7 @@ def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
     return get
 
 
-class Layout:
+class WeightLayout:
     """Linear maps of a model, computed from weights of one format.
 
     Every method reads the weights that it needs and keeps none. Memory therefore does not grow with
@@ -80,7 +80,7 @@ class Layout:
         raise NotImplementedError
 
 
-class HuggingFaceLayout(Layout):
+class HuggingFaceLayout(WeightLayout):
     """Layout of Hugging Face, with separate projections to query, key and value."""
 
     names: ClassVar[dict[str, str]] = {
@@ -106,7 +106,7 @@ class HuggingFaceLayout(Layout):
         return query, key, value
 
 
-class MegatronLayout(Layout):
+class MegatronLayout(WeightLayout):
     """Layout of Megatron, with one projection to query, key and value.
 
     Its rows are grouped by kv head.

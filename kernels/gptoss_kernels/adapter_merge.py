@@ -148,10 +148,10 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(packed: int, rows: int, architecture: str) -> nvrtc.Kernel:
+def _kernel(packed: int, rows: int, architecture: str) -> nvrtc.CudaKernel:
     """Return the kernel compiled with these macros, loaded once per process."""
     cubin = nvrtc.compile_cubin(SOURCE, {"PACKED": packed, "ROWS": rows}, architecture)
-    return nvrtc.Kernel(cubin, KERNEL_NAME, shared_bytes=0)
+    return nvrtc.CudaKernel(cubin, KERNEL_NAME, shared_bytes=0)
 
 
 def macros(*, is_packed: bool, rank: int) -> dict[str, int]:

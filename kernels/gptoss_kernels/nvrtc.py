@@ -42,7 +42,7 @@ class TensorMap:
     """CUtensorMap, TENSOR_MAP_BYTES long."""
 
 
-class Kernel:
+class CudaKernel:
     """Compiled CUDA function that runs on torch's current stream."""
 
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:

@@ -41,7 +41,7 @@ def train(
     from launch.output import keep_output_in_log, make_files_private
     from launch.progress import TrainingProgress, describe_outcome
     from rl_loop.config.load import load_run_config
-    from rl_loop.run import Interrupted
+    from rl_loop.run import RunInterrupted
 
     config = load_run_config(path, command, overrides)
     make_files_private()
@@ -49,7 +49,7 @@ def train(
 
     try:
         directory = run(config, TrainingProgress, **start_options)
-    except Interrupted as stop:
+    except RunInterrupted as stop:
         # Without a directory, the run was stopped before it began and cannot be resumed.
         print(stop)
         if config.directory.exists():

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from rl_loop.chatml.vocabulary import IM_END, IM_START, TOOL_CALL, TOOL_CALL_END
-from rl_loop.harmony.messages import Header, MessageSpan, read_header, split_messages
+from rl_loop.harmony.messages import MessageHeader, MessageSpan, read_header, split_messages
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS
 
 
@@ -63,7 +63,7 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMes
 def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -> DisplayedMessage:
     if span.body is None:
         # A header without a message: sampling was truncated, or is malformed.
-        header, body = Header("assistant", None, None, None), min(span.header, span.body_end)
+        header, body = MessageHeader("assistant", None, None, None), min(span.header, span.body_end)
     else:
         # The token before the body is <|message|>, which is no part of the header.
         header, body = read_header("".join(texts[span.header : span.body - 1])), span.body

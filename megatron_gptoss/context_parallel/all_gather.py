@@ -19,7 +19,7 @@ from gptoss_kernels.sink_attention.functional import (
     attention_backward,
     attention_forward,
 )
-from gptoss_kernels.sink_attention.layout import Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments
 from megatron_gptoss.context_parallel.head_groups import head_groups
 from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
@@ -36,14 +36,14 @@ class KeyGatherPlan:
     """
     shared: int
     """Number of this rank's tokens in split sequences. Its other tokens attend locally."""
-    split: Segments
+    split: AttentionSegments
     """Segments of the spans in split sequences.
 
     Queries are the tokens of a span. Keys are all tokens of the sequence up to the span's end.
     """
     keys: Tensor
     """[keys of all spans] int64: index of each key among the gathered tokens."""
-    whole: Segments
+    whole: AttentionSegments
     """Segments of the sequences that only this rank holds."""
 
 
@@ -303,11 +303,11 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPl
     return KeyGatherPlan(
         contributed=contributed,
         shared=layout.shared[rank],
-        split=Segments.from_lengths(
+        split=AttentionSegments.from_lengths(
             query_lengths=[span.tokens for span in split],
             key_lengths=[span.end for span in split],
             device=device,
         ),
         keys=gathered_keys.to(device),
-        whole=Segments.from_lengths(whole_lengths, whole_lengths, device),
+        whole=AttentionSegments.from_lengths(whole_lengths, whole_lengths, device),
     )

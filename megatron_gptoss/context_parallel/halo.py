@@ -26,7 +26,7 @@ from gptoss_kernels.sink_attention.functional import (
     attention_backward,
     attention_forward,
 )
-from gptoss_kernels.sink_attention.layout import Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments
 from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
@@ -38,9 +38,9 @@ class HaloPlan:
     All index tensors are one-dimensional int64 on the device.
     """
 
-    spans: Segments
+    spans: AttentionSegments
     """Segments of all spans, without halos."""
-    border: Segments
+    border: AttentionSegments
     """Segments of the border: for each span with a halo, the halo and the first window - 1 rows."""
     border_sources: Tensor
     """Local token of each token of the border. Tokens of halos have the placeholder 0."""
@@ -276,8 +276,8 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     border_sources = _concatenate(sources)
     border_rows = _concatenate(row_places)
     return HaloPlan(
-        spans=Segments.from_lengths(lengths, lengths, device),
-        border=Segments.from_lengths(border_lengths, border_lengths, device),
+        spans=AttentionSegments.from_lengths(lengths, lengths, device),
+        border=AttentionSegments.from_lengths(border_lengths, border_lengths, device),
         border_sources=border_sources.to(device),
         border_rows=border_rows.to(device),
         local_rows=border_sources[border_rows].to(device),

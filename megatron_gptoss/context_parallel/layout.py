@@ -21,7 +21,7 @@ MAX_IMBALANCE = 1.02
 """Accepted work of the busiest rank relative to the mean."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of one sequence on one rank."""
 
     sequence: int
@@ -52,7 +52,7 @@ class ContextLayout:
 
     offsets: tuple[int, ...]
     """Start of each sequence in the row, then the number of tokens."""
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TokenSpan, ...], ...]
     """Spans of each rank, in order. Spans of sequences that other ranks also hold come first."""
     shared: tuple[int, ...]
     """Number of tokens in sequences that several ranks hold, for each rank."""
@@ -80,7 +80,7 @@ class ContextLayout:
             self.plans[key] = make()
         return self.plans[key]
 
-    def is_whole(self, span: Span) -> bool:
+    def is_whole(self, span: TokenSpan) -> bool:
         """Return True if no other rank holds tokens of the span's sequence."""
         sequence_tokens = self.offsets[span.sequence + 1] - self.offsets[span.sequence]
         return span.tokens == sequence_tokens
@@ -140,14 +140,14 @@ class _Ranks:
     """Spans assigned to each rank so far."""
 
     def __init__(self, size: int) -> None:
-        self.spans: list[list[Span]] = [[] for _ in range(size)]
+        self.spans: list[list[TokenSpan]] = [[] for _ in range(size)]
         """Spans by rank."""
         self.tokens = [0] * size
         """Number of tokens by rank."""
         self.pairs = [0] * size
         """Number of (query, key) pairs by rank."""
 
-    def assign(self, rank: int, *spans: Span) -> None:
+    def assign(self, rank: int, *spans: TokenSpan) -> None:
         """Assign spans to a rank."""
         self.spans[rank] += spans
         self.tokens[rank] += sum(span.tokens for span in spans)
@@ -193,14 +193,14 @@ def _assign_sequences(offsets: tuple[int, ...], size: int, fraction: int) -> Con
         # Keep the sequence whole: assign it to the rank with the least work that has space.
         rank = ranks.least_busy_with_space(length, capacity)
         if rank is not None:
-            ranks.assign(rank, Span(sequence, 0, length))
+            ranks.assign(rank, TokenSpan(sequence, 0, length))
             continue
 
         # It does not fit on any rank as a whole, so fill the ranks one after another.
         start = 0
         for rank in ranks.by_tokens():
             end = min(length, start + capacity - ranks.tokens[rank])
-            ranks.assign(rank, Span(sequence, start, end))
+            ranks.assign(rank, TokenSpan(sequence, start, end))
             start = end
 
     # Put shared spans first. The tokens that a rank sends in an all-gather are then one slice.
@@ -225,17 +225,17 @@ def _assign_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
         ranks.assign(rank, *pair)
 
 
-def _chunks(sequence: int, length: int, count: int) -> Iterator[Span]:
+def _chunks(sequence: int, length: int, count: int) -> Iterator[TokenSpan]:
     """Cut a sequence into ``count`` spans. The first spans are one token longer if necessary."""
     base, longer = divmod(length, count)
     start = 0
     for i in range(count):
         end = start + base + (i < longer)
-        yield Span(sequence, start, end)
+        yield TokenSpan(sequence, start, end)
         start = end
 
 
-def _in_order(spans: list[Span], lengths: list[int]) -> tuple[tuple[Span, ...], int]:
+def _in_order(spans: list[TokenSpan], lengths: list[int]) -> tuple[tuple[TokenSpan, ...], int]:
     """Sort the spans of a rank: shared sequences first, then by sequence and position.
 
     Adjacent spans are merged, and empty spans are dropped.
@@ -248,10 +248,10 @@ def _in_order(spans: list[Span], lengths: list[int]) -> tuple[tuple[Span, ...], 
         The spans, and the number of tokens in shared sequences.
     """
 
-    def is_whole(span: Span) -> bool:
+    def is_whole(span: TokenSpan) -> bool:
         return span.tokens == lengths[span.sequence]
 
-    merged: list[Span] = []
+    merged: list[TokenSpan] = []
     for span in sorted(spans, key=lambda span: (is_whole(span), span.sequence, span.start)):
         if span.tokens == 0:
             continue

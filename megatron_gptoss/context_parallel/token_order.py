@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_gptoss.context_parallel.layout import ContextLayout, Span
+from megatron_gptoss.context_parallel.layout import ContextLayout, TokenSpan
 
 
 def token_order(layout: ContextLayout) -> Tensor:
@@ -25,7 +25,7 @@ def inverse_order(layout: ContextLayout) -> Tensor:
     return layout.cached("inverse order", make)
 
 
-def row_indices(layout: ContextLayout, span: Span) -> Tensor:
+def row_indices(layout: ContextLayout, span: TokenSpan) -> Tensor:
     """Return the position in the row of each token of a span, [tokens of the span] int64."""
     return torch.arange(span.start, span.end) + layout.offsets[span.sequence]
 

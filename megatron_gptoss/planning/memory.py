@@ -121,7 +121,7 @@ class UpdateMemory:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MemoryPhase:
     """Bytes on the whole GPU at the peak of one phase of a step."""
 
     name: str
@@ -145,13 +145,13 @@ class MemoryEstimate:
 
     memory: UpdateMemory
     """Parts of the update."""
-    phases: Sequence[Phase]
+    phases: Sequence[MemoryPhase]
     """Phases in the order of a run."""
     host: float
     """Bytes of host memory for the offloaded optimizer state of one GPU."""
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> MemoryPhase:
         """Phase with the most memory."""
         most = max(phase.total for phase in self.phases)
         fullest = (phase for phase in self.phases if math.isclose(phase.total, most))
@@ -160,7 +160,7 @@ class MemoryEstimate:
         # the phase that needs the memory itself.
         return max(fullest, key=lambda phase: phase.trainer)
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> MemoryPhase:
         """Return the phase with this name."""
         return next(phase for phase in self.phases if phase.name == name)
 
@@ -281,7 +281,7 @@ def fits(inputs: MemoryInputs, gigabytes: float) -> bool:
 
 @dataclass(frozen=True)
 class _Need:
-    """Memory of a phase without memory kept from earlier phases. See ``Phase`` for the fields."""
+    """Memory of a phase without memory kept from earlier phases. See ``MemoryPhase`` for the fields."""
 
     phase: str
     """Name of the phase."""
@@ -291,7 +291,7 @@ class _Need:
     """Bytes of the servers."""
 
 
-def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Phase]:
+def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[MemoryPhase]:
     """Return the phases with the memory outside of tensors added.
 
     Args:
@@ -310,7 +310,7 @@ def _phases(inputs: MemoryInputs, needs: Sequence[_Need], stage: int) -> list[Ph
         reserved = max(reserved, need.trainer + _fragmentation_bytes(inputs, need.phase, stage))
 
         overhead = _process_bytes(inputs, need.phase) + reserved - need.trainer
-        phases.append(Phase(need.phase, need.trainer, need.engine, overhead))
+        phases.append(MemoryPhase(need.phase, need.trainer, need.engine, overhead))
     return phases
 
 

@@ -16,9 +16,9 @@ from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rollout.environment_guard import EnvironmentGuard, checked_end
 from rl_loop.rollout.episode import (
-    Completed,
     Ending,
-    Failed,
+    EpisodeCompleted,
+    EpisodeFailed,
     LimitReached,
     MalformedTurn,
     invalidated,
@@ -183,7 +183,7 @@ def ending_of(session: ConversationSession, failure: InfrastructureFailure | Non
         InfrastructureFailure: the policy did not cause the error.
     """
     ending = session.end
-    if isinstance(ending, Failed):
+    if isinstance(ending, EpisodeFailed):
         raise ending.failure from failure
     if isinstance(ending, MalformedTurn | LimitReached):
         # An agent raises errors after that because its requests were refused.
@@ -198,7 +198,7 @@ def ending_of(session: ConversationSession, failure: InfrastructureFailure | Non
         raise failure
     # The agent ended the episode. One of its conversations may end with a turn that was cut off.
     cut = [node.finish_reason for node in session.forest.leaves if node.was_truncated]
-    return Completed(cut[0] if cut else FinishReason.STOP)
+    return EpisodeCompleted(cut[0] if cut else FinishReason.STOP)
 
 
 async def outcome_of(

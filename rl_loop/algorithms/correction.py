@@ -12,7 +12,7 @@ import torch
 
 from rl_loop.algorithms.config import CorrectionConfig
 from rl_loop.algorithms.policy_loss import bounded_exp, bounded_expm1
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import SequenceIndex
 
 
 @dataclass
@@ -42,7 +42,7 @@ def rollout_correction(
     config: CorrectionConfig,
     log_rho: torch.Tensor,
     mask: torch.Tensor,
-    sequences: Sequences,
+    sequences: SequenceIndex,
     advantages: torch.Tensor,
     log_old_over_new: torch.Tensor | None = None,
     moved_mask: torch.Tensor | None = None,
@@ -93,7 +93,7 @@ def rollout_correction(
 
 
 def _rejected(
-    config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+    config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: SequenceIndex
 ) -> dict[str, torch.Tensor]:
     """Return the tokens that the configured tests of rho drop: bool [tokens] by reason."""
     dropped: dict[str, torch.Tensor] = {}
@@ -115,7 +115,7 @@ def _rejected(
 
 
 def _weigh(
-    config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+    config: CorrectionConfig, log_rho: torch.Tensor, mask: torch.Tensor, sequences: SequenceIndex
 ) -> Correction:
     """Return the weights of ``config.weight``, and the tokens that its bounds drop."""
     rho = bounded_exp(log_rho)
@@ -140,7 +140,7 @@ def mismatch_sums(
     log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     mask: torch.Tensor,
-    sequences: Sequences,
+    sequences: SequenceIndex,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return sums and maxima over the tokens in ``mask``, by metric.
 

@@ -28,7 +28,7 @@ from rl_loop.algorithms.policy_loss import (
     value_loss,
 )
 from rl_loop.algorithms.registry import POLICY_LOSSES
-from rl_loop.algorithms.sequences import Sequences, sample_weights
+from rl_loop.algorithms.sequences import SequenceIndex, sample_weights
 
 AGES = ("fresh", "stale")
 """Tokens of the current weights and of earlier weights, which have separate metrics.
@@ -197,7 +197,7 @@ def _correct(
     trainer_log_probs: torch.Tensor,
     batch: PackedBatch,
     masks: TokenMasks,
-    sequences: Sequences,
+    sequences: SequenceIndex,
 ) -> Correction:
     """Apply rollout correction to the tokens of a micro-batch."""
     log_old_over_new = None
@@ -221,7 +221,7 @@ def _policy_loss(
     log_probs: torch.Tensor,
     batch: PackedBatch,
     learns: torch.Tensor,
-    sequences: Sequences,
+    sequences: SequenceIndex,
 ) -> PolicyLoss:
     """Call the configured loss.
 
@@ -405,7 +405,7 @@ def value_objective(
 
 
 def _correction_before_update(
-    config: AlgorithmConfig, batch: PackedBatch, masks: TokenMasks, sequences: Sequences
+    config: AlgorithmConfig, batch: PackedBatch, masks: TokenMasks, sequences: SequenceIndex
 ) -> Correction:
     """Return the correction by the trainer's log-probs from before the update."""
     assert batch.old_log_probs is not None
@@ -426,7 +426,7 @@ def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0)
 
 
-def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> Sequences:
+def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> SequenceIndex:
     """Return the sequence of each token of a micro-batch."""
     # Padding has sample id -1, which would index from the end. No mask includes padding.
-    return Sequences(batch.sample_ids.clamp(min=0), count, group)
+    return SequenceIndex(batch.sample_ids.clamp(min=0), count, group)

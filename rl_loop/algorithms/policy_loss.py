@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_gptoss.token_columns import require_column
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import SequenceIndex
 
 LOG_RATIO_LIMIT = 20.0
 """Limit in nats. e^20 is 4.9e8, beyond any bound of a ratio, and its square is finite in fp32."""
@@ -33,7 +33,7 @@ class LossInputs:
     """[tokens]: constant."""
     mask: Tensor
     """bool [tokens]: tokens that are trained on."""
-    sequences: Sequences
+    sequences: SequenceIndex
     """Sequence of every token, for sums and means over whole sequences."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """All columns of the micro-batch by name (``TokenColumns``), [tokens] each, constant. Not
@@ -123,7 +123,7 @@ def ppo_loss(
         ...     old_log_probs=torch.tensor([-1.5, -1.0]),
         ...     advantages=torch.tensor([1.0, -1.0]),
         ...     mask=torch.tensor([True, True]),
-        ...     sequences=Sequences(torch.tensor([0, 0]), count=1),
+        ...     sequences=SequenceIndex(torch.tensor([0, 0]), count=1),
         ... )
         >>> result = ppo_loss(inputs, clip_low=0.2, clip_high=0.28)
         >>> [round(loss, 2) for loss in result.loss.tolist()], result.clipped.tolist()

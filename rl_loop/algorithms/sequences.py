@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SequenceIndex:
     """Sequence of every token. All results are constant to autograd.
 
     Example:
-        >>> sequences = Sequences(torch.tensor([0, 0, 1]), count=2)
+        >>> sequences = SequenceIndex(torch.tensor([0, 0, 1]), count=2)
         >>> sequences.mean(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([True, True, True])).tolist()
         [2.0, 5.0]
     """

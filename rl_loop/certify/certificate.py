@@ -10,7 +10,7 @@ WIDTH = 96
 """Width of the text in columns."""
 
 
-class Status(StrEnum):
+class CheckOutcome(StrEnum):
     """Outcome of a check."""
 
     PASSED = "passed"
@@ -22,7 +22,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Cause:
+class DiagnosedFault:
     """Fault of a subject."""
 
     name: str
@@ -52,10 +52,10 @@ class CheckResult:
     name: str
     title: str
     """Subject of the check in a few words."""
-    status: Status
+    status: CheckOutcome
     summary: str
     """Result in one sentence."""
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[DiagnosedFault, ...] = ()
     visibilities: tuple[FaultVisibility, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
     """Table of numbers. The first row is the header."""
@@ -80,13 +80,13 @@ class Certificate:
         """True if no check failed and at least one passed."""
         statuses = [result.status for result in self.results]
         # A subject for which every check is skipped has not failed, but proves nothing either.
-        return Status.FAILED not in statuses and Status.PASSED in statuses
+        return CheckOutcome.FAILED not in statuses and CheckOutcome.PASSED in statuses
 
     @property
-    def causes(self) -> list[Cause]:
+    def causes(self) -> list[DiagnosedFault]:
         """All faults that were found, without duplicates."""
         # Several checks can report the same fault. The dict keeps the order in which it was found.
-        causes: dict[str, Cause] = {}
+        causes: dict[str, DiagnosedFault] = {}
         for result in self.results:
             for cause in result.causes:
                 causes.setdefault(cause.name, cause)
@@ -97,7 +97,7 @@ class Certificate:
         """Result in one sentence."""
         counts = [
             f"{sum(result.status is status for result in self.results)} {status.value}"
-            for status in Status
+            for status in CheckOutcome
         ]
         if self.has_passed:
             return f"computes GPT-OSS: {', '.join(counts)}"

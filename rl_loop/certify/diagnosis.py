@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rl_loop.certify.examination import gap
-from rl_loop.certify.faults import Fault
-from rl_loop.certify.variants import Variant, combined
+from rl_loop.certify.faults import ModelFault
+from rl_loop.certify.variants import FaultyVariant, combined
 
 MAX_FAULTS = 3
 """Maximum number of faults per subject."""
@@ -22,11 +22,11 @@ UNEXPLAINED = 0.25
 
 
 @dataclass(frozen=True)
-class Explanation:
+class FaultExplanation:
     """Faults that explain a subject's results in full or in part."""
 
-    faults: tuple[Fault, ...]
-    variant: Variant
+    faults: tuple[ModelFault, ...]
+    variant: FaultyVariant
     """Model with the faults."""
     before: float
     """Mean gap to the model without the faults, in nats."""
@@ -43,11 +43,11 @@ class Explanation:
 
 def explain(
     answered: Tensor,
-    evaluate: Callable[[Variant], Tensor],
-    candidates: Sequence[Fault],
+    evaluate: Callable[[FaultyVariant], Tensor],
+    candidates: Sequence[ModelFault],
     limit: float,
-    start: Variant,
-) -> Explanation:
+    start: FaultyVariant,
+) -> FaultExplanation:
     """Find faults greedily, each time the one with which the reference is closest to the results.
 
     Args:
@@ -60,7 +60,7 @@ def explain(
     # Begin with the faults that are known already, so that only the remaining gap is explained.
     variant = start
     before = after = gap(answered, evaluate(variant))
-    faults: list[Fault] = []
+    faults: list[ModelFault] = []
     # Greedy, because trying all sets of up to 3 of about 30 faults needs thousands of evaluations.
     while after > limit and len(faults) < MAX_FAULTS:
         gaps = {}
@@ -75,4 +75,4 @@ def explain(
         faults.append(best)
         variant = combined(variant, best.variant)
         after = gaps[best]
-    return Explanation(tuple(faults), variant, before, after, after <= limit)
+    return FaultExplanation(tuple(faults), variant, before, after, after <= limit)

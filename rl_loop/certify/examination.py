@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify.certificate import FaultVisibility
-from rl_loop.certify.faults import Fault
-from rl_loop.certify.model import DTYPES, Precision, Weights
-from rl_loop.certify.subject import ScoredText, Subject, checked_scores
-from rl_loop.certify.texts import Text, Texts
-from rl_loop.certify.variants import EXACT, Reference, ReferenceResult, Variant, combined
+from rl_loop.certify.faults import ModelFault
+from rl_loop.certify.model import DTYPES, Precision, WeightSet
+from rl_loop.certify.subject import CertifySubject, ScoredText, checked_scores
+from rl_loop.certify.texts import ProbeText, ProbeTexts
+from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combined
 from rl_loop.harmony.vocabulary import Vocabulary
 
 SAFETY = 3.0
@@ -43,11 +43,11 @@ class ResultCache:
     """Cached results of the references."""
 
     # Checks share texts and faults, and each evaluation is a whole forward pass. Keep all results.
-    evaluated: dict[tuple[ReferenceName, tuple[int, ...], Variant], ReferenceResult] = field(
+    evaluated: dict[tuple[ReferenceName, tuple[int, ...], FaultyVariant], ReferenceResult] = field(
         default_factory=dict
     )
     gradients: dict[
-        tuple[ReferenceName, tuple[tuple[int, ...], ...], Variant], dict[str, Tensor]
+        tuple[ReferenceName, tuple[tuple[int, ...], ...], FaultyVariant], dict[str, Tensor]
     ] = field(default_factory=dict)
 
 
@@ -55,54 +55,54 @@ class ResultCache:
 class Examination:
     """State of one examination."""
 
-    subject: Subject
-    weights: Weights
-    second: Weights | None
+    subject: CertifySubject
+    weights: WeightSet
+    second: WeightSet | None
     precision: Precision
-    texts: Texts
+    texts: ProbeTexts
     vocabulary: Vocabulary | None
     """Vocabulary of the weights. None if it is unknown."""
-    explanation: Variant = EXACT
+    explanation: FaultyVariant = EXACT
     """Faults that were found, as one variant. Later checks compare with it, so that one fault is
     not reported as another."""
-    found: list[Fault] = field(default_factory=list)
+    found: list[ModelFault] = field(default_factory=list)
     memory: ResultCache = field(default_factory=ResultCache)
     _scored: dict[tuple[int, ...], ScoredText] = field(default_factory=dict)
 
     @cached_property
-    def exact(self) -> Reference:
+    def exact(self) -> ReferenceModel:
         """Reference in fp64."""
-        return Reference(self.weights.config, self.weights.tensors)
+        return ReferenceModel(self.weights.config, self.weights.tensors)
 
     @cached_property
-    def rounded(self) -> Reference:
+    def rounded(self) -> ReferenceModel:
         """Reference in the subject's precision."""
         # The distance from the fp64 reference is the rounding error that a correct subject may
         # have, too.
         dtype = DTYPES[self.precision]
-        return Reference(self.weights.config, self.weights.tensors, dtype=dtype)
+        return ReferenceModel(self.weights.config, self.weights.tensors, dtype=dtype)
 
     @cached_property
-    def updated(self) -> Reference:
+    def updated(self) -> ReferenceModel:
         """Reference in fp64 with the second weights. It has the first ones for stale variants."""
         # ``check_update`` is skipped before it comes here if there are no second weights.
         assert self.second is not None
-        return Reference(self.weights.config, self.second.tensors, self.weights.tensors)
+        return ReferenceModel(self.weights.config, self.second.tensors, self.weights.tensors)
 
     @cached_property
-    def updated_rounded(self) -> Reference:
+    def updated_rounded(self) -> ReferenceModel:
         """Reference in the subject's precision with the second weights."""
         # No stale weights: this reference measures only the effect of precision.
         assert self.second is not None
         dtype = DTYPES[self.precision]
-        return Reference(self.weights.config, self.second.tensors, dtype=dtype)
+        return ReferenceModel(self.weights.config, self.second.tensors, dtype=dtype)
 
     @property
     def first_directory(self) -> Path:
         """Directory of the subject's initial weights."""
         return self.weights.directory
 
-    def scored(self, texts: Sequence[Text]) -> list[ScoredText]:
+    def scored(self, texts: Sequence[ProbeText]) -> list[ScoredText]:
         """Return the subject's scores of texts. Results are cached."""
         # Pass all missing texts in one call, so that the subject can compute them in a batch.
         missing = [text.ids for text in texts if text.ids not in self._scored]
@@ -111,26 +111,26 @@ class Examination:
             self._scored |= zip(missing, scores, strict=True)
         return [self._scored[text.ids] for text in texts]
 
-    def log_probs(self, texts: Sequence[Text]) -> Tensor:
+    def log_probs(self, texts: Sequence[ProbeText]) -> Tensor:
         """Return the subject's log-probs of texts, concatenated, fp64."""
         return joined([scored.log_probs for scored in self.scored(texts)])
 
     def evaluated(
-        self, text: Text, variant: Variant = EXACT, which: ReferenceName = "exact"
+        self, text: ProbeText, variant: FaultyVariant = EXACT, which: ReferenceName = "exact"
     ) -> ReferenceResult:
         """Return the result of a reference for a text. Results are cached."""
         key = (which, text.ids, variant)
         if key not in self.memory.evaluated:
             # A cached property by its name: a reference converts all weights, so create it on first
             # use.
-            reference: Reference = getattr(self, which)
+            reference: ReferenceModel = getattr(self, which)
             self.memory.evaluated[key] = reference.evaluate(text.ids, variant)
         return self.memory.evaluated[key]
 
     def expected(
         self,
-        texts: Sequence[Text],
-        variant: Variant | None = None,
+        texts: Sequence[ProbeText],
+        variant: FaultyVariant | None = None,
         which: ReferenceName = "exact",
     ) -> Tensor:
         """Return a reference's log-probs of texts, concatenated.
@@ -143,17 +143,17 @@ class Examination:
         chosen = self.explanation if variant is None else variant
         return torch.cat([self.evaluated(text, chosen, which).log_probs for text in texts])
 
-    def noise(self, texts: Sequence[Text]) -> Tensor:
+    def noise(self, texts: Sequence[ProbeText]) -> Tensor:
         """Return the error per token of the reference in the subject's precision."""
         return (self.expected(texts, EXACT, "rounded") - self.expected(texts, EXACT)).abs()
 
     def gradients(
-        self, texts: Sequence[Text], variant: Variant, which: ReferenceName = "exact"
+        self, texts: Sequence[ProbeText], variant: FaultyVariant, which: ReferenceName = "exact"
     ) -> dict[str, Tensor]:
         """Return a reference's gradients. Results are cached."""
         key = (which, tuple(text.ids for text in texts), variant)
         if key not in self.memory.gradients:
-            reference: Reference = getattr(self, which)
+            reference: ReferenceModel = getattr(self, which)
             computed = reference.gradients([text.ids for text in texts], variant)
             self.memory.gradients[key] = computed
         return self.memory.gradients[key]
@@ -174,11 +174,11 @@ class Examination:
         return max(SAFETY * float(noise.clamp(max=MAX_GAP).mean()), FLOORS[self.precision])
 
     def visibilities(
-        self, faults: Sequence[Fault], texts: Sequence[Text], start: Variant
+        self, faults: Sequence[ModelFault], texts: Sequence[ProbeText], start: FaultyVariant
     ) -> tuple[FaultVisibility, ...]:
         """Search the subject's scores for faults in addition to those of ``start``."""
 
-        def with_fault(fault: Fault) -> Tensor:
+        def with_fault(fault: ModelFault) -> Tensor:
             return self.expected(texts, combined(start, fault.variant))
 
         return self.measure_visibility(
@@ -191,8 +191,8 @@ class Examination:
 
     def measure_visibility(
         self,
-        faults: Sequence[Fault],
-        with_fault: Callable[[Fault], Tensor],
+        faults: Sequence[ModelFault],
+        with_fault: Callable[[ModelFault], Tensor],
         answered: Tensor,
         expected: Tensor,
         noise: Tensor,

@@ -92,7 +92,7 @@ not detect a transposed down projection."""
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightSet:
     """One set of weights."""
 
     config: GptOssModelConfig
@@ -158,14 +158,14 @@ def prepared(directory: Path | None, size: Size, precision: Precision) -> Iterat
         yield Path(made)
 
 
-def read_weights(directory: Path) -> Weights:
+def read_weights(directory: Path) -> WeightSet:
     """Read a Hugging Face directory. Raises ConversionError or CertifyError if it is invalid."""
     opened = HfDirectory(directory)
     # HfDirectory also reads dense models, which have no sinks and no experts to check.
     if not isinstance(opened.config, GptOssModelConfig):
         raise CertifyError(f"{directory}: model_type is {opened.config.model_type}, not gpt_oss")
     tensors = {name: opened.get(name) for name in opened.names()}
-    return Weights(opened.config, tensors, directory)
+    return WeightSet(opened.config, tensors, directory)
 
 
 def designed_weights(config: GptOssModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_gptoss import host_memory
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.certify.certificate import Certificate, CheckResult, Status
+from rl_loop.certify.certificate import Certificate, CheckOutcome, CheckResult
 from rl_loop.certify.checks import CHECKS, TITLES
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.model import (
@@ -19,13 +19,13 @@ from rl_loop.certify.model import (
     SECOND,
     CertifyError,
     Precision,
-    Weights,
+    WeightSet,
     read_weights,
     vocabulary_of,
 )
-from rl_loop.certify.subject import Subject, SubjectFailed, UnsupportedOperation
-from rl_loop.certify.texts import Text, Texts
-from rl_loop.certify.variants import Reference, variant_frequencies
+from rl_loop.certify.subject import CertifySubject, SubjectFailed, UnsupportedOperation
+from rl_loop.certify.texts import ProbeText, ProbeTexts
+from rl_loop.certify.variants import ReferenceModel, variant_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
 from rl_loop.registry import Registry
 
@@ -37,11 +37,11 @@ transformers computes norms and angles in fp32. Long texts are not compared.
 BYTES_PER_PARAMETER = 3 * 8
 """Memory of this process: weights as stored, in fp64, and in the subject's precision."""
 
-MakeSubject = Callable[[Path, Precision], Subject]
+MakeSubject = Callable[[Path, Precision], CertifySubject]
 
 FACTORIES: Registry[MakeSubject] = Registry(
     kind="subject",
-    expected="a function of a directory and a precision that returns a Subject",
+    expected="a function of a directory and a precision that returns a CertifySubject",
     accepts=callable,
     entries={
         "transformers": "rl_loop.certify.subjects.transformers_model:TransformersModel",
@@ -88,7 +88,7 @@ def certify(
 
     first, second = open_weights(options.weights)
     vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
-    texts = Texts(first.config, special_ids(vocabulary, first.config))
+    texts = ProbeTexts(first.config, special_ids(vocabulary, first.config))
     needed = max(len(text.ids) for text in texts.all)
     if needed > first.config.max_length:
         raise CertifyError(
@@ -127,9 +127,9 @@ def run_checks(
         try:
             result = check(exam)
         except UnsupportedOperation as reason:
-            result = CheckResult(name, TITLES[name], Status.SKIPPED, str(reason))
+            result = CheckResult(name, TITLES[name], CheckOutcome.SKIPPED, str(reason))
         except SubjectFailed as failure:
-            result = CheckResult(name, TITLES[name], Status.FAILED, str(failure))
+            result = CheckResult(name, TITLES[name], CheckOutcome.FAILED, str(failure))
         result = replace(result, seconds=time.process_time() - started)
         results.append(result)
         progress(result)
@@ -166,7 +166,7 @@ def _is_url(subject: str) -> bool:
     return subject.startswith(("http://", "https://"))
 
 
-def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
+def open_weights(directory: Path) -> tuple[WeightSet, WeightSet | None]:
     """Read the two sets of ``prepare``, or one Hugging Face directory without a second set."""
     has_two = (directory / FIRST).is_dir()
     first_directory = directory / FIRST if has_two else directory
@@ -184,7 +184,7 @@ def open_weights(directory: Path) -> tuple[Weights, Weights | None]:
     return first, second
 
 
-def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
+def open_subject(options: CertifyOptions, weights: WeightSet) -> CertifySubject:
     """Create the subject of ``options``."""
     name = options.subject
     if _is_url(name):
@@ -193,9 +193,9 @@ def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
             from rl_loop.certify.subjects.completions_server import CompletionsServer
 
             return CompletionsServer(name)
-        from rl_loop.certify.subjects.sglang_server import SglangServer
+        from rl_loop.certify.subjects.sglang_server import SglangSubject
 
-        return SglangServer(name, weights.config, options.deterministic)
+        return SglangSubject(name, weights.config, options.deterministic)
 
     check_subject_name(name, has_weights=True)
     try:
@@ -204,14 +204,14 @@ def open_subject(options: CertifyOptions, weights: Weights) -> Subject:
         raise CertifyError(str(error)) from error
     subject = factory(weights.directory, options.precision)
     # A MODULE:FUNCTION is the user's code, which may return anything.
-    if not isinstance(subject, Subject):
+    if not isinstance(subject, CertifySubject):
         raise CertifyError(
-            f"{name} returned {type(subject).__name__}; expected a rl_loop.certify.subject.Subject"
+            f"{name} returned {type(subject).__name__}; expected a rl_loop.certify.subject.CertifySubject"
         )
     return subject
 
 
-def check_reference(weights: Weights, texts: Texts) -> None:
+def check_reference(weights: WeightSet, texts: ProbeTexts) -> None:
     """Compare the reference with transformers in fp64, to detect bugs of the reference itself.
 
     Raises:
@@ -235,12 +235,12 @@ def check_reference(weights: Weights, texts: Texts) -> None:
     model.set_experts_implementation("eager")  # the default has no fp64 kernel
     model.load_state_dict({name: tensor.double() for name, tensor in weights.tensors.items()})
     # Two windows, so that window layers leave out keys.
-    text = Text("window", texts.window[0].ids[: 2 * config.sliding_window])
+    text = ProbeText("window", texts.window[0].ids[: 2 * config.sliding_window])
     tokens = torch.tensor([text.ids])
     with torch.no_grad():
         log_probs = model(tokens[:, :-1], use_cache=False).logits[0].log_softmax(-1)
     expected = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
-    reference = Reference(config, weights.tensors).evaluate(text.ids).log_probs
+    reference = ReferenceModel(config, weights.tensors).evaluate(text.ids).log_probs
     difference = float((reference - expected).abs().max())
     # Not ``>=``, because NaN must fail, too.
     if not difference < REFERENCE_TOLERANCE:

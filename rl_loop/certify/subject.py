@@ -40,7 +40,7 @@ class SampledText:
     """Natural logs, one per id."""
 
 
-class Subject:
+class CertifySubject:
     """Base class of trainers and engines. Only ``score`` is required; other methods add checks.
 
     All methods use the weights of the directory given at the start, or of the last ``update``.
@@ -96,7 +96,7 @@ class Subject:
 
 
 def checked_scores(
-    subject: Subject, scores: Sequence[ScoredText], texts: Sequence[Sequence[int]]
+    subject: CertifySubject, scores: Sequence[ScoredText], texts: Sequence[Sequence[int]]
 ) -> list[ScoredText]:
     """Return the scores. Raises SubjectFailed if they do not fit the texts."""
     # Subjects are servers and code of users, so check the answers before they are compared.

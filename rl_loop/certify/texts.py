@@ -17,7 +17,7 @@ TAIL = 96
 
 
 @dataclass(frozen=True)
-class Text:
+class ProbeText:
     """Token ids with their purpose."""
 
     kind: str
@@ -26,7 +26,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Texts:
+class ProbeTexts:
     """All texts for one architecture. They depend only on ``seed``."""
 
     config: GptOssModelConfig
@@ -35,13 +35,13 @@ class Texts:
     seed: int = 0
 
     @cached_property
-    def short(self) -> list[Text]:
+    def short(self) -> list[ProbeText]:
         """Texts that fit in a window. They show no fault of the window."""
         length = min(self.config.sliding_window, 96)
-        return [Text("short", self._draw(length, f"short {i}")) for i in range(3)]
+        return [ProbeText("short", self._draw(length, f"short {i}")) for i in range(3)]
 
     @cached_property
-    def window(self) -> list[Text]:
+    def window(self) -> list[ProbeText]:
         """Texts with beacons at a distance of one window plus one token.
 
         Between two beacons, the last token but one sees the beacon as the oldest of its keys. The
@@ -54,11 +54,11 @@ class Texts:
             ids = list(self._draw(BEACONS * distance + 2, f"window {number}"))
             for i in range(number, len(ids), distance):
                 ids[i] = BEACON
-            texts.append(Text("window", tuple(ids)))
+            texts.append(ProbeText("window", tuple(ids)))
         return texts
 
     @cached_property
-    def long(self) -> list[Text]:
+    def long(self) -> list[ProbeText]:
         """Text that is longer than YaRN's original length.
 
         Without YaRN (factor 1) a few windows suffice, because no position is special.
@@ -66,15 +66,15 @@ class Texts:
         length = self.config.yarn_original_length + TAIL
         if self.config.yarn_factor == 1:
             length = BEACONS * self.config.sliding_window + TAIL
-        return [Text("long", self._draw(min(length, self.config.max_length), "long"))]
+        return [ProbeText("long", self._draw(min(length, self.config.max_length), "long"))]
 
     @cached_property
-    def all(self) -> list[Text]:
+    def all(self) -> list[ProbeText]:
         """All texts, the short ones first."""
         return [*self.short, *self.window, *self.long]
 
     @cached_property
-    def prompts(self) -> list[Text]:
+    def prompts(self) -> list[ProbeText]:
         """Prompts whose continuations cross the window's edge, with one beacon each.
 
         One decoded token sees the beacon as the oldest of its keys. The next one does not see it.
@@ -85,7 +85,7 @@ class Texts:
             length = max(self.config.sliding_window - 3, PROMPTS)
             ids = list(self._draw(length, f"prompt {number}"))
             ids[number] = BEACON
-            texts.append(Text("prompt", tuple(ids)))
+            texts.append(ProbeText("prompt", tuple(ids)))
         return texts
 
     def _draw(self, length: int, name: str) -> tuple[int, ...]:

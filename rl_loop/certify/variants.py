@@ -24,7 +24,7 @@ GateUpPart = Literal["all", "weights", "biases"]
 
 
 @dataclass(frozen=True)
-class Variant:
+class FaultyVariant:
     """Faults of a computation of GPT-OSS. The defaults are without faults."""
 
     window_offset: int = 0
@@ -68,7 +68,7 @@ class Variant:
     """Continue positions over the sequences in one row."""
 
 
-EXACT = Variant()
+EXACT = FaultyVariant()
 EXPERT_FAULTS = ("clamp", "up_offset", "slope", "concatenated", "swapped_gate_up")
 """Fields of a variant that change the computation of an expert."""
 
@@ -87,7 +87,7 @@ class ReferenceResult:
     """fp64 [n - 1, layers]: logit of the last chosen expert minus the next logit."""
 
 
-class Reference:
+class ReferenceModel:
     """Evaluates one set of weights.
 
     Args:
@@ -118,7 +118,7 @@ class Reference:
     def evaluate(
         self,
         text: Sequence[int],
-        variant: Variant = EXACT,
+        variant: FaultyVariant = EXACT,
         *,
         prompt_length: int | None = None,
         routes: Tensor | None = None,
@@ -135,22 +135,24 @@ class Reference:
         """
         # This makes the device the default of all new tensors, including those of the equations.
         with self.device:
-            row = _Row(len(text) - 1, variant, prompt_length, tuple(starts))
+            row = _TokenRow(len(text) - 1, variant, prompt_length, tuple(starts))
             given = None if routes is None else routes.to(self.device)
             return self._run(torch.tensor(text), row, variant, given)
 
-    def gradients(self, texts: Sequence[Sequence[int]], variant: Variant) -> dict[str, Tensor]:
+    def gradients(
+        self, texts: Sequence[Sequence[int]], variant: FaultyVariant
+    ) -> dict[str, Tensor]:
         """Return the gradients of the mean of -log p over all predicted tokens."""
         # Clones, because the cached weights must not require gradients in later evaluations.
         leaves = {name: w.clone().requires_grad_() for name, w in self._weights.items()}
-        copy = Reference(self.config, {}, dtype=self.dtype)
+        copy = ReferenceModel(self.config, {}, dtype=self.dtype)
         copy._weights = leaves
 
         # Divide by the tokens of all texts, because the gradients of the texts are summed.
         tokens = sum(len(text) - 1 for text in texts)
         for text in texts:
             with self.device:
-                row = _Row(len(text) - 1, variant, None, (0,))
+                row = _TokenRow(len(text) - 1, variant, None, (0,))
                 evaluated = copy._run(torch.tensor(text), row, variant, None)
             (-evaluated.log_probs.sum() / tokens).backward()
         gradients = {}
@@ -161,7 +163,7 @@ class Reference:
         return gradients
 
     def _run(
-        self, tokens: Tensor, row: "_Row", variant: Variant, routes: Tensor | None
+        self, tokens: Tensor, row: "_TokenRow", variant: FaultyVariant, routes: Tensor | None
     ) -> ReferenceResult:
         source = _VariantWeights(self._weights, self._before, variant)
         layout = HuggingFaceGptOss(self.config, source.get, self.dtype)
@@ -179,13 +181,13 @@ class Reference:
         )
 
 
-class _Row:
+class _TokenRow:
     """Positions and sequences of the inputs [n] of one row of tokens."""
 
     def __init__(
         self,
         inputs: int,
-        variant: Variant,
+        variant: FaultyVariant,
         prompt_length: int | None,
         starts: tuple[int, ...],
     ) -> None:
@@ -205,7 +207,7 @@ class _VariantWeights:
     """Weights with the faults of a variant."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], variant: Variant
+        self, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], variant: FaultyVariant
     ) -> None:
         self._weights = weights
         self._before = before
@@ -262,8 +264,8 @@ class VariantGptOss(GptOss):
         self,
         config: GptOssModelConfig,
         layout: HuggingFaceGptOss,
-        variant: Variant,
-        row: _Row,
+        variant: FaultyVariant,
+        row: _TokenRow,
         given: Tensor | None,
     ) -> None:
         super().__init__(config, layout)
@@ -364,7 +366,7 @@ class VariantGptOss(GptOss):
 
 
 def variant_frequencies(
-    config: GptOssModelConfig, variant: Variant = EXACT
+    config: GptOssModelConfig, variant: FaultyVariant = EXACT
 ) -> tuple[Tensor, float]:
     """Return the angles per position, fp32 [head_size / 2], and the factor of cos and sin."""
     if variant.yarn == "absent":
@@ -379,7 +381,7 @@ def variant_frequencies(
     return frequencies, 1.0 if variant.yarn == "no concentration" else factor
 
 
-def _halves(x: Tensor, variant: Variant, what: GateUpPart) -> tuple[Tensor, Tensor]:
+def _halves(x: Tensor, variant: FaultyVariant, what: GateUpPart) -> tuple[Tensor, Tensor]:
     """Split the last dimension into gate and up channels."""
     if variant.concatenated in (what, "all"):
         first, second = x.chunk(2, dim=-1)
@@ -391,7 +393,7 @@ def _rounded(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(x.dtype)
 
 
-def combined(first: Variant, second: Variant) -> Variant:
+def combined(first: FaultyVariant, second: FaultyVariant) -> FaultyVariant:
     """Return a variant with the faults of both. If both set a field, the second one wins."""
     # A field without a fault must not undo the first variant's fault.
     changes = {}

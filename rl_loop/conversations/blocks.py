@@ -20,7 +20,7 @@ from rl_loop.conversations.config import Format
 from rl_loop.conversations.errors import ConversationError, DataError
 from rl_loop.conversations.renderers import record_renderer
 from rl_loop.conversations.rendering import RenderOptions
-from rl_loop.conversations.rows import Block, Row, Rows
+from rl_loop.conversations.rows import RawRow, RowBlock, Rows
 
 Split = Literal["train", "validation"]
 
@@ -58,12 +58,12 @@ class BlockJob:
 
     source: int
     """Index in ``RenderPlan.sources``."""
-    block: Block
+    block: RowBlock
     split: Split
 
 
 @dataclass(frozen=True)
-class Rejection:
+class RejectedRow:
     """Conversation or sample that is left out."""
 
     row: int
@@ -86,7 +86,7 @@ class RenderedBlock:
     """int64 [samples]: ``RenderedSample.number`` of each sample."""
     conversations: int
     """Number of conversations of the split, including rejected ones."""
-    rejections: list[Rejection]
+    rejections: list[RejectedRow]
 
     @property
     def samples(self) -> int:
@@ -108,7 +108,7 @@ class BlockRenderer:
         loss_masks: list[np.ndarray] = []
         rows: list[int] = []
         numbers: list[int] = []
-        rejections: list[Rejection] = []
+        rejections: list[RejectedRow] = []
         conversations = 0
 
         for row in source.rows.read(job.block):
@@ -122,10 +122,10 @@ class BlockRenderer:
                 )
             except ConversationError as error:
                 # One bad row must not end the run. ``max_rejected_share`` limits their number.
-                rejections.append(Rejection(row.number, str(error)))
+                rejections.append(RejectedRow(row.number, str(error)))
                 continue
 
-            rejections += [Rejection(row.number, reason) for reason in reasons]
+            rejections += [RejectedRow(row.number, reason) for reason in reasons]
             for sample in samples:
                 # Several times as fast as letting numpy inspect the type of every element.
                 token_ids.append(np.frombuffer(array("i", sample.token_ids), dtype=np.int32))
@@ -145,7 +145,7 @@ class BlockRenderer:
             rejections=rejections,
         )
 
-    def _split_of(self, row: Row) -> Split:
+    def _split_of(self, row: RawRow) -> Split:
         """Return the split of a row. It depends only on the content and the seed."""
         share = self._plan.validation_share
         if share == 0:

@@ -28,7 +28,7 @@ They are plain text in a message. A file that contains them was probably rendere
 
 
 @dataclass(frozen=True)
-class Statement:
+class ConversationMessage:
     """One message of Harmony."""
 
     message: Message
@@ -58,7 +58,7 @@ class Conversation:
     """Developer messages at the beginning."""
     tools: list[Tool]
     """Functions that the developer message describes."""
-    statements: list[Statement]
+    statements: list[ConversationMessage]
     """Messages after ``prefix``. The last one is the assistant's."""
     system: Message | None = None
     """System message. None for the system message of the run."""
@@ -145,11 +145,11 @@ def make_conversation(
 
 def _translate(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
-) -> tuple[list[Statement], bool]:
+) -> tuple[list[ConversationMessage], bool]:
     """Return the messages of Harmony, and True if the last one was cut off."""
     # The translator pairs calls and answers, so it needs all messages in order.
     translator = MessageTranslator()
-    statements: list[Statement] = []
+    statements: list[ConversationMessage] = []
     truncated = False
 
     for number, message in messages:
@@ -174,7 +174,7 @@ def _translate(
             translated = translator.translate(number, message)
         except ValueError as error:
             raise ConversationError(str(error)) from None
-        statements += [Statement(part, number, in_loss) for part in translated]
+        statements += [ConversationMessage(part, number, in_loss) for part in translated]
 
     return statements, truncated
 
@@ -232,7 +232,7 @@ def _check_ends(conversation: Conversation) -> None:
         )
 
 
-def _check_turn(turn: Sequence[Statement], may_be_cut: bool) -> None:
+def _check_turn(turn: Sequence[ConversationMessage], may_be_cut: bool) -> None:
     """Check that inference could sample the turn."""
     for statement in turn[:-1]:
         # A stop token ends sampling, so no message of the turn can follow it.

@@ -8,7 +8,7 @@ from rl_loop.conversations.config import CorpusConfig
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.renderers import record_renderer
 from rl_loop.conversations.rendering import RenderOptions
-from rl_loop.conversations.rows import Row, open_rows
+from rl_loop.conversations.rows import RawRow, open_rows
 
 CORPUS_CONVERSATIONS = 2000
 """Maximum number of conversations per source."""
@@ -38,7 +38,7 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
             yield from (codec.decode(sample.token_ids) for sample in samples)
 
 
-def _rows(location: str) -> Iterator[Row]:
+def _rows(location: str) -> Iterator[RawRow]:
     rows = open_rows(location)
     for block in rows.blocks:
         yield from rows.read(block)

@@ -29,7 +29,7 @@ from rl_loop.conversations.rejections import (
 from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.conversations.rows import Rows, open_rows
 from rl_loop.conversations.source_stream import DataSample, SourceStream
-from rl_loop.data.mixture import BLOCK, Mixture
+from rl_loop.data.mixture import BLOCK, SourceMixture
 
 VALIDATION_BLOCKS = 8
 """Number of blocks to render at a time when looking for validation conversations."""
@@ -261,7 +261,9 @@ class Preview:
 class ConversationStream:
     """Training samples of all sources, mixed by weight."""
 
-    def __init__(self, streams: Sequence[SourceStream], mixture: Mixture, position: int) -> None:
+    def __init__(
+        self, streams: Sequence[SourceStream], mixture: SourceMixture, position: int
+    ) -> None:
         """Create a stream. ``position`` is the number of used positions of the mixture."""
         self.streams = list(streams)
         self._mixture = mixture
@@ -311,10 +313,10 @@ def samples_of(rendered: RenderedBlock, rows: Rows) -> list[tuple[int, DataSampl
     return samples
 
 
-def _mixture(config: DataConfig) -> Mixture:
+def _mixture(config: DataConfig) -> SourceMixture:
     """Return the mixture of the sources. Raises DataError if a weight is too small to be used."""
     weights = [source.weight for source in config.sources.values()]
-    mixture = Mixture(weights, f"{config.seed}/data")
+    mixture = SourceMixture(weights, f"{config.seed}/data")
     # All blocks of a mixture have the same shares, so one of them shows which sources are used.
     taken = {mixture.source_at(position) for position in range(BLOCK)}
     for number, name in enumerate(config.sources):

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rl_loop.conversations.blocks import Rejection
+from rl_loop.conversations.blocks import RejectedRow
 from rl_loop.conversations.errors import DataError
 from rl_loop.conversations.rows import Rows
 
@@ -50,7 +50,7 @@ class RejectionReport:
         for record in earlier:
             self._count(record)
 
-    def add(self, name: str, rows: Rows, rejections: Sequence[Rejection]) -> None:
+    def add(self, name: str, rows: Rows, rejections: Sequence[RejectedRow]) -> None:
         """Report the rejections of a source."""
         records = []
         for rejection in rejections:
@@ -102,7 +102,7 @@ def check_rejected_share(
         )
 
 
-def describe_rejection(rows: Rows, rejection: Rejection) -> str:
+def describe_rejection(rows: Rows, rejection: RejectedRow) -> str:
     """Return the file, the line and the reason."""
     return f"{rows.location}, {rows.unit} {rejection.row}: {rejection.reason}"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from openai_harmony import DeveloperContent, Message, ReasoningEffort
 
 from rl_loop.conversations.config import Format
-from rl_loop.conversations.conversation import Conversation, Statement
+from rl_loop.conversations.conversation import Conversation, ConversationMessage
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import read_conversation
 from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
@@ -164,7 +164,7 @@ class ConversationRenderer:
                 self._add_others(sample, statements[turn.stop : turns[number + 1].start])
 
     def _add_turn(
-        self, sample: RenderedSample, turn: Sequence[Statement], is_truncated: bool
+        self, sample: RenderedSample, turn: Sequence[ConversationMessage], is_truncated: bool
     ) -> None:
         """Add one turn after its header. A turn that was cut off gets no stop token."""
         # Training on a turn that RL would reject as malformed teaches the wrong format.
@@ -183,7 +183,7 @@ class ConversationRenderer:
             parsed = _parsed(statement.message, text)
             sample.add(self._harmony.render_sampled(parsed, end), statement.in_loss)
 
-    def _check_round_trip(self, turn: Sequence[Statement]) -> None:
+    def _check_round_trip(self, turn: Sequence[ConversationMessage]) -> None:
         """Check that parsing the rendered turn gives its messages.
 
         Raises:
@@ -211,7 +211,7 @@ class ConversationRenderer:
                 return f"parsing would change the header of {meant} to {understood}"
         return ""
 
-    def _add_others(self, sample: RenderedSample, others: Sequence[Statement]) -> None:
+    def _add_others(self, sample: RenderedSample, others: Sequence[ConversationMessage]) -> None:
         """Add messages of other roles, and the header of the assistant's turn."""
         for statement in others:
             sample.add(self._harmony.render_message(statement.message), in_loss=False)

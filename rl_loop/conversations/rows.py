@@ -21,7 +21,7 @@ BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Range of consecutive rows of a file."""
 
     start: int
@@ -35,7 +35,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Row:
+class RawRow:
     """Record that is not parsed yet."""
 
     number: int
@@ -97,7 +97,7 @@ class JsonLinesRows:
         self.location = str(path)
         self._path = path
         try:
-            self.blocks: list[Block] = list(self._index())
+            self.blocks: list[RowBlock] = list(self._index())
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         except ValueError as error:
@@ -109,18 +109,18 @@ class JsonLinesRows:
         # Rendering processes get their blocks with each job.
         return {key: value for key, value in vars(self).items() if key != "blocks"}
 
-    def _index(self) -> Iterator[Block]:
+    def _index(self) -> Iterator[RowBlock]:
         start = 0
         line = 1
         with self._path.open("rb") as file:
             while content := file.read(BLOCK_BYTES):
                 # Blocks end at line breaks.
                 content += read_line(file, line + content.count(b"\n"))
-                yield Block(start, start + len(content), line, len(content))
+                yield RowBlock(start, start + len(content), line, len(content))
                 start += len(content)
                 line += content.count(b"\n")
 
-    def read(self, block: Block) -> Iterator[Row]:
+    def read(self, block: RowBlock) -> Iterator[RawRow]:
         """Read the rows of a block. Raises DataError if the file has changed."""
         with self._path.open("rb") as file:
             file.seek(block.start)
@@ -131,7 +131,7 @@ class JsonLinesRows:
 
         for number, line in enumerate(content.split(b"\n"), start=block.first_row):
             if stripped := line.strip():
-                yield Row(number, stripped)
+                yield RawRow(number, stripped)
 
 
 class ArrowRows:
@@ -153,10 +153,10 @@ class ArrowRows:
         # Arrow knows only the total size, so assume that all rows are equally large.
         row_bytes = max(1, self._table.nbytes // rows)
         per_block = max(1, BLOCK_BYTES // row_bytes)
-        self.blocks: list[Block] = []
+        self.blocks: list[RowBlock] = []
         for start in range(0, rows, per_block):
             stop = min(rows, start + per_block)
-            self.blocks.append(Block(start, stop, start + 1, (stop - start) * row_bytes))
+            self.blocks.append(RowBlock(start, stop, start + 1, (stop - start) * row_bytes))
 
     @cached_property
     def _table(self) -> Any:
@@ -172,11 +172,11 @@ class ArrowRows:
         # Rendering processes get their blocks with each job and map the files themselves.
         return {key: value for key, value in vars(self).items() if key not in ("_table", "blocks")}
 
-    def read(self, block: Block) -> Iterator[Row]:
+    def read(self, block: RowBlock) -> Iterator[RawRow]:
         """Read the rows of a block."""
         rows = self._table.slice(block.start, block.stop - block.start).to_pylist()
         for number, row in enumerate(rows, start=block.first_row):
-            yield Row(number, row)
+            yield RawRow(number, row)
 
 
 Rows = JsonLinesRows | ArrowRows

@@ -29,7 +29,7 @@ from rl_loop.conversations.rejections import (
     describe_kinds,
     kind_of,
 )
-from rl_loop.conversations.rows import Block, Rows
+from rl_loop.conversations.rows import RowBlock, Rows
 
 WINDOW_BYTES = 16 << 20
 """Bytes of a file that are shuffled and kept in memory at a time. Blocks are shuffled, too."""
@@ -66,7 +66,7 @@ class DataSample:
 
 
 @dataclass(frozen=True)
-class Window:
+class ShuffleWindow:
     """Blocks that are shuffled together. They may still be rendering."""
 
     epoch: int
@@ -126,10 +126,10 @@ class SourceStream:
         self._samples_of_epoch = 0
 
         # Windows that are rendered while the current one is used.
-        self._ahead: deque[Window] = deque()
+        self._ahead: deque[ShuffleWindow] = deque()
         self._next = (0, 0)
         """Epoch and window to render after the windows in ``_ahead``."""
-        self._windows_of: tuple[int, list[list[Block]]] = (-1, [])
+        self._windows_of: tuple[int, list[list[RowBlock]]] = (-1, [])
 
         if saved is not None:
             self._restore(saved)
@@ -248,10 +248,10 @@ class SourceStream:
         windows = self._windows(epoch)
         jobs = [BlockJob(self._number, block, "train") for block in windows[number]]
         is_last = number + 1 == len(windows)
-        self._ahead.append(Window(epoch, number, self._pool.submit(jobs), is_last))
+        self._ahead.append(ShuffleWindow(epoch, number, self._pool.submit(jobs), is_last))
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
-    def _windows(self, epoch: int) -> list[list[Block]]:
+    def _windows(self, epoch: int) -> list[list[RowBlock]]:
         """Return the blocks of an epoch in its order, grouped into windows."""
         if self._windows_of[0] == epoch:
             return self._windows_of[1]
@@ -261,7 +261,7 @@ class SourceStream:
             # With the name in the seed, two sources of the same file have different orders.
             Random(f"{self._data.seed}/{self.name}/{epoch}").shuffle(blocks)
 
-        windows: list[list[Block]] = []
+        windows: list[list[RowBlock]] = []
         room = 0
         for block in blocks:
             # A block that is larger than a window has a window alone.
@@ -273,7 +273,7 @@ class SourceStream:
         self._windows_of = (epoch, windows)
         return windows
 
-    def _load(self, window: Window) -> None:
+    def _load(self, window: ShuffleWindow) -> None:
         """Wait for the blocks of a window and sort their samples."""
         # Drop the used blocks before the next ones arrive, to save memory.
         self._blocks, self._order, self._used = [], [], 0
@@ -287,7 +287,7 @@ class SourceStream:
 
         self._order.sort()
 
-    def _key(self, window: Window, row: int, number: int) -> OrderKey:
+    def _key(self, window: ShuffleWindow, row: int, number: int) -> OrderKey:
         """Return the sort key of a sample in a window."""
         # With equal first parts, rows and numbers decide.
         if not self._data.shuffle:
@@ -299,7 +299,7 @@ class SourceStream:
 
     # ---- rejections
 
-    def _account(self, window: Window) -> None:
+    def _account(self, window: ShuffleWindow) -> None:
         """Count conversations and rejections. Raises DataError if too many are rejected."""
         self._samples_of_epoch += len(self._order)
         # Later epochs read the same conversations again.

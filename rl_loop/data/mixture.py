@@ -8,7 +8,7 @@ BLOCK = 64
 """Block size. In each block, every source has exactly its share of positions."""
 
 
-class Mixture:
+class SourceMixture:
     """Assigns positions to sources in proportion to weights.
 
     Within a block of positions every source has its share. The order is random, drawn for each

@@ -34,7 +34,7 @@ NUMBERS = range(11, 51)
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """A question and the expression that answers it."""
 
     text: str
@@ -50,7 +50,7 @@ class Problem:
         return int(eval(self.expression, {"__builtins__": {}}))
 
 
-def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Problem:
+def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> ArithmeticProblem:
     """Return a generated problem. Equal arguments give equal problems.
 
     Args:
@@ -66,7 +66,7 @@ def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Pr
         drawn = {name: rng.choice(numbers) for name in "abc"}
 
         # The expression decides, so that the same numbers in other words are in the same split.
-        candidate = Problem(text.format(**drawn), expression.format(**drawn))
+        candidate = ArithmeticProblem(text.format(**drawn), expression.format(**drawn))
         if split_of(candidate.expression) == split:
             return candidate
 
@@ -115,7 +115,7 @@ async def interpret(code: str, history: Sequence[str] = ()) -> ExecutionResult:
     if expression is not None:
         # An expression of the right characters may still not be valid Python.
         with suppress(SyntaxError):
-            return ExecutionResult(f"{Problem('', expression[1]).answer}\n", 0)
+            return ExecutionResult(f"{ArithmeticProblem('', expression[1]).answer}\n", 0)
     return ExecutionResult(_syntax_error(code), 1)
 
 

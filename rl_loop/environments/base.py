@@ -92,7 +92,7 @@ ScriptedPolicy = Generator[list[ParsedMessage], StepResult, None]
 """Scripted policy. It yields the messages of a turn and receives the turn's result."""
 
 
-class Execute(Protocol):
+class PythonExecutor(Protocol):
     """Function that runs untrusted Python, such as ``PythonSandbox.run``."""
 
     def __call__(self, code: str, history: Sequence[str] = (), /) -> Awaitable[ExecutionResult]:
@@ -163,7 +163,7 @@ class Environment:
     uses_external_agent: ClassVar[bool] = False
     """True if ``external_agent`` runs the episodes instead of the agent loop."""
 
-    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+    def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         self.task = task
         self.execute = execute
         self.reward = reward

@@ -11,8 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Execute,
     ExternalAgent,
+    PythonExecutor,
     RewardConfig,
     Split,
     StepResult,
@@ -78,7 +78,7 @@ class BlackBoxEnvironment(Environment):
     Options: ClassVar[type[EnvironmentOptions]] = BlackBoxOptions
     uses_external_agent = True
 
-    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+    def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
         self.row = row_of(task)

@@ -49,7 +49,7 @@ LETTER_FREQUENCY = "keywords:letter_frequency"
 
 
 @dataclass(frozen=True)
-class Constraint:
+class TextConstraint:
     """Constraint on a text."""
 
     name: str
@@ -59,7 +59,7 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConstraintVerdict:
     """Result of checking a text against a constraint."""
 
     strict: bool
@@ -131,7 +131,7 @@ def missing_data(name: str) -> list[str]:
     return missing
 
 
-def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
+def draw_constraint(name: str, seed: int) -> tuple[TextConstraint, str]:
     """Return a constraint of IFEval with random arguments, and the sentence that requests it.
 
     Equal seeds give equal constraints.
@@ -141,16 +141,16 @@ def draw_constraint(name: str, seed: int) -> tuple[Constraint, str]:
     with _seeded(seed):
         text = checker.build_description()
         arguments = checker.get_instruction_args() or {}
-    return Constraint(name, arguments), text
+    return TextConstraint(name, arguments), text
 
 
-UNMET = Verdict(strict=False, loose=False)
+UNMET = ConstraintVerdict(strict=False, loose=False)
 
-Question = tuple[Constraint, str, str]
+Question = tuple[TextConstraint, str, str]
 """Constraint, text, and the prompt that the text answers."""
 
 
-async def judge(constraint: Constraint, text: str, prompt: str) -> Verdict:
+async def judge(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdict:
     """Run ``check`` in another process, with limits of time and memory.
 
     Returns:
@@ -159,7 +159,9 @@ async def judge(constraint: Constraint, text: str, prompt: str) -> Verdict:
     Raises:
         CheckerFailure: if the checker fails on any text.
     """
-    verdict: Verdict = await _processes.judge_async((constraint, text, prompt), too_expensive=UNMET)
+    verdict: ConstraintVerdict = await _processes.judge_async(
+        (constraint, text, prompt), too_expensive=UNMET
+    )
     return verdict
 
 
@@ -173,7 +175,7 @@ def prepare(_: None) -> None:
         ifbench_checkers()
 
 
-def answer(question: Question) -> Verdict:
+def answer(question: Question) -> ConstraintVerdict:
     """Return the verdict of a question. Runs in a worker."""
     return check(*question)
 
@@ -184,13 +186,13 @@ _processes = CheckerPool(
     prepare=f"{__name__}:prepare",
     seconds=SECONDS,
     # A question that every working process answers.
-    control=(Constraint("punctuation:no_comma", {}), "text", ""),
+    control=(TextConstraint("punctuation:no_comma", {}), "text", ""),
 )
 # Worker processes must not outlive this one.
 atexit.register(_processes.close)
 
 
-def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
+def check(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdict:
     """Return whether ``text``, an answer to ``prompt``, satisfies a constraint.
 
     Returns:
@@ -210,7 +212,7 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
         strict = meets(checker, constraint.name, text)
         variants = get_loose_transformations(text)
         loose = strict or any(meets(checker, constraint.name, variant) for variant in variants)
-        return Verdict(strict, loose)
+        return ConstraintVerdict(strict, loose)
     except CheckerFailure:
         raise
     except Exception as error:
@@ -222,7 +224,7 @@ def check(constraint: Constraint, text: str, prompt: str) -> Verdict:
         return UNMET
 
 
-def make_checker(constraint: Constraint, prompt: str) -> Any:
+def make_checker(constraint: TextConstraint, prompt: str) -> Any:
     """Return the checker of a constraint.
 
     Checkers draw missing arguments at random. The given arguments seed the draw, so that equal

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
-class Solution(Protocol):
+class ConstraintSolution(Protocol):
     """Function that changes a text so that it satisfies one constraint."""
 
     def __call__(self, text: str, /, **arguments: Any) -> str: ...
 
 
-SOLUTIONS: dict[str, Solution] = {}
+SOLUTIONS: dict[str, ConstraintSolution] = {}
 """Solutions by the name of the constraint, in the order of application."""
 
 

@@ -23,7 +23,7 @@ from rl_loop.environments.base import (
     text_in,
 )
 from rl_loop.environments.instruction_checkers import (
-    Constraint,
+    TextConstraint,
     check,
     checker_class,
     draw_constraint,
@@ -147,7 +147,7 @@ class InstructionEnvironment(Environment):
     async def answer(self, text: str) -> StepResult:
         turns = self.task.metadata["turns"]
         # Constraints of earlier turns still apply.
-        due = [Constraint(*entry) for turn in turns[: len(self._scores) + 1] for entry in turn]
+        due = [TextConstraint(*entry) for turn in turns[: len(self._scores) + 1] for entry in turn]
         prompt = self.task.messages[-1]["content"]
 
         # Checkers run in other processes, so check all constraints at the same time.
@@ -179,7 +179,7 @@ def _compose(task_id: str, rng: Random, options: InstructionOptions) -> Task | N
     if len(names) < options.constraints * options.turns:
         return None
 
-    constraints: list[Constraint] = []
+    constraints: list[TextConstraint] = []
     sentences: list[str] = []
     for name in names:
         # Each constraint has its own seed, so that it does not depend on the others.
@@ -212,7 +212,7 @@ def _draw_compatible(names: list[str], count: int, rng: Random) -> list[str]:
     return chosen
 
 
-def _script_meets(topic: str, constraints: list[Constraint]) -> bool:
+def _script_meets(topic: str, constraints: list[TextConstraint]) -> bool:
     """Return True if the script's text about ``topic`` satisfies all constraints."""
     text = write_solution(
         topic, [(constraint.name, constraint.arguments) for constraint in constraints]
@@ -220,7 +220,7 @@ def _script_meets(topic: str, constraints: list[Constraint]) -> bool:
     return all(check(constraint, text, "").strict for constraint in constraints)
 
 
-def _constraints_of(record: dict[str, Any]) -> list[Constraint]:
+def _constraints_of(record: dict[str, Any]) -> list[TextConstraint]:
     """Return the constraints of a row of IFEval or IFBench. Raises KeyError or ValueError."""
     names = record["instruction_id_list"]
     kwargs = record["kwargs"]
@@ -234,10 +234,10 @@ def _constraints_of(record: dict[str, Any]) -> list[Constraint]:
     constraints = []
     for name, entry in zip(names, kwargs, strict=True):
         arguments = {key: value for key, value in (entry or {}).items() if value is not None}
-        constraints.append(Constraint(name, arguments))
+        constraints.append(TextConstraint(name, arguments))
     return constraints
 
 
-def _as_json(constraints: list[Constraint]) -> list[Any]:
+def _as_json(constraints: list[TextConstraint]) -> list[Any]:
     """Return constraints in the format of a task's metadata."""
     return [[constraint.name, constraint.arguments] for constraint in constraints]

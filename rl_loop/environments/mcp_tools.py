@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from rl_loop.chat.tools import Tool
 from rl_loop.environments.base import (
     EnvironmentOptions,
-    Execute,
+    PythonExecutor,
     RewardConfig,
     Split,
     StepResult,
@@ -82,7 +82,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
 
     Options: ClassVar[type[EnvironmentOptions]] = McpOptions
 
-    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+    def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         super().__init__(task, execute, reward)
         self.toolbox: ToolBox | None = None
         # Shared servers keep no state of an episode, so there is nothing to restore.

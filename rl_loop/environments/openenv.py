@@ -19,7 +19,7 @@ from rl_loop.chat.tools import Tool
 from rl_loop.chat.truncate_text import truncate_text
 from rl_loop.environments.base import (
     EnvironmentOptions,
-    Execute,
+    PythonExecutor,
     RewardConfig,
     Split,
     StepResult,
@@ -220,7 +220,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
 
     Options: ClassVar[type[EnvironmentOptions]] = OpenEnvOptions
 
-    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+    def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         super().__init__(task, execute, reward)
         self._session: OpenEnvSession | None = None
         self._first: ServerObservation | None = None

@@ -2,7 +2,7 @@
 
 import inspect
 
-from rl_loop.environments.base import Environment, Execute, RewardConfig, Task
+from rl_loop.environments.base import Environment, PythonExecutor, RewardConfig, Task
 from rl_loop.registry import Registry, subclass_of
 
 DEFAULT_ENVIRONMENT = "retool"
@@ -60,7 +60,7 @@ def environment_class(name: str) -> type[Environment]:
     return environment
 
 
-def make_environment(task: Task, execute: Execute, reward: RewardConfig) -> Environment:
+def make_environment(task: Task, execute: PythonExecutor, reward: RewardConfig) -> Environment:
     """Return an environment for one episode. Raises ValueError if the class does not exist."""
     return environment_class(task.environment)(task, execute, reward)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from rl_loop.environments.base import (
     Environment,
     EnvironmentOptions,
-    Execute,
+    PythonExecutor,
     RewardConfig,
     Task,
     ToolError,
@@ -57,7 +57,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
     and ``do``, and calls ``act`` for every action of the policy.
     """
 
-    def __init__(self, task: Task, execute: Execute, reward: RewardConfig) -> None:
+    def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
         self.row = row_of(task)

@@ -21,7 +21,7 @@ SUBSETS = 200
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """Mean over tasks with its 95% confidence interval.
 
     Tasks are independent. Episodes of the same task are not.
@@ -37,7 +37,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Moments:
+class SampleMoments:
     """Count, mean and unbiased variance of a sample. The variance of a single value is 0."""
 
     count: int
@@ -45,14 +45,14 @@ class Moments:
     variance: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Moments":
+    def of(cls, values: Sequence[float]) -> "SampleMoments":
         count = len(values)
         mean = sum(values) / count
         squares = sum((value - mean) ** 2 for value in values)
         return cls(count, mean, squares / max(1, count - 1))
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> MeanEstimate:
     """Estimate the mean of one number between 0 and 1 per task, with Wilson's interval.
 
     Wilson's formula is for binomials. The number of trials is chosen to give the standard error of
@@ -65,7 +65,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         >>> print(f"{accuracy.value:.2f}, from {accuracy.low:.2f} to {accuracy.high:.2f}")
         0.62, from 0.22 to 0.91
     """
-    sample = Moments.of(values)
+    sample = SampleMoments.of(values)
     mean = sample.mean
     trials = float(sample.count)
     # Values that are all equal have no variance. Then each task is one trial.
@@ -78,14 +78,14 @@ def estimate(values: Sequence[float]) -> Estimate:
     center = (mean + Z * Z / (2 * trials)) / shrinkage
     spread = math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
     half = Z / shrinkage * spread
-    return Estimate(mean, max(0.0, center - half), min(1.0, center + half), sample.count)
+    return MeanEstimate(mean, max(0.0, center - half), min(1.0, center + half), sample.count)
 
 
-def difference(values: Sequence[float]) -> Estimate:
+def difference(values: Sequence[float]) -> MeanEstimate:
     """Estimate the mean of differences, one per task, with a normal interval."""
-    sample = Moments.of(values)
+    sample = SampleMoments.of(values)
     half = Z * math.sqrt(sample.variance / sample.count)
-    return Estimate(sample.mean, sample.mean - half, sample.mean + half, sample.count)
+    return MeanEstimate(sample.mean, sample.mean - half, sample.mean + half, sample.count)
 
 
 def pass_at(correct: Sequence[bool], k: int) -> float:
@@ -140,7 +140,7 @@ def _share_of_correct_winners(
     return sum(answer in correct_answers for answer in winners) / len(winners)
 
 
-def accuracy_estimates(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]:
+def accuracy_estimates(records: Sequence[dict[str, Any]]) -> dict[str, MeanEstimate]:
     """Compute avg@n of correctness, and pass@k and maj@k for k = 2, 4, ... n.
 
     n is the smallest number of samples of a task. maj@k is left out if no episode has an answer.
@@ -165,7 +165,7 @@ def accuracy_estimates(records: Sequence[dict[str, Any]]) -> dict[str, Estimate]
 
 def compare(
     records: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]]
-) -> Estimate | None:
+) -> MeanEstimate | None:
     """Estimate accuracy minus the accuracy of ``baseline``, per task. None without common tasks."""
     new = pass_rates(records)
     old = pass_rates(baseline)

@@ -28,7 +28,7 @@ class FunctionCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyAnswer:
     """A turn of the policy."""
 
     reasoning: str = ""
@@ -61,7 +61,7 @@ class Answer:
 class ReadTurn:
     """Parsed content of a sampled turn."""
 
-    answer: Answer
+    answer: PolicyAnswer
     format_error: str | None = None
     """Reason why clients cannot get the turn: a ``FormatError.kind``, "unknown_tool", or
     "unanswered" if it has neither a message nor a call. None for valid turns."""
@@ -107,18 +107,18 @@ def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool
 
     messages = codec.parse_for_client(ids)
     if isinstance(messages, FormatError):
-        return ReadTurn(Answer(), format_error=messages.kind)
+        return ReadTurn(PolicyAnswer(), format_error=messages.kind)
     # Built-in tools are unknown, too: only environments run them, so the call would stay
     # unanswered.
     if any(m.recipient is not None and m.recipient not in names for m in messages):
-        return ReadTurn(Answer(), format_error="unknown_tool")
+        return ReadTurn(PolicyAnswer(), format_error="unknown_tool")
     # The client would get neither a text nor a call, so its agent would have nothing to act on.
     if all(message.channel == "analysis" and message.recipient is None for message in messages):
-        return ReadTurn(Answer(), format_error="unanswered")
+        return ReadTurn(PolicyAnswer(), format_error="unanswered")
     return ReadTurn(_answer_of(messages))
 
 
-def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
+def _answer_of(messages: Sequence[ParsedMessage]) -> PolicyAnswer:
     reasoning = []
     texts = []
     calls = []
@@ -141,4 +141,4 @@ def _answer_of(messages: Sequence[ParsedMessage]) -> Answer:
         else:
             texts.append(message.text)
 
-    return Answer("\n".join(reasoning), tuple(texts), tuple(calls))
+    return PolicyAnswer("\n".join(reasoning), tuple(texts), tuple(calls))

@@ -21,9 +21,9 @@ from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import FunctionCall
 from rl_loop.gateway.errors import ApiError, invalid_request
-from rl_loop.gateway.node import Node, Usage
+from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
-    SamplingParameters,
+    RequestParameters,
     checked_parameters,
     effort_of,
     mapping,
@@ -71,7 +71,7 @@ NEUTRAL: dict[str, list[Any]] = {
 """Unsupported parameters, with the values that request nothing."""
 
 
-class ChatParameters(SamplingParameters):
+class ChatParameters(RequestParameters):
     """Parameters with an effect."""
 
     messages: list[Any] = Field(min_length=1)
@@ -107,7 +107,7 @@ class ChatCall:
         # Streams have usage only on request, in a last chunk without choices (``stream_options``).
         self._include_usage = bool(parameters.stream_options.get("include_usage"))
 
-    def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
+    def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]:
         """Return the body of a plain answer."""
         message: dict[str, Any] = {"role": "assistant", "content": _content(node), "refusal": None}
         if node.answer.reasoning:
@@ -124,7 +124,7 @@ class ChatCall:
         body = self._frame(node, "chat.completion")
         return body | {"choices": [choice], "usage": _usage(usage)}
 
-    def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+    def events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer."""
         # Only the first chunk of a stream has the role. Clients concatenate the other chunks.
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -148,7 +148,7 @@ class ChatCall:
         """Return an answer or a chunk as JSON."""
         return json.dumps(value).encode()
 
-    def _frame(self, node: Node, kind: str) -> dict[str, Any]:
+    def _frame(self, node: TurnNode, kind: str) -> dict[str, Any]:
         return {
             "id": node.response_id,
             "object": kind,
@@ -259,7 +259,7 @@ def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any
 # ---- responses
 
 
-def _content(node: Node) -> str | None:
+def _content(node: TurnNode) -> str | None:
     # A call without a comment has no content, as in OpenAI's answers.
     if node.answer.calls and not node.answer.texts:
         return None
@@ -271,14 +271,14 @@ def _tool_call(call: FunctionCall) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _finish_reason(node: Node) -> str:
+def _finish_reason(node: TurnNode) -> str:
     # First the limit: a truncated turn may have calls, and the last one may be incomplete.
     if node.finish_reason is not FinishReason.STOP:
         return "length"
     return "tool_calls" if node.answer.calls else "stop"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.sampled_tokens,

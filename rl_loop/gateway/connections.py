@@ -43,7 +43,7 @@ def server_options() -> dict[str, Any]:
     }
 
 
-class Connections:
+class OpenConnections:
     """The open connections of a server.
 
     New connections replace the oldest ones without a key, which have sent nothing useful.

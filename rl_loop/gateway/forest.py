@@ -12,7 +12,7 @@ from typing import Any
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.gateway.errors import ApiError, invalid_request
-from rl_loop.gateway.node import ForestPosition, Node
+from rl_loop.gateway.node import ForestPosition, TurnNode
 from rl_loop.gateway.parameters import MAX_MESSAGES
 from rl_loop.gateway.request import MessageDigest, TurnRequest, digest_of_calls
 from rl_loop.rollout.episode_draft import EpisodeDraft
@@ -24,7 +24,7 @@ MAX_ORDERED = 16_384
 loop."""
 
 
-class Forest:
+class TurnForest:
     """The turns of one session."""
 
     def __init__(self, max_stored_turns: int | None = None) -> None:
@@ -36,13 +36,13 @@ class Forest:
         """
         self._max_stored_turns = max_stored_turns
         self._memory_bytes = 0
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, TurnNode] = {}
         """Turns by response id, in the order of their addition."""
-        self._by_key: dict[bytes, Node] = {}
+        self._by_key: dict[bytes, TurnNode] = {}
         """Newest turn of every conversation that can continue."""
-        self._by_fingerprint: dict[bytes, list[Node]] = {}
+        self._by_fingerprint: dict[bytes, list[TurnNode]] = {}
         """Answers to equal requests, newest last."""
-        self._by_call: dict[str, Node] = {}
+        self._by_call: dict[str, TurnNode] = {}
         """Turn that made a call, by the id of the call."""
 
     def __len__(self) -> int:
@@ -50,16 +50,16 @@ class Forest:
         return len(self._nodes)
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[TurnNode]:
         """All turns, in the order of their addition."""
         return list(self._nodes.values())
 
     @property
-    def leaves(self) -> list[Node]:
+    def leaves(self) -> list[TurnNode]:
         """Last turns of all conversations, in the order of their addition."""
         return [node for node in self._nodes.values() if node.is_leaf]
 
-    def node(self, response_id: str) -> Node:
+    def node(self, response_id: str) -> TurnNode:
         """Return the turn of a response. Raises ApiError if this session has none."""
         node = self._nodes.get(response_id)
         # The client has no id of a malformed turn, because it got an error instead.
@@ -76,7 +76,7 @@ class Forest:
         """Return True if one of the turns is the response of this id."""
         return response_id in self._nodes
 
-    def answers(self, fingerprint: bytes) -> Sequence[Node]:
+    def answers(self, fingerprint: bytes) -> Sequence[TurnNode]:
         """Return the answers to requests with the same fingerprint, newest last."""
         return self._by_fingerprint.get(fingerprint, ())
 
@@ -88,7 +88,7 @@ class Forest:
         Raises:
             ApiError: the request refers to a response that this session does not have.
         """
-        previous: Node | None = None
+        previous: TurnNode | None = None
         conversation, digests = request.messages, request.digests
         if request.previous_id is not None:
             previous = self.node(request.previous_id)
@@ -138,7 +138,7 @@ class Forest:
             return message  # An edited turn.
         return message | {"thinking": node.answer.reasoning}
 
-    def add(self, node: Node) -> None:
+    def add(self, node: TurnNode) -> None:
         """Store a turn, and drop the oldest turns above the limits of number and memory."""
         self._nodes[node.response_id] = node
         # Two conversations may continue from one turn. Each ends in its own leaf.
@@ -161,7 +161,7 @@ class Forest:
         ):
             self._drop(next(iter(self._nodes.values())))
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: TurnNode) -> None:
         """Drop a turn, so that no request can continue it. Later turns keep its tokens."""
         del self._nodes[node.response_id]
         self._memory_bytes -= node.memory_bytes
@@ -180,7 +180,7 @@ class Forest:
 
     def trajectories(
         self, task_id: str, decode: Callable[[Sequence[int]], str]
-    ) -> list[tuple[Node, Trajectory]]:
+    ) -> list[tuple[TurnNode, Trajectory]]:
         """Return a trajectory for every leaf, in the order in which the leaves were sampled.
 
         Every sampled token has the mask True in exactly one trajectory. Turns that two leaves share
@@ -191,14 +191,14 @@ class Forest:
         leaves = self.leaves
         # Complete leaves claim shared turns first, so that masking a truncated leaf does not lose
         # them.
-        trained: set[Node] = set()
-        fresh_of: dict[Node, list[Node]] = {}
+        trained: set[TurnNode] = set()
+        fresh_of: dict[TurnNode, list[TurnNode]] = {}
         for leaf in sorted(leaves, key=lambda leaf: leaf.was_truncated):
             # A turn is trained on together with all turns before it, so these are the path's last.
             fresh_of[leaf] = [node for node in leaf.path() if node not in trained]
             trained.update(fresh_of[leaf])
 
-        trajectories: list[tuple[Node, Trajectory]] = []
+        trajectories: list[tuple[TurnNode, Trajectory]] = []
         for leaf in leaves:
             path = leaf.path()
             fresh = fresh_of[leaf]
@@ -211,7 +211,7 @@ class Forest:
 
 
 def _continued(
-    previous: Node, request: TurnRequest
+    previous: TurnNode, request: TurnRequest
 ) -> tuple[tuple[dict[str, Any], ...], tuple[MessageDigest, ...]]:
     """Return the messages up to a request that continues a stored response, and their digests.
 
@@ -230,8 +230,8 @@ def _continued(
 
 def _draft(
     task_id: str,
-    shared: Sequence[Node],
-    fresh: Sequence[Node],
+    shared: Sequence[TurnNode],
+    fresh: Sequence[TurnNode],
     decode: Callable[[Sequence[int]], str],
 ) -> EpisodeDraft:
     """Join the tokens of one path. ``shared`` has the turns that are only context."""

@@ -34,7 +34,7 @@ NICENESS = 5
 """Added to the niceness of the gateway, so that the event loop has precedence."""
 
 
-class Job[Result](Protocol):
+class RequestJob[Result](Protocol):
     """Work on one request."""
 
     def run(self, codec: ChatCodec) -> Result:
@@ -99,16 +99,16 @@ class RenderJob:
     max_tokens: int
     """Limit of a conversation."""
 
-    def run(self, codec: ChatCodec) -> "Rendered":
+    def run(self, codec: ChatCodec) -> "RenderedMessages":
         """Return the tokens. Raises ApiError if the messages cannot be rendered."""
         rendered = self._rendered(codec)
         count = len(rendered.new_ids)
         if count > self.max_tokens:
             # Unpickling millions of tokens would block the event loop.
-            return Rendered([], [], too_many=count)
+            return RenderedMessages([], [], too_many=count)
         return rendered
 
-    def _rendered(self, codec: ChatCodec) -> "Rendered":
+    def _rendered(self, codec: ChatCodec) -> "RenderedMessages":
         try:
             if self.stored is None:
                 opened: list[OpenCall] = []
@@ -119,7 +119,7 @@ class RenderJob:
                     reasoning_effort=self.reasoning_effort,
                     keys=self.keys,
                 )
-                return Rendered(ids, opened)
+                return RenderedMessages(ids, opened)
 
             # Copy the calls, because other conversations continue from this turn.
             open_calls = [replace(call) for call in self.stored.open_calls]
@@ -133,13 +133,13 @@ class RenderJob:
         # Unchanged tokens are not returned: the stored sequence continues, and there is less to
         # pickle.
         is_changed = kept is not None and list(kept) != list(history or ())
-        return Rendered(
+        return RenderedMessages(
             [*self.stored.closing, *ids], open_calls, list(kept or ()) if is_changed else None
         )
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedMessages:
     """The tokens of new messages."""
 
     new_ids: list[int]
@@ -187,7 +187,7 @@ class RequestWorkers:
         """Start the first process, without waiting for it. Raises PoolFailure."""
         self._pool.start()
 
-    def begin[Result](self, job: Job[Result]) -> "asyncio.Task[Result]":
+    def begin[Result](self, job: RequestJob[Result]) -> "asyncio.Task[Result]":
         """Begin a job. The task raises ApiError, and ends with the job even if no caller waits."""
         task = asyncio.create_task(self._run(job))
         # asyncio keeps only weak references to tasks, so a job without a waiting client could
@@ -202,7 +202,7 @@ class RequestWorkers:
         await asyncio.to_thread(self._pool.close)
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _run[Result](self, job: Job[Result]) -> Result:
+    async def _run[Result](self, job: RequestJob[Result]) -> Result:
         try:
             result: Result = await self._pool.ask_async(job)
             return result
@@ -242,7 +242,7 @@ class SessionJobs:
         self._is_working = asyncio.Lock()
         self._is_working_here = asyncio.Lock()
 
-    async def run[Result](self, job: Job[Result], *, is_short: bool) -> Result:
+    async def run[Result](self, job: RequestJob[Result], *, is_short: bool) -> Result:
         """Run a job. The next job begins after its end, even if the client leaves.
 
         Raises ApiError.
@@ -286,7 +286,7 @@ def prepare(codec: ChatCodec) -> None:
     codec.render_continuation([{"role": "user", "content": "Hi"}], [], 0)
 
 
-def run_job(job: Job[Any]) -> Any:
+def run_job(job: RequestJob[Any]) -> Any:
     """Run a job in this process."""
     assert _codec is not None
     return job.run(_codec)

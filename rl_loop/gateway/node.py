@@ -8,7 +8,7 @@ from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import FUNCTIONS
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
-from rl_loop.gateway.answer import Answer, ReadTurn
+from rl_loop.gateway.answer import PolicyAnswer, ReadTurn
 from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key, text_size
 from rl_loop.rollout.episode import SampledTurn
 
@@ -20,11 +20,11 @@ CHARACTER_BYTES = 2
 
 # Compared by identity: turns with equal content are different samples, and sets contain turns.
 @dataclass(eq=False)
-class Node:
+class TurnNode:
     """One sampled turn, and the tokens between it and the previous turn."""
 
     response_id: str
-    parent: "Node | None"
+    parent: "TurnNode | None"
     """Turn whose tokens this one continues. None for the first turn of its sequence."""
     new_ids: list[int]
     """Rendered tokens after the parent's tokens. The whole prompt if there is no parent."""
@@ -34,7 +34,7 @@ class Node:
     """Sampled turn, with the experts of the tokens that were first an input of this turn."""
     finish_reason: FinishReason
     """Reason for the end of the turn."""
-    answer: Answer
+    answer: PolicyAnswer
     """Answer to the client."""
     format_error: str | None
     """Kind of the error if the turn is malformed. The client then gets no answer."""
@@ -66,10 +66,10 @@ class Node:
     is_leaf: bool = True
     """True if no turn continues from its tokens."""
 
-    def path(self) -> list["Node"]:
+    def path(self) -> list["TurnNode"]:
         """Return the turns from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
+        nodes: list[TurnNode] = []
+        node: TurnNode | None = self
         while node is not None:
             nodes.append(node)
             node = node.parent
@@ -87,10 +87,10 @@ class Node:
         return self.finish_reason not in (FinishReason.STOP, FinishReason.FORMAT_ERROR)
 
     @property
-    def usage(self) -> "Usage":
+    def usage(self) -> "TokenUsage":
         """Token counts of the turn."""
         sampled = self.sampled
-        return Usage(
+        return TokenUsage(
             prompt_tokens=len(self.token_ids()) - len(sampled.output_ids),
             cached_tokens=sampled.cached_tokens,
             sampled_tokens=len(sampled.output_ids),
@@ -107,7 +107,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Token counts of one turn."""
 
     prompt_tokens: int
@@ -122,7 +122,7 @@ class Usage:
 class ForestPosition:
     """Position of a request in the forest."""
 
-    parent: Node | None
+    parent: TurnNode | None
     """Turn to continue. None for a new sequence."""
     conversation: tuple[dict[str, Any], ...]
     """All messages, without instructions."""
@@ -137,10 +137,10 @@ class ForestPosition:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TurnPrompt:
     """Prompt of a turn."""
 
-    parent: Node | None
+    parent: TurnNode | None
     """Turn before ``new_ids``. None if ``new_ids`` is the whole prompt."""
     new_ids: list[int]
     open_calls: list[OpenCall]
@@ -164,10 +164,10 @@ def new_node(
     request: TurnRequest,
     response_id: str,
     position: ForestPosition,
-    prompt: Prompt,
+    prompt: TurnPrompt,
     sampled: SampledTurn,
     turn: ReadTurn,
-) -> Node:
+) -> TurnNode:
     """Make the node of a sampled turn.
 
     Args:
@@ -197,7 +197,7 @@ def new_node(
     if prompt.parent is not None:
         new_role = "tool" if position.new_messages[0]["role"] == "tool" else "user"
 
-    return Node(
+    return TurnNode(
         response_id=response_id,
         parent=prompt.parent,
         new_ids=prompt.new_ids,

@@ -38,7 +38,7 @@ EFFORTS: dict[str, Effort | None] = {
 """Reasoning efforts of the API, and their values in chat formats."""
 
 
-class SamplingParameters(BaseModel):
+class RequestParameters(BaseModel):
     """Parameters in both dialects of the API."""
 
     model_config = ConfigDict(extra="forbid")

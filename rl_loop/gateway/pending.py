@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rl_loop.gateway.node import Node
+from rl_loop.gateway.node import TurnNode
 
 MAX_ABANDONED = 256
 """Number of abandoned requests that are remembered. Their retries have no turn to join."""
@@ -21,7 +21,7 @@ class TurnsClosedError(Exception):
 class PendingTurn:
     """A turn in flight."""
 
-    task: "asyncio.Task[Node]"
+    task: "asyncio.Task[TurnNode]"
     waiting: int = 0
     """Number of clients that wait for it."""
 
@@ -54,10 +54,10 @@ class PendingTurns:
     async def wait(
         self,
         fingerprint: bytes,
-        take_turn: Callable[[], Coroutine[Any, Any, Node]],
+        take_turn: Callable[[], Coroutine[Any, Any, TurnNode]],
         *,
         is_retry: bool,
-    ) -> Node:
+    ) -> TurnNode:
         """Wait for a turn. If no client waits for the turn any more, it is cancelled.
 
         Args:
@@ -131,7 +131,7 @@ class PendingTurns:
             self._abandoned.append(fingerprint)
 
 
-def _mark_lost(task: "asyncio.Task[Node]") -> None:
+def _mark_lost(task: "asyncio.Task[TurnNode]") -> None:
     """Note that the client left when its turn was complete."""
     # ``delivered`` is True if a retry of the request has received the turn.
     if task.exception() is None and task.result().delivered is None:

@@ -5,8 +5,8 @@ from typing import Literal
 
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.jobs import Rendered, RenderJob, SessionJobs, StoredTokens
-from rl_loop.gateway.node import ForestPosition, Node, Prompt
+from rl_loop.gateway.jobs import RenderedMessages, RenderJob, SessionJobs, StoredTokens
+from rl_loop.gateway.node import ForestPosition, TurnNode, TurnPrompt
 from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
 from rl_loop.tasks.prompt_limit import MAX_TOKEN_BYTES
 
@@ -40,7 +40,7 @@ class PromptRenderer:
     """Limit of a conversation."""
     jobs: SessionJobs
 
-    async def render(self, request: TurnRequest, position: ForestPosition) -> Prompt:
+    async def render(self, request: TurnRequest, position: ForestPosition) -> TurnPrompt:
         """Render the prompt of a request.
 
         Args:
@@ -118,23 +118,23 @@ def _is_short(request: TurnRequest, job: RenderJob) -> bool:
     return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY
 
 
-def _prompt_of(position: ForestPosition, rendered: Rendered) -> Prompt:
+def _prompt_of(position: ForestPosition, rendered: RenderedMessages) -> TurnPrompt:
     """Return the prompt of a turn."""
     parent = position.parent
     if parent is None:
-        return Prompt(None, rendered.new_ids, rendered.open_calls)
+        return TurnPrompt(None, rendered.new_ids, rendered.open_calls)
     # Nothing before the new messages changed, so the stored sequence continues.
     if rendered.history is None and not parent.dropped:
-        return Prompt(parent, rendered.new_ids, rendered.open_calls)
+        return TurnPrompt(parent, rendered.new_ids, rendered.open_calls)
 
     # The tokens before the new messages differ from the stored ones, so the stored sequence ends.
     history = rendered.history
     if history is None:
         history = _kept_ids(parent)
-    return Prompt(None, history + rendered.new_ids, rendered.open_calls)
+    return TurnPrompt(None, history + rendered.new_ids, rendered.open_calls)
 
 
-def _kept_ids(parent: Node) -> list[int]:
+def _kept_ids(parent: TurnNode) -> list[int]:
     """Return the tokens up to a turn, without the end that a continuation leaves out."""
     ids = parent.token_ids()
     return ids[: len(ids) - parent.dropped]

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.errors import ApiError, invalid_request
-from rl_loop.gateway.node import Node, Usage
+from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
-    SamplingParameters,
+    RequestParameters,
     checked_parameters,
     effort_of,
     mapping,
@@ -93,7 +93,7 @@ class TextParameters(BaseModel):
     """Ignored."""
 
 
-class ResponsesParameters(SamplingParameters):
+class ResponsesParameters(RequestParameters):
     """Parameters with an effect."""
 
     input: str | list[Any] = Field(min_length=1)
@@ -136,7 +136,7 @@ class ResponsesCall:
         self._mark = secrets.token_hex(16)
         """Key that an answer's JSON replaces by the repeated parameters."""
 
-    def answer(self, node: Node, usage: Usage) -> dict[str, Any]:
+    def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]:
         """Return the body of a plain answer."""
         is_complete = node.finish_reason is FinishReason.STOP
         status = "completed" if is_complete else "incomplete"
@@ -149,12 +149,12 @@ class ResponsesCall:
             "usage": _usage(usage),
         }
 
-    def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+    def events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed answer."""
         for number, event in enumerate(self._events(node, usage)):
             yield event | {"sequence_number": number}
 
-    def _events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]:
+    def _events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]:
         # The OpenAI SDK rejects a stream that does not begin with ``response.created``.
         begun = self._frame(node, "in_progress")
         yield {"type": "response.created", "response": begun}
@@ -170,7 +170,7 @@ class ResponsesCall:
         """Return an answer or an event as JSON."""
         return json.dumps(value).encode().replace(f'"{self._mark}": null'.encode(), self._repeated)
 
-    def _frame(self, node: Node, status: str) -> dict[str, Any]:
+    def _frame(self, node: TurnNode, status: str) -> dict[str, Any]:
         """Return the fields of a response except its items."""
         return {
             self._mark: None,
@@ -286,7 +286,7 @@ def _add_to_turn(
         turn.setdefault("tool_calls", []).append({"id": call_id, "function": function})
     elif kind == "message":
         text = text_of(item.get("content"), f"{where}.content")
-        # Joined like ``Answer.content``, so that the repeated turn has the digest of the sampled
+        # Joined like ``PolicyAnswer.content``, so that the repeated turn has the digest of the sampled
         # one.
         turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"
     else:
@@ -300,7 +300,7 @@ def _add_to_turn(
 # ---- responses
 
 
-def _items(node: Node, status: str) -> list[dict[str, Any]]:
+def _items(node: TurnNode, status: str) -> list[dict[str, Any]]:
     """Return the items of a turn."""
     name = node.response_id.removeprefix(ID_PREFIX)
     answer = node.answer
@@ -377,7 +377,7 @@ def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[s
     yield place | {"type": "response.content_part.done", "part": part}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},

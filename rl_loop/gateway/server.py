@@ -17,10 +17,10 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.engines.protocol import ModelShape, RolloutEngine
 from rl_loop.gateway.body import MAX_BODY_BYTES, SHORT_BODY_BYTES, parse_json, read_body
 from rl_loop.gateway.chat import ChatCall
-from rl_loop.gateway.connections import Connections, server_options
+from rl_loop.gateway.connections import OpenConnections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.jobs import ReadJob, RequestWorkers
-from rl_loop.gateway.node import Node, Usage
+from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
@@ -57,9 +57,9 @@ class DialectCall(Protocol):
     stream: bool
     request: TurnRequest
 
-    def answer(self, node: Node, usage: Usage) -> dict[str, Any]: ...
+    def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]: ...
 
-    def events(self, node: Node, usage: Usage) -> Iterator[dict[str, Any]]: ...
+    def events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]: ...
 
     def to_json(self, value: dict[str, Any]) -> bytes:
         """Return an answer or an event as JSON."""
@@ -97,7 +97,7 @@ class Gateway:
         self._settings = settings
         self._sessions: dict[str, ConversationSession] = {}
         """Sessions by API key."""
-        self._connections = Connections()
+        self._connections = OpenConnections()
         self._workers = RequestWorkers(codec)
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -332,7 +332,9 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
     return ApiError(500, "internal_error", describe(error))
 
 
-async def _send_whole(request: web.Request, call: DialectCall, node: Node) -> web.StreamResponse:
+async def _send_whole(
+    request: web.Request, call: DialectCall, node: TurnNode
+) -> web.StreamResponse:
     """Send a turn as one JSON object."""
     body = call.to_json(call.answer(node, node.usage))
     response = web.Response(body=body, content_type="application/json", charset="utf-8")
@@ -342,7 +344,9 @@ async def _send_whole(request: web.Request, call: DialectCall, node: Node) -> we
     return response
 
 
-async def _send_events(request: web.Request, call: DialectCall, node: Node) -> web.StreamResponse:
+async def _send_events(
+    request: web.Request, call: DialectCall, node: TurnNode
+) -> web.StreamResponse:
     """Send a turn as server-sent events."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -16,20 +16,20 @@ from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.errors import ApiError, invalid_content
-from rl_loop.gateway.forest import Forest
-from rl_loop.gateway.jobs import Job, RequestWorkers, SessionJobs, TurnJob
-from rl_loop.gateway.node import Node, new_node
+from rl_loop.gateway.forest import TurnForest
+from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJob
+from rl_loop.gateway.node import TurnNode, new_node
 from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
 from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.episode import (
-    Completed,
     Ending,
     Episode,
+    EpisodeCompleted,
+    EpisodeFailed,
     EpisodeOver,
-    Failed,
     LimitReached,
     MalformedTurn,
 )
@@ -93,7 +93,7 @@ class ConversationSession:
         """
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
-        self.forest = Forest(settings.max_stored_turns)
+        self.forest = TurnForest(settings.max_stored_turns)
         self.episode = Episode(
             name,
             engine,
@@ -128,7 +128,7 @@ class ConversationSession:
 
     async def respond(
         self, request: TurnRequest, response_id: str, *, is_retry: bool = False
-    ) -> Node:
+    ) -> TurnNode:
         """Return the policy's turn.
 
         Each request gets a separate sample, even if equal requests are in flight. A repeated
@@ -181,11 +181,11 @@ class ConversationSession:
         """Return the sum of each reward part. None without rewards."""
         return self._rewards.totals()
 
-    def trajectories(self, task_id: str) -> list[tuple[Node, Trajectory]]:
-        """Return the recorded sequences, see ``Forest.trajectories``."""
+    def trajectories(self, task_id: str) -> list[tuple[TurnNode, Trajectory]]:
+        """Return the recorded sequences, see ``TurnForest.trajectories``."""
         return self.forest.trajectories(task_id, self._codec.decode)
 
-    async def run[Result](self, job: Job[Result], *, is_short: bool = False) -> Result:
+    async def run[Result](self, job: RequestJob[Result], *, is_short: bool = False) -> Result:
         """Run a job, see ``SessionJobs.run``. Raises ApiError."""
         return await self._jobs.run(job, is_short=is_short)
 
@@ -194,13 +194,13 @@ class ConversationSession:
         if self.episode.clock.is_over:
             # The sampler ends these turns. Their tokens so far are a part of the episode.
             await self._pending.settle(SETTLE_SECONDS)
-        self.episode.end(Completed())
+        self.episode.end(EpisodeCompleted())
         await self._pending.close()
         await self._jobs.close()
 
     # ---- one turn
 
-    async def _take_turn(self, request: TurnRequest, response_id: str) -> Node:
+    async def _take_turn(self, request: TurnRequest, response_id: str) -> TurnNode:
         """Sample a turn and add it to the forest. Raises ApiError."""
         try:
             with self.episode.turn() as number:
@@ -208,13 +208,13 @@ class ConversationSession:
         except EpisodeOver as over:
             raise self._ended(over.ending) from None
         except InfrastructureFailure as failure:
-            raise self._ended(Failed(failure)) from failure
+            raise self._ended(EpisodeFailed(failure)) from failure
         except PromptTooLong as error:
             # The session continues with a shorter conversation.
             self.was_too_long = True
             raise self._too_long(error.tokens) from None
 
-    async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> Node:
+    async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> TurnNode:
         """Sample a turn and add it to the forest.
 
         Raises ApiError, EpisodeOver, PromptTooLong and InfrastructureFailure.
@@ -293,13 +293,13 @@ class ConversationSession:
 def _error_of(ending: Ending) -> ApiError:
     """Return the client's error after the end of a session."""
     match ending:
-        case Failed(failure):
+        case EpisodeFailed(failure):
             return ApiError(503, "infrastructure_failure", str(failure))
         case MalformedTurn(kind):
             return invalid_content(kind)
         case LimitReached():
             return ApiError(400, "session_over", f"the session has used its {ending.allowed}")
-        case Completed():
+        case EpisodeCompleted():
             return ApiError(400, "session_over", "the session is over")
         case _:
             assert_never(ending)

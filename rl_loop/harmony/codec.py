@@ -35,7 +35,7 @@ from rl_loop.harmony.conversation import (
     user_message,
     without_finished_analysis,
 )
-from rl_loop.harmony.history import History
+from rl_loop.harmony.history import MessageFinder
 from rl_loop.harmony.prompt_config import PromptConfig
 from rl_loop.harmony.prompt_prefix import system_message, with_tools
 from rl_loop.harmony.prompt_prefix_cache import PromptPrefixCache
@@ -91,7 +91,7 @@ class Harmony:
         [self.answer_end] = self._special("<|return|>")
         [self.call_end] = self._special("<|call|>")
         [self.message_end] = self._special("<|end|>")
-        self._history = History(vocabulary)
+        self._history = MessageFinder(vocabulary)
         self._prefix_cache = PromptPrefixCache(self)
 
     # ---- rendering
@@ -407,7 +407,7 @@ class Harmony:
         return TruncatedTurn([], (), dropped=len(ids) + len(self.assistant_header))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
-        """Leave out the analysis that led to earlier answers: see ``History``."""
+        """Leave out the analysis that led to earlier answers: see ``MessageFinder``."""
         return self._history.without_finished_analysis(ids)
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:

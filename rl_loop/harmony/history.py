@@ -6,7 +6,7 @@ from rl_loop.harmony.messages import MESSAGE_ENDS, MessageSpan, read_header, spl
 from rl_loop.harmony.vocabulary import Vocabulary, special_id
 
 
-class History:
+class MessageFinder:
     """Finds messages in the tokens of one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

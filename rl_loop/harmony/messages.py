@@ -40,7 +40,7 @@ class MessageSpan:
     """Special token that ends the message; None if it is truncated."""
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """Fields of a header."""
 
     role: str
@@ -132,7 +132,7 @@ def _has_valid_specials(message: MessageSpan, specials: Mapping[int, str]) -> bo
     return not any(place in specials for place in range(message.body, message.body_end))
 
 
-def read_header(text: str) -> Header:
+def read_header(text: str) -> MessageHeader:
     """Read a header in either order of Harmony.
 
     Both "assistant<|channel|>commentary to=functions.f <|constrain|>json" and
@@ -154,4 +154,4 @@ def read_header(text: str) -> Header:
             channel = word
         else:
             content_type = word
-    return Header(role or "assistant", channel, recipient, content_type)
+    return MessageHeader(role or "assistant", channel, recipient, content_type)

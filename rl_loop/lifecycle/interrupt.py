@@ -35,7 +35,7 @@ CLEAN_UP_SECONDS = 15.0
 """Time for cleaning up. After it, another Ctrl-C ends the process immediately."""
 
 
-class Interrupt:
+class InterruptHandler:
     """Handler of the signals that ask a run to stop.
 
     - The first SIGINT, SIGTERM or SIGHUP stops the run after the current step. If no step is

@@ -26,20 +26,20 @@ from rl_loop.rewards.relations import (
 )
 from rl_loop.rewards.statement import (
     BasedNumber,
-    Brackets,
-    Builder,
-    Cases,
-    Collection,
+    BracketedStatement,
     Congruence,
     EllipsisItem,
-    Grid,
-    Listing,
+    ExpressionStatement,
+    ListedSet,
+    MatrixStatement,
     NamedSet,
+    PiecewiseStatement,
     Ratio,
     RelationChain,
+    SetBuilder,
     SetOperation,
     Statement,
-    Value,
+    StatementList,
     WordsStatement,
     is_name,
     read_statement,
@@ -67,14 +67,16 @@ def equal(answer: Statement, truth: Statement, modulus: Expr | None = None) -> b
         return _equal_congruences(answer, truth)
     if isinstance(answer, RelationChain) or isinstance(truth, RelationChain):
         return _equal_chains(answer, truth, modulus)
-    if isinstance(answer, Value) and isinstance(truth, Value):
+    if isinstance(answer, ExpressionStatement) and isinstance(truth, ExpressionStatement):
         return _equal_signs(answer, truth, modulus)
 
     # A single value is a list, or a set, with one item.
     items, true_items = _items(answer), _items(truth)
     if items is not None and true_items is not None:
         return _equal_collections(answer, truth, items, true_items, modulus)
-    if isinstance(answer, Brackets | Grid) or isinstance(truth, Brackets | Grid):
+    if isinstance(answer, BracketedStatement | MatrixStatement) or isinstance(
+        truth, BracketedStatement | MatrixStatement
+    ):
         return _equal_brackets(answer, truth, modulus)
     if isinstance(answer, SetOperation) and isinstance(truth, SetOperation):
         return _equal_operations(answer, truth)
@@ -86,12 +88,12 @@ def _equal_rest(answer: Statement, truth: Statement) -> bool:
     # Empty words stand for a missing side, which says nothing.
     if isinstance(answer, WordsStatement) and isinstance(truth, WordsStatement):
         return bool(answer.text) and answer.text == truth.text
-    if isinstance(answer, Builder) and isinstance(truth, Builder):
+    if isinstance(answer, SetBuilder) and isinstance(truth, SetBuilder):
         same_member = equal(answer.member, truth.member)
         return same_member and equal(answer.condition, truth.condition)
     if isinstance(answer, Ratio) and isinstance(truth, Ratio):
         return _equal_ratios(answer, truth)
-    if isinstance(answer, Cases) and isinstance(truth, Cases):
+    if isinstance(answer, PiecewiseStatement) and isinstance(truth, PiecewiseStatement):
         return _equal_cases(answer, truth)
     if isinstance(answer, BasedNumber | NamedSet | EllipsisItem):
         return answer == truth
@@ -101,7 +103,9 @@ def _equal_rest(answer: Statement, truth: Statement) -> bool:
 # ---- values
 
 
-def _equal_signs(answer: Value, truth: Value, modulus: Expr | None) -> bool:
+def _equal_signs(
+    answer: ExpressionStatement, truth: ExpressionStatement, modulus: Expr | None
+) -> bool:
     r"""Compare values, including both values of \pm."""
     values, true_values = signs_expanded(answer), signs_expanded(truth)
     # "3" does not equal "\pm 3", which has two values.
@@ -110,7 +114,9 @@ def _equal_signs(answer: Value, truth: Value, modulus: Expr | None) -> bool:
     return _match(values, true_values, lambda a, b: _equal_values(a, b, modulus))
 
 
-def _equal_values(answer: Value, truth: Value, modulus: Expr | None) -> bool:
+def _equal_values(
+    answer: ExpressionStatement, truth: ExpressionStatement, modulus: Expr | None
+) -> bool:
     if not same_units(answer.units, truth.units):
         return False
     # Equal modulo m: the difference is a multiple of m.
@@ -137,9 +143,9 @@ def _equal_values(answer: Value, truth: Value, modulus: Expr | None) -> bool:
 
 def _items(statement: Statement) -> tuple[Statement, ...] | None:
     """Return the items of a list or set. A value is a single item. None for other statements."""
-    if isinstance(statement, Listing | Collection):
+    if isinstance(statement, StatementList | ListedSet):
         return statement.items
-    if isinstance(statement, Value):
+    if isinstance(statement, ExpressionStatement):
         expanded = signs_expanded(statement)
         return expanded if len(expanded) > 1 else (statement,)
     return None
@@ -152,11 +158,11 @@ def _equal_collections(
     true_items: Sequence[Statement],
     modulus: Expr | None,
 ) -> bool:
-    connectives = [x.connective if isinstance(x, Listing) else "," for x in (answer, truth)]
+    connectives = [x.connective if isinstance(x, StatementList) else "," for x in (answer, truth)]
     # "x < 1 or x > 3" does not equal "x < 1, x > 3".
     if connectives[0] != connectives[1]:
         return False
-    if isinstance(answer, Collection) and isinstance(truth, Collection):
+    if isinstance(answer, ListedSet) and isinstance(truth, ListedSet):
         # A set has no duplicates: \{1, 1, 2\} is \{1, 2\}.
         items, true_items = _distinct(items), _distinct(true_items)
     # The order of a sequence with an ellipsis determines its continuation.
@@ -200,12 +206,12 @@ def _equal_in_order(
 def _equal_brackets(answer: Statement, truth: Statement, modulus: Expr | None) -> bool:
     """Compare points, intervals and matrices. "1, 2" may mean (1, 2)."""
     items, true_items = _ordered(answer), _ordered(truth)
-    if isinstance(answer, Brackets) and isinstance(truth, Brackets):
+    if isinstance(answer, BracketedStatement) and isinstance(truth, BracketedStatement):
         # (1, 2) and [1, 2] are different intervals.
         if (answer.opening, answer.closing) != (truth.opening, truth.closing):
             return False
         return _equal_in_order(answer.items, truth.items, modulus)
-    if isinstance(answer, Grid) and isinstance(truth, Grid):
+    if isinstance(answer, MatrixStatement) and isinstance(truth, MatrixStatement):
         if len(answer.rows) != len(truth.rows):
             return False
         rows = zip(answer.rows, truth.rows, strict=True)
@@ -217,11 +223,14 @@ def _equal_brackets(answer: Statement, truth: Statement, modulus: Expr | None) -
 
 def _ordered(statement: Statement) -> tuple[Statement, ...] | None:
     """Return the entries of a point, a list, or a matrix with one row or column."""
-    if isinstance(statement, Listing) and statement.connective == ",":
+    if isinstance(statement, StatementList) and statement.connective == ",":
         return statement.items
-    if isinstance(statement, Brackets) and (statement.opening, statement.closing) == ("(", ")"):
+    if isinstance(statement, BracketedStatement) and (statement.opening, statement.closing) == (
+        "(",
+        ")",
+    ):
         return statement.items
-    if isinstance(statement, Grid):
+    if isinstance(statement, MatrixStatement):
         if len(statement.rows) == 1:
             return statement.rows[0]
         if len(statement.rows[0]) == 1:
@@ -238,7 +247,7 @@ def _equal_operations(answer: SetOperation, truth: SetOperation) -> bool:
     return _match(answer.parts, truth.parts, equal)
 
 
-def _equal_cases(answer: Cases, truth: Cases) -> bool:
+def _equal_cases(answer: PiecewiseStatement, truth: PiecewiseStatement) -> bool:
     def same(
         row: tuple[Statement, Statement | None], other: tuple[Statement, Statement | None]
     ) -> bool:
@@ -253,8 +262,8 @@ def _equal_cases(answer: Cases, truth: Cases) -> bool:
 
 def _equal_ratios(answer: Ratio, truth: Ratio) -> bool:
     """Compare ratios: 3:4 equals 6:8."""
-    parts = [part for part in answer.parts if isinstance(part, Value)]
-    true_parts = [part for part in truth.parts if isinstance(part, Value)]
+    parts = [part for part in answer.parts if isinstance(part, ExpressionStatement)]
+    true_parts = [part for part in truth.parts if isinstance(part, ExpressionStatement)]
     if len(parts) != len(answer.parts) or len(true_parts) != len(truth.parts):
         return False
     if len(parts) != len(true_parts):
@@ -276,7 +285,9 @@ def _equal_congruences(answer: Statement, truth: Statement) -> bool:
     if not isinstance(answer, Congruence) or not isinstance(truth, Congruence):
         return False
     modulus, true_modulus = answer.modulus, truth.modulus
-    if not isinstance(modulus, Value) or not isinstance(true_modulus, Value):
+    if not isinstance(modulus, ExpressionStatement) or not isinstance(
+        true_modulus, ExpressionStatement
+    ):
         return False
     # Modulo 0 has no meaning, and would divide by zero.
     if not same_value(modulus.value, true_modulus.value) or modulus.value == 0:

@@ -7,7 +7,7 @@ import sympy
 from sympy import Dummy, Expr, Rational, S
 from sympy.core.function import AppliedUndef
 
-from rl_loop.rewards.number import Number
+from rl_loop.rewards.number import NotatedNumber
 
 DIGITS = 60
 """Number of decimal digits for comparing expressions at points."""
@@ -133,14 +133,14 @@ def _has_usual_numbers(value: Expr) -> bool:
     return not value.has(sympy.factorial, sympy.exp)
 
 
-def as_number(value: Expr) -> Number | None:
+def as_number(value: Expr) -> NotatedNumber | None:
     """Return a constant as a number: exact if it is rational, to DIGITS digits otherwise."""
     if value.free_symbols or value.has(AppliedUndef):
         return None
     if value.is_Rational:
-        return Number(Fraction(int(value.p), int(value.q)))
+        return NotatedNumber(Fraction(int(value.p), int(value.q)))
     digits = value.evalf(DIGITS)
     if not digits.is_Float or not digits.is_finite:
         return None
     # By its decimal digits, because sympy's Float is binary.
-    return Number(Fraction(str(digits)))
+    return NotatedNumber(Fraction(str(digits)))

@@ -19,7 +19,7 @@ from rl_loop.rewards.tokens import (
     LOGARITHMS,
     OF_SEVERAL,
     TRIGONOMETRY,
-    Token,
+    ExpressionToken,
     UnreadableError,
     tokens_of,
 )
@@ -86,10 +86,10 @@ class _Reader:
     # ---- tokens
 
     @property
-    def _next(self) -> Token:
+    def _next(self) -> ExpressionToken:
         return self._tokens[self._at]
 
-    def _take(self) -> Token:
+    def _take(self) -> ExpressionToken:
         token = self._tokens[self._at]
         # Stays at the end token, so that no caller has to check for the end.
         self._at = min(self._at + 1, len(self._tokens) - 1)

@@ -60,7 +60,7 @@ PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|(?:\\text\{)?\s*(?:percentage|p
 
 
 @dataclass(frozen=True)
-class Number:
+class NotatedNumber:
     """Number with its notation."""
 
     value: Fraction
@@ -70,7 +70,7 @@ class Number:
     """True if a percent sign follows. ``value`` is the number in front of it."""
 
 
-def parse_number(text: str) -> Number | None:
+def parse_number(text: str) -> NotatedNumber | None:
     """Return the number in ``text``, in standard notation. None if it is anything else."""
     text = text.strip()
     if len(text) > MAX_DIGITS:
@@ -82,10 +82,10 @@ def parse_number(text: str) -> Number | None:
     number = _signed(percent["number"])
     if number is None:
         return None
-    return Number(number.value, number.places, percent=True)
+    return NotatedNumber(number.value, number.places, percent=True)
 
 
-def same_number(answer: Number, truth: Number) -> bool:
+def same_number(answer: NotatedNumber, truth: NotatedNumber) -> bool:
     """Return True if ``answer`` is correct. 50% may mean 50 or 0.5."""
     if _is_value(answer.value, truth):
         return True
@@ -95,7 +95,7 @@ def same_number(answer: Number, truth: Number) -> bool:
     return _is_value(answer.value * scale, truth)
 
 
-def _is_value(value: Fraction, truth: Number) -> bool:
+def _is_value(value: Fraction, truth: NotatedNumber) -> bool:
     """Return True if a value equals the truth, or rounds to a rounded truth."""
     if value == truth.value:
         return True
@@ -112,17 +112,17 @@ def _is_value(value: Fraction, truth: Number) -> bool:
 # ---- notations, tried in this order
 
 
-def _signed(text: str) -> Number | None:
+def _signed(text: str) -> NotatedNumber | None:
     text = text.strip()
     sign = text[:1] if text[:1] in ("-", "+") else ""
     number = _unsigned(text[len(sign) :].strip())
     # A negated number keeps its places, and percent signs were removed before.
     if number is None or sign != "-":
         return number
-    return Number(-number.value, number.places)
+    return NotatedNumber(-number.value, number.places)
 
 
-def _unsigned(text: str) -> Number | None:
+def _unsigned(text: str) -> NotatedNumber | None:
     # A number in one pair of braces, such as {12}. With more braces it is an expression.
     while text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()
@@ -134,7 +134,7 @@ def _unsigned(text: str) -> Number | None:
     return None
 
 
-def _decimal(text: str) -> Number | None:
+def _decimal(text: str) -> NotatedNumber | None:
     """Parse 12, 12., .5, 1 234.5, 1,234,567 and 1.234,5."""
     grouped = GROUPED.fullmatch(text)
     # With a comma at the end, points separate thousands: 1.234,5.
@@ -146,10 +146,10 @@ def _decimal(text: str) -> Number | None:
     if not PLAIN.fullmatch(text) or not any(map(str.isdigit, text)):
         return None
     places = text.partition(".")[2]
-    return Number(Fraction(text.rstrip(".")), len(places))
+    return NotatedNumber(Fraction(text.rstrip(".")), len(places))
 
 
-def _repeating(text: str) -> Number | None:
+def _repeating(text: str) -> NotatedNumber | None:
     r"""Parse 0.1\overline{6}, 0.1(6), 0.1\dot{6} and 0.1666..., which are all 1/6."""
     if written := REPEATING.fullmatch(text):
         block = written["bar"] or written["bracket"]
@@ -165,10 +165,10 @@ def _repeating(text: str) -> Number | None:
     beginning = Fraction("0" + start.rstrip("."))
     # A repeating block of n digits equals the block divided by n nines.
     nines = 10 ** len(block) - 1
-    return Number(beginning + Fraction(int(block), nines * 10 ** len(places)))
+    return NotatedNumber(beginning + Fraction(int(block), nines * 10 ** len(places)))
 
 
-def _power_of_ten(text: str) -> Number | None:
+def _power_of_ten(text: str) -> NotatedNumber | None:
     r"""Parse 1.5e3, 1.5 \times 10^3 and 10^3."""
     if written := POWER_OF_TEN.fullmatch(text):
         exponent = int(written["braced"] or written["digit"])
@@ -177,7 +177,7 @@ def _power_of_ten(text: str) -> Number | None:
     else:
         return None
 
-    factor: Number | None = Number(Fraction(1))
+    factor: NotatedNumber | None = NotatedNumber(Fraction(1))
     if written["factor"] is not None:
         factor = _decimal(written["factor"].strip())
     if factor is None or abs(exponent) > MAX_EXPONENT:
@@ -185,10 +185,10 @@ def _power_of_ten(text: str) -> Number | None:
 
     # 1.5e3 is exact, 1.5e-3 has four places.
     places = max(0, factor.places - exponent) if factor.places else 0
-    return Number(factor.value * Fraction(10) ** exponent, places)
+    return NotatedNumber(factor.value * Fraction(10) ** exponent, places)
 
 
-def _mixed(text: str) -> Number | None:
+def _mixed(text: str) -> NotatedNumber | None:
     r"""Parse 1 1/2 and 1\frac{1}{2}."""
     written = MIXED.fullmatch(text)
     if written is None:
@@ -197,10 +197,10 @@ def _mixed(text: str) -> Number | None:
     # The part of a mixed number is a proper fraction.
     if part is None or not 0 < part.value < 1:
         return None
-    return Number(int(written["whole"]) + part.value)
+    return NotatedNumber(int(written["whole"]) + part.value)
 
 
-def _fraction(text: str) -> Number | None:
+def _fraction(text: str) -> NotatedNumber | None:
     r"""Parse 1/2 and \frac{1}{2}."""
     written = FRACTION.fullmatch(text) or SLASH.fullmatch(text)
     if written is None:
@@ -210,7 +210,7 @@ def _fraction(text: str) -> Number | None:
     below = _plain_part(written["below"])
     if above is None or below is None or below == 0:
         return None
-    return Number(above / below)
+    return NotatedNumber(above / below)
 
 
 def _plain_part(text: str) -> Fraction | None:

@@ -6,14 +6,14 @@ from sympy.core.function import AppliedUndef
 
 from rl_loop.rewards.equality import as_number
 from rl_loop.rewards.statement import (
-    Brackets,
-    Builder,
-    Collection,
+    BracketedStatement,
+    ExpressionStatement,
+    ListedSet,
     NamedSet,
     RelationChain,
+    SetBuilder,
     SetOperation,
     Statement,
-    Value,
     is_name,
     signs_expanded,
 )
@@ -32,17 +32,23 @@ def sides_of(statement: Statement) -> tuple[Statement, ...]:
 
 def is_set(statement: Statement) -> bool:
     """Return True for intervals, points and sets of any form."""
-    return isinstance(statement, Brackets | SetOperation | NamedSet | Collection | Builder)
+    return isinstance(
+        statement, BracketedStatement | SetOperation | NamedSet | ListedSet | SetBuilder
+    )
 
 
 def has_variables(statement: Statement) -> bool:
     """Return True for a value with variables."""
-    return isinstance(statement, Value) and bool(statement.value.free_symbols)
+    return isinstance(statement, ExpressionStatement) and bool(statement.value.free_symbols)
 
 
 def rounds_to(exact: Statement, rounded: Statement) -> bool:
     """Return True if a value rounds to a decimal at the decimal's number of places."""
-    if not isinstance(exact, Value) or not isinstance(rounded, Value) or rounded.number is None:
+    if (
+        not isinstance(exact, ExpressionStatement)
+        or not isinstance(rounded, ExpressionStatement)
+        or rounded.number is None
+    ):
         return False
     number = exact.number or as_number(exact.value)
     if number is None or not same_units(exact.units, rounded.units):
@@ -63,7 +69,7 @@ def reversed_chain(chain: RelationChain) -> RelationChain | None:
 def difference_of(chain: RelationChain) -> Expr | None:
     """Return left minus right of a relation of 2 plain values without units."""
     left, right = chain.sides
-    if not isinstance(left, Value) or not isinstance(right, Value):
+    if not isinstance(left, ExpressionStatement) or not isinstance(right, ExpressionStatement):
         return None
     if left.units.is_given or right.units.is_given:
         return None
@@ -83,7 +89,7 @@ def constant_ratio(one: Expr, other: Expr) -> Rational | None:
 
 def is_unknown_name(side: Statement) -> bool:
     """Return True for x_1 and f(2), which are names with numbers."""
-    return isinstance(side, Value) and _is_unknown(side.value)
+    return isinstance(side, ExpressionStatement) and _is_unknown(side.value)
 
 
 def _is_unknown(value: Expr) -> bool:
@@ -93,7 +99,11 @@ def _is_unknown(value: Expr) -> bool:
 
 def variable_of(chain: RelationChain) -> str | None:
     """Return the only name among the sides. None if there is no single name."""
-    names = [str(side.value) for side in chain.sides if isinstance(side, Value) and is_name(side)]
+    names = [
+        str(side.value)
+        for side in chain.sides
+        if isinstance(side, ExpressionStatement) and is_name(side)
+    ]
     return names[0] if len(names) == 1 else None
 
 
@@ -109,7 +119,9 @@ def interval_of(chain: RelationChain) -> Statement | None:
     # One side is the variable, and the others are its bounds.
     sides = rising.sides
     places = [i for i, side in enumerate(sides) if is_unknown_name(side) and is_name(side)]
-    bounds = [side for side in sides if isinstance(side, Value) and not has_variables(side)]
+    bounds = [
+        side for side in sides if isinstance(side, ExpressionStatement) and not has_variables(side)
+    ]
     if len(places) != 1 or len(bounds) != len(sides) - 1:
         return None
     (place,) = places
@@ -117,8 +129,8 @@ def interval_of(chain: RelationChain) -> Statement | None:
     if len(sides) == 3 and place != 1:
         return None
 
-    low: Statement = Value(r"-\infty", S.NegativeInfinity)
-    high: Statement = Value(r"\infty", S.Infinity)
+    low: Statement = ExpressionStatement(r"-\infty", S.NegativeInfinity)
+    high: Statement = ExpressionStatement(r"\infty", S.Infinity)
     opening, closing = "(", ")"
     if place > 0:
         low = sides[0]
@@ -126,7 +138,7 @@ def interval_of(chain: RelationChain) -> Statement | None:
     if place < len(sides) - 1:
         high = sides[-1]
         closing = "]" if rising.relations[-1] == "<=" else ")"
-    return Brackets((low, high), opening, closing)
+    return BracketedStatement((low, high), opening, closing)
 
 
 def _rising(chain: RelationChain) -> RelationChain | None:

@@ -12,24 +12,24 @@ from sympy import Expr, Rational
 
 from rl_loop.rewards.expression import DEGREE, SIGN, read_expression
 from rl_loop.rewards.notation import closing_brace
-from rl_loop.rewards.number import Number
+from rl_loop.rewards.number import NotatedNumber
 from rl_loop.rewards.tokens import UnreadableError
-from rl_loop.rewards.units import Units, parse_quantity, parse_units
+from rl_loop.rewards.units import UnitProduct, parse_quantity, parse_units
 
-NO_UNIT = Units()
+NO_UNIT = UnitProduct()
 MAX_BASE = 36
 MAX_DEPTH = 30
 
 
 @dataclass(frozen=True)
-class Value:
+class ExpressionStatement:
     """One expression."""
 
     text: str
     value: Expr
-    number: Number | None = None
+    number: NotatedNumber | None = None
     """Parsed notation, if it is a plain number."""
-    units: Units = NO_UNIT
+    units: UnitProduct = NO_UNIT
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EllipsisItem:
 
 
 @dataclass(frozen=True)
-class Listing:
+class StatementList:
     """Statements with separators between them, without brackets."""
 
     items: tuple["Statement", ...]
@@ -62,7 +62,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Brackets:
+class BracketedStatement:
     """Point, vector or interval."""
 
     items: tuple["Statement", ...]
@@ -71,14 +71,14 @@ class Brackets:
 
 
 @dataclass(frozen=True)
-class Collection:
+class ListedSet:
     r"""Set of listed elements, \{1, 2\}."""
 
     items: tuple["Statement", ...]
 
 
 @dataclass(frozen=True)
-class Builder:
+class SetBuilder:
     r"""Set with a condition, \{x : x > 3\}."""
 
     member: "Statement"
@@ -124,35 +124,35 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Grid:
+class MatrixStatement:
     """Matrix as a sequence of rows."""
 
     rows: tuple[tuple["Statement", ...], ...]
 
 
 @dataclass(frozen=True)
-class Cases:
+class PiecewiseStatement:
     """Values with their conditions. None for "otherwise"."""
 
     rows: tuple[tuple["Statement", "Statement | None"], ...]
 
 
 type Statement = (
-    Value
+    ExpressionStatement
     | BasedNumber
     | WordsStatement
     | EllipsisItem
-    | Listing
-    | Brackets
-    | Collection
-    | Builder
+    | StatementList
+    | BracketedStatement
+    | ListedSet
+    | SetBuilder
     | NamedSet
     | SetOperation
     | RelationChain
     | Congruence
     | Ratio
-    | Grid
-    | Cases
+    | MatrixStatement
+    | PiecewiseStatement
 )
 
 RELATIONS = {
@@ -240,7 +240,7 @@ def _read(text: str, depth: int) -> Statement:
             # "a, b or c" may group in two ways.
             if len(set(separators)) > 1:
                 raise UnreadableError(text)
-            return Listing(tuple(_read(part, depth + 1) for part in parts), separators[0])
+            return StatementList(tuple(_read(part, depth + 1) for part in parts), separators[0])
     parts, relations = _split(text, RELATIONS)
     if relations:
         return RelationChain(tuple(_read(part, depth + 1) for part in parts), tuple(relations))
@@ -272,7 +272,7 @@ def _single(text: str, depth: int) -> Statement:
         is_group = (opening, closing) in (("(", ")"), ("[", "]")) and not separators
         if not is_group:
             items = tuple(_read(part, depth + 1) for part in parts)
-            return Brackets(
+            return BracketedStatement(
                 items, opening.replace(r"\langle", "("), closing.replace(r"\rangle", ")")
             )
         if _split(inside, RELATIONS)[1] or _split(inside, OPERATIONS)[1]:
@@ -295,12 +295,12 @@ def _value(text: str) -> Statement:
     quantity = parse_quantity(text)
     if quantity is not None:
         number = quantity.number
-        return Value(text, Rational(number.value), number, quantity.units)
+        return ExpressionStatement(text, Rational(number.value), number, quantity.units)
 
     words = TEXT.fullmatch(text)
     # \text{A} is a name in another font.
     if words is not None and len(words[1].strip()) == 1:
-        return Value(text, read_expression(words[1]))
+        return ExpressionStatement(text, read_expression(words[1]))
     if words is not None:
         return WordsStatement(" ".join(words[1].lower().split()))
     body, units = parse_units(text)
@@ -314,8 +314,8 @@ def _value(text: str) -> Statement:
             raise UnreadableError(text)
         if coefficient.has(DEGREE):
             raise UnreadableError(text)
-        value, units = coefficient, Units.of("deg")
-    return Value(body, value, None, units)
+        value, units = coefficient, UnitProduct.of("deg")
+    return ExpressionStatement(body, value, None, units)
 
 
 def _set(inside: str, depth: int) -> Statement:
@@ -326,13 +326,13 @@ def _set(inside: str, depth: int) -> Statement:
         parts, found = _split(inside, {separator: separator})
         if len(found) == 1:
             member, condition = (_read(part, depth + 1) for part in parts)
-            return Builder(member, condition)
+            return SetBuilder(member, condition)
     statement = _read(inside, depth + 1)
-    if isinstance(statement, Listing):
+    if isinstance(statement, StatementList):
         if statement.connective != ",":
             raise UnreadableError(inside)
-        return Collection(statement.items)
-    return Collection((statement,))
+        return ListedSet(statement.items)
+    return ListedSet((statement,))
 
 
 def _environment(environment: re.Match[str], depth: int) -> Statement:
@@ -343,20 +343,20 @@ def _environment(environment: re.Match[str], depth: int) -> Statement:
         return _grid(body, depth)
     if name != "cases":
         raise UnreadableError(body)
-    return Cases(tuple(_case(row, depth) for row in _rows(body)))
+    return PiecewiseStatement(tuple(_case(row, depth) for row in _rows(body)))
 
 
 def _rows(body: str) -> list[str]:
     return [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
 
 
-def _grid(body: str, depth: int) -> Grid:
+def _grid(body: str, depth: int) -> MatrixStatement:
     if r"\begin" in body:
         raise UnreadableError(body)
     cells = tuple(tuple(_read(cell, depth + 1) for cell in row.split("&")) for row in _rows(body))
     if not cells or len({len(row) for row in cells}) > 1:
         raise UnreadableError(body)
-    return Grid(cells)
+    return MatrixStatement(cells)
 
 
 def _case(row: str, depth: int) -> tuple[Statement, Statement | None]:
@@ -380,7 +380,7 @@ def _based(based: re.Match[str]) -> Statement:
     # The usual base is a plain value.
     if base == 10:
         number = int(based["sign"] + digits)
-        return Value(based[0], Rational(number))
+        return ExpressionStatement(based[0], Rational(number))
     return BasedNumber(based["sign"] + digits, base)
 
 
@@ -395,12 +395,12 @@ def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
     """
     if isinstance(side, Ratio):
         return all(is_name(part, may_have_numbers=may_have_numbers) for part in side.parts)
-    if isinstance(side, Brackets):
+    if isinstance(side, BracketedStatement):
         is_point = (side.opening, side.closing) == ("(", ")")
         return is_point and all(
             is_name(item, may_have_numbers=may_have_numbers) for item in side.items
         )
-    if not isinstance(side, WordsStatement | Value):
+    if not isinstance(side, WordsStatement | ExpressionStatement):
         return False
     if not may_have_numbers and re.search("[0-9]", side.text):
         return False
@@ -410,12 +410,13 @@ def is_name(side: Statement, *, may_have_numbers: bool = False) -> bool:
     return bool(side.value.free_symbols) and not side.units.is_given and not is_negative
 
 
-def signs_expanded(value: Value) -> tuple[Value, ...]:
+def signs_expanded(value: ExpressionStatement) -> tuple[ExpressionStatement, ...]:
     r"""Return the two values of an expression with \pm, or the value itself without it."""
     if not value.value.has(SIGN):
         return (value,)
     return tuple(
-        Value(value.text, value.value.subs(SIGN, sign), None, value.units) for sign in (1, -1)
+        ExpressionStatement(value.text, value.value.subs(SIGN, sign), None, value.units)
+        for sign in (1, -1)
     )
 
 

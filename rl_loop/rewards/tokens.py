@@ -54,7 +54,7 @@ class UnreadableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Token:
+class ExpressionToken:
     """Smallest part of an expression."""
 
     text: str
@@ -63,7 +63,7 @@ class Token:
     after_space: bool
 
 
-def tokens_of(text: str) -> Iterator[Token]:
+def tokens_of(text: str) -> Iterator[ExpressionToken]:
     """Yield the tokens of an expression, with an end token. Raises UnreadableError for others."""
     position = 0
     after_space = False
@@ -77,24 +77,24 @@ def tokens_of(text: str) -> Iterator[Token]:
         if kind == "word":
             yield from _tokens_of_word(match[0], after_space)
         elif kind != "space":
-            yield Token(match[0], kind, after_space)
+            yield ExpressionToken(match[0], kind, after_space)
         # For "!!", see the parser. Otherwise spaces have no meaning.
         after_space = kind == "space"
-    yield Token("", "end", after_space)
+    yield ExpressionToken("", "end", after_space)
 
 
-def _tokens_of_word(word: str, after_space: bool) -> Iterator[Token]:
+def _tokens_of_word(word: str, after_space: bool) -> Iterator[ExpressionToken]:
     """Yield tokens of letters without a backslash: a function, a name, a word, or factors."""
     if word in FUNCTIONS:
-        yield Token(f"\\{word}", "command", after_space)
+        yield ExpressionToken(f"\\{word}", "command", after_space)
     elif word in NAMES:
-        yield Token(NAMES[word], "command", after_space)
+        yield ExpressionToken(NAMES[word], "command", after_space)
     elif _is_no_product(word):
         # Readable only within a name, such as \overline{ABCD}.
-        yield Token(word, "word", after_space)
+        yield ExpressionToken(word, "word", after_space)
     else:
         for i, letter in enumerate(word):
-            yield Token(letter, "letter", after_space and i == 0)
+            yield ExpressionToken(letter, "letter", after_space and i == 0)
 
 
 def _is_no_product(word: str) -> bool:

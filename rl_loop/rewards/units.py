@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Self
 
-from rl_loop.rewards.number import Number, parse_number
+from rl_loop.rewards.number import NotatedNumber, parse_number
 
 SYNONYMS = """
 mm millimeter millimeters millimetre millimetres
@@ -118,7 +118,7 @@ MAX_UNITS = 6
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitProduct:
     """Units behind a number."""
 
     powers: tuple[tuple[str, int], ...] = ()
@@ -138,11 +138,11 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class NumberWithUnits:
     """Number with its units."""
 
-    number: Number
-    units: Units
+    number: NotatedNumber
+    units: UnitProduct
 
 
 @dataclass
@@ -153,12 +153,12 @@ class _Collected:
     words: set[str] = field(default_factory=set)
     scale: int = 1
 
-    def units(self) -> Units:
+    def units(self) -> UnitProduct:
         powers = tuple(sorted((unit, power) for unit, power in self.powers.items() if power))
-        return Units(powers, frozenset(self.words))
+        return UnitProduct(powers, frozenset(self.words))
 
 
-def parse_quantity(text: str) -> Quantity | None:
+def parse_quantity(text: str) -> NumberWithUnits | None:
     r"""Return the number and units of ``text``, such as 5 \text{cm}^2. None if it is neither."""
     for rest, collected in _without_units(text, takes_words=True):
         number = parse_number(rest)
@@ -166,14 +166,14 @@ def parse_quantity(text: str) -> Quantity | None:
             # A scaled number is exact: 1.234567 million is an integer.
             places = number.places if collected.scale == 1 else 0
             value = number.value * Fraction(collected.scale)
-            return Quantity(Number(value, places, number.percent), collected.units())
+            return NumberWithUnits(NotatedNumber(value, places, number.percent), collected.units())
     return None
 
 
-def parse_units(text: str) -> tuple[str, Units]:
+def parse_units(text: str) -> tuple[str, UnitProduct]:
     r"""Split a text into an expression and the units in \text{} behind it."""
     body = text
-    units = Units()
+    units = UnitProduct()
     for rest, collected in _without_units(text, takes_words=False):
         # "2 million" is a number, which ``parse_quantity`` reads.
         if collected.scale != 1:
@@ -183,7 +183,7 @@ def parse_units(text: str) -> tuple[str, Units]:
     return body, units
 
 
-def same_units(answer: Units, truth: Units) -> bool:
+def same_units(answer: UnitProduct, truth: UnitProduct) -> bool:
     """Return True if units are compatible. Either side may omit them, and also words.
 
     Words that are not known units do not contradict fewer words: 5 red apples are 5 apples.

@@ -20,9 +20,9 @@ from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureFailure, describe
 from rl_loop.rollout.environment_guard import EnvironmentGuard
 from rl_loop.rollout.episode import (
-    Completed,
     Ending,
     Episode,
+    EpisodeCompleted,
     EpisodeOver,
     LimitReached,
     MalformedTurn,
@@ -144,7 +144,7 @@ class EpisodeRunner:
         ending: Ending
         try:
             result = await self.take_turns()
-            ending = Completed()
+            ending = EpisodeCompleted()
             if result.format_error is not None:
                 ending = MalformedTurn(result.format_error)
         except EpisodeOver as over:

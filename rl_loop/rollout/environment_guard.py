@@ -11,7 +11,13 @@ from typing import Any, assert_never
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.environments.base import Environment, StepResult
 from rl_loop.infrastructure import InfrastructureFailure, describe
-from rl_loop.rollout.episode import Completed, Ending, Failed, LimitReached, MalformedTurn
+from rl_loop.rollout.episode import (
+    Ending,
+    EpisodeCompleted,
+    EpisodeFailed,
+    LimitReached,
+    MalformedTurn,
+)
 from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
 from rl_loop.threads import call_user_code
 
@@ -100,10 +106,10 @@ class EnvironmentGuard:
         match ending:
             case MalformedTurn(kind):
                 result = await self.ask(self.environment.end_with_format_error, kind)
-            case LimitReached() | Completed():
+            case LimitReached() | EpisodeCompleted():
                 # An agent may also stop without an answer.
                 result = await self.ask(self.environment.end_truncated)
-            case Failed(failure):
+            case EpisodeFailed(failure):
                 raise failure
             case _:
                 assert_never(ending)

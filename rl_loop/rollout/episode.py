@@ -3,10 +3,10 @@
 The agent loop (``rollout.agent``) and the sessions of the gateway (``gateway.session``) run on it.
 Every episode has one of four endings:
 
-    Completed       the agent or its environment ended it
+    EpisodeCompleted  the agent or its environment ended it
     MalformedTurn     the policy wrote a malformed turn
-    LimitReached    a limit ended it: the episode is truncated
-    Failed          infrastructure failed: the episode is invalid
+    LimitReached      a limit ended it: the episode is truncated
+    EpisodeFailed     infrastructure failed: the episode is invalid
 """
 
 import math
@@ -26,7 +26,7 @@ from rl_loop.rollout.turn_sampler import TurnSampler
 
 
 @dataclass(frozen=True)
-class Completed:
+class EpisodeCompleted:
     """The agent or its environment ended the episode."""
 
     reason: FinishReason = FinishReason.STOP
@@ -52,14 +52,14 @@ class LimitReached:
 
 
 @dataclass(frozen=True)
-class Failed:
+class EpisodeFailed:
     """An infrastructure failure ended the episode."""
 
     failure: InfrastructureFailure
     reason: ClassVar[FinishReason] = FinishReason.ABORT
 
 
-type Ending = Completed | MalformedTurn | LimitReached | Failed
+type Ending = EpisodeCompleted | MalformedTurn | LimitReached | EpisodeFailed
 
 
 class EpisodeOver(Exception):

@@ -73,7 +73,7 @@ class WaitingGroup:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class GroupAssignment:
     """Group that a worker runs."""
 
     waiting: WaitingGroup
@@ -133,7 +133,7 @@ class RolloutPool:
         self._failure: BaseException | None = None
 
         # Only the pool's thread uses these: the running groups, by the reference to their result.
-        self._running: dict[Any, Assignment] = {}
+        self._running: dict[Any, GroupAssignment] = {}
         self._recovered_at = 0.0
 
         # One thread at a time uses the backend.
@@ -331,7 +331,7 @@ class RolloutPool:
         else:
             reference = worker.run_group.remote(*arguments, purify=request.purify)
             routes = []
-        self._running[reference] = Assignment(waiting, index, worker, routes)
+        self._running[reference] = GroupAssignment(waiting, index, worker, routes)
 
     def _await_groups(self) -> None:
         """Wait briefly for a group to end, or for the first group to be admitted."""
@@ -345,7 +345,7 @@ class RolloutPool:
         for reference in ended:
             self._end(reference, self._running.pop(reference))
 
-    def _end(self, reference: Any, assignment: Assignment) -> None:
+    def _end(self, reference: Any, assignment: GroupAssignment) -> None:
         """Deliver a group that has ended to its stream. If its worker died, let it run again."""
         admitted = assignment.waiting.admitted
         try:

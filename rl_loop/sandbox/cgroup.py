@@ -50,7 +50,7 @@ def find_base() -> Path | None:
 
 
 @dataclass(frozen=True)
-class Protection:
+class ResourceLimit:
     """Method of limiting memory and sharing processors on this machine."""
 
     memory: str
@@ -59,11 +59,11 @@ class Protection:
     """Way to get the missing features. Empty if none is missing."""
 
 
-def describe_protection() -> Protection:
+def describe_protection() -> ResourceLimit:
     """Return the protection of this machine, for ``gptoss doctor``."""
     base = find_base()
     if base is None:
-        return Protection(
+        return ResourceLimit(
             memory="memory checked 10 times per second",
             processors="CPU shared by niceness",
             advice="For limits enforced by the kernel, start runs in a delegated cgroup (v2): "
@@ -71,12 +71,12 @@ def describe_protection() -> Protection:
         )
     memory = f"memory limited by cgroup v2 ({base})"
     if "cpu" in _enabled(base):
-        return Protection(memory, "CPU shared by cgroup weights", advice="")
+        return ResourceLimit(memory, "CPU shared by cgroup weights", advice="")
     advice = (
         "the cpu controller is not delegated. Run systemctl edit user@.service, and add "
         "[Service] Delegate=cpu memory pids"
     )
-    return Protection(memory, "CPU shared by niceness", advice)
+    return ResourceLimit(memory, "CPU shared by niceness", advice)
 
 
 def own_cgroup(proc: Path = Path("/proc/self")) -> tuple[Path, Path] | None:

@@ -153,7 +153,7 @@ def _environment(executable: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Interpreter:
+class SandboxInterpreter:
     """Python interpreter inside the sandbox."""
 
     executable: Path
@@ -163,7 +163,7 @@ class Interpreter:
     """Options of bubblewrap that mount it."""
 
 
-def find_interpreter(config: SandboxConfig) -> Interpreter:
+def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
     """Return the configured interpreter. Default: the base installation of the running one.
 
     An installation outside /usr (pyenv, conda, uv) is mounted under /python. Only the executable
@@ -193,7 +193,7 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
     executable = executable.resolve()
     prefix = executable.parent.parent
     if prefix.is_relative_to("/usr"):
-        return Interpreter(executable, arguments=[])
+        return SandboxInterpreter(executable, arguments=[])
 
     inside = Path("/python/bin") / executable.name
     # Create the parents explicitly. Those that bubblewrap creates implicitly are closed to
@@ -210,7 +210,7 @@ def find_interpreter(config: SandboxConfig) -> Interpreter:
     for name in ("lib", "lib64"):
         if (prefix / name).is_dir() and not (prefix / name).is_symlink():
             arguments += ["--ro-bind", str(prefix / name), f"/python/{name}"]
-    return Interpreter(inside, arguments)
+    return SandboxInterpreter(inside, arguments)
 
 
 def hints() -> list[str]:

@@ -24,7 +24,7 @@ class UnusablePrompt(ValueError):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EpisodePrompt:
     """Beginning of an environment's episodes."""
 
     messages: Sequence[dict[str, Any]]
@@ -32,9 +32,9 @@ class Prompt:
     builtin_tools: Sequence[BuiltinTool | PythonTool] = ()
 
 
-def prompt_of(environment: Environment) -> Prompt:
+def prompt_of(environment: Environment) -> EpisodePrompt:
     """Return the prompt of an environment's episode."""
-    return Prompt(environment.prompt(), environment.tools(), environment.builtin_tools())
+    return EpisodePrompt(environment.prompt(), environment.tools(), environment.builtin_tools())
 
 
 class PromptLimit:
@@ -44,7 +44,7 @@ class PromptLimit:
         self._codec = codec
         self._max_tokens = max_tokens
 
-    def render(self, task_id: str, prompt: Prompt) -> list[int]:
+    def render(self, task_id: str, prompt: EpisodePrompt) -> list[int]:
         """Return the ids of a prompt.
 
         Args:
@@ -73,7 +73,7 @@ class PromptLimit:
             raise self._too_long(task_id, str(len(ids)))
         return ids
 
-    def fits_without_tokenizing(self, prompt: Prompt) -> bool:
+    def fits_without_tokenizing(self, prompt: EpisodePrompt) -> bool:
         """Return True if a prompt is certainly short enough, without tokenizing it.
 
         Every token has at least one byte. A prompt may be short enough even if this returns False.

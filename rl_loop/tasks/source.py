@@ -13,7 +13,7 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.tasks import PassRateConfig, SourceConfig, TaskConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
-from rl_loop.data.mixture import Mixture
+from rl_loop.data.mixture import SourceMixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
 from rl_loop.environments.base import InvalidRow, Split
 from rl_loop.harmony.conversation import content_text
@@ -73,7 +73,7 @@ class TaskMixture:
         weights = [source.config.weight for source in self.sources.values()]
         # The suffix makes the order of sources independent of the order of data, which has this
         # seed, too.
-        self._mixture = Mixture(weights, f"{config.seed}/mixture")
+        self._mixture = SourceMixture(weights, f"{config.seed}/mixture")
 
     def train(self, position: int, count: int) -> list[Task]:
         """Return ``count`` training tasks, starting at ``position``. There is no last position.

@@ -118,7 +118,7 @@ class SampleRow:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _EpisodeRow:
     """One episode with its position in the step."""
 
     step: int
@@ -161,7 +161,7 @@ def episode_table(
         first_id: id of the first row. Ids are consecutive.
         at_most: maximum rows per split, evenly spread over its tasks; None for all.
     """
-    rows: list[_Row] = []
+    rows: list[_EpisodeRow] = []
     for split in splits:
         rows += _thinned(_rows_of(step, split), at_most)
 
@@ -185,7 +185,7 @@ def episode_table(
 
 def sample_rows(step: int, splits: Sequence[SplitEpisodes], at_most: int) -> list[SampleRow]:
     """Return up to ``at_most`` episodes per split of a step, evenly spread over its tasks."""
-    rows: list[_Row] = []
+    rows: list[_EpisodeRow] = []
     for split in splits:
         rows += _thinned(_rows_of(step, split), at_most)
 
@@ -206,7 +206,7 @@ def sample_rows(step: int, splits: Sequence[SplitEpisodes], at_most: int) -> lis
     return samples
 
 
-def _rows_of(step: int, split: SplitEpisodes) -> list[_Row]:
+def _rows_of(step: int, split: SplitEpisodes) -> list[_EpisodeRow]:
     """Return a row for every sequence of a split. ``step``: used if the split names no step."""
     estimates = _estimates(split)
     if split.step is not None:
@@ -229,7 +229,7 @@ def _rows_of(step: int, split: SplitEpisodes) -> list[_Row]:
                 first, last = split.samples.offsets[sequence : sequence + 2].tolist()
                 tokens = slice(first, last)
                 sequence += 1
-            rows.append(_Row(step, split.split, number, i, trajectory, tokens, estimates))
+            rows.append(_EpisodeRow(step, split.split, number, i, trajectory, tokens, estimates))
     return rows
 
 
@@ -242,7 +242,7 @@ def _estimates(split: SplitEpisodes) -> dict[str, np.ndarray]:
     return {name: column for name, column in columns.items() if column is not None}
 
 
-def _thinned(rows: list[_Row], at_most: int | None) -> list[_Row]:
+def _thinned(rows: list[_EpisodeRow], at_most: int | None) -> list[_EpisodeRow]:
     if at_most is None or len(rows) <= at_most:
         return rows
     if at_most == 0:
@@ -255,7 +255,7 @@ def _thinned(rows: list[_Row], at_most: int | None) -> list[_Row]:
 # -- one value per episode ------------------------------------------------------------------------
 
 
-def _advantage(row: _Row) -> float | None:
+def _advantage(row: _EpisodeRow) -> float | None:
     column = row.estimate("advantages")
     if column is None or row.trajectory.excluded:
         return None
@@ -263,7 +263,7 @@ def _advantage(row: _Row) -> float | None:
     return float(learned.mean(dtype=np.float64)) if len(learned) else None
 
 
-def _logprob_gap(row: _Row) -> float | None:
+def _logprob_gap(row: _EpisodeRow) -> float | None:
     column = row.estimate("trainer_log_probs")
     if column is None:
         return None
@@ -272,37 +272,37 @@ def _logprob_gap(row: _Row) -> float | None:
     return float(gaps.mean(dtype=np.float64)) if len(gaps) else None
 
 
-def _versions(row: _Row) -> list[int]:
+def _versions(row: _EpisodeRow) -> list[int]:
     return [span.version for span in row.trajectory.weight_versions]
 
 
-def _reward(row: _Row) -> float | None:
+def _reward(row: _EpisodeRow) -> float | None:
     return None if row.trajectory.invalid else float(row.trajectory.reward)
 
 
-def _reward_parts(row: _Row) -> list[tuple[str, float]]:
+def _reward_parts(row: _EpisodeRow) -> list[tuple[str, float]]:
     parts = row.trajectory.reward_parts
     return [(_utf8(name), float(value)) for name, value in parts.items()]
 
 
-def _invalid_component(row: _Row) -> str | None:
+def _invalid_component(row: _EpisodeRow) -> str | None:
     return row.trajectory.invalid.component if row.trajectory.invalid else None
 
 
-def _invalid_reason(row: _Row) -> str | None:
+def _invalid_reason(row: _EpisodeRow) -> str | None:
     return _utf8(row.trajectory.invalid.reason) if row.trajectory.invalid else None
 
 
-def _answer(row: _Row) -> str | None:
+def _answer(row: _EpisodeRow) -> str | None:
     return None if row.trajectory.answer is None else _utf8(row.trajectory.answer)
 
 
-def _expected_answer(row: _Row) -> str | None:
+def _expected_answer(row: _EpisodeRow) -> str | None:
     expected = row.trajectory.expected_answer
     return None if expected is None else _utf8(expected)
 
 
-FIGURE_OF: dict[str, Callable[[_Row], Any]] = {
+FIGURE_OF: dict[str, Callable[[_EpisodeRow], Any]] = {
     "split": lambda row: row.split,
     "group": lambda row: row.group,
     "sample": lambda row: row.sample,
@@ -332,22 +332,22 @@ FIGURE_OF: dict[str, Callable[[_Row], Any]] = {
 # -- lists ----------------------------------------------------------------------------------------
 
 
-def _turns(row: _Row) -> list[dict[str, Any]]:
+def _turns(row: _EpisodeRow) -> list[dict[str, Any]]:
     return [
         {"role": turn.role, "start": turn.start, "end": turn.end, "text": _utf8(turn.text)}
         for turn in row.trajectory.turns
     ]
 
 
-def _weight_versions(row: _Row) -> list[dict[str, int]]:
+def _weight_versions(row: _EpisodeRow) -> list[dict[str, int]]:
     return [vars(span) for span in row.trajectory.weight_versions]
 
 
-def _spliced(row: _Row) -> list[dict[str, int]]:
+def _spliced(row: _EpisodeRow) -> list[dict[str, int]]:
     return [{"start": start, "end": end} for start, end in row.trajectory.spliced]
 
 
-SPANS_OF: dict[str, Callable[[_Row], list[dict[str, Any]]]] = {
+SPANS_OF: dict[str, Callable[[_EpisodeRow], list[dict[str, Any]]]] = {
     "turns": _turns,
     "weight_versions": _weight_versions,
     "spliced": _spliced,
@@ -357,7 +357,7 @@ SPANS_OF: dict[str, Callable[[_Row], list[dict[str, Any]]]] = {
 TRAJECTORY_COLUMNS = ("token_ids", "loss_mask", "rollout_log_probs")
 
 
-def _token_column(field: pa.Field, rows: Sequence[_Row]) -> pa.Array:
+def _token_column(field: pa.Field, rows: Sequence[_EpisodeRow]) -> pa.Array:
     """Concatenate a column's values of all episodes. Episodes without values get null."""
     parts = []
     for row in rows:

@@ -62,7 +62,7 @@ class MetricName:
 
 
 @dataclass(frozen=True)
-class Scalar:
+class MetricScalar:
     """One metric of one step, which can be merged with further parts."""
 
     total: float
@@ -83,10 +83,10 @@ class Scalar:
         """Text such as "mean over tokens"."""
         return f"{self.reduction} over {self.over}"
 
-    def merged(self, other: "Scalar") -> "Scalar":
+    def merged(self, other: "MetricScalar") -> "MetricScalar":
         """Return this part merged with a later part of the same metric."""
         if self.reduction in ("mean", "sum"):
-            return Scalar(
+            return MetricScalar(
                 self.total + other.total, self.count + other.count, self.reduction, self.over
             )
         if self.reduction == "last":
@@ -101,7 +101,7 @@ class StepMetrics:
 
     step: int
     """Number of completed steps. The first training step has 1."""
-    scalars: dict[str, Scalar] = field(default_factory=dict)
+    scalars: dict[str, MetricScalar] = field(default_factory=dict)
 
     def add_mean(self, name: str, total: float, count: float, over: str) -> None:
         """Add a mean.
@@ -112,7 +112,7 @@ class StepMetrics:
             count: number of values.
             over: noun for the values, such as "tokens" or "sequences".
         """
-        self._add(name, Scalar(float(total), float(count), "mean", over))
+        self._add(name, MetricScalar(float(total), float(count), "mean", over))
 
     def add(
         self, name: str, value: float, reduction: Literal["sum", "max", "last"], over: str = "steps"
@@ -126,7 +126,7 @@ class StepMetrics:
                 are equal on all ranks.
             over: noun for the values.
         """
-        self._add(name, Scalar(float(value), 1.0, reduction, over))
+        self._add(name, MetricScalar(float(value), 1.0, reduction, over))
 
     def values(self) -> dict[str, float]:
         """Return {name: reduced value}.
@@ -139,7 +139,7 @@ class StepMetrics:
         """Return {name: description}, such as "mean over tokens"."""
         return {name: scalar.description for name, scalar in self.scalars.items()}
 
-    def _add(self, name: str, scalar: Scalar) -> None:
+    def _add(self, name: str, scalar: MetricScalar) -> None:
         if name in ("step", "time"):
             raise ValueError(
                 f"{name!r} is not allowed as the name of a metric, because metrics.jsonl uses "

@@ -29,7 +29,7 @@ FIXED_AT_START = ("critic", "kl", "routing_replay")
 """Settings of the algorithm that a trainer's ranks are built with."""
 
 
-class Ranks(Protocol):
+class TrainerRanks(Protocol):
     """Processes in which TrainerWorkers run: RayRanks."""
 
     def ready(self) -> list[RankPosition]: ...
@@ -51,7 +51,7 @@ class TrainerGroup:
     They run the same method at the same time, each data-parallel rank on different sequences.
     """
 
-    def __init__(self, settings: TrainerConfig, ranks: Ranks) -> None:
+    def __init__(self, settings: TrainerConfig, ranks: TrainerRanks) -> None:
         """Build the group over ``ranks`` that are starting. ``ready`` waits for them."""
         self.ranks = ranks
         self._settings = settings

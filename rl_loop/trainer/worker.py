@@ -26,7 +26,7 @@ from megatron_gptoss.out_of_memory import out_of_memory_explained
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.routing_replay import RoutingReplay
-from megatron_gptoss.scorer import Scorer, alignment, gather_parameters
+from megatron_gptoss.scorer import LogProbScorer, alignment, gather_parameters
 from megatron_gptoss.step_results import LossFunction, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.algorithms.config import AlgorithmConfig
@@ -98,15 +98,15 @@ class TrainerWorker:
 
         # With adapters, the reference policy needs no second model. It is the policy without
         # adapters, or with their initial factors if the run starts from adapters.
-        self.reference: Scorer | None = None
+        self.reference: LogProbScorer | None = None
         self._reference_factors: list[torch.Tensor] | None = None
         if self.algorithm.kl and settings.adapter is None:
-            self.reference = Scorer(build_initial_model(settings, settings.quantization))
+            self.reference = LogProbScorer(build_initial_model(settings, settings.quantization))
         elif self.algorithm.kl and settings.initial_adapter is not None:
             self._reference_factors = copy_factors(self.model)
-        self.teacher: Scorer | None = None
+        self.teacher: LogProbScorer | None = None
         if settings.distillation is not None:
-            self.teacher = Scorer(build_teacher(settings, settings.distillation.teacher))
+            self.teacher = LogProbScorer(build_teacher(settings, settings.distillation.teacher))
         self.critic: ValueTrainer | None = None
         if self.algorithm.critic:
             # Values are not sampled, so a critic's trained weights stay as they are.
@@ -395,13 +395,16 @@ class TrainerWorker:
         return self.trainer.replay.agreement()
 
     def _score_with(
-        self, scorer: Scorer, inputs: RankInputs, temperature: float | None = None
+        self, scorer: LogProbScorer, inputs: RankInputs, temperature: float | None = None
     ) -> np.ndarray:
         values = self._score_batches(scorer, _micro_batches(inputs), temperature)
         return inputs.to_column(values, np.dtype(np.float32))
 
     def _score_batches(
-        self, scorer: Scorer, batches: Sequence[PackedBatch], temperature: float | None = None
+        self,
+        scorer: LogProbScorer,
+        batches: Sequence[PackedBatch],
+        temperature: float | None = None,
     ) -> list[torch.Tensor]:
         with out_of_memory_explained(self.settings.memory_inputs):
             return scorer.score(batches, temperature or self.settings.training_temperature)

@@ -17,7 +17,7 @@ from gptoss_kernels.sink_attention.functional import (
     attention_backward,
     attention_forward,
 )
-from gptoss_kernels.sink_attention.layout import Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments
 
 QUERIES, KEYS = [5, 40, 1, 7, 3], [9, 40, 33, 7, 100]
 FULL = AttentionSettings(window=None, scale=0.3)
@@ -69,7 +69,7 @@ def test_queries_attend_to_all_keys_up_to_their_position() -> None:
     q, k, v, sinks, grad_o = inputs(4, 2, 8, QUERIES, KEYS)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
     want = dense(leaves, QUERIES, KEYS, 0.3)
-    segments = Segments.from_lengths(QUERIES, KEYS, torch.device("cpu"))
+    segments = AttentionSegments.from_lengths(QUERIES, KEYS, torch.device("cpu"))
     o, lse = attention_forward(q, k, v, sinks, segments, FULL)
     torch.testing.assert_close(o, want.detach())
     grads = attention_backward((q, k, v, sinks, o, lse), grad_o, segments, FULL)
@@ -80,12 +80,12 @@ def test_queries_attend_to_all_keys_up_to_their_position() -> None:
 def test_key_parts_give_gradient_parts_with_complete_o_and_lse() -> None:
     length, near = 60, 25
     q, k, v, sinks, grad_o = inputs(4, 2, 8, [length], [length])
-    whole = Segments.from_lengths([length], [length], q.device)
+    whole = AttentionSegments.from_lengths([length], [length], q.device)
     o, lse = attention_forward(q, k, v, sinks, whole, FULL)
     dq, dk, dv, dsinks = attention_backward((q, k, v, sinks, o, lse), grad_o, whole, FULL)
     # attention among the last `near` tokens: exact shares of dQ, complete dK and dV
     last = slice(length - near, None)
-    part = Segments.from_lengths([near], [near], q.device)
+    part = AttentionSegments.from_lengths([near], [near], q.device)
     shares = attention_backward(
         (q[last], k[last], v[last], sinks, o[last], lse[last]), grad_o[last], part, FULL
     )
@@ -94,7 +94,7 @@ def test_key_parts_give_gradient_parts_with_complete_o_and_lse() -> None:
     assert not torch.allclose(shares[0], dq[last])  # the share of the earlier keys must be missing
     # the gradient of the sink depends on the rows only, not on the keys
     first = slice(0, length - near)
-    rest = Segments.from_lengths([length - near], [length - near], q.device)
+    rest = AttentionSegments.from_lengths([length - near], [length - near], q.device)
     saved = q[first], k[first], v[first], sinks, o[first], lse[first]
     others = attention_backward(saved, grad_o[first], rest, FULL)
     torch.testing.assert_close(shares[3] + others[3], dsinks)
@@ -146,7 +146,7 @@ def test_both_passes_run_the_backend_that_is_named(
 ) -> None:
     """A context-parallel rank that reports the kernels for short sequences also runs them."""
     q, k, v, sinks, grad_o = inputs(8, 1, 64, queries, KEYS)
-    segments = Segments.from_lengths(queries, KEYS, q.device)
+    segments = AttentionSegments.from_lengths(queries, KEYS, q.device)
     settings = AttentionSettings(width, 0.3, backend="auto" if backend == "auto" else name)
     with caplog.at_level(logging.INFO):
         o, lse = attention_forward(q, k, v, sinks, segments, settings)
@@ -190,7 +190,7 @@ def test_a_backend_that_cannot_compute_is_rejected(
     backend: str, width: int | None, message: str
 ) -> None:
     q, k, v, sinks, grad_o = inputs(4, 2, 8, KEYS, KEYS)
-    segments = Segments.from_lengths(KEYS, KEYS, q.device)
+    segments = AttentionSegments.from_lengths(KEYS, KEYS, q.device)
     settings = AttentionSettings(width, 0.3, backend)
     with pytest.raises(ValueError, match=message):
         attention_forward(q, k, v, sinks, segments, settings)
@@ -210,7 +210,7 @@ def test_gpu_backends_are_within_bf16_of_the_reference(backend: str) -> None:
     keys = [1000, 129, 2048, 77]
     queries = keys if window else [300, 129, 64, 1]
     q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
-    segments = Segments.from_lengths(queries, keys, q.device)
+    segments = AttentionSegments.from_lengths(queries, keys, q.device)
     settings = AttentionSettings(window=window, scale=0.125, backend=backend)
     reference = replace(settings, backend="reference")
     o, lse = attention_forward(q, k, v, sinks, segments, settings)
@@ -233,7 +233,7 @@ def test_a_slice_of_the_heads_needs_no_copy_first() -> None:
         pytest.skip(reason)
     queries, keys = [300, 64], [1000, 64]
     q, k, v, sinks, grad_o = (x.bfloat16() for x in inputs(64, 8, 64, queries, keys, "cuda"))
-    segments = Segments.from_lengths(queries, keys, q.device)
+    segments = AttentionSegments.from_lengths(queries, keys, q.device)
     settings = AttentionSettings(window=None, scale=0.125, backend="flash4")
     o, lse = attention_forward(q, k, v, sinks, segments, settings)
     heads, kv_heads = slice(16, 32), slice(2, 4)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptoss_kernels.sink_attention import flash, sink_attention
-from gptoss_kernels.sink_attention.autograd import SinkAttention
+from gptoss_kernels.sink_attention.autograd import SinkAttentionFunction
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, choose_backend, unsupported_reason
-from gptoss_kernels.sink_attention.layout import Segments, packed_layout
+from gptoss_kernels.sink_attention.layout import AttentionSegments, packed_layout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from gptoss_kernels.sink_attention.window import window_backward, window_forward
 from tests.support.kernels.plain_flash4 import flash4_kernels
@@ -47,9 +47,9 @@ def run(backend, q, k, v, sinks, grad_o, cu_seqlens, window):
     leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
     longest = packed_layout(cu_seqlens).longest
     if backend == "folded":
-        segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
+        segments = AttentionSegments(cu_seqlens, cu_seqlens, longest, longest)
         passes = flash.folded_passes(flash4_kernels(), segments, window, q.shape[2] ** -0.5)
-        out, lse = SinkAttention.apply(*leaves, passes)
+        out, lse = SinkAttentionFunction.apply(*leaves, passes)
     else:
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
         out, lse = sink_attention(

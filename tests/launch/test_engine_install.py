@@ -21,14 +21,14 @@ from launch.engine_install import (
     PINNED,
     PROGRESS_FILE,
     InstallError,
-    Platform,
+    WheelPlatform,
     install_engine,
     read_requirements,
     this_machine,
     unsupported_reason,
 )
 
-GOOD = Platform("Linux", "x86_64", (2, 36), (3, 12), free_bytes=100e9)
+GOOD = WheelPlatform("Linux", "x86_64", (2, 36), (3, 12), free_bytes=100e9)
 
 
 def make_wheel(folder: Path, name: str) -> Path:

@@ -20,7 +20,7 @@ from launch.attempts import AttemptOutcome, AttemptResult, decide_requeue, first
 from launch.cluster import ClusterConfig, load_cluster
 from launch.node_checks import NodeCheck, check_node, find_outlier_nodes, find_slow_nodes
 from launch.placement import plan_nodes
-from launch.preflight import Partition, parse_seconds
+from launch.preflight import SlurmPartition, parse_seconds
 from launch.ray_node import HeadAddress, RayNode, node_address, ray_start_command
 from launch.submit import job_settings, resolve_paths, with_engine_python
 from rl_loop.config.errors import ConfigError
@@ -481,9 +481,9 @@ def test_snapshot_of_installation_has_layout_of_checkout(
 
 
 def test_slurm_formats_are_parsed() -> None:
-    gpus = Partition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
+    gpus = SlurmPartition("p", True, "1:00", 1, "gpu:h100:4(S:0-1),gpu:a100:2", 8, 1000, "").gpus
     assert gpus == {"h100": 4, "a100": 2}
-    assert Partition("p", True, "1:00", 1, "gpu:8", 8, 1000, "").gpus == {"": 8}
+    assert SlurmPartition("p", True, "1:00", 1, "gpu:8", 8, 1000, "").gpus == {"": 8}
     assert [parse_seconds(text) for text in ("1-02:00:00", "30:00", "infinite")] == [
         93_600,
         1800,

@@ -13,7 +13,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig, Quantization
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.scorer import Scorer, gather_parameters
+from megatron_gptoss.scorer import LogProbScorer, gather_parameters
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.reference import TINY, documents, hf_model
 
@@ -40,10 +40,10 @@ def use_after_a_step(rank: int, port: int, quantization: Quantization | None) ->
     try:
         module = build_model(WIDE, parallel, torch.float32, quantization=quantization)
         load_hf_weights(module, WIDE, hf_model(WIDE, std=0.1).state_dict().__getitem__)
-        expected = Scorer(module).score([BATCH])[0]
+        expected = LogProbScorer(module).score([BATCH])[0]
         weights = [parameter.data.clone() for parameter in module.parameters()]
 
-        scorer = Scorer(module)
+        scorer = LogProbScorer(module)
         reduction = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             overlap_grad_reduce=True,

@@ -13,7 +13,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, without_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
-from megatron_gptoss.scorer import Scorer
+from megatron_gptoss.scorer import LogProbScorer
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import MODEL, adapted_model, base_weights
@@ -35,7 +35,7 @@ def scores_of_base(dtype: torch.dtype) -> torch.Tensor:
     """Return scores of a model that was built without adapters."""
     model = build_model(MODEL, ParallelConfig(), dtype)
     load_hf_weights(model, MODEL, base_weights().__getitem__)
-    return torch.cat(Scorer(model).score(BATCHES))
+    return torch.cat(LogProbScorer(model).score(BATCHES))
 
 
 @pytest.mark.parametrize("quantization", [None, "mxfp4"])
@@ -56,7 +56,7 @@ def test_disabled_adapters_score_like_the_base(
 
 
 def test_adapter_scale_is_restored_after_an_error() -> None:
-    scorer = Scorer(adapted_model(ParallelConfig()))
+    scorer = LogProbScorer(adapted_model(ParallelConfig()))
     before = torch.cat(scorer.score(BATCHES))
     with pytest.raises(RuntimeError, match="out of memory"), without_adapters(scorer.module):
         raise RuntimeError("out of memory")
@@ -83,7 +83,7 @@ def test_disabled_adapters_equal_zero_adapters_on_gpu(
 ) -> None:
     """Plain models have other layers on GPUs, so their last bits differ."""
     model = adapted_model(ParallelConfig(), dtype=torch.bfloat16, quantization=quantization)
-    scorer = Scorer(model)
+    scorer = LogProbScorer(model)
     with_adapters = torch.cat(scorer.score(BATCHES))
     with without_adapters(model):
         reference = torch.cat(scorer.score(BATCHES))

@@ -35,7 +35,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.infrastructure import COMPONENTS, InfrastructureOutage
 from rl_loop.rollout.group_stream import GroupRequest
-from rl_loop.run import Interrupted, run_engine_report, run_rl, run_sft
+from rl_loop.run import RunInterrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tracking.run_directory import (
     is_training_step,
@@ -276,7 +276,7 @@ def test_interrupted_run_saves_and_resumes_with_the_same_curve(
         os.kill(os.getpid(), signal.SIGINT)
 
     stopping = Quiet(on_step=stop)
-    with pytest.raises(Interrupted, match="saved after step 1 of 3"):
+    with pytest.raises(RunInterrupted, match="saved after step 1 of 3"):
         run_rl(config, stopping)
     assert stopping.notes
     assert happened == ["exempted", "step 1"]
@@ -309,7 +309,7 @@ def test_resume_applies_changed_settings_and_records_them(
 
 def test_interrupt_ends_rollouts_that_overlap_training(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "algorithm.max_staleness=1", "training.steps=40")
-    with pytest.raises(Interrupted, match="saved after step 2 of 40"):
+    with pytest.raises(RunInterrupted, match="saved after step 2 of 40"):
         run_rl(
             config,
             Quiet(on_step=lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None),

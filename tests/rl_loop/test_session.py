@@ -16,7 +16,7 @@ import ray
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.run import Interrupted, run_rl
+from rl_loop.run import RunInterrupted, run_rl
 from rl_loop.tracking.run_directory import read_json_lines
 from rl_loop.tracking.run_lock import locked_run
 from tests.support.forked_workers import forking_workers
@@ -46,11 +46,13 @@ def stop_at_once(step: int) -> None:
         pytest.param(fail, pytest.raises(RuntimeError, match="the display is broken"), id="error"),
         pytest.param(
             press_ctrl_c,
-            pytest.raises(Interrupted, match="saved after step 1 of 2"),
+            pytest.raises(RunInterrupted, match="saved after step 1 of 2"),
             id="interrupt",
         ),
         pytest.param(
-            stop_at_once, pytest.raises(Interrupted, match="stopped at once"), id="second interrupt"
+            stop_at_once,
+            pytest.raises(RunInterrupted, match="stopped at once"),
+            id="second interrupt",
         ),
     ],
 )

@@ -23,7 +23,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import SftConfig
 from rl_loop.conversations.errors import DataError
 from rl_loop.lifecycle.start_checks import check_chat_format
-from rl_loop.run import Interrupted, run_sft
+from rl_loop.run import RunInterrupted, run_sft
 from rl_loop.tracking.run_directory import read_json, read_json_lines
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
@@ -161,7 +161,7 @@ def test_interrupted_sft_run_resumes_at_its_place_in_the_data(tmp_path: Path) ->
     path = write_chats(tmp_path, 30)
     whole = run_sft(config(path, "name=whole"), Quiet())
     stopping = Quiet(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None)
-    with pytest.raises(Interrupted, match="saved after step 3 of 6"):
+    with pytest.raises(RunInterrupted, match="saved after step 3 of 6"):
         run_sft(config(path, "name=stopped"), stopping)
     with pytest.raises(ConfigError, match=r"--resume cannot change data.seed: 0 -> 1"):
         run_sft(config(path, "name=stopped", "data.seed=1"), Quiet(), resume=True)
@@ -184,7 +184,7 @@ def test_resume_exports_after_an_interrupt_in_the_last_step(
         (unfinished / "shard-0").write_bytes(b"as of a rank that was killed")
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Interrupted, match=r"saved after step 1 of 1 .*\. The export is missing"):
+    with pytest.raises(RunInterrupted, match=r"saved after step 1 of 1 .*\. The export is missing"):
         run_sft(settings, Quiet(stop))
     assert not (settings.directory / "export").exists()
     assert not unfinished.exists(), "it takes the room of a whole model"

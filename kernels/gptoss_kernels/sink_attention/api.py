@@ -5,9 +5,9 @@ import os
 from torch import Tensor
 
 from gptoss_kernels.sink_attention import flash
-from gptoss_kernels.sink_attention.autograd import SinkAttention
+from gptoss_kernels.sink_attention.autograd import SinkAttentionFunction
 from gptoss_kernels.sink_attention.dispatch import SHORT_MEAN, ShapeClass, resolve_backend
-from gptoss_kernels.sink_attention.layout import PackedLayout, Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments, PackedLayout
 from gptoss_kernels.sink_attention.passes import bind_passes
 from gptoss_kernels.sink_attention.validation import check_arguments, check_finite
 
@@ -72,8 +72,8 @@ def sink_attention(
 
     if scale is None:
         scale = q.shape[2] ** -0.5
-    # The same tensor twice tells Segments that every key has a query.
-    segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    # The same tensor twice tells AttentionSegments that every key has a query.
+    segments = AttentionSegments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
     o, lse = _run_backend(backend, q, k, v, sinks, layout, segments, window, scale)
     if return_lse:
@@ -88,7 +88,7 @@ def _run_backend(
     v: Tensor,
     sinks: Tensor,
     layout: PackedLayout,
-    segments: Segments,
+    segments: AttentionSegments,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -100,5 +100,7 @@ def _run_backend(
     passes = bind_passes(backend, segments, layout, window, scale)
     # FlashAttention takes strided views. The other backends need contiguous tensors.
     if backend == "flash3":
-        return SinkAttention.apply(q, k, v, sinks, passes)
-    return SinkAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), sinks, passes)
+        return SinkAttentionFunction.apply(q, k, v, sinks, passes)
+    return SinkAttentionFunction.apply(
+        q.contiguous(), k.contiguous(), v.contiguous(), sinks, passes
+    )

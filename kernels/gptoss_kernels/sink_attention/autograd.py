@@ -23,7 +23,7 @@ class AttentionPasses(NamedTuple):
     """(saved tensors, dO) -> gradients of q, k, v and the sinks."""
 
 
-class SinkAttention(Function):
+class SinkAttentionFunction(Function):
     """Attention with sinks, differentiable in q, k, v and the sinks."""
 
     @staticmethod

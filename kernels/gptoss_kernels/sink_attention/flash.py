@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels.sink_attention.autograd import AttentionPasses, Gradients, SavedTensors
-from gptoss_kernels.sink_attention.layout import Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PlainKernels:
 
 
 def folded_passes(
-    kernels: PlainKernels, segments: Segments, window: int | None, scale: float
+    kernels: PlainKernels, segments: AttentionSegments, window: int | None, scale: float
 ) -> AttentionPasses:
     """Return ``folded_forward`` and ``folded_backward`` bound to a packing, window and scale.
 
@@ -62,7 +62,7 @@ def folded_forward(
     v: Tensor,
     sinks: Tensor,
     kernels: PlainKernels,
-    segments: Segments,
+    segments: AttentionSegments,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def folded_backward(
     saved: SavedTensors,
     grad_o: Tensor,
     kernels: PlainKernels,
-    segments: Segments,
+    segments: AttentionSegments,
     window: int | None,
     scale: float,
 ) -> Gradients:
@@ -131,7 +131,7 @@ def flash4_sink_attention(
     k: Tensor,
     v: Tensor,
     sinks: Tensor,
-    segments: Segments,
+    segments: AttentionSegments,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def flash3_kernels() -> PlainKernels:
 
 
 def packing_options(
-    segments: Segments, window: int | None, unbounded: int | None = None
+    segments: AttentionSegments, window: int | None, unbounded: int | None = None
 ) -> dict[str, Any]:
     """Return packing and window as keyword arguments of both FlashAttention packages.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptoss_kernels.sink_attention import flash
 from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
 from gptoss_kernels.sink_attention.dispatch import ShapeClass, resolve_backend
-from gptoss_kernels.sink_attention.layout import Segments, packed_layout
+from gptoss_kernels.sink_attention.layout import AttentionSegments, packed_layout
 from gptoss_kernels.sink_attention.passes import bind_passes
 
 
@@ -51,7 +51,7 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor,
-    segments: Segments,
+    segments: AttentionSegments,
     settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention without autograd.
@@ -105,7 +105,7 @@ def attention_forward(
 
 
 def attention_backward(
-    saved: SavedTensors, grad_o: Tensor, segments: Segments, settings: AttentionSettings
+    saved: SavedTensors, grad_o: Tensor, segments: AttentionSegments, settings: AttentionSettings
 ) -> Gradients:
     """Compute the gradients of q, k, v and the sinks.
 
@@ -163,7 +163,7 @@ def attention_backward(
     return bind_passes(backend, segments, layout, window, scale).backward(saved, grad_o)
 
 
-def _square_segments(segments: Segments) -> tuple[Tensor, Segments]:
+def _square_segments(segments: AttentionSegments) -> tuple[Tensor, AttentionSegments]:
     """Return the positions of the real queries, and segments in which every key has a query.
 
     Returns:
@@ -180,7 +180,7 @@ def _square_segments(segments: Segments) -> tuple[Tensor, Segments]:
     rows = queries + torch.repeat_interleave(shifts, query_counts)
 
     # The same tensor twice marks the segments as square.
-    square = Segments(
+    square = AttentionSegments(
         cu_seqlens_q=segments.cu_seqlens_k,
         cu_seqlens_k=segments.cu_seqlens_k,
         max_seqlen_q=segments.max_seqlen_k,

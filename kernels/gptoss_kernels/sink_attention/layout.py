@@ -58,7 +58,7 @@ class PackedLayout:
 
 
 @dataclass(frozen=True)
-class Segments:
+class AttentionSegments:
     """Ranges of queries and keys. The queries of a segment belong to its last keys.
 
     Keep one object per packing, because the first use copies the offsets to the host.
@@ -85,7 +85,7 @@ class Segments:
     @classmethod
     def from_lengths(
         cls, query_lengths: list[int], key_lengths: list[int], device: torch.device
-    ) -> "Segments":
+    ) -> "AttentionSegments":
         """Return segments with the given numbers of queries and keys.
 
         Args:

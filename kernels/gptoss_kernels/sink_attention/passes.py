@@ -4,7 +4,7 @@ from functools import partial
 
 from gptoss_kernels.sink_attention import flash
 from gptoss_kernels.sink_attention.autograd import AttentionPasses
-from gptoss_kernels.sink_attention.layout import PackedLayout, Segments
+from gptoss_kernels.sink_attention.layout import AttentionSegments, PackedLayout
 from gptoss_kernels.sink_attention.reference import reference_backward, reference_forward
 from gptoss_kernels.sink_attention.window import window_backward, window_forward
 
@@ -20,7 +20,11 @@ Backends window and short share their functions. The argument ``window`` selects
 
 
 def bind_passes(
-    backend: str, segments: Segments, layout: PackedLayout, window: int | None, scale: float
+    backend: str,
+    segments: AttentionSegments,
+    layout: PackedLayout,
+    window: int | None,
+    scale: float,
 ) -> AttentionPasses:
     """Return the passes of a backend for a packing with one query per key.
 

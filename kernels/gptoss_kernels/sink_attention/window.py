@@ -444,12 +444,12 @@ def _item_table(layout: PackedLayout, length: int, order: str | None) -> Tensor:
 
 
 @functools.cache
-def _kernel(name: str, shape: KernelShape, device: torch.device) -> nvrtc.Kernel:
+def _kernel(name: str, shape: KernelShape, device: torch.device) -> nvrtc.CudaKernel:
     """Return a compiled kernel, loaded once per process and device."""
     source = SOURCES / f"{name}.cu"
     cubin = nvrtc.compile_cubin(source, macros(name, shape), nvrtc.architecture(device))
     with torch.cuda.device(device):
-        return nvrtc.Kernel(cubin, name, shape.shared_bytes(name))
+        return nvrtc.CudaKernel(cubin, name, shape.shared_bytes(name))
 
 
 def macros(name: str, shape: KernelShape) -> dict[str, int]:

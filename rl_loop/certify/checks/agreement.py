@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult
 from rl_loop.certify.checks.forward import FORWARD
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import causes_of, describe
-from rl_loop.certify.diagnosis import Explanation, explain
+from rl_loop.certify.diagnosis import FaultExplanation, explain
 from rl_loop.certify.examination import TOP, Examination, gap
-from rl_loop.certify.faults import Fault
+from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.model import BEACON
-from rl_loop.certify.texts import Text
-from rl_loop.certify.variants import EXACT, Variant
+from rl_loop.certify.texts import ProbeText
+from rl_loop.certify.variants import EXACT, FaultyVariant
 
 QUANTILES = (0.5, 0.95, 0.99)
 
@@ -37,7 +37,7 @@ def check_agreement(exam: Examination) -> CheckResult:
         summary = (
             f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
         )
-        return CheckResult("agreement", title, Status.PASSED, summary, table=table)
+        return CheckResult("agreement", title, CheckOutcome.PASSED, summary, table=table)
 
     explanation = _explain_scores(exam)
     if explanation.is_good:
@@ -47,10 +47,10 @@ def check_agreement(exam: Examination) -> CheckResult:
         exam.found = list(explanation.faults)
     summary = describe(explanation)
     causes = causes_of(explanation)
-    return CheckResult("agreement", title, Status.FAILED, summary, causes, table=table)
+    return CheckResult("agreement", title, CheckOutcome.FAILED, summary, causes, table=table)
 
 
-def _agrees(exam: Examination, texts: Sequence[Text], variant: Variant) -> bool:
+def _agrees(exam: Examination, texts: Sequence[ProbeText], variant: FaultyVariant) -> bool:
     """Return True if precision explains the gap between the subject and a variant."""
     noise = exam.noise(texts)
     answered = exam.log_probs(texts)
@@ -67,14 +67,14 @@ def _agrees(exam: Examination, texts: Sequence[Text], variant: Variant) -> bool:
     return is_close and float(largest) <= allowed
 
 
-def _explain_scores(exam: Examination) -> Explanation:
+def _explain_scores(exam: Examination) -> FaultExplanation:
     """Find the faults that explain the scores of all texts."""
     candidates = [fault for check in FORWARD for fault in check.faults_of(exam)]
 
     # Long texts take most of the time, so evaluate them only with the faults that remain.
     near = [*exam.texts.short, *exam.texts.window]
     start = EXACT
-    found: tuple[Fault, ...] = ()
+    found: tuple[ModelFault, ...] = ()
     before = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, EXACT))
 
     if not _agrees(exam, near, EXACT):
@@ -105,10 +105,10 @@ def _explain_scores(exam: Examination) -> Explanation:
     # Judge by the criterion of the check, not by the mean that the search minimizes.
     groups = (exam.texts.short, exam.texts.window, exam.texts.long)
     is_complete = all(_agrees(exam, group, start) for group in groups)
-    return Explanation(found, start, before, after, is_complete)
+    return FaultExplanation(found, start, before, after, is_complete)
 
 
-def _strict_limit(exam: Examination, texts: Sequence[Text]) -> float:
+def _strict_limit(exam: Examination, texts: Sequence[ProbeText]) -> float:
     """Return half the limit of the mean gap. Below it no explanation is sought."""
     return max(exam.mean_limit(exam.noise(texts)) / 2, 1e-12)
 

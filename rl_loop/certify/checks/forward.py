@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.checks.verdict import judge_visibilities
 from rl_loop.certify.examination import Examination
-from rl_loop.certify.faults import Fault
+from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.variants import EXACT
 
 
@@ -18,9 +18,9 @@ class ForwardCheck:
     title: str
     kind: str
     """Name of the attribute of Texts with the texts."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ModelFault, ...] = ()
 
-    def faults_of(self, exam: Examination) -> tuple[Fault, ...]:
+    def faults_of(self, exam: Examination) -> tuple[ModelFault, ...]:
         """Return the faults that are possible for the model's shape."""
         # Only square matrices can be transposed without an error, and that depends on the shape.
         if self.name == "orientation":
@@ -37,8 +37,10 @@ class ForwardCheck:
             # Compare with EXACT, because the reference with the fault would show no deviation.
             visibilities = exam.visibilities(mine, texts, EXACT)
             names = " and ".join(fault.name for fault in own)
-            causes = tuple(Cause(fault.name, fault.source) for fault in own)
-            return CheckResult(self.name, self.title, Status.FAILED, names, causes, visibilities)
+            causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in own)
+            return CheckResult(
+                self.name, self.title, CheckOutcome.FAILED, names, causes, visibilities
+            )
 
         # Compare with the faults that were found elsewhere, so that they do not count here.
         visibilities = exam.visibilities(mine, texts, exam.explanation)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, joined
 from rl_loop.certify.subject import checked_scores
-from rl_loop.certify.texts import CONTINUATION, PROMPTS, Text
-from rl_loop.certify.variants import EXACT, Reference, Variant
+from rl_loop.certify.texts import CONTINUATION, PROMPTS, ProbeText
+from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel
 
 
 def check_decoding(exam: Examination) -> CheckResult:
@@ -27,11 +27,11 @@ def check_decoding(exam: Examination) -> CheckResult:
         # A server can stop early in spite of the request, or return ids of another vocabulary.
         if len(ids) != CONTINUATION or not all(0 <= token < vocabulary_size for token in ids):
             summary = f"requested {CONTINUATION} tokens, got {len(ids)} or invalid ids: {ids[:4]}"
-            return CheckResult("decoding", title, Status.FAILED, summary)
-        texts.append(Text("generated", prompt.ids + ids))
+            return CheckResult("decoding", title, CheckOutcome.FAILED, summary)
+        texts.append(ProbeText("generated", prompt.ids + ids))
         answered.append(generated.log_probs)
 
-    def evaluate(variant: Variant, reference: Reference | None = None) -> Tensor:
+    def evaluate(variant: FaultyVariant, reference: ReferenceModel | None = None) -> Tensor:
         pieces = []
         for text in texts:
             # Score the tokens that the subject chose: another choice between near-tied tokens is no
@@ -61,7 +61,7 @@ def check_decoding(exam: Examination) -> CheckResult:
 
 
 def _greedy_result(
-    exam: Examination, title: str, texts: Sequence[Text], noise: Tensor
+    exam: Examination, title: str, texts: Sequence[ProbeText], noise: Tensor
 ) -> CheckResult:
     """Check continuations without log-probs: each token must be the most likely one."""
     worse = []
@@ -72,7 +72,7 @@ def _greedy_result(
     # The subject's choice and the best token both have an error, so allow it twice.
     limit = max(exam.limit(noise), 2 * float(noise.max()))
     summary = f"every token is within {largest:.1e} nats of the most likely one"
-    status = Status.PASSED if largest <= limit else Status.FAILED
+    status = CheckOutcome.PASSED if largest <= limit else CheckOutcome.FAILED
     return CheckResult("decoding", title, status, summary)
 
 
@@ -106,11 +106,11 @@ def check_determinism(exam: Examination) -> CheckResult:
     )
     worst = max(float(gaps.mean()) for gaps in differences.values())
     if worst <= limit:
-        return CheckResult("determinism", title, Status.PASSED, figures)
+        return CheckResult("determinism", title, CheckOutcome.PASSED, figures)
 
     summary = f"{figures}; allowed are {limit:.1e}"
     source = ""
     if exam.subject.is_deterministic:
         source = "a deterministic mode that is not deterministic: sgl-project/sglang#19431"
-    cause = Cause("log-probs of the same text vary", source)
-    return CheckResult("determinism", title, Status.FAILED, summary, (cause,))
+    cause = DiagnosedFault("log-probs of the same text vary", source)
+    return CheckResult("determinism", title, CheckOutcome.FAILED, summary, (cause,))

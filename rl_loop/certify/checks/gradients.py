@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import Cause, CheckResult, FaultVisibility, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.variants import EXACT, combined
@@ -29,7 +29,7 @@ def check_gradients(exam: Examination) -> CheckResult:
     if missing:
         summary = f"{len(missing)} tensors have no gradient, such as {missing[0]}"
         cause = _missing_gradients(missing)
-        return CheckResult("gradients", title, Status.FAILED, summary, cause)
+        return CheckResult("gradients", title, CheckOutcome.FAILED, summary, cause)
 
     rounded = exam.gradients(texts, EXACT, "rounded")
     own_error = _relative(rounded, exam.gradients(texts, EXACT))
@@ -59,7 +59,7 @@ def check_gradients(exam: Examination) -> CheckResult:
         return CheckResult(
             "gradients",
             title,
-            Status.PASSED,
+            CheckOutcome.PASSED,
             summary,
             visibilities=tuple(visibilities),
             table=table,
@@ -68,19 +68,19 @@ def check_gradients(exam: Examination) -> CheckResult:
     distances = {fault: _mean_error(answered, with_fault[fault]) for fault in known}
     closest = min(distances, key=lambda fault: distances[fault])
     summary = f"{len(wrong)} of {len(errors)} tensors are wrong, {worst} by {errors[worst]:.1e}"
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[DiagnosedFault, ...] = ()
     # One fault is always the closest. Name it only if it explains most of the error.
     if distances[closest] < 0.3 * _mean_error(answered, expected):
-        causes = (Cause(closest.name, closest.source),)
+        causes = (DiagnosedFault(closest.name, closest.source),)
     return CheckResult(
-        "gradients", title, Status.FAILED, summary, causes, tuple(visibilities), table
+        "gradients", title, CheckOutcome.FAILED, summary, causes, tuple(visibilities), table
     )
 
 
-def _missing_gradients(missing: Sequence[str]) -> tuple[Cause, ...]:
+def _missing_gradients(missing: Sequence[str]) -> tuple[DiagnosedFault, ...]:
     if all(name.endswith("sinks") for name in missing):
         dropped = faults.SINK_GRADIENTS[0]
-        return (Cause(dropped.name, dropped.source),)
+        return (DiagnosedFault(dropped.name, dropped.source),)
     return ()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination
 from rl_loop.certify.harmony_tokens import (
@@ -49,9 +49,9 @@ def check_harmony(exam: Examination) -> CheckResult:
         raise UnsupportedOperation(f"{exam.subject.name} supports neither rendering nor tokenizing")
     if not wrong:
         summary = f"{', '.join(done)}: the ids equal those of openai-harmony"
-        return CheckResult("harmony", title, Status.PASSED, summary)
+        return CheckResult("harmony", title, CheckOutcome.PASSED, summary)
 
     source = "openai/harmony#27, openai/harmony#53"
     # Several operations can show the same difference.
-    causes = tuple(Cause(difference, source) for difference in dict.fromkeys(wrong))
-    return CheckResult("harmony", title, Status.FAILED, wrong[0], causes)
+    causes = tuple(DiagnosedFault(difference, source) for difference in dict.fromkeys(wrong))
+    return CheckResult("harmony", title, CheckOutcome.FAILED, wrong[0], causes)

@@ -9,7 +9,7 @@ from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, joined
 from rl_loop.certify.subject import checked_scores
-from rl_loop.certify.variants import Variant
+from rl_loop.certify.variants import FaultyVariant
 
 
 def check_packing(exam: Examination) -> CheckResult:
@@ -23,7 +23,7 @@ def check_packing(exam: Examination) -> CheckResult:
     row = [token for text in ids for token in text]
     starts = [sum(len(text) for text in ids[:i]) for i in range(len(ids))]
 
-    def evaluate(variant: Variant) -> Tensor:
+    def evaluate(variant: FaultyVariant) -> Tensor:
         # Without a leak a sequence does not depend on its row, so use the results for it alone.
         if not variant.leaky_packing:
             return exam.expected(texts, variant)

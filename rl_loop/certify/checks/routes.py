@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination, gap, joined
 from rl_loop.certify.subject import UnsupportedOperation, checked_scores
-from rl_loop.certify.texts import Text
-from rl_loop.certify.variants import EXACT, Reference, Variant
+from rl_loop.certify.texts import ProbeText
+from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel
 
 SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
 """Minimum margin of a router's choice, in logits, for comparing it with the subject's."""
@@ -35,7 +35,7 @@ def check_returned_routes(exam: Examination) -> CheckResult:
         shape = (len(text.ids) - 1, config.num_layers, config.experts_per_token)
         if answered.shape != shape:
             summary = f"routes have the shape {answered.shape}, expected {shape}"
-            return CheckResult("routes returned", title, Status.FAILED, summary)
+            return CheckResult("routes returned", title, CheckOutcome.FAILED, summary)
         # Subjects may list the experts of a token in any order.
         same = np.sort(answered, -1) == np.sort(expected.routes.numpy(), -1)
         # Precision can decide between near-tied experts, so compare only clear choices.
@@ -48,18 +48,18 @@ def check_returned_routes(exam: Examination) -> CheckResult:
         f"{agreeing} of {compared} clear choices of routers agree with the reference ({share:.1%})"
     )
     if share >= ROUTES_AGREEING:
-        return CheckResult("routes returned", title, Status.PASSED, summary)
+        return CheckResult("routes returned", title, CheckOutcome.PASSED, summary)
     causes = _route_causes(exam, texts, [np.asarray(routes) for routes in returned])
-    return CheckResult("routes returned", title, Status.FAILED, summary, causes)
+    return CheckResult("routes returned", title, CheckOutcome.FAILED, summary, causes)
 
 
 def _route_causes(
-    exam: Examination, texts: Sequence[Text], returned: Sequence[np.ndarray]
-) -> tuple[Cause, ...]:
+    exam: Examination, texts: Sequence[ProbeText], returned: Sequence[np.ndarray]
+) -> tuple[DiagnosedFault, ...]:
     """Return the known fault of the routes, if any."""
     if not any(routes.any() for routes in returned):
         source = "SGLang with the MoE backend triton_kernel: docs/sglang.md"
-        return (Cause("all returned routes are zero", source),)
+        return (DiagnosedFault("all returned routes are zero", source),)
 
     expected = [exam.evaluated(text, exam.explanation).routes.numpy() for text in texts]
 
@@ -73,11 +73,11 @@ def _route_causes(
 
     # Less than all, because near-tied choices differ and the shifted rows wrap around.
     if share(lambda routes: np.roll(routes, 1, axis=0)) > 0.8:
-        return (Cause("returned routes are one token too early"),)
+        return (DiagnosedFault("returned routes are one token too early"),)
     if share(lambda routes: np.roll(routes, -1, axis=0)) > 0.8:
-        return (Cause("returned routes are one token too late"),)
+        return (DiagnosedFault("returned routes are one token too late"),)
     if share(lambda routes: routes[:, ::-1]) > 0.8:
-        return (Cause("returned routes have the wrong order of layers"),)
+        return (DiagnosedFault("returned routes have the wrong order of layers"),)
     return ()
 
 
@@ -94,7 +94,7 @@ def check_given_routes(exam: Examination) -> CheckResult:
     )
     answered = joined([scored.log_probs for scored in scores])
 
-    def expected(reference: Reference, given: bool, variant: Variant) -> Tensor:
+    def expected(reference: ReferenceModel, given: bool, variant: FaultyVariant) -> Tensor:
         pieces = []
         for text, route in zip(ids, routes, strict=True):
             chosen = route if given else None
@@ -107,9 +107,9 @@ def check_given_routes(exam: Examination) -> CheckResult:
     limit = exam.mean_limit(noise)
     summary = f"tokens differ by {distance:.1e} nats on average. Precision explains {limit:.1e}"
     if distance <= limit:
-        return CheckResult("routes given", title, Status.PASSED, summary)
-    causes: tuple[Cause, ...] = ()
+        return CheckResult("routes given", title, CheckOutcome.PASSED, summary)
+    causes: tuple[DiagnosedFault, ...] = ()
     # The scores may be those of the router's own choice.
     if gap(answered, expected(exam.exact, False, exam.explanation)) <= limit:
-        causes = (Cause("given routes are ignored"),)
-    return CheckResult("routes given", title, Status.FAILED, summary, causes)
+        causes = (DiagnosedFault("given routes are ignored"),)
+    return CheckResult("routes given", title, CheckOutcome.FAILED, summary, causes)

@@ -6,13 +6,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import Cause, CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, ReferenceName, gap, joined
-from rl_loop.certify.faults import Fault
+from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.subject import UnsupportedOperation, checked_scores
-from rl_loop.certify.variants import EXACT, Variant
+from rl_loop.certify.variants import EXACT, FaultyVariant
 
 
 def check_update(exam: Examination) -> CheckResult:
@@ -32,7 +32,7 @@ def check_update(exam: Examination) -> CheckResult:
     exam.subject.update(exam.first_directory)
     again = checked_scores(exam.subject, exam.subject.score(ids), ids)
 
-    def evaluate(variant: Variant, which: ReferenceName = "updated") -> Tensor:
+    def evaluate(variant: FaultyVariant, which: ReferenceName = "updated") -> Tensor:
         return exam.expected(texts, variant, which)
 
     candidates = faults.update_faults(exam.weights.config)
@@ -46,13 +46,13 @@ def check_update(exam: Examination) -> CheckResult:
     back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
     summary = f"{result.summary}; after the update back, tokens differ by {back:.1e} nats"
     result = replace(result, summary=summary)
-    if result.status is Status.PASSED and back > exam.mean_limit(noise):
-        cause = Cause("the second update did not restore the first weights")
-        result = replace(result, status=Status.FAILED, causes=(cause,))
+    if result.status is CheckOutcome.PASSED and back > exam.mean_limit(noise):
+        cause = DiagnosedFault("the second update did not restore the first weights")
+        result = replace(result, status=CheckOutcome.FAILED, causes=(cause,))
     return result
 
 
-def _sample(candidates: Sequence[Fault]) -> list[Fault]:
+def _sample(candidates: Sequence[ModelFault]) -> list[ModelFault]:
     """Keep the experts' faults of one expert per layer, to save time."""
     shown = []
     layers = set()

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from rl_loop.certify.certificate import Cause, CheckResult, FaultVisibility, Status
-from rl_loop.certify.diagnosis import Explanation, explain
+from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
+from rl_loop.certify.diagnosis import FaultExplanation, explain
 from rl_loop.certify.examination import TOP, Examination, gap
-from rl_loop.certify.faults import Fault
-from rl_loop.certify.variants import EXACT, Variant, combined
+from rl_loop.certify.faults import ModelFault
+from rl_loop.certify.variants import EXACT, FaultyVariant, combined
 
 
-def describe(explanation: Explanation) -> str:
+def describe(explanation: FaultExplanation) -> str:
     """Return a sentence with the faults and the part of the gap that they explain."""
     distance = f"tokens differ by {explanation.before:.1e} nats on average"
     if not explanation.faults or not explanation.is_good:
@@ -25,11 +25,11 @@ def describe(explanation: Explanation) -> str:
     )
 
 
-def causes_of(explanation: Explanation) -> tuple[Cause, ...]:
+def causes_of(explanation: FaultExplanation) -> tuple[DiagnosedFault, ...]:
     """Return the faults of an explanation as causes. Empty if the explanation is not good."""
     if not explanation.is_good:
         return ()
-    return tuple(Cause(fault.name, fault.source) for fault in explanation.faults)
+    return tuple(DiagnosedFault(fault.name, fault.source) for fault in explanation.faults)
 
 
 def judge_visibilities(
@@ -42,7 +42,7 @@ def judge_visibilities(
     visible = [visibility for visibility in visibilities if visibility.is_visible]
     if not visible:
         reason = "none of the faults is visible with these weights in this precision"
-        return CheckResult(name, title, Status.NOT_VISIBLE, reason, visibilities=visibilities)
+        return CheckResult(name, title, CheckOutcome.NOT_VISIBLE, reason, visibilities=visibilities)
 
     worst = max(visible, key=lambda visibility: visibility.deviation / visibility.limit)
     if worst.deviation > worst.limit:
@@ -50,7 +50,7 @@ def judge_visibilities(
             f"tokens that '{worst.fault}' would change differ by {worst.deviation:.1e} nats. Precision "
             f"explains {worst.limit:.1e}. No known fault explains the difference{suffix}"
         )
-        return CheckResult(name, title, Status.FAILED, summary, visibilities=visibilities)
+        return CheckResult(name, title, CheckOutcome.FAILED, summary, visibilities=visibilities)
 
     # The fault that is hardest to see shows how much the check proves.
     least = min(visible, key=lambda visibility: visibility.visible / visibility.limit)
@@ -59,7 +59,7 @@ def judge_visibilities(
         f"{least.visible:.1e} nats or more (limit {least.limit:.1e}). Tokens differ by "
         f"{worst.deviation:.1e} at most{suffix}"
     )
-    return CheckResult(name, title, Status.PASSED, summary, visibilities=visibilities)
+    return CheckResult(name, title, CheckOutcome.PASSED, summary, visibilities=visibilities)
 
 
 def explain_answers(
@@ -67,10 +67,10 @@ def explain_answers(
     name: str,
     title: str,
     answered: Tensor,
-    evaluate: Callable[[Variant], Tensor],
-    candidates: Sequence[Fault],
+    evaluate: Callable[[FaultyVariant], Tensor],
+    candidates: Sequence[ModelFault],
     noise: Tensor,
-    shown: Sequence[Fault],
+    shown: Sequence[ModelFault],
     top: int = TOP,
 ) -> CheckResult:
     """Return the result of a check of log-probs that are not plain scores.
@@ -90,17 +90,22 @@ def explain_answers(
     start = min((EXACT, exam.explanation), key=lambda variant: gap(answered, evaluate(variant)))
     expected = evaluate(start)
 
-    def with_fault(fault: Fault) -> Tensor:
+    def with_fault(fault: ModelFault) -> Tensor:
         return evaluate(combined(start, fault.variant))
 
     visibilities = exam.measure_visibility(shown, with_fault, answered, expected, noise, top)
     result = judge_visibilities(name, title, visibilities)
     # The visibilities cover only tokens that known faults move. The mean covers all tokens.
     is_close = gap(answered, expected) <= exam.mean_limit(noise)
-    if result.status is not Status.FAILED and is_close:
+    if result.status is not CheckOutcome.FAILED and is_close:
         return result
 
     explanation = explain(answered, evaluate, candidates, exam.mean_limit(noise) / 2, start)
     return CheckResult(
-        name, title, Status.FAILED, describe(explanation), causes_of(explanation), visibilities
+        name,
+        title,
+        CheckOutcome.FAILED,
+        describe(explanation),
+        causes_of(explanation),
+        visibilities,
     )

@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 
 from rl_loop.certify.subject import (
+    CertifySubject,
     SampledText,
     ScoredText,
-    Subject,
     SubjectFailed,
     UnsupportedOperation,
 )
@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 300
 """Maximum length of an answer that an error quotes."""
 
 
-class CompletionsServer(Subject):
+class CompletionsServer(CertifySubject):
     """Server at ``url``, which ends with ``/v1``. The API has neither updates nor routes."""
 
     def __init__(self, url: str) -> None:

@@ -20,7 +20,7 @@ from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import DTYPES, Precision, vocabulary_of
-from rl_loop.certify.subject import ScoredText, Subject, UnsupportedOperation
+from rl_loop.certify.subject import CertifySubject, ScoredText, UnsupportedOperation
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
 
@@ -28,7 +28,7 @@ IDLE_RATE = 1e-12
 """Learning rate. The step that computes gradients ends with an update, which is undone."""
 
 
-class MegatronTrainer(Subject):
+class MegatronTrainer(CertifySubject):
     """One rank of the trainer. Only one may exist in a process."""
 
     name = "the trainer (Megatron-Core)"

@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.subject import (
+    CertifySubject,
     SampledText,
     ScoredText,
-    Subject,
     SubjectFailed,
     UnsupportedOperation,
 )
@@ -24,7 +24,7 @@ CONCURRENT_REQUESTS = 8
 UPDATE_SECONDS = 600.0
 
 
-class SglangServer(Subject):
+class SglangSubject(CertifySubject):
     """Server at ``url``, started with the weights of the first directory.
 
     ``deterministic`` is True if it was started with --enable-deterministic-inference.

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
 from rl_loop.certify.model import DTYPES, Precision
-from rl_loop.certify.subject import SampledText, ScoredText, Subject, UnsupportedOperation
+from rl_loop.certify.subject import CertifySubject, SampledText, ScoredText, UnsupportedOperation
 
 
-class TransformersModel(Subject):
+class TransformersModel(CertifySubject):
     """Model with eager attention. It computes one text at a time, on the GPU if there is one."""
 
     name = "transformers"

@@ -23,7 +23,7 @@ from converters.hf_layouts import mxfp4_shapes
 from converters.mxfp4_tensors import Digests, stack_digests, stored_names
 from gptoss_kernels import mxfp4
 from rl_loop.engines.embedded.kv_cache import ATTENTION_NAME, row_cache_attention
-from rl_loop.engines.embedded.scheduler import RunningSequence, Scheduler
+from rl_loop.engines.embedded.scheduler import RunningSequence, SequenceScheduler
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.weight_sync.expected import ExpectedTensors
 from rl_loop.weight_sync.source import WeightMismatch
@@ -74,9 +74,9 @@ class TransformersEngine:
 
         self._model = model
         if deterministic:
-            self._scheduler = Scheduler(model, max_batch_size=1, reuses_prefixes=False)
+            self._scheduler = SequenceScheduler(model, max_batch_size=1, reuses_prefixes=False)
         else:
-            self._scheduler = Scheduler(model, max_batch_size)
+            self._scheduler = SequenceScheduler(model, max_batch_size)
         self._scheduler.weight_version = weight_version
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False

@@ -167,7 +167,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int], longer_than: int = 0) -> i
 
 
 @dataclass(frozen=True)
-class Segment:
+class CacheSegment:
     """Consecutive new tokens of one sequence in the flat input of a step."""
 
     first: int
@@ -201,7 +201,7 @@ class StepLayout:
     def __init__(
         self,
         decoding: list[int],
-        segments: list[Segment],
+        segments: list[CacheSegment],
         cache: RowCache | None,
         device: torch.device,
     ) -> None:
@@ -308,7 +308,7 @@ def row_cache_attention(
 
 
 def _keys_values(
-    segment: Segment,
+    segment: CacheSegment,
     key: torch.Tensor,
     value: torch.Tensor,
     cached: torch.Tensor | None,
@@ -332,7 +332,7 @@ def _keys_values(
 
 
 def _query_chunks(
-    segment: Segment,
+    segment: CacheSegment,
     layout: StepLayout,
     window: int,
 ) -> Iterator[tuple[slice, VisibleKeys]]:

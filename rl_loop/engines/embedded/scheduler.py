@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from gptoss_kernels.logits import fp32_logits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.engines.embedded.kv_cache import RowCache, Segment, StepLayout, common_prefix
+from rl_loop.engines.embedded.kv_cache import CacheSegment, RowCache, StepLayout, common_prefix
 from rl_loop.engines.embedded.sampling import sample, sampling_log_probs
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
 
@@ -67,7 +67,7 @@ class RunningSequence:
         return None
 
 
-class Scheduler:
+class SequenceScheduler:
     """All sequences of one model: running ones, with a cache row each, and waiting ones."""
 
     def __init__(
@@ -232,13 +232,13 @@ class Scheduler:
             )
         return tokens.tolist(), sampled_log_probs.tolist()
 
-    def _admit(self) -> list[Segment]:
+    def _admit(self) -> list[CacheSegment]:
         """Assign rows and cached prefixes to waiting sequences.
 
         Returns:
             The remaining tokens to process, in the order of the flat input.
         """
-        segments: list[Segment] = []
+        segments: list[CacheSegment] = []
         deferred: list[RunningSequence] = []
         decoding = len(self._running)
         first = decoding
@@ -263,7 +263,7 @@ class Scheduler:
             sequence.cached_tokens = cached
             self._running.append(sequence)
             sequence.on_begin()
-            segments.append(Segment(first=first, length=length, past=cached, row=row))
+            segments.append(CacheSegment(first=first, length=length, past=cached, row=row))
             first += length
 
         # Return them to the front of the queue, in their original order.
@@ -405,7 +405,7 @@ class Scheduler:
         Returns:
             len(tokens) - 1 natural logs.
         """
-        whole_text = Segment(first=0, length=len(tokens) - 1, past=0, row=0)
+        whole_text = CacheSegment(first=0, length=len(tokens) - 1, past=0, row=0)
         layout = StepLayout(
             decoding=[],
             segments=[whole_text],

@@ -17,7 +17,12 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.engines.sglang.client import ServerFailed, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from rl_loop.engines.sglang.turn import ResponseReader, Turn, check_routes_present, end_turn
+from rl_loop.engines.sglang.turn import (
+    ResponseReader,
+    StreamedTurn,
+    check_routes_present,
+    end_turn,
+)
 from rl_loop.infrastructure import EngineFault
 
 MAX_FAULTS = 20
@@ -74,7 +79,7 @@ class SglangEngine:
 
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Address of the server that has an episode's prefix cached, by episode."""
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, StreamedTurn] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Sample one continuation.
@@ -88,7 +93,7 @@ class SglangEngine:
             name = f"request {request.request_id}"
             raise ValueError(f"{name} is already running. Request ids must be unique")
 
-        turn = Turn(request)
+        turn = StreamedTurn(request)
         self._turns[request.request_id] = turn
         try:
             async with turn.limit:
@@ -101,7 +106,7 @@ class SglangEngine:
             del self._turns[request.request_id]
         return turn.result
 
-    async def _sample(self, turn: Turn) -> None:
+    async def _sample(self, turn: StreamedTurn) -> None:
         """Let servers work on a turn, in sequence, until one ends it."""
         while True:
             server = await self._route(turn.request.episode, turn.failures)
@@ -194,7 +199,7 @@ class SglangEngine:
             self._clients[url] = SglangClient(url, api_key=self._api_key)
         return self._clients[url]
 
-    async def _stream(self, turn: Turn, server: ServerStatus) -> None:
+    async def _stream(self, turn: StreamedTurn, server: ServerStatus) -> None:
         """Let ``server`` continue the turn to its end.
 
         Raises:

@@ -76,7 +76,7 @@ class ServerStatus:
 
 
 @dataclass(frozen=True)
-class Fault:
+class ServerFailure:
     """Reason of the end of a process."""
 
     message: str
@@ -250,7 +250,7 @@ class SglangServer:
             )
             await asyncio.sleep(back_off)
 
-    async def _run_once(self) -> Fault:
+    async def _run_once(self) -> ServerFailure:
         """Run a process until it fails. Return the reason."""
         # A new address for every process, because the previous process may still occupy its port.
         # Callers that identify servers by URL also see that this is another process.
@@ -266,7 +266,7 @@ class SglangServer:
             # In a thread, because it waits until the GPU's free memory has settled.
             command = await asyncio.to_thread(self._command, host, port)
             if not self._may_start.is_set():
-                return Fault("paused while it started")
+                return ServerFailure("paused while it started")
             with self._key_options() as options:
                 self._process = self._start_process([*command, *options])
                 fault = await self._wait_until_healthy(client, self._process)
@@ -275,9 +275,9 @@ class SglangServer:
             self._change(state=ServerState.STALE)
             return self._explain(await self._watch_health(client, self._process))
         except EngineUnavailable as error:
-            return Fault(str(error), is_permanent=True)
+            return ServerFailure(str(error), is_permanent=True)
         except OSError as error:
-            return Fault(str(error))
+            return ServerFailure(str(error))
         finally:
             await client.close()
 
@@ -297,12 +297,12 @@ class SglangServer:
             file.flush()
             yield ["--config", file.name]
 
-    def _explain(self, fault: str) -> Fault:
+    def _explain(self, fault: str) -> ServerFailure:
         """Return the fault, with a remedy if the process ended because it had no GPU memory."""
         advice = self._memory_fault(self._printed())
         if advice is None:
-            return Fault(fault)
-        return Fault(f"{advice} (log: {self._log})", is_permanent=True)
+            return ServerFailure(fault)
+        return ServerFailure(f"{advice} (log: {self._log})", is_permanent=True)
 
     def _start_process(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)

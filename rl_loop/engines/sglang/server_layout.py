@@ -246,7 +246,7 @@ class SglangLayout:
 
     def _shard_packed(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a rank's shard of MXFP4 experts: whole blocks of their intermediate size."""
-        # Equal to ``Shard.of`` of the plugin, which follows SGLang. The last ranks may have fewer
+        # Equal to ``ExpertShard.of`` of the plugin, which follows SGLang. The last ranks may have fewer
         # blocks: 2,880 / 32 = 90 blocks over 4 ranks are 23, 23, 23 and 21.
         per_rank = -(-self._config.intermediate_size // BLOCK // self._ranks) * BLOCK
         first = rank * per_rank

@@ -38,8 +38,8 @@ STREAM_INTERVAL = 32
 
 
 @dataclass(eq=False)
-class Turn:
-    """A request in flight and its result so far."""
+class StreamedTurn:
+    """A turn in flight: its request and its result so far."""
 
     request: GenerateRequest
     result: GenerateResult = field(
@@ -106,7 +106,7 @@ class ResponseReader:
     def read(
         self,
         content: dict[str, Any],
-        turn: Turn,
+        turn: StreamedTurn,
         start: int,
         url: str,
         min_version: int,
@@ -156,7 +156,7 @@ class ResponseReader:
                 meta=meta,
             )
 
-    def append(self, turn: Turn, chunk: Chunk, url: str) -> None:
+    def append(self, turn: StreamedTurn, chunk: Chunk, url: str) -> None:
         """Append a chunk to the turn's result.
 
         Args:
@@ -221,7 +221,7 @@ class ResponseReader:
         return check_routes(routes, self._num_experts).astype(route_dtype(self._num_experts))
 
 
-def _checked_version(meta: dict[str, Any], turn: Turn, url: str, min_version: int) -> int:
+def _checked_version(meta: dict[str, Any], turn: StreamedTurn, url: str, min_version: int) -> int:
     """Return the weight version of a chunk.
 
     Raises:
@@ -251,7 +251,7 @@ def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
     return finish
 
 
-def _check_limit(ids: list[int], turn: Turn, url: str) -> None:
+def _check_limit(ids: list[int], turn: StreamedTurn, url: str) -> None:
     """Raise ServerFailed if a chunk has more tokens than are left of the turn.
 
     More tokens than requested would exceed the limits of the episode.
@@ -294,7 +294,7 @@ def _malformed_chunks_as_faults(url: str) -> Iterator[None]:
         raise ServerFailed(f"{url}: a chunk cannot be read: {describe(error)}") from error
 
 
-def check_routes_present(turn: Turn, url: str) -> None:
+def check_routes_present(turn: StreamedTurn, url: str) -> None:
     """Check that tokens came with expert indices if the request needs them.
 
     Raises:
@@ -309,7 +309,7 @@ def check_routes_present(turn: Turn, url: str) -> None:
         )
 
 
-def end_turn(turn: Turn, reason: str, url: str) -> None:
+def end_turn(turn: StreamedTurn, reason: str, url: str) -> None:
     """Set the finish reason of a turn.
 
     Raises:

@@ -47,7 +47,7 @@ class SharedProgress:
         return CallProgress(begun, reached_end == 1, begun_at)
 
 
-class Deadline:
+class ProgramDeadline:
     """Deadline of the running program of a call. Each program has ``timeout_seconds``."""
 
     def __init__(self, call: ProgramCall, progress: SharedProgress, timeout_seconds: float) -> None:

@@ -23,7 +23,7 @@ from rl_loop.sandbox.inside.messages import (
 )
 from rl_loop.sandbox.inside.process_watch import CHECK_SECONDS, ProcessWatch
 from rl_loop.sandbox.inside.program import SET_UP, run_program
-from rl_loop.sandbox.inside.progress import Deadline, SharedProgress
+from rl_loop.sandbox.inside.progress import ProgramDeadline, SharedProgress
 
 READ_BYTES = 1 << 16
 
@@ -80,13 +80,13 @@ def run_call(
     process_watch.watch_tmp()
     send(STARTED)
 
-    deadline = Deadline(call, progress, settings.timeout_seconds)
+    deadline = ProgramDeadline(call, progress, settings.timeout_seconds)
     output, killed_for = watch(program, output_read, deadline, process_watch, settings.output_bytes)
     if killed_for is not None:
         # Report without waiting for the end. A busy machine needs long to end many processes,
         # and the server would seem to hang.
         os.kill(program, signal.SIGKILL)
-        ending = Ending(-signal.SIGKILL, used_its_cpu_time=False, ended_at=time.monotonic())
+        ending = ProcessEnd(-signal.SIGKILL, used_its_cpu_time=False, ended_at=time.monotonic())
     else:
         ending = collect_ended(program)
         killed_for = process_watch.killed_by_own_limit()
@@ -148,7 +148,7 @@ def start_program(
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessEnd:
     """End of the program's process."""
 
     exit_code: int
@@ -159,7 +159,7 @@ class Ending:
     """Time of the end on the monotonic clock, in seconds."""
 
 
-def collect_ended(program: int) -> Ending:
+def collect_ended(program: int) -> ProcessEnd:
     """Return the end of the program's process, which has exited."""
     # Its limits can be read only before it is waited for.
     cpu_limit = 0
@@ -167,7 +167,7 @@ def collect_ended(program: int) -> Ending:
         _, cpu_limit = resource.prlimit(program, resource.RLIMIT_CPU)
 
     _, status, usage = os.wait4(program, 0)
-    return Ending(
+    return ProcessEnd(
         exit_code=os.waitstatus_to_exitcode(status),
         # The kernel checks the limit at its ticks, and counts in other units.
         used_its_cpu_time=usage.ru_utime + usage.ru_stime > cpu_limit - 1,
@@ -175,7 +175,7 @@ def collect_ended(program: int) -> Ending:
     )
 
 
-def check_machine(ending: Ending, process_watch: ProcessWatch) -> None:
+def check_machine(ending: ProcessEnd, process_watch: ProcessWatch) -> None:
     """Raise CallFailed if the kernel killed the program because the machine is out of memory.
 
     A program can get a SIGKILL in several ways: by a lower limit of its processor time, or by a
@@ -191,7 +191,7 @@ def check_machine(ending: Ending, process_watch: ProcessWatch) -> None:
 def watch(
     program: int,
     output_read: int,
-    deadline: Deadline,
+    deadline: ProgramDeadline,
     process_watch: ProcessWatch,
     output_bytes: int,
 ) -> tuple[bytearray, str | None]:

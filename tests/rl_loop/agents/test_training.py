@@ -12,7 +12,7 @@ import pytest
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.infrastructure import InfrastructureOutage
-from rl_loop.run import Interrupted, run_rl
+from rl_loop.run import RunInterrupted, run_rl
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import read_json_lines
 from tests.support.forked_workers import local_ray
@@ -96,7 +96,7 @@ def test_interrupted_agent_run_resumes_with_the_same_curve(whole: RlConfig, tmp_
         if step == 1:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterrupted):
         run_rl(interrupted, Quiet(stop))
     resumed = run_rl(interrupted, Quiet(), resume=True)
     assert curve(resumed) == pytest.approx(curve(whole.directory), rel=1e-4, abs=1e-6)

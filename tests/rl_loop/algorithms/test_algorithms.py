@@ -35,7 +35,7 @@ from rl_loop.algorithms.policy_loss import (
     value_loss,
 )
 from rl_loop.algorithms.registry import POLICY_LOSSES
-from rl_loop.algorithms.sequences import Sequences, sample_weights
+from rl_loop.algorithms.sequences import SequenceIndex, sample_weights
 from tests.support.rl_loop.algorithms import CONFIGS, batch_of, in_fp64, loss_tokens, samples
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=12)
@@ -144,7 +144,7 @@ RATIOS = [0.05, 0.79, 0.81, 1.0, 1.27, 1.29, 9.0]
 ADVANTAGES = [1.5, -1.5, 0.5, -0.5, 2.0, -2.0, -1.0]
 OLD = [lp - math.log(r) for lp, r in zip(LOG_PROBS, RATIOS, strict=True)]
 SEQUENCE = [0, 0, 0, 1, 1, 1, 1]
-SEQUENCES = Sequences(torch.tensor(SEQUENCE), 2)
+SEQUENCES = SequenceIndex(torch.tensor(SEQUENCE), 2)
 SEQUENCE_ADVANTAGES = [1.5 if s == 0 else -0.5 for s in SEQUENCE]
 
 
@@ -409,7 +409,7 @@ def test_objective_reports_ratio_1_and_no_clipping_on_policy() -> None:
 def test_mismatch_estimators_equal_their_definitions() -> None:
     train, rollout = tensor([-1.0, -2.0, -0.5, -9.0]), tensor([-1.1, -1.7, -0.5, 0.0])
     mask = torch.tensor([True, True, True, False])
-    sums, maxima = mismatch_sums(train, rollout, mask, Sequences(torch.tensor([0, 1, 1, 1]), 2))
+    sums, maxima = mismatch_sums(train, rollout, mask, SequenceIndex(torch.tensor([0, 1, 1, 1]), 2))
     d = [0.1, -0.3, 0.0]
     want = {
         "mismatch/logprob_gap": 0.4,

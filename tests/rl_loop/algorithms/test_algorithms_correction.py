@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig
 from rl_loop.algorithms.correction import rollout_correction
 from rl_loop.algorithms.objectives import policy_objective
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import SequenceIndex
 from tests.support.rl_loop.algorithms import batch_of, loss_tokens
 
 SEQUENCE = [0, 0, 0, 1, 1, 1, 2]
@@ -83,7 +83,7 @@ def test_correction_weights_equal_those_of_the_rule(
         config,
         torch.tensor(log_rho, **fp64),
         torch.tensor(MASK),
-        Sequences(torch.tensor(SEQUENCE), 3),
+        SequenceIndex(torch.tensor(SEQUENCE), 3),
         torch.tensor(advantages, **fp64),
         torch.tensor(drift, **fp64),
     )

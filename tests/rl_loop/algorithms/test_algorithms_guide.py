@@ -25,7 +25,7 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.algorithms.policy_loss import LossInputs, PolicyLoss
 from rl_loop.algorithms.registry import POLICY_LOSSES
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import SequenceIndex
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -99,7 +99,7 @@ def test_guides_loss_equals_its_formula_and_reinforce_on_policy(workplace: Path)
     def inputs(new: torch.Tensor, old: torch.Tensor | None) -> LossInputs:
         mask = torch.ones(3, dtype=torch.bool)
         return LossInputs(
-            new, old, vector(advantages), mask, Sequences(torch.tensor([0, 0, 1]), count=2)
+            new, old, vector(advantages), mask, SequenceIndex(torch.tensor([0, 0, 1]), count=2)
         )
 
     got = loss(inputs(vector(log_probs), vector(old_log_probs)), **options).loss

@@ -26,7 +26,7 @@ from rl_loop.algorithms.correction import mismatch_sums, rollout_correction
 from rl_loop.algorithms.objectives import policy_objective, value_objective
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from rl_loop.algorithms.sequences import Sequences
+from rl_loop.algorithms.sequences import SequenceIndex
 from rl_loop.data.credit import assign_advantages, has_signal
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -399,7 +399,7 @@ def correction_of(
         CorrectionConfig(**rule),
         values,
         torch.cat(masks),
-        Sequences(index, len(rows)),
+        SequenceIndex(index, len(rows)),
         advantages,
         log_old_over_new=values.abs(),
         moved_mask=torch.cat(masks),
@@ -494,7 +494,7 @@ def test_k1_and_k2_are_not_clamped_and_k3_is_finite() -> None:
 def test_mismatch_beyond_20_nats_is_reported() -> None:
     mask = torch.ones(2, dtype=torch.bool)
     sums, maxima = mismatch_sums(
-        torch.tensor([-60.0, -1.0]), torch.tensor([-1.0, -1.0]), mask, Sequences(mask.long(), 2)
+        torch.tensor([-60.0, -1.0]), torch.tensor([-1.0, -1.0]), mask, SequenceIndex(mask.long(), 2)
     )
     assert maxima["mismatch/logprob_gap_max"] == 59
     assert sums["mismatch/kl_k1"] == 59

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rl_loop.certify.certificate import Status
+from rl_loop.certify.certificate import CheckOutcome
 from rl_loop.certify.checks import FORWARD
-from rl_loop.certify.subject import Subject
+from rl_loop.certify.subject import CertifySubject
 from rl_loop.certify.subjects.megatron_trainer import MegatronTrainer
 from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.harmony.codec import Harmony
@@ -238,7 +238,7 @@ def test_a_model_that_wavers_is_not_deterministic(prepared: Prepared) -> None:
 
 def test_a_faultless_model_passes_everything_that_it_offers(prepared: Prepared) -> None:
     results = prepared.examine(TransformersModel(prepared.first.directory, "fp32"))
-    skipped = {name for name, result in results.items() if result.status is Status.SKIPPED}
+    skipped = {name for name, result in results.items() if result.status is CheckOutcome.SKIPPED}
     assert not failed(results)
     assert skipped == {"packing"}
     assert all(
@@ -271,10 +271,10 @@ def test_a_fault_that_nobody_listed_fails_without_a_name(prepared: Prepared) -> 
 
 
 @pytest.fixture
-def trainer_with(prepared: Prepared) -> Iterator[Callable[..., Subject]]:
-    opened: list[Subject] = []
+def trainer_with(prepared: Prepared) -> Iterator[Callable[..., CertifySubject]]:
+    opened: list[CertifySubject] = []
 
-    def make(**overrides: object) -> Subject:
+    def make(**overrides: object) -> CertifySubject:
         opened.append(MegatronTrainer(prepared.first.directory, "fp32", **overrides))
         return opened[-1]
 
@@ -284,10 +284,10 @@ def trainer_with(prepared: Prepared) -> Iterator[Callable[..., Subject]]:
 
 
 def test_the_trainer_passes_everything_but_generation(
-    prepared: Prepared, trainer_with: Callable[..., Subject]
+    prepared: Prepared, trainer_with: Callable[..., CertifySubject]
 ) -> None:
     results = prepared.examine(trainer_with())
-    skipped = {name for name, result in results.items() if result.status is Status.SKIPPED}
+    skipped = {name for name, result in results.items() if result.status is CheckOutcome.SKIPPED}
     assert not failed(results)
     assert skipped == {"decoding"}
 
@@ -312,7 +312,7 @@ def test_the_trainer_passes_everything_but_generation(
 )
 def test_a_trainer_with_one_fault_fails_by_its_name(
     prepared: Prepared,
-    trainer_with: Callable[..., Subject],
+    trainer_with: Callable[..., CertifySubject],
     overrides: dict[str, object],
     check: str,
     cause: str,
@@ -323,7 +323,7 @@ def test_a_trainer_with_one_fault_fails_by_its_name(
 
 
 def test_demonstration_that_spells_a_special_token_is_named(
-    prepared: Prepared, trainer_with: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, trainer_with: Callable[..., CertifySubject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_text(harmony: Harmony, content_type: str) -> list[int]:
         return harmony.vocabulary.encode_text(f" {content_type}")

@@ -18,7 +18,7 @@ from converters.errors import ConversionError
 from converters.upcycle import UpcycleOptions, upcycle
 from launch.cli import app
 from megatron_gptoss import host_memory
-from rl_loop.certify.certificate import Status
+from rl_loop.certify.certificate import CheckOutcome
 from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
 from rl_loop.certify.model import (
     SIZES,
@@ -28,12 +28,12 @@ from rl_loop.certify.model import (
     vocabulary_of,
 )
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
-from rl_loop.certify.subject import ScoredText, Subject, SubjectFailed, checked_scores
+from rl_loop.certify.subject import CertifySubject, ScoredText, SubjectFailed, checked_scores
 from rl_loop.certify.subjects.completions_server import CompletionsServer
-from rl_loop.certify.subjects.sglang_server import SglangServer
+from rl_loop.certify.subjects.sglang_server import SglangSubject
 from rl_loop.certify.subjects.transformers_model import TransformersModel
-from rl_loop.certify.texts import Texts
-from rl_loop.certify.variants import Reference
+from rl_loop.certify.texts import ProbeTexts
+from rl_loop.certify.variants import ReferenceModel
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.engines.sglang.config import PLUGIN
 from rl_loop.harmony.vocabulary import GptOssVocabulary, harmony_encoding
@@ -49,13 +49,13 @@ SERVER = "tests.support.rl_loop.certify.loopback_server"
 
 
 def skipped(results: dict[str, object]) -> set[str]:
-    return {name for name, result in results.items() if result.status is Status.SKIPPED}
+    return {name for name, result in results.items() if result.status is CheckOutcome.SKIPPED}
 
 
 def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"))
     with serving(server) as url:
-        subject = SglangServer(url, prepared.first.config)
+        subject = SglangSubject(url, prepared.first.config)
         results = prepared.examine(subject)
         subject.close()
     assert not failed(results)
@@ -103,7 +103,7 @@ def test_benchmark_certifies_an_sglang_server(attention: str, tmp_path: Path) ->
 def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"), zero_routes=True)
     with serving(server) as url:
-        subject = SglangServer(url, prepared.first.config)
+        subject = SglangSubject(url, prepared.first.config)
         results = prepared.examine(subject, "routes returned")
         subject.close()
     assert causes(results) == {"all returned routes are zero"}
@@ -125,7 +125,7 @@ def test_a_server_of_completions_passes_what_its_protocol_offers(prepared: Prepa
 def test_a_server_with_another_model_is_not_certified(prepared: Prepared) -> None:
     """The mock server uses the recorded protocol with an invented model."""
     with serving(LocalServer()) as url:
-        subject = SglangServer(url, prepared.first.config)
+        subject = SglangSubject(url, prepared.first.config)
         results = prepared.examine(subject, "window", "decoding")
         subject.close()
     assert failed(results) == {"agreement", "window", "decoding"}
@@ -149,7 +149,7 @@ def test_the_command_writes_text_json_and_html(
     assert "http" not in page.replace("http-equiv", "")
 
 
-class Silent(Subject):
+class Silent(CertifySubject):
     """Subject that gives all tokens the same log-prob and supports nothing else."""
 
     name = "<script>alert(1)</script>"
@@ -201,9 +201,9 @@ def test_harmony_of_an_upcycled_model_is_checked(tmp_path: Path) -> None:
     checks = ("harmony", "decoding")
     certificate = certify(CertifyOptions("trainer", weights, only=checks))
     statuses = {result.name: result.status for result in certificate.results}
-    assert statuses["agreement"] == statuses["harmony"] == Status.PASSED
+    assert statuses["agreement"] == statuses["harmony"] == CheckOutcome.PASSED
     # The trainer does not decode. The prompts of this check fit the small window.
-    assert statuses["decoding"] == Status.SKIPPED
+    assert statuses["decoding"] == CheckOutcome.SKIPPED
 
 
 def test_chatml_tokenizer_has_no_vocabulary_of_harmony(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
     with pytest.raises(SubjectFailed, match=r"127\.0\.0\.1:9"):
-        SglangServer("http://127.0.0.1:9", prepared.first.config)
+        SglangSubject("http://127.0.0.1:9", prepared.first.config)
     with pytest.raises(SubjectFailed, match=r"127\.0\.0\.1:9"):
         CompletionsServer("http://127.0.0.1:9/v1")
 
@@ -269,7 +269,7 @@ def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
 )
 def test_answers_that_cannot_be_any_are_failures(answer: list[ScoredText], message: str) -> None:
     with pytest.raises(SubjectFailed, match=message):
-        checked_scores(Subject(), answer, [[1, 2, 3]])
+        checked_scores(CertifySubject(), answer, [[1, 2, 3]])
 
 
 def test_models_beyond_this_machines_memory_are_refused(
@@ -287,18 +287,20 @@ def test_a_reference_that_is_wrong_judges_nobody(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepared.first.config
-    check_reference(prepared.first, Texts(config, ()))
+    check_reference(prepared.first, ProbeTexts(config, ()))
 
     # The activation's limit is 7.1 instead of 7.
     wrong = config.model_copy(update={"swiglu_limit": 7.1})
-    exact = Reference.__init__
+    exact = ReferenceModel.__init__
 
-    def with_another_limit(self: Reference, config: object, *rest: object, **more: object) -> None:
+    def with_another_limit(
+        self: ReferenceModel, config: object, *rest: object, **more: object
+    ) -> None:
         exact(self, wrong, *rest, **more)
 
-    monkeypatch.setattr(Reference, "__init__", with_another_limit)
+    monkeypatch.setattr(ReferenceModel, "__init__", with_another_limit)
     with pytest.raises(CertifyError, match="no check is possible"):
-        check_reference(prepared.first, Texts(config, ()))
+        check_reference(prepared.first, ProbeTexts(config, ()))
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "gpu"])
@@ -314,8 +316,8 @@ def test_sizes_have_the_shape_of_gpt_oss(size: str) -> None:
 
 def test_designed_weights_use_every_part_of_the_model() -> None:
     weights = dict(designed_weights(SIZES["tiny"], 0))
-    reference = Reference(SIZES["tiny"], weights)
-    texts = Texts(SIZES["tiny"], (1, 2))
+    reference = ReferenceModel(SIZES["tiny"], weights)
+    texts = ProbeTexts(SIZES["tiny"], (1, 2))
     used = set()
     for text in (*texts.short, *texts.window):
         routes = reference.evaluate(text.ids).routes

@@ -15,7 +15,7 @@ from rl_loop.conversations.conversation import make_conversation
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import detect_format, read_conversation
 from rl_loop.conversations.rendering import ConversationRenderer, RenderedSample, RenderOptions
-from rl_loop.conversations.rows import Row
+from rl_loop.conversations.rows import RawRow
 from rl_loop.harmony.codec import Harmony, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.tasks.demonstrations import (
@@ -178,7 +178,7 @@ def test_malformed_conversation_is_rejected_with_the_reason(
 ) -> None:
     renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "reject"))
     with pytest.raises(ConversationError, match=re.escape(reason)):
-        renderer.render(read_conversation(Row(1, content).record({}), form))
+        renderer.render(read_conversation(RawRow(1, content).record({}), form))
 
 
 def test_at_least_20_malformed_lines_are_covered() -> None:

@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 
-from rl_loop.data.mixture import BLOCK, Mixture
+from rl_loop.data.mixture import BLOCK, SourceMixture
 
 
 @pytest.mark.parametrize("weights", [[1.0], [3, 1], [1, 1, 1], [0.2, 0.5, 0.3], [1, 0]])
 def test_every_block_has_the_shares_of_its_sources(weights: list[float]) -> None:
-    mixture = Mixture(weights, "seed")
+    mixture = SourceMixture(weights, "seed")
     for block in range(3):
         positions = range(block * BLOCK, (block + 1) * BLOCK)
         counts = Counter(mixture.source_at(position) for position in positions)
@@ -18,7 +18,7 @@ def test_every_block_has_the_shares_of_its_sources(weights: list[float]) -> None
 
 
 def test_mixture_counts_earlier_draws_of_the_same_source() -> None:
-    mixture = Mixture([3, 2, 1], "seed")
+    mixture = SourceMixture([3, 2, 1], "seed")
     turns: Counter[int] = Counter()
     for position in range(3 * BLOCK):
         source = mixture.source_at(position)
@@ -28,7 +28,7 @@ def test_mixture_counts_earlier_draws_of_the_same_source() -> None:
 
 def test_order_of_sources_differs_between_blocks_and_seeds() -> None:
     def order(seed: str, block: int) -> list[int]:
-        mixture = Mixture([1, 1], seed)
+        mixture = SourceMixture([1, 1], seed)
         return [mixture.source_at(block * BLOCK + offset) for offset in range(BLOCK)]
 
     assert order("a", 0) == order("a", 0)

@@ -43,7 +43,7 @@ def test_arithmetic_problems_are_varied() -> None:
 
 
 def test_answer_is_the_value_of_the_problem_text() -> None:
-    by_hand = arithmetic.Problem("", "(12+30)*2-5")
+    by_hand = arithmetic.ArithmeticProblem("", "(12+30)*2-5")
     assert by_hand.answer == 79
     for p in TRAIN[:200]:
         for number in filter(

@@ -17,7 +17,7 @@ from rl_loop.environments import RewardConfig, arithmetic, instruction_checkers
 from rl_loop.environments.base import final
 from rl_loop.environments.instruction_checkers import (
     NLTK_DATA,
-    Constraint,
+    TextConstraint,
     check,
     count_capital_words,
     ifbench_checkers,
@@ -96,11 +96,13 @@ def test_row_whose_checker_lacks_data_is_rejected_with_remedy(tmp_path, without_
 
 def test_checker_that_loses_its_data_is_a_checker_failure(without_nltk_data) -> None:
     with pytest.raises(CheckerFailure, match="punkt_tab"):
-        check(Constraint(SENTENCES, {"num_sentences": 2, "relation": "at least"}), "One. Two.", "")
+        check(
+            TextConstraint(SENTENCES, {"num_sentences": 2, "relation": "at least"}), "One. Two.", ""
+        )
 
 
 def test_sentences_are_counted_if_nltk_data_is_present(with_nltk_data) -> None:
-    constraint = Constraint(SENTENCES, {"num_sentences": 3, "relation": "at least"})
+    constraint = TextConstraint(SENTENCES, {"num_sentences": 3, "relation": "at least"})
     assert check(constraint, "One here. Two here. Three here.", "").strict
     assert not check(constraint, "One here. Two here.", "").strict
 
@@ -169,7 +171,7 @@ def test_every_checker_runs_without_missing_packages(without_nltk_data) -> None:
         checker = kind(name)
         checker.build_description()
         arguments = checker.get_instruction_args() or {}
-        meets(make_checker(Constraint(name, arguments), "Write."), name, text)
+        meets(make_checker(TextConstraint(name, arguments), "Write."), name, text)
 
 
 def test_importing_ifbench_checkers_downloads_no_data(monkeypatch) -> None:

@@ -13,9 +13,9 @@ from transformers import GptOssForCausalLM
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.harmony.codec import Harmony
-from rl_loop.harmony.history import History
+from rl_loop.harmony.history import MessageFinder
 from rl_loop.rollout import turn_sampler
-from rl_loop.rollout.episode import Failed, MalformedTurn
+from rl_loop.rollout.episode import EpisodeFailed, MalformedTurn
 from tests.support.rl_loop.engines.models import held
 from tests.support.rl_loop.gateway.chats import TOOLS, echo, say
 from tests.support.rl_loop.gateway.policy import ADD, ARGUMENTS, LONG, Script
@@ -293,7 +293,7 @@ def test_text_cannot_become_a_special_token(tiny: Harmony, model: GptOssForCausa
             prompt = trajectory.token_ids[:-1].tolist()
             assert prompt == tiny.render_prompt(messages)
             # One span for each message, and one for the header of the turn.
-            assert len(History(tiny.vocabulary).spans(prompt)) == len(messages) + 1
+            assert len(MessageFinder(tiny.vocabulary).spans(prompt)) == len(messages) + 1
             check_capture(served, [trajectory])
 
     asyncio.run(run())
@@ -417,7 +417,7 @@ def test_session_is_invalid_after_retries_of_a_failing_engine(
             # The session retries, and the client does not.
             assert len(broken.begun) == 3
 
-            assert isinstance(served.session.end, Failed)
+            assert isinstance(served.session.end, EpisodeFailed)
             assert served.session.end.failure.component == "engine"
             assert "out of memory" in served.session.end.failure.reason
 

@@ -15,7 +15,7 @@ import pytest
 from rl_loop.gateway import body as body_module
 from rl_loop.gateway import connections as connections_module
 from rl_loop.gateway.body import MAX_BODY_BYTES, MAX_VALUES, SHORT_BODY_BYTES, parse_json
-from rl_loop.gateway.connections import Connections
+from rl_loop.gateway.connections import OpenConnections
 from rl_loop.gateway.errors import ApiError
 from rl_loop.harmony.codec import Harmony
 from tests.support.rl_loop.gateway.scripted import Talk, talking
@@ -197,7 +197,7 @@ def test_concurrent_requests_of_a_key_are_limited(
 def test_new_connections_replace_those_without_a_key(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, [FINAL] * 4) as talk:
-            limited = Connections(most=8, most_unknown=4)
+            limited = OpenConnections(most=8, most_unknown=4)
             assert talk.gateway._runner is not None and talk.gateway._runner.server is not None
             limited.watch(talk.gateway._runner.server)
             talk.gateway._connections = limited

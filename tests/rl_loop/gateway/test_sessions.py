@@ -12,7 +12,7 @@ import pytest
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.engines.protocol import ModelShape, SamplingParams
 from rl_loop.gateway.errors import ApiError
-from rl_loop.gateway.node import Node
+from rl_loop.gateway.node import TurnNode
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SubmittedReward
 from rl_loop.gateway.serve import ServeOptions, served_settings
@@ -56,7 +56,7 @@ def converse(
     return engine
 
 
-async def ask(session: ConversationSession, response_id: str, asked: TurnRequest) -> Node:
+async def ask(session: ConversationSession, response_id: str, asked: TurnRequest) -> TurnNode:
     node = await session.respond(asked, response_id)
     node.delivered = True
     return node

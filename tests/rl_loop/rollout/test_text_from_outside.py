@@ -23,7 +23,7 @@ from rl_loop.harmony.vocabulary import harmony_encoding
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.observation import fair_share, truncate_observation, truncate_text
 from rl_loop.rollout.purification import purifying
-from rl_loop.tasks.prompt_limit import Prompt, PromptLimit, UnusablePrompt
+from rl_loop.tasks.prompt_limit import EpisodePrompt, PromptLimit, UnusablePrompt
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 MEGABYTE = 1 << 20
@@ -285,7 +285,9 @@ def test_lone_surrogate_becomes_a_replacement_character(harmony: Harmony, text: 
 def test_unusable_prompt_names_its_task_quickly(harmony: Harmony, content: Any) -> None:
     began = time.process_time()
     with pytest.raises(UnusablePrompt, match="the prompt of task t7 "):
-        PromptLimit(harmony, 1000).render("t7", Prompt([{"role": "user", "content": content}]))
+        PromptLimit(harmony, 1000).render(
+            "t7", EpisodePrompt([{"role": "user", "content": content}])
+        )
     assert time.process_time() - began < 5
 
 
@@ -295,6 +297,6 @@ def test_prompt_that_surely_fits_is_within_the_limit(
     tiny: Harmony, text: str, max_tokens: int
 ) -> None:
     limit = PromptLimit(tiny, max_tokens)
-    prompt = Prompt([{"role": "user", "content": text}])
+    prompt = EpisodePrompt([{"role": "user", "content": text}])
     if limit.fits_without_tokenizing(prompt):
         assert len(limit.render("t", prompt)) < max_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor import Status, check_sandbox_limits
+from launch.doctor import Severity, check_sandbox_limits
 from rl_loop.sandbox import cgroup
 
 BASE = cgroup.find_base()
@@ -122,12 +122,12 @@ def test_doctor_names_the_protection_and_how_to_improve_it(
 ) -> None:
     monkeypatch.setattr(cgroup, "find_base", lambda: None)
     status, found, advice = check_sandbox_limits()
-    assert (status, "checked" in found, "niceness" in found) == (Status.LIMITED, True, True)
+    assert (status, "checked" in found, "niceness" in found) == (Severity.LIMITED, True, True)
     assert "systemd-run --user --scope -p Delegate=yes" in advice
     monkeypatch.setattr(cgroup, "find_base", lambda: Path("/sys/fs/cgroup/run"))
     monkeypatch.setattr(cgroup, "_enabled", lambda base: ["memory", "cpu"])
     assert check_sandbox_limits() == (
-        Status.OK,
+        Severity.OK,
         "memory limited by cgroup v2 (/sys/fs/cgroup/run); CPU shared by cgroup weights",
         "",
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.doctor import Status, check_sandbox
+from launch.doctor import Severity, check_sandbox
 from rl_loop.sandbox import (
     PythonSandbox,
     SandboxConfig,
@@ -54,7 +54,7 @@ def test_broken_bubblewrap_is_reported_with_its_message(
     with pytest.raises(SandboxUnavailable, match="setting up uid map: Permission denied"):
         start(SandboxConfig())
     status, _, advice = check_sandbox()  # the report of gptoss doctor
-    assert status is Status.MISSING
+    assert status is Severity.MISSING
     assert "Permission denied" in advice
 
 

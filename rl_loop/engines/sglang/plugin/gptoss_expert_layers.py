@@ -4,11 +4,11 @@ from typing import Any
 
 import gptoss_hopper_layout as layout
 import torch
-from gptoss_expert_storage import BLOCK, Experts, Shard
+from gptoss_expert_storage import BLOCK, ExpertShard, LayerExperts
 from torch import Tensor
 
 
-def allocate(layer: Any, method: Any, device: torch.device) -> Experts:
+def allocate(layer: Any, method: Any, device: torch.device) -> LayerExperts:
     """Allocate the layouts of a layer's experts, which replace SGLang's parameters.
 
     Weights are zero until they are loaded, so unloaded padding counts as stale.
@@ -75,7 +75,7 @@ def wrap(values: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> tuple[A
     return wrapped_values, wrapped_scales
 
 
-def take_over(layer: Any, method: Any) -> Experts:
+def take_over(layer: Any, method: Any) -> LayerExperts:
     """Return the experts of a layer that has its layouts, and free SGLang's unused scales.
 
     Raises:
@@ -95,10 +95,10 @@ def take_over(layer: Any, method: Any) -> Experts:
         raise RuntimeError(
             f"MXFP4 experts support weight syncs only with --ep-size 1 (got {layer.moe_ep_size})"
         )
-    experts = Experts(
+    experts = LayerExperts(
         prefix="",
         storage=storage,
-        shard=Shard.of(layer.moe_tp_rank, layer.moe_tp_size, _intermediate_size(layer)),
+        shard=ExpertShard.of(layer.moe_tp_rank, layer.moe_tp_size, _intermediate_size(layer)),
         intermediate_size=_intermediate_size(layer),
         hidden_size=method.hidden_size,
         padded_intermediate_size=method.intermediate_size_per_partition,

@@ -48,11 +48,11 @@ BLOCK_SIZES = 4
 SUMMED_VALUES = 1024
 """Values of a token that one program sums."""
 EXPERTS = "gptoss_experts"
-"""Attribute of RoutingData with ``Routes.experts``, for code that records the experts."""
+"""Attribute of RoutingData with ``ExpertAssignment.experts``, for code that records the experts."""
 
 
 @dataclass(frozen=True)
-class Routes:
+class ExpertAssignment:
     """Assignment of tokens to experts.
 
     An entry is a pair of a token and one of its experts. Its number is ``token * top_k + slot``,
@@ -118,7 +118,7 @@ def max_blocks(entries: int, experts: int) -> int:
     return experts - 1 - ((experts - entries - 1) // (1 << MIN_BLOCK_LOG2))
 
 
-def route(logits: Tensor, top_k: int) -> Routes:
+def route(logits: Tensor, top_k: int) -> ExpertAssignment:
     """Choose the ``top_k`` experts with the largest logits for each token.
 
     Experts with lower numbers win ties.
@@ -133,7 +133,7 @@ def route(logits: Tensor, top_k: int) -> Routes:
     rows, columns = _table(tokens, experts)
 
     chosen = logits.new_empty(tokens, top_k, dtype=torch.int32)
-    routes = Routes(
+    routes = ExpertAssignment(
         experts=chosen,
         gates=logits.new_empty(entries),
         by_expert=chosen.new_empty(entries),
@@ -454,7 +454,7 @@ def fused_routing(topk: Any) -> Callable[..., Any]:
     return routing
 
 
-def as_routing_data(topk: Any, routes: Routes, top_k: int) -> tuple[Any, Any, Any]:
+def as_routing_data(topk: Any, routes: ExpertAssignment, top_k: int) -> tuple[Any, Any, Any]:
     """Return routes as the arguments of triton_kernels' GEMMs: (routing data, gather, scatter)."""
     from triton_kernels.tensor import RaggedTensorMetadata
 

@@ -38,7 +38,7 @@ class WrongWeights(ValueError):
 
 
 @dataclass(frozen=True)
-class Shard:
+class ExpertShard:
     """A tensor-parallel rank's part of the experts' intermediate size: [first, last)."""
 
     first: int
@@ -47,7 +47,7 @@ class Shard:
     is_first_rank: bool
 
     @classmethod
-    def of(cls, rank: int, ranks: int, intermediate_size: int) -> "Shard":
+    def of(cls, rank: int, ranks: int, intermediate_size: int) -> "ExpertShard":
         """Return a rank's part, in whole blocks.
 
         Equal to that of SGLang's ``GptOssForCausalLM._load_mxfp4_experts_weights``.
@@ -87,7 +87,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Experts:
+class LayerExperts:
     """The experts of one layer on this rank, and their memory.
 
     Addresses in ``storage`` never change, because CUDA graphs contain them.
@@ -100,7 +100,7 @@ class Experts:
 
     Values and scales: contiguous uint8 [experts, *storage shape]. Biases: fp32.
     """
-    shard: Shard
+    shard: ExpertShard
     intermediate_size: int
     """Intermediate size of the whole model."""
     hidden_size: int

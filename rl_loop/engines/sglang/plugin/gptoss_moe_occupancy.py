@@ -34,7 +34,7 @@ WARPS = tl.constexpr(SCALE_WARPS)
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """Launch shape of a program."""
 
     columns: int
@@ -48,9 +48,9 @@ class Shape:
     """Maximum registers per thread. None: the compiler decides."""
 
 
-WIDE = Shape(columns=256, inputs=64, warps=4, stages=4)
-NARROW = Shape(columns=128, inputs=128, warps=4, stages=4)
-LARGE_PREFILL = Shape(columns=256, inputs=128, warps=8, stages=4)
+WIDE = LaunchShape(columns=256, inputs=64, warps=4, stages=4)
+NARROW = LaunchShape(columns=128, inputs=128, warps=4, stages=4)
+LARGE_PREFILL = LaunchShape(columns=256, inputs=128, warps=8, stages=4)
 """Shape for 128 rows, the maximum of triton_kernels. Equal to its choice for SGLang's layout."""
 SHAPES = {
     16: (replace(WIDE, registers=128), replace(NARROW, registers=128)),

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Patch:
+class SglangPatch:
     """A patch of SGLang's code."""
 
     apply: Callable[[], None]
@@ -281,17 +281,17 @@ def keep_logits_in_fp32() -> None:
 
 
 PATCHES = {
-    "hidden_key": Patch(hide_key),
-    "bound_store": Patch(bind_store, is_of_torch=True),
-    "triton_window": Patch(decode_with_whole_window, "use attention_backend fa3"),
-    "sleeping_cache": Patch(free_cache_while_sleeping, "run servers on separate GPUs"),
-    "mxfp4_experts": Patch(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
-    "ptxas_override": Patch(override_ptxas),
-    "fused_routing": Patch(route_in_one_kernel),
-    "moe_occupancy": Patch(increase_moe_occupancy),
-    "small_batch_moe": Patch(use_small_batch_moe),
-    "fast_abort": Patch(abort_without_waiting),
-    "fused_sampling": Patch(sample_in_one_pass),
-    "fused_window_attention": Patch(fuse_window_attention),
-    "fp32_logits": Patch(keep_logits_in_fp32),
+    "hidden_key": SglangPatch(hide_key),
+    "bound_store": SglangPatch(bind_store, is_of_torch=True),
+    "triton_window": SglangPatch(decode_with_whole_window, "use attention_backend fa3"),
+    "sleeping_cache": SglangPatch(free_cache_while_sleeping, "run servers on separate GPUs"),
+    "mxfp4_experts": SglangPatch(sync_mxfp4_experts, "leave rollout.engine.quantization out"),
+    "ptxas_override": SglangPatch(override_ptxas),
+    "fused_routing": SglangPatch(route_in_one_kernel),
+    "moe_occupancy": SglangPatch(increase_moe_occupancy),
+    "small_batch_moe": SglangPatch(use_small_batch_moe),
+    "fast_abort": SglangPatch(abort_without_waiting),
+    "fused_sampling": SglangPatch(sample_in_one_pass),
+    "fused_window_attention": SglangPatch(fuse_window_attention),
+    "fp32_logits": SglangPatch(keep_logits_in_fp32),
 }

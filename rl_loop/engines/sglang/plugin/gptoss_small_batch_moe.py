@@ -45,7 +45,7 @@ WARPS = 4
 
 
 @dataclass(frozen=True)
-class Program:
+class KernelOptions:
     """Compile-time options of the kernel."""
 
     rows: int
@@ -66,11 +66,11 @@ class Program:
         }
 
 
-FEW_ROWS = Program(rows=16, stages=4, registers=128)
-MANY_ROWS = Program(rows=64, stages=3, registers=168)
+FEW_ROWS = KernelOptions(rows=16, stages=4, registers=128)
+MANY_ROWS = KernelOptions(rows=64, stages=3, registers=168)
 
 
-def program_for(entries: int, experts: int) -> Program:
+def program_for(entries: int, experts: int) -> KernelOptions:
     """Return the program for ``entries`` pairs of a token and one of its experts."""
     # The few rows suffice for twice the mean. The matrix of a fuller expert is read once more.
     return FEW_ROWS if 2 * entries <= FEW_ROWS.rows * experts else MANY_ROWS

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gptoss_expert_storage import MAX_SCALE, SOURCES, Experts, WrongWeights
+from gptoss_expert_storage import MAX_SCALE, SOURCES, LayerExperts, WrongWeights
 from torch import Tensor
 
 
@@ -14,9 +14,9 @@ class SyncedModel:
     """A model with MXFP4 experts, and the tensors that it has received in the current sync."""
 
     def __init__(self, model: Any) -> None:
-        self.experts: list[Experts] = []
+        self.experts: list[LayerExperts] = []
         # By the Hugging Face name of a tensor: experts of its layer, and SGLang's name within them.
-        self._destinations: dict[str, tuple[Experts, str]] = {}
+        self._destinations: dict[str, tuple[LayerExperts, str]] = {}
         # Names of the tensors that SGLang's own code loads.
         self._others: set[str] = set()
         self._received: set[str] = set()
@@ -34,7 +34,7 @@ class SyncedModel:
         for name in names:
             self._others |= set(_sources_of(name))
 
-    def _add_experts(self, prefix: str, experts: Experts) -> None:
+    def _add_experts(self, prefix: str, experts: LayerExperts) -> None:
         named = replace(experts, prefix=prefix)
         self.experts.append(named)
         for name, source in SOURCES.items():

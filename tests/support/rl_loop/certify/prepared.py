@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_loop.certify.certificate import CheckResult, Status
+from rl_loop.certify.certificate import CheckOutcome, CheckResult
 from rl_loop.certify.examination import Examination, ResultCache
-from rl_loop.certify.model import Precision, Weights, vocabulary
+from rl_loop.certify.model import Precision, WeightSet, vocabulary
 from rl_loop.certify.run import run_checks, special_ids
-from rl_loop.certify.subject import Subject
-from rl_loop.certify.texts import Texts
+from rl_loop.certify.subject import CertifySubject
+from rl_loop.certify.texts import ProbeTexts
 
 
 @dataclass(repr=False)
@@ -19,14 +19,14 @@ class Prepared:
 
     directory: Path
     precision: Precision
-    first: Weights
-    second: Weights
+    first: WeightSet
+    second: WeightSet
     memory: ResultCache = field(default_factory=ResultCache)
 
-    def examine(self, subject: Subject, *only: str) -> dict[str, CheckResult]:
+    def examine(self, subject: CertifySubject, *only: str) -> dict[str, CheckResult]:
         """Run the checks. All tests share the reference's results."""
         words = vocabulary()
-        texts = Texts(self.first.config, special_ids(words, self.first.config))
+        texts = ProbeTexts(self.first.config, special_ids(words, self.first.config))
         exam = Examination(subject, self.first, self.second, self.precision, texts, words)
         exam.memory = self.memory
         return {result.name: result for result in run_checks(exam, only)}
@@ -37,4 +37,4 @@ def causes(results: dict[str, CheckResult]) -> set[str]:
 
 
 def failed(results: dict[str, CheckResult]) -> set[str]:
-    return {name for name, result in results.items() if result.status is Status.FAILED}
+    return {name for name, result in results.items() if result.status is CheckOutcome.FAILED}

@@ -17,7 +17,7 @@ import gptoss_small_batch_moe as matmul
 import torch
 import triton
 import triton.language as tl
-from gptoss_expert_routing import Routes, route
+from gptoss_expert_routing import ExpertAssignment, route
 from gptoss_expert_values import _in_order
 
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -61,7 +61,7 @@ def _pair(word):
 class Ragged:
     """The part of triton_kernels' ``RaggedTensorMetadata`` that the kernel uses."""
 
-    routes: Routes
+    routes: ExpertAssignment
 
     def __post_init__(self) -> None:
         self.slice_sizes, self.slice_offs = self.routes.sizes, self.routes.starts
