@@ -88,7 +88,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class TensorRange(FileRange):
-    """Range of all values of one tensor, contiguous and in the order of the elements."""
+    """Range of all values in one tensor, contiguous and in the order of the elements."""
 
     dtype: torch.dtype
 

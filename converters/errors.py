@@ -1,4 +1,4 @@
-"""Errors of conversions and of weight gathering, and checks that raise them."""
+"""Errors of conversions and weight gathering, and checks that raise them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Plan of the messages that bring a model's weights to some of its ranks.
 
-The plan is a pure function of the contents of all ranks, so all ranks compute the same plan without
+The plan is a pure function of all ranks' contents, so all ranks compute the same plan without
 communication.
 """
 
@@ -18,7 +18,7 @@ from converters.names import parameter_mappings
 from megatron_gptoss.config import ModelConfig
 
 STACK_BYTES = 1 << 28
-"""Maximum size of a stack of experts sent in one message. Bounds the receive buffer."""
+"""Maximum size of an expert stack in one message. Bounds the receive buffer."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class GatheringPlanner:
         is_quantized: bool,
         receivers: tuple[int, ...],
     ) -> list[WeightGatherStep]:
-        """Return the steps of one parameter of all experts.
+        """Return the steps for one parameter of all experts.
 
         Neighbors with the same source share a step, and so do neighbors that all receivers have.
         """

@@ -450,7 +450,7 @@ def _write_settings(
 
 
 def written_shapes(config: ModelConfig, quantized: bool) -> dict[str, Shape]:
-    """Return the shape of every tensor of a directory to write, by stored name.
+    """Return the shape of every tensor in a directory to write, by stored name.
 
     Args:
         config: model configuration.

@@ -112,7 +112,7 @@ class LocalWeights:
     def read_stack(
         self, mappings: Sequence[ParameterMapping], *, quantized: bool
     ) -> dict[str, torch.Tensor]:
-        """Return the stacked parts of neighboring experts of this rank, by stored name.
+        """Return the stacked parts of this rank's neighboring experts, by stored name.
 
         One batch of kernels serves all experts.
 

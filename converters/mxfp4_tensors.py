@@ -17,7 +17,7 @@ from gptoss_kernels import mxfp4
 from megatron_gptoss.tensor_hash import digest_of_bits
 
 BLOCK_BYTES = BLOCK // 2
-"""Bytes of the values of a block, without its scale, which takes 1 more byte."""
+"""Bytes of a block's values, without its scale, which takes 1 more byte."""
 
 PIECE_BYTES = 1 << 28
 """Maximum size of the bf16 matrices that are stacked and quantized in one launch."""

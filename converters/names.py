@@ -118,7 +118,7 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d
 
 
 def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
-    """Return the global name of a parameter of one rank: its key in ``parameter_mappings``.
+    """Return the global name of one rank's parameter: its key in ``parameter_mappings``.
 
     Supports the local and the Transformer Engine layer specification, SequentialMLP
     (``local_experts.{e}.linear_fc1.weight``) and TEGroupedMLP (``linear_fc1.weight{e}``).

@@ -8,7 +8,7 @@ tensor for all experts, are ``target_parameters`` (peft 0.18 and later). Their a
 in two matrices:
 
     lora_A [experts * rank, in]     expert-major: A of expert 0, A of expert 1, ...
-    lora_B [out, rank * experts]    rank-major: column 0 of B of every expert, then column 1, ...
+    lora_B [out, rank * experts]    rank-major: every expert's column 0 of B, then column 1, ...
 
 Swapping the two orders gives the right shapes and wrong values. Rows of B of the gate and up
 projection alternate between gate and up, like the channels of the tensor.
@@ -72,7 +72,7 @@ _LAYER = re.compile(re.escape(f"{PREFIX}model.layers.") + r"(\d+)\.")
 
 @dataclass(frozen=True)
 class AdapterMapping:
-    """One adapter of the model, or the adapters of all experts of a layer."""
+    """One adapter of the model, or a layer's expert adapters."""
 
     kind: str
     """One of embedding, q, k, v, o, router, gate_up, down, head."""
@@ -124,7 +124,7 @@ class AdapterMapping:
         if self.kind == "embedding":
             return (self.rank, rows), (columns, self.rank)
 
-        # PEFT stores the factors of all experts of a layer in one pair.
+        # PEFT stores a layer's expert factors in one pair.
         width = self.rank * (self.experts or 1)
         if self.exchanged:
             return (width, rows), (columns, width)
@@ -175,7 +175,7 @@ class AdapterMapping:
 
 
 def _peft_names(kind: str, layer: int | None) -> tuple[str, str]:
-    """Return PEFT's names of A and B of one kind of adapter."""
+    """Return PEFT's names of A and B for one kind of adapter."""
     module = PREFIX + _PEFT_MODULES[kind].format(layer=layer)
     if kind == "embedding":
         return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"

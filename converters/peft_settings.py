@@ -151,7 +151,7 @@ class PeftSettings:
     """base_model_name_or_path."""
 
     def rank_of(self, kind: str, layer: int | None = 0) -> int:
-        """Return the rank of a kind of adapter in a layer, by PEFT's rules."""
+        """Return the rank that a kind of adapter has in a layer, by PEFT's rules."""
         return _by_pattern(self.rank_pattern, _name(kind, layer), self.rank)
 
     def scale_of(self, kind: str, layer: int | None = 0) -> float:

@@ -15,7 +15,7 @@ The comparison cannot detect:
 * a name table that is wrong in both directions (``verify`` can),
 * an MXFP4 codec that is always wrong in some rows, except the rows computed from the definition,
 * source files that were damaged before,
-* with a sample: wrong values of experts of other layers (their place and length in the files are
+* with a sample: wrong expert values in other layers (their place and length in the files are
   checked), and a disk that loses data.
 """
 

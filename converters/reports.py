@@ -20,11 +20,11 @@ class ReadBackResult:
     layer: int | None
     """Layer whose experts were compared; None for all layers."""
     layers: int
-    """Number of layers of the model."""
+    """Layers in the model."""
     compared: int
     """Number of parameters whose values were compared."""
     parameters: int
-    """Number of parameters of the model."""
+    """Parameters in the model."""
     seconds: float
     """Duration of the comparison, in seconds."""
     added_seconds: float
@@ -48,7 +48,7 @@ class ReadBackResult:
 
 @dataclass
 class QuantizationLoss:
-    """Loss of the experts of one Hugging Face tensor by quantization."""
+    """Quantization loss of the experts in one Hugging Face tensor."""
 
     experts: int = 0
     """Number of experts."""
@@ -101,7 +101,7 @@ class ExportReport:
     """Result of the comparison after writing; None before."""
 
     def add(self, name: str, loss: QuantizationLoss) -> None:
-        """Add the loss of one more expert of the tensor ``name``."""
+        """Add the loss of one more expert in the tensor ``name``."""
         self.losses.setdefault(name, QuantizationLoss()).add(loss)
 
     def __str__(self) -> str:
@@ -202,12 +202,12 @@ class MergeReport:
     """Checks that were not possible."""
 
     def add(self, layer: int, name: str, loss: MergeLoss) -> None:
-        """Add the loss of one more expert of the tensor ``name``."""
+        """Add the loss of one more expert in the tensor ``name``."""
         self.layers.setdefault(layer, MergeLoss()).add(loss)
         self.tensors.setdefault(name, MergeLoss()).add(loss)
 
     def add_update(self, name: str, loss: UpdateLoss) -> None:
-        """Add the loss of one more adapter of the parameter ``name``."""
+        """Add the loss of one more adapter for the parameter ``name``."""
         self.updates.setdefault(name, UpdateLoss()).add(loss)
 
     def __str__(self) -> str:

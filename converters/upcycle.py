@@ -57,7 +57,7 @@ SMALLEST_PEAK = 0.05
 BALANCING_STEPS = 400
 """Corrections of a router's bias. Their size falls linearly to 0."""
 BALANCING_RATE = 0.2
-"""First correction of the bias of an unused expert, relative to the spread of the logits."""
+"""First correction of an unused expert's bias, relative to the logits' spread."""
 
 CALIBRATION_TEXT = """\
 The lighthouse keeper counted the ships that passed before sunrise: three fishing boats, a ferry on
@@ -113,7 +113,7 @@ class UpcycleOptions:
     router_std: float = 0.02
     """Standard deviation of the router's random weights."""
     seed: int = 0
-    """Seed of the noise and of the router."""
+    """Seed of noise and router."""
     harmony: bool = False
     """Rename unused added tokens of a ChatML tokenizer to Harmony's special tokens."""
 
@@ -124,9 +124,9 @@ class UpcycleReport:
 
     config: GptOssModelConfig
     parameters: int
-    """Number of parameters of the upcycled model."""
+    """Parameters in the upcycled model."""
     tokens: int
-    """Number of tokens of the calibration text."""
+    """Tokens in the calibration text."""
     dense_loss: float
     """Loss of the dense model, nats per token."""
     clamped_loss: float
@@ -320,14 +320,14 @@ class CalibrationResult:
     """Activations and losses of the dense model on the calibration text."""
 
     up_scales: list[Tensor]
-    """Scale of every channel of ``up``, fp64 [intermediate_size] per layer; powers of two."""
+    """Scale of every ``up`` channel, fp64 [intermediate_size] per layer; powers of two."""
     router_biases: list[Tensor]
-    """Bias of the router of every layer, [experts]."""
+    """Every layer's router bias, [experts]."""
     report: UpcycleReport
 
 
 class _MeasuredDense(DenseEquations):
-    """Dense reference that records the largest magnitude of every channel of ``up``."""
+    """Dense reference that records the largest magnitude of every ``up`` channel."""
 
     def __init__(self, config: DenseModelConfig, layout: HuggingFaceDense) -> None:
         super().__init__(config, layout)
@@ -470,7 +470,7 @@ def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> 
 
 
 def _up_scale(peak: Tensor) -> Tensor:
-    """Return the scale of each channel of ``up`` with the largest magnitudes ``peak``.
+    """Return the scale of each ``up`` channel with the largest magnitudes ``peak``.
 
     A power of two keeps all bits of the weights. bf16 rounds ``up' = scale * up - 1``, so a small
     ``scale * up`` loses bits to the 1. Therefore the scale is as large as the clamp allows.
@@ -589,7 +589,7 @@ def _experts(
         source: dense model.
         part: name of the tensor without the prefix of the layer.
         layer: 0-based layer.
-        up_scale: scale of every channel of ``up``, fp64 [intermediate_size].
+        up_scale: scale of every ``up`` channel, fp64 [intermediate_size].
         options: number of experts and noise.
         generator: source of the noise.
     """

@@ -44,7 +44,7 @@ class VerifyReport:
     """Number of tensors compared."""
     differences: list[TensorDifference] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
-    """Relative difference of the outputs of each stage: embedding, layer 0, ..., logits."""
+    """Relative difference in each stage's outputs: embedding, layer 0, ..., logits."""
 
     @property
     def first_stage(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Results of the attempts of a run, and the decision about another attempt."""
+"""Results of a run's attempts, and the decision about another attempt."""
 
 import re
 import time
@@ -77,7 +77,7 @@ class RunAttempt:
 
 
 def earlier_outcomes(attempt: RunAttempt) -> list[AttemptOutcome]:
-    """Read the outcomes of earlier attempts of the same job, oldest first.
+    """Read the outcomes of the same job's earlier attempts, oldest first.
 
     Other submissions of the run do not count, because the user may have fixed the cause.
     """

@@ -53,7 +53,7 @@ def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _origin_of(key: str, origins: dict[str, str]) -> str:
-    """Return the origin of ``key`` or of its longest known prefix."""
+    """Return the origin of ``key`` or its longest known prefix."""
     # An override may set a whole section at once.
     parts = key.split(".")
     for length in range(len(parts), 0, -1):

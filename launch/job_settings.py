@@ -14,7 +14,7 @@ class JobSettings:
     """Command, paths and resource needs of a job."""
 
     name: str
-    """Name of the run and of the job."""
+    """Name of run and job."""
     command: str
     """Training command of ``gptoss``: ``rl`` or ``sft``."""
     directory: Path

@@ -40,7 +40,7 @@ class Launch:
     command: str
     """Training command: "rl" or "sft"."""
     steps: int
-    """Number of training steps of the whole run."""
+    """Training steps in the whole run."""
     job: str
     """Slurm job number, or process id of a local run."""
     submitted: str

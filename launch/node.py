@@ -65,7 +65,7 @@ def run_node(config_file: str, cluster_file: str, command: str, group: int) -> i
     # The configuration of the snapshot, in which all paths are resolved.
     settings = job_settings(load_run_config(Path(config_file), command))
 
-    # Slurm numbers the nodes of each part of a heterogeneous job from 0.
+    # Slurm numbers the nodes in each part of a heterogeneous job from 0.
     index = int(os.environ.get("SLURM_NODEID", 0))
     # The rollout nodes follow the trainer's nodes.
     if group > 0:

@@ -28,7 +28,7 @@ GPU_FACTS = {"GPU": "name", "driver": "driver_version", "SM clock": "clocks.max.
 
 @dataclass
 class NodeCheck:
-    """Result of the checks of one node."""
+    """Result of one node's checks."""
 
     facts: dict[str, str] = field(default_factory=dict)
     """Values that must be equal on all nodes: "GPU", "driver" and "SM clock"."""

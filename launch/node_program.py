@@ -1,4 +1,4 @@
-"""Base program of every node of a job: checks, reports, Ray, waiting, cleanup."""
+"""Base program of every node in a job: checks, reports, Ray, waiting, cleanup."""
 
 import os
 import shutil

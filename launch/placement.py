@@ -27,7 +27,7 @@ class NodePlan:
     workers: list[int] = field(default_factory=list)
     """Indices of rollout workers."""
     gpus: int = 0
-    """Number of GPUs of the node."""
+    """GPUs of the node."""
     rank_gpus: list[int] = field(default_factory=list)
     """GPU of each rank in ``ranks``, by its index in the node."""
     server_gpus: list[list[int]] = field(default_factory=list)

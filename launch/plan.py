@@ -41,7 +41,7 @@ class UpdatePrediction:
     episodes: int
     """Number of sequences, all of maximum length."""
     tokens: int
-    """Number of tokens of the whole update."""
+    """Tokens in the whole update."""
     step: StepTime
     tokens_per_second: float
     """Tokens per second and GPU."""

@@ -121,13 +121,13 @@ class TrainingProgress:
         self._display.update(self._task, phase=name)
 
     def episodes(self, ended: int, wanted: int) -> None:
-        """Show the number of finished episodes of the current rollout.
+        """Show the number of finished episodes in the current rollout.
 
         Calls in other phases are ignored: during training, episodes of the next step may finish.
 
         Args:
             ended: number of finished episodes.
-            wanted: number of episodes of the rollout.
+            wanted: episodes in the rollout.
         """
         if self._phase == "rollout":
             self._display.update(self._task, phase=f"rollout {ended:,}/{wanted:,} episodes")

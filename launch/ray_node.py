@@ -1,4 +1,4 @@
-"""The ``ray start`` command of each node of a job: addresses, ports and resources."""
+"""The ``ray start`` command of each node in a job: addresses, ports and resources."""
 
 import json
 import os

@@ -70,10 +70,10 @@ MIN_SMOOTHED_VALUES = 30
 SMOOTHING_RADIUS = 4
 """Values on each side in the moving mean of a noisy curve."""
 REWARD_PART = "reward/"
-"""Prefix of the metrics of a reward's components."""
+"""Metric prefix of a reward's components."""
 
 Records = Sequence[dict[str, Any]]
-"""Lines of a JSONL file of a run."""
+"""Lines of a run's JSONL file."""
 
 
 @dataclass(frozen=True)

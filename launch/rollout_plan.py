@@ -1,4 +1,4 @@
-"""Prediction of the speed of asynchronous rollouts, from the configuration alone."""
+"""Prediction of asynchronous rollouts' speed, from the configuration alone."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ MEAN_LENGTH = 0.5
 BANDWIDTH = 4.32e12
 """Memory bandwidth of an H200 in bytes/s, measured (docs/performance.md, decoding)."""
 DECODING_OVERHEAD = 1.4
-"""Time of a decoding step of SGLang over the time to read its data.
+"""Time of SGLang's decoding step over the time to read its data.
 
 Measured as 1.28 to 1.84 for 8 to 256 sequences of the 20B (docs/performance.md, decoding).
 """
@@ -25,7 +25,7 @@ STALENESS = (0, 1, 2, 3, 4, 8)
 
 @dataclass(frozen=True)
 class AsyncPrediction:
-    """Bounds of the speed of the loop, in seconds per step."""
+    """Bounds of the loop's speed, in seconds per step."""
 
     training: float
     """Time of the trainer if it never waits."""
@@ -84,7 +84,7 @@ class AsyncPrediction:
 def decoding_step_seconds(
     model: ModelConfig, sequences: float, context: float, gpus: int = 1
 ) -> float:
-    """Predict the time of a decoding step of SGLang on H200 GPUs.
+    """Predict the time of SGLang's decoding step on H200 GPUs.
 
     The step is bound by memory reads: attention and output layer, the experts to which any sequence
     is routed, and the keys and values of each sequence, or of its window.
@@ -133,7 +133,7 @@ def predict_async_rollouts(
     Args:
         rollout: rollout settings with an SGLang engine.
         trainer: model, layout and batch.
-        tool_seconds: duration of each tool call of the longest episode.
+        tool_seconds: duration of each tool call in the longest episode.
     """
     engine = rollout.engine
     assert isinstance(engine, SglangConfig)
@@ -170,7 +170,7 @@ def async_rollout_plan(
         rollout: rollout settings.
         trainer: model, layout and batch.
         configured: configured value of ``algorithm.max_staleness``.
-        tool_seconds: duration of each tool call of the longest episode.
+        tool_seconds: duration of each tool call in the longest episode.
     """
     # Only SGLang's decoding speed was measured.
     engine = rollout.engine

@@ -27,7 +27,7 @@ class SnapshotPackager(nemo_run.Packager):
     """Packs the checkout like nemo-run's packager for git, including uncommitted changes."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    """Contents of additional files of the snapshot by file name. See ``write_snapshot``."""
+    """Contents of the snapshot's additional files, by file name. See ``write_snapshot``."""
 
     def package(self, path: Path, job_dir: str, name: str) -> str:
         archive = Path(job_dir) / f"{name}.tar.gz"

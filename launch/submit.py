@@ -168,7 +168,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
 
 
 def _gpus_needed(settings: JobSettings) -> int:
-    """Return the number of GPUs of trainer and servers if all run on one node."""
+    """Return the number of GPUs for trainer and servers if all run on one node."""
     servers = settings.rollout.engine.server_processes if settings.rollout is not None else None
     if servers is None or servers.share_trainer_gpus:
         return settings.parallel.world_size

@@ -6,9 +6,9 @@ This module imports nothing, so that ``gptoss plan`` does not load torch.
 # A block of fp32 logits takes 0.4 GB. Larger blocks would need more memory. In smaller ones,
 # accumulating the gradients of hidden states and weights would cost more next to the products.
 CHUNK_TOKENS = 8192
-"""Rows of a block of logits."""
+"""Rows in a block of logits."""
 CHUNK_COLUMNS = 12_800
-"""Columns of a block of logits."""
+"""Columns in a block of logits."""
 
 # bf16 moments and the lower halves of master weights take 1.6 GB. That is large enough for
 # efficient copies over PCIe and smaller than the activations, whose memory it reuses.

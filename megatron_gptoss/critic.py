@@ -36,7 +36,7 @@ class ValueHead(torch.nn.Module):
 
 
 def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
-    """Replace the output layer of a copy of the policy by a value head, in place.
+    """Replace the output layer of a copied policy by a value head, in place.
 
     Returns:
         The same model.
@@ -54,7 +54,7 @@ class ValueTrainer(PolicyTrainer):
     """Trainer of a critic. Its loss function takes (values [tokens], batch).
 
     The value of a token is that of the state before it: the expected return given all earlier
-    tokens. Values are in the order of the labels of PackedBatch.
+    tokens. Values are in PackedBatch's label order.
     """
 
     def _training_head(self, temperature: float) -> Head:

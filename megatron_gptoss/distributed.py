@@ -1,4 +1,4 @@
-"""Creation and destruction of the process groups of a trainer rank."""
+"""Creation and destruction of a trainer rank's process groups."""
 
 import gc
 import os

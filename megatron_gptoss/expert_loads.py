@@ -15,7 +15,7 @@ class ExpertLoads:
 
         Args:
             model: model of this rank. Dense models have no routers.
-            num_layers: number of layers of the whole model.
+            num_layers: layers in the whole model.
         """
         self._routers = [module for module in model.modules() if isinstance(module, GptOssRouter)]
         self._num_layers = num_layers

@@ -97,7 +97,7 @@ class CudaMemory:
 
 
 class PhaseMemory:
-    """Meter of the peak memory of every phase since the last ``take``.
+    """Meter of every phase's peak memory since the last ``take``.
 
     Phases follow each other without gaps. A phase that occurs again keeps the larger peak.
     """

@@ -66,7 +66,7 @@ def log_probs_with_candidates(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``log_probs_and_entropy``, and the log-probs of further ids of every token.
+    """Compute ``log_probs_and_entropy``, and every token's log-probs of further ids.
 
     Args:
         hidden: as in ``log_probs_and_entropy``, like the other arguments.
@@ -143,7 +143,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = _gradient_buffer(weight, dtype)
 
-        # Rows are the outer loop: the gradient of a chunk of hidden states is accumulated over all
+        # Rows are the outer loop: a hidden-state chunk's gradient is accumulated over all
         # columns in fp32 and rounded once. The weight's gradient has a buffer for all blocks.
         for rows in _spans(len(hidden), CHUNK_TOKENS):
             chunk = hidden[rows]
@@ -225,7 +225,7 @@ def _local_statistics(
     Returns:
         [4, tokens]: largest score (peak), sum of exp(score - peak), sum of
         exp(score - peak) * score, and score of the label. And the scores of the candidates,
-        [tokens, k]. The score of an id of another rank is 0.
+        [tokens, k]. An id of another rank has score 0.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # The kernel updates the statistics of a chunk in place, block after block, and needs them
@@ -377,7 +377,7 @@ def _write_target_gradient(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the logits of ``targets`` to a block of gradients.
+    """Write the gradient with respect to the logits of ``targets`` to a block.
 
     Args:
         logits: [rows, columns] of the block.
@@ -459,7 +459,7 @@ def greedy_tokens(
     weight: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the id of the largest logit of each token; among equal logits the smallest id.
+    """Return each token's id with the largest logit; among equal logits the smallest id.
 
     Args:
         hidden: [tokens, hidden_size], the same on all ranks of ``group``.

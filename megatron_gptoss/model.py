@@ -125,7 +125,7 @@ def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
         # SinkAttention rotates queries and keys at explicit positions.
         position_embedding_type="none",
         share_embeddings_and_output_weights=model.tied_embeddings,
-        # Every tensor-parallel rank keeps the logits of one part of the vocabulary.
+        # Every tensor-parallel rank keeps the logits of its vocabulary part.
         parallel_output=True,
         vp_stage=index,
     )
@@ -135,7 +135,7 @@ def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
 
 
 def chunks_of(model: torch.nn.Module) -> list[GPTModel]:
-    """Return the chunks of a model of ``build_model`` in the order of their layers."""
+    """Return the chunks of a ``build_model`` model in layer order."""
     if isinstance(model, torch.nn.ModuleList):
         return list(model)
     return [model]

@@ -21,7 +21,7 @@ class PackedSequence(PackedSeqParams):
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:
-        """Return the description of the row of ``batch``."""
+        """Return the description of ``batch``'s row."""
         return cls(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,

@@ -48,7 +48,7 @@ class PackedBatch(TokenColumns[torch.Tensor]):
     cu_seqlens: torch.Tensor
     """int32 [n + 1]: start of each sequence, and T."""
     max_seqlen: int
-    """Number of tokens of the longest sequence."""
+    """Tokens in the longest sequence."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16 [T, layers, top_k], see ``megatron_gptoss.routes``."""
     recorded_routes: RecordedRoutes | None = None
@@ -66,7 +66,7 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         return balanced_layout(tuple(self.cu_seqlens.tolist()), size)
 
     def context_parallel_shard(self, rank: int, size: int) -> Self:
-        """Return the tokens of one of ``size`` context-parallel ranks.
+        """Return the tokens for one of ``size`` context-parallel ranks.
 
         ``inverse_order`` of ``context_layout`` restores the order of the row in values that are
         concatenated over the ranks.
@@ -106,7 +106,7 @@ def build_batch(
         samples: source of the sequences. The batch has the same columns.
         sequences: indices of the sequences to pack; all by default. An empty list gives a row of
             padding, which passes through the model because the other ranks wait for this rank.
-        align: the number of tokens of the row is a multiple of it.
+        align: the row's number of tokens is a multiple of it.
         sample_ids: values of ``PackedBatch.sample_ids`` for the sequences; by default their
             indices in ``samples``.
 

@@ -1,4 +1,4 @@
-"""Configuration of the scaling of rotary frequencies for contexts longer than in pretraining.
+"""Scaling of rotary frequencies for contexts longer than in pretraining.
 
 Fields have the names of Hugging Face's ``rope_scaling``. This module does not import torch.
 """

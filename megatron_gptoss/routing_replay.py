@@ -23,7 +23,7 @@ from megatron_gptoss.routes import ROUTE_DTYPES, unknown_route
 
 
 class LayerReplay:
-    """Queue of the routes of one router: [tokens of this rank, top_k] per micro-batch, used once.
+    """Queue of one router's routes: [tokens of this rank, top_k] per micro-batch, used once.
 
     A recomputed layer routes twice: without gradients in the forward pass and with gradients in the
     backward pass. Backward passes have the order of the forward passes, so a second queue suffices.
@@ -131,7 +131,7 @@ class LayerReplay:
 
 
 class RoutingReplay:
-    """Routing replay of all layers of one rank: prescription, recording and agreement."""
+    """Routing replay for all layers of one rank: prescription, recording and agreement."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Attach a ``LayerReplay`` to each router of ``model``."""

@@ -42,7 +42,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     a reference with shape and dtype. Not joined, because routes need ten times the memory of all
     columns. Packing copies them once."""
     episodes: np.ndarray | None = None
-    """int64 [n]: index of the episode of each sequence. None if each sequence is an episode."""
+    """int64 [n]: each sequence's episode index. None if each sequence is an episode."""
     names: Sequence[str] = field(default=())
     """Names of the sequences in messages. Empty: "sample" and the index."""
 
@@ -63,12 +63,12 @@ class TrainingSamples(TokenColumns[np.ndarray]):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all sequences."""
+        """Tokens in all sequences."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [n]: number of tokens of each sequence."""
+        """int64 [n]: tokens per sequence."""
         return np.diff(self.offsets)
 
     @property
@@ -229,7 +229,7 @@ def check_route_array(routes: Any, tokens: int, owner: str) -> None:
 
     Args:
         routes: array, or a reference with shape and dtype.
-        tokens: number of tokens of the sequence.
+        tokens: tokens in the sequence.
         owner: name of the sequence in messages.
 
     Raises:

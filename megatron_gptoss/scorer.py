@@ -275,7 +275,7 @@ def gather_parameters(
 
 
 def alignment() -> int:
-    """Return the divisor of the number of tokens of a packed row in the current layout."""
+    """Return the divisor that a packed row's number of tokens has in the current layout."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     context = parallel_state.get_context_parallel_world_size()
     return tensor * context

@@ -1,4 +1,4 @@
-"""Timing of the parts of a training step, without synchronization during the step.
+"""Timing of a training step's parts, without synchronization during the step.
 
 On a GPU, marks are CUDA events on the compute stream, read at the end of the step. Communication is
 the time for which this stream waits. Overlapped communication does not count.
@@ -24,7 +24,7 @@ PART_BY_TIMER = {
     "backward-compute": "backward",
     "forward-backward": "other",
 }
-"""Part of each of Megatron's timers.
+"""Part that each of Megatron's timers measures.
 
 All other timers are communication: messages between pipeline stages and reduction of gradients.
 """

@@ -28,7 +28,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class LoadRange:
-    """Extreme loads of all experts of all layers. 1 is an even share of the layer's tokens."""
+    """Extreme loads over all experts and layers. 1 is an even share of the layer's tokens."""
 
     smallest: float
     """Load of the expert with the fewest tokens. 0 if an expert got none."""

@@ -53,7 +53,7 @@ def digest_of_bits(*tensors: Tensor) -> str:
 
 
 def digest_of_values(weight: Tensor, layer: int) -> Tensor:
-    """Return the sum of the hashes of a weight's values.
+    """Return the sum of the hashes of all values in a weight.
 
     The sum does not depend on the order and number format of the values. Ranks can hold any parts
     of a weight, and the sums of several weights can be added.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(LogProbScorer):
-    """Trainer of a model of ``build_model``, with Megatron's data parallelism and optimizer."""
+    """Trainer of a ``build_model`` model, with Megatron's data parallelism and optimizer."""
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
         """Wrap the model and create its optimizer. Collective.
@@ -385,7 +385,7 @@ def reduce_scalars(
 
 @functools.cache
 def matmul_ceiling(size: int = 8192, rounds: int = 10) -> float:
-    """Return the TFLOP/s of a bf16 product of two square matrices, measured once (0.05 s).
+    """Return the TFLOP/s of a bf16 product between two square matrices, measured once (0.05 s).
 
     Args:
         size: rows and columns of the matrices.

@@ -26,7 +26,7 @@ class LocalWeight(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the result of ``read``."""
+        """Data type of ``read``'s result."""
 
     def load(self, tensor: Tensor) -> None:
         """Set the weight, or the base of an adapter, from a tensor [*shape] of any float dtype.
@@ -83,7 +83,7 @@ class QuantizedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the unrounded and of the rounded weight."""
+        """Data type of unrounded and rounded weight."""
         return self.layer.weight.dtype
 
     @torch.no_grad()

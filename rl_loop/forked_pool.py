@@ -101,7 +101,7 @@ class ForkedPool:
         self._last_error = ""
         """Last error of the last server that died."""
         self._closings = 0
-        """Number of calls of ``close``."""
+        """Calls of ``close``."""
 
     def start(self) -> None:
         """Start the server, without waiting for its imports. Raises PoolFailure if that fails."""

@@ -45,7 +45,7 @@ def train_supervised(
         data: samples of the steps and of validation.
         recorder: writes metrics.
         checkpointer: saves the run, and knows the step to continue from.
-        steps: number of steps of the run.
+        steps: steps in the run.
         sequences_per_step: number of sequences that are validated at a time.
 
     Returns:

@@ -62,7 +62,7 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
 
 
 def tensors_of(model: ModelConfig) -> FamilyTensors:
-    """Return the description of the weights of a model's family."""
+    """Return the weight description of a model's family."""
     return _TENSORS[type(model)]
 
 

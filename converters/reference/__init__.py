@@ -1,4 +1,4 @@
-"""The arithmetic of each family of models, written out from its definition.
+"""The arithmetic of each model family, written out from its definition.
 
 It is the one reference of ``gptoss certify``, ``gptoss convert verify`` and the tests.
 

@@ -20,7 +20,7 @@ QUERY_BLOCK = 512
 VOCABULARY_BLOCK = 16_384
 """Rows of the output layer that are in memory in ``dtype`` at a time."""
 STAGE_TOKENS = 16
-"""Length of the sequence of ``compare_stages``."""
+"""Length of ``compare_stages``'s sequence."""
 
 
 class Decoder:

@@ -1,4 +1,4 @@
-"""Two layouts of the weights of a model: Hugging Face's and Megatron's.
+"""Two layouts of a model's weights: Hugging Face's and Megatron's.
 
 A layout computes the linear maps of a model from weights as one format stores them, one tensor at a
 time. It does not use the converters' name table. If this table is wrong in both directions,

@@ -124,7 +124,7 @@ def logit_gradient(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """Write the gradient of a block of logits.
+    """Write the gradient for a block of logits.
 
     Args:
         logits: [tokens, columns] fp32, contiguous.

@@ -24,7 +24,7 @@ WeightsSize = Annotated[
 ]
 StoredPrecision = Annotated[
     Literal["fp32", "bf16"],
-    Option("--precision", help="Precision of the weights and of the subject."),
+    Option("--precision", help="Precision of weights and subject."),
 ]
 
 

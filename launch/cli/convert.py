@@ -163,7 +163,7 @@ def convert_merge(
         Precision,
         Option(
             "--format",
-            help="Precision of the training and of the result. mxfp4: for a training in bf16, with "
+            help="Precision of training and result. mxfp4: for a training in bf16, with "
             "quantized experts in the result.",
         ),
     ] = "bf16",

@@ -93,7 +93,7 @@ def serve(
 
 
 def _log_served_weights(run: Path, source: Path | None) -> None:
-    """Log the step of the served weights of a run, and how to serve newer ones.
+    """Log the step of a run's served weights, and how to serve newer ones.
 
     Args:
         run: run directory, or another argument of ``serve``.

@@ -1,4 +1,4 @@
-"""Filtering, sorting and paging of the table of recorded episodes."""
+"""Filtering, sorting and paging of the recorded episodes' table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ class EpisodePage:
     total: int
     """Number of matching episodes among those searched."""
     recorded: int
-    """Number of episodes of the run."""
+    """Episodes in the run."""
     searched: int
     """Number of episodes whose text was searched. If less than ``recorded``, repeat the request."""
     damaged: list[str]

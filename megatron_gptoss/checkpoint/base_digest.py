@@ -38,10 +38,10 @@ def base_digest(model: torch.nn.Module) -> str:
 
 @dataclass(frozen=True)
 class _Digest:
-    """Digest of the base weights of one rank, and the state of the weights at that time."""
+    """Digest of one rank's base weights, and their state at that time."""
 
     writes: tuple[int, ...]
-    """Version counter of each tensor of the base."""
+    """Version counter of each base tensor."""
     total: Tensor
     """int64 []: sum of the hashes."""
 
@@ -54,7 +54,7 @@ _digests: WeakKeyDictionary[torch.nn.Module, _Digest] = WeakKeyDictionary()
 
 @torch.no_grad()
 def local_digest(model: torch.nn.Module) -> Tensor:
-    """Return the sum of the hashes of this rank's weights, int64 []. Not collective.
+    """Return the sum of this rank's weight hashes, int64 []. Not collective.
 
     The result is cached until a weight changes.
     """

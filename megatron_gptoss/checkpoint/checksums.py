@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint, written with it and compared before it is loaded.
+"""Checksums of a checkpoint's files, written with it and compared before it is loaded.
 
 The hash is XXH3 with 128 bits. It detects damage by disks, networks and incomplete copies. It is
 not a signature: a user who can write to the directory can write matching checksums.
@@ -75,7 +75,7 @@ def checksum_files(paths: list[Path]) -> dict[str, FileChecksum]:
 
 
 def write_checksums(directory: Path, known: Mapping[str, FileChecksum]) -> None:
-    """Write CHECKSUMS_FILE with the checksums of all files of ``directory``.
+    """Write CHECKSUMS_FILE with the checksums of all files in ``directory``.
 
     Args:
         directory: checkpoint; it has no subdirectories.

@@ -43,7 +43,7 @@ STEP_PATTERN = "step_??????"
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Return the path of the checkpoint of ``step``."""
+    """Return the path of step ``step``'s checkpoint."""
     return root / f"step_{step:06d}"
 
 

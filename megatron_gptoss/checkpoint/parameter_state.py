@@ -1,6 +1,6 @@
 """Hook for the source of the distributed optimizer's state in a checkpoint.
 
-For saving and for loading, megatron-core 0.19.2 allocates the whole state of all parameters of a
+For saving and for loading, megatron-core 0.19.2 allocates the whole state of all parameters on a
 rank. ``gathered_state`` and ``streamed_state`` use this hook to avoid that.
 """
 

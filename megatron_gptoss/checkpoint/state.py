@@ -39,7 +39,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the sharded weights of each chunk of ``model``, by the number of the chunk.
+    """Return the sharded weights of each chunk of ``model``, by chunk number.
 
     For a model with adapters, the result has only trained weights: the adapters and the value head
     of a critic.
@@ -61,7 +61,7 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _value_head_name(chunk: Any) -> str | None:
-    """Return the name of the weight of the critic's value head; None if the chunk has none."""
+    """Return the weight name of the critic's value head; None if the chunk has none."""
     for name, module in chunk.named_modules():
         if isinstance(module, ValueHead):
             return f"{name}.weight"

@@ -1,7 +1,7 @@
 """Loading of the distributed optimizer's state from a checkpoint, one part at a time.
 
 A rank keeps a part of the state of its parameters. A checkpoint contains the state of whole
-parameters. Before slicing, megatron-core 0.19.2 loads the whole state of all parameters of a rank,
+parameters. Before slicing, megatron-core 0.19.2 loads the whole state of all parameters on a rank,
 also of those without a part on this rank. That takes 12 bytes per parameter: 137 GB of host memory
 on each of two ranks of the 20B model.
 """
@@ -33,7 +33,7 @@ PARAMETER_STATE = "param_state"
 
 @dataclass(frozen=True)
 class StateShard:
-    """State of a parameter of which this rank keeps a part."""
+    """State of a parameter that this rank keeps in part."""
 
     optimizer: DistributedOptimizer
     """Optimizer that holds the state."""
@@ -46,7 +46,7 @@ class StateShard:
 
     @property
     def nbytes(self) -> int:
-        """Size of the state of the whole parameter in bytes."""
+        """Bytes of the whole parameter's state."""
         return sum(sharded.data.nbytes for sharded in self.tensors.values())
 
 
@@ -84,7 +84,7 @@ def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[Stat
         state: sharded state of ``optimizer``, made within ``describe_without_memory``.
 
     Returns:
-        The state of each parameter of which this rank keeps a part.
+        The state of each parameter that this rank keeps in part.
     """
     chained_optimizers = optimizer.chained_optimizers
     # With a single optimizer Megatron's state has no level of numbers.
@@ -100,7 +100,7 @@ def take_out_parameter_state(optimizer: Any, state: dict[Any, Any]) -> list[Stat
 def _kept_states(
     optimizer: DistributedOptimizer, described: dict[int, dict[str, Sharded]]
 ) -> Iterator[StateShard]:
-    """Yield the state of each parameter of which this rank keeps a part."""
+    """Yield the state of each parameter that this rank keeps in part."""
     # The keys of `described` are numbers: Megatron counts the parameters of all buffers in this
     # order, also those without a part on this rank.
     number = 0

@@ -69,7 +69,7 @@ class PublishedReader(Protocol):
 
 
 class CheckpointWriter:
-    """Writer of the checkpoints of one trainer.
+    """Writer of one trainer's checkpoints.
 
     Every method is collective. If a rank cannot write, the call that detects it raises
     CheckpointError on every rank. The previous checkpoint is then still the latest.
@@ -173,7 +173,7 @@ class _PendingSave:
     collect_results: list[Callable[[], None]] = field(default_factory=list)
     """Megatron's collective functions that gather the results of all ranks and write metadata."""
     results: Any = None
-    """Megatron's queue of the results of this process; None if this rank has nothing to write."""
+    """Megatron's result queue of this process; None if this rank has nothing to write."""
     written: Future[dict[str, FileChecksum]] | None = None
     """Result of the thread: checksums of this rank's files. None if there is nothing to write."""
 

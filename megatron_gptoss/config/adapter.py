@@ -27,11 +27,11 @@ class AdapterConfig(StrictModel):
     """
 
     rank: int = Field(32, gt=0)
-    """Rank of the updates outside of experts."""
+    """Rank of all other updates."""
     alpha: float = Field(32.0, gt=0)
     """Scale of an update times its rank."""
     expert_rank: int | None = Field(None, gt=0)
-    """Rank of the updates of experts; null for rank / experts_per_token, at least 1. With null a
+    """Rank of expert updates; null for rank / experts_per_token, at least 1. With null a
     token trains the same number of parameters as in a dense layer.
     """
     targets: tuple[AdapterTarget, ...] = ("q", "k", "v", "o", "experts")
@@ -58,11 +58,11 @@ class AdapterConfig(StrictModel):
         return {PART_OF_TARGET[target] for target in self.targets}
 
     def rank_of_experts(self, model: ModelConfig) -> int:
-        """Return the rank of the updates of experts in ``model``."""
+        """Return the rank of expert updates in ``model``."""
         return self.expert_rank or max(1, self.rank // model.experts_per_token)
 
     def layer_parameters(self, model: ModelConfig, tensor: int = 1) -> tuple[int, int]:
-        """Return the number of adapter parameters of one layer on one rank.
+        """Return one layer's number of adapter parameters on one rank.
 
         Args:
             model: architecture.
@@ -90,7 +90,7 @@ class AdapterConfig(StrictModel):
         return dense, expert
 
     def vocabulary_parameters(self, model: ModelConfig, target: str, tensor: int = 1) -> int:
-        """Return the number of adapter parameters of the embedding or the output layer on one rank.
+        """Return the number of adapter parameters that the embedding or the output layer has on one rank.
 
         Args:
             model: architecture.
@@ -102,7 +102,7 @@ class AdapterConfig(StrictModel):
         return self.rank * (model.hidden_size + model.vocab_size // tensor)
 
     def num_parameters(self, model: ModelConfig) -> int:
-        """Return the number of parameters of all adapters of ``model``."""
+        """Return the number of adapter parameters in ``model``."""
         dense, expert = self.layer_parameters(model)
         layers = model.num_layers * (dense + model.num_experts * expert)
         vocabulary = [self.vocabulary_parameters(model, name) for name in ("embedding", "head")]

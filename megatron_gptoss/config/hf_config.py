@@ -278,7 +278,7 @@ class RopeSettings:
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> RopeSettings:
-    """Read the rotary settings of a ``config.json`` of any version of transformers.
+    """Read the rotary settings of a ``config.json`` from any version of transformers.
 
     Args:
         raw: parsed content.

@@ -1,4 +1,4 @@
-"""Base class of the architecture configurations of all model families."""
+"""Base class for the architecture configurations of all model families."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -70,7 +70,7 @@ class ModelConfig(StrictModel, ABC):
     head_size: int = Field(gt=0)
     """Channels per head. May differ from hidden_size / num_attention_heads."""
     vocab_size: int = Field(gt=0)
-    """Rows of the embedding and of the output layer."""
+    """Rows of embedding and output layer."""
     sliding_window: int | None = Field(None, gt=0)
     """Keys that a token sees in window layers, including its own; null if no layer has a window."""
     rms_norm_eps: float = Field(1e-5, gt=0)
@@ -154,12 +154,12 @@ class ModelConfig(StrictModel, ABC):
 
     @property
     def expert_parameters(self) -> int:
-        """Number of parameters of one expert; 0 without experts."""
+        """Parameters per expert; 0 without experts."""
         return 0
 
     @abstractmethod
     def layer_parameters(self, tensor: int = 1) -> float:
-        """Return the number of parameters of a layer, without experts, on one rank.
+        """Return a layer's number of parameters on one rank, without experts.
 
         ``tensor`` is the tensor-parallel size.
         """

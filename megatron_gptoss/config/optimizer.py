@@ -49,7 +49,7 @@ class OptimizerConfig(StrictModel):
 
         Args:
             step: index of the step, from 0.
-            total_steps: number of steps of the run.
+            total_steps: steps in the run.
         """
         # Step 0 counts as 1, because a learning rate of 0 would waste its batch.
         if step < self.warmup_steps or self.schedule == "constant":

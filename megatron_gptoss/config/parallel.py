@@ -74,7 +74,7 @@ class ParallelConfig(StrictModel):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divisor of the number of micro-batches of each data-parallel rank."""
+        """Divisor of each data-parallel rank's number of micro-batches."""
         # Megatron's interleaved schedule requires whole groups of this size.
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
@@ -95,7 +95,7 @@ class ParallelConfig(StrictModel):
         return self.model_copy(update=updates)
 
     def layers_of_stage(self, stage: int, model: ModelConfig) -> int:
-        """Return the number of layers of a pipeline stage.
+        """Return a pipeline stage's number of layers.
 
         Args:
             stage: index of the stage.

@@ -213,7 +213,7 @@ class _GatheredHeads:
 
 
 class _Gather:
-    """Asynchronous gather of the keys and values of one group of kv heads."""
+    """Asynchronous gather of the keys and values of a kv head group."""
 
     def __init__(
         self, k: Tensor, v: Tensor, heads: slice, plan: KeyGatherPlan, group: ProcessGroup
@@ -238,7 +238,7 @@ class _Gather:
 
 
 class _GradientExchange:
-    """Asynchronous exchange of dK and dV of one group of kv heads."""
+    """Asynchronous exchange of dK and dV of a kv head group."""
 
     def __init__(self, partial: Tensor, kv_heads: slice, group: ProcessGroup) -> None:
         """Send dK and dV [ranks * contributed, 2, kv heads, head_size] to the keys' owners."""

@@ -47,7 +47,7 @@ def all_to_all_attention(
         O [tokens / size, heads, head_size] with the dtype of q.
 
     Raises:
-        ValueError: the number of heads is not a multiple of the number of ranks.
+        ValueError: the heads cannot be divided equally among the ranks.
     """
     size = group.size()
     heads = q.shape[1]

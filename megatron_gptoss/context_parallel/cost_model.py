@@ -12,11 +12,11 @@ COLLECTIVE_SECONDS = 3e-5
 # The next constants are from docs/performance.md, context parallelism on H200.
 
 BORDER_SECONDS = 8e-5
-"""Time of the small kernels of a halo layer, forward and backward."""
+"""Time of a halo layer's small kernels, forward and backward."""
 WINDOW_RATE = 0.44
 """Operations per second of window layers relative to full-attention layers."""
 PREFIX_RATE = 0.89
-"""Relative rate of full attention if the queries are the end of a longer range of keys."""
+"""Relative rate of full attention if the queries are the end of a longer key range."""
 REORDERING_BANDWIDTH = 500e9
 """Bytes per second at which all-to-all reorders tokens and heads, before and after each message."""
 # all_to_all holds queries, outputs and gradients in both orders. Its peak memory is 1.46x the data
@@ -142,7 +142,7 @@ def _all_gather_cost(
     keys_and_values = 2 * shape.kv_heads * shape.head_size * contributed * (size - 1)
     sent = keys_and_values * (2 * shape.bytes_per_element + 4)
 
-    # Split sequences are slower: their queries are the end of a longer range of keys.
+    # Split sequences are slower: their queries are the end of a longer key range.
     rank_pairs = []
     for rank, spans in enumerate(layout.spans):
         shared_pairs = sum(span.pairs for span in spans if not layout.is_whole(span))

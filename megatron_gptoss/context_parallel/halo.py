@@ -43,7 +43,7 @@ class HaloPlan:
     border: AttentionSegments
     """Segments of the border: for each span with a halo, the halo and the first window - 1 rows."""
     border_sources: Tensor
-    """Local token of each token of the border. Tokens of halos have the placeholder 0."""
+    """Local token of each border token. Tokens of halos have the placeholder 0."""
     border_rows: Tensor
     """Indices of the border's tokens that belong to a span instead of a halo."""
     local_rows: Tensor
@@ -289,7 +289,7 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
 
 
 def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> Tensor:
-    """Return the position in ``token_order`` of each halo token of a rank, span after span."""
+    """Return the ``token_order`` position of each halo token that a rank needs, span after span."""
     halos = []
     for span in layout.spans[rank]:
         halo = span._replace(start=max(0, span.start - window + 1), end=span.start)

@@ -1,4 +1,4 @@
-"""Assignment of the tokens of a packed row to context-parallel ranks (docs/architecture.md).
+"""Assignment of a packed row's tokens to context-parallel ranks (docs/architecture.md).
 
 Long sequences are cut into chunks. A rank gets a chunk from the front and its mirror image from the
 back, which is equal work with causal attention (arXiv 2411.01783). Short sequences stay whole. Each
@@ -242,7 +242,7 @@ def _in_order(spans: list[TokenSpan], lengths: list[int]) -> tuple[tuple[TokenSp
 
     Args:
         spans: spans of the rank.
-        lengths: length of each sequence of the row.
+        lengths: length of each sequence in the row.
 
     Returns:
         The spans, and the number of tokens in shared sequences.

@@ -7,7 +7,7 @@ from megatron_gptoss.context_parallel.layout import ContextLayout, TokenSpan
 
 
 def token_order(layout: ContextLayout) -> Tensor:
-    """Return the position in the row of the tokens of rank 0, rank 1, ..., [tokens] int64."""
+    """Return the row positions of rank 0's tokens, then of rank 1's, ..., [tokens] int64."""
 
     def make() -> Tensor:
         return torch.cat([row_indices(layout, span) for spans in layout.spans for span in spans])
@@ -16,7 +16,7 @@ def token_order(layout: ContextLayout) -> Tensor:
 
 
 def inverse_order(layout: ContextLayout) -> Tensor:
-    """Return the position of each token of the row in ``token_order``, [tokens] int64."""
+    """Return each row token's position in ``token_order``, [tokens] int64."""
 
     def make() -> Tensor:
         order = token_order(layout)
@@ -26,11 +26,11 @@ def inverse_order(layout: ContextLayout) -> Tensor:
 
 
 def row_indices(layout: ContextLayout, span: TokenSpan) -> Tensor:
-    """Return the position in the row of each token of a span, [tokens of the span] int64."""
+    """Return the row position of each token in a span, [tokens of the span] int64."""
     return torch.arange(span.start, span.end) + layout.offsets[span.sequence]
 
 
 def rank_tokens(layout: ContextLayout, rank: int) -> Tensor:
-    """Return the position in the row of each token of a rank, [tokens / size] int64."""
+    """Return the row position of each token that a rank holds, [tokens / size] int64."""
     first = rank * layout.tokens_per_rank
     return token_order(layout)[first : first + layout.tokens_per_rank]

@@ -1,4 +1,4 @@
-"""Registry of the layers of each model family."""
+"""Registry of each model family's layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,5 +36,5 @@ _LAYERS: dict[type[ModelConfig], FamilyLayers] = {
 
 
 def layers_of(model: ModelConfig) -> FamilyLayers:
-    """Return the layers of the family of a model."""
+    """Return the layers of a model's family."""
     return _LAYERS[type(model)]

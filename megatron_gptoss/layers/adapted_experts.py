@@ -25,10 +25,10 @@ from megatron_gptoss.transformer_config import (
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """Part of one expert in the adapters of all experts of a layer."""
+    """One expert's part of a layer's expert adapters."""
 
     adapters: LowRank
-    """Adapters of all experts of this rank."""
+    """Expert adapters of this rank."""
     index: int
     """Index of the expert on this rank."""
 
@@ -103,7 +103,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the sharded tensors of the bias and of a bf16 base."""
+        """Return the sharded tensors of bias and bf16 base."""
         return sharded_state(self, {}, prefix, sharded_offsets, metadata)
 
 
@@ -155,7 +155,7 @@ class AdaptedExperts(SequentialMLP):
         return [getattr(expert, EXPERT_LINEARS[target]) for expert in experts]
 
     def _allocate(self, linear: AdaptedExpertLinear) -> LowRank:
-        """Allocate the adapters of all experts for layers of the shape of ``linear``."""
+        """Allocate adapters for all experts, whose layers have the shape of ``linear``."""
         config = self.config
         settings = adapter_settings(config)
         # Initial values depend on the number of the expert in the layer, not on the rank.

@@ -43,7 +43,7 @@ class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
 
 
 class AdaptedExpertStack:
-    """One of the two matrices of all experts of a layer, with their adapters.
+    """One of a layer's two expert matrices, for all experts, with their adapters.
 
     The modules of the experts own the parameters. This class places their bases and biases in
     contiguous memory, so that they can be read as one tensor.
@@ -56,7 +56,7 @@ class AdaptedExpertStack:
 
         Args:
             target: "gate_up" or "down". Stacks of a target share the memory of merged weights.
-            linears: layers of the experts of this rank.
+            linears: this rank's expert layers.
             adapters: adapters of all these experts; None if there are none.
         """
         self.target = target
@@ -68,13 +68,13 @@ class AdaptedExpertStack:
             _arrange(tensors)
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x W'^T, with the merged weight W' of the expert of each row.
+        """Compute x W'^T, with the merged weight W' of each row's expert.
 
         Differentiable in x and the adapters, see ``merged_linear``.
 
         Args:
             x: [rows, in] in the model's dtype, sorted by expert.
-            row_counts: number of rows of each expert.
+            row_counts: rows per expert.
             with_bias: whether to add the biases, which have no gradient.
 
         Returns:
@@ -234,13 +234,13 @@ def _factor_gradients(
         x: [rows, in].
         a: [experts, rank, in].
         b: [experts, out, rank].
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
 
     Returns:
         [experts, rank, in] and [experts, out, rank].
     """
     rank = a.shape[1]
-    # Grouped products on GPUs need rows of a multiple of 16 bytes. Pad the rank with zeros and
+    # Grouped products on GPUs need rows whose bytes are a multiple of 16. Pad the rank with zeros and
     # remove them from the result.
     missing = -rank % 8
     if missing:

@@ -117,7 +117,7 @@ class AdaptedQkv(AdaptedLinear, ColumnParallelLinear):
 
         A is [sum of ranks, in], and B is [out, sum of ranks].
         """
-        # Stack the A factors. B is 0 except for the columns of the adapter of each row.
+        # Stack the A factors. B is 0 except for the columns of each row's adapter.
         factors = {target: adapter() for target, adapter in self.adapters.items()}
         a = torch.cat([a for a, _ in factors.values()])
 

@@ -146,7 +146,7 @@ class AdaptedHead(AdaptedVocabulary):
         return merged_weight(self.read_base(), *self.factors(), self.scale)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Return the logits of this rank's part of the vocabulary. There is no bias.
+        """Return the logits of this rank's vocabulary part. There is no bias.
 
         Args:
             hidden_states: [tokens, 1, hidden_size], or with sequence parallelism

@@ -14,7 +14,7 @@ from megatron_gptoss.named_random import named_generator
 from megatron_gptoss.transformer_config import set_distribution
 
 EXPERT_LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
-"""Megatron's name of each matrix of an expert, by the name of its adapter."""
+"""Megatron's name of each expert matrix, by adapter name."""
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERTS_ADAPTER = re.compile(r"\.experts\.adapters\.(\w+)$")
@@ -23,7 +23,7 @@ _EXPERTS_ADAPTER = re.compile(r"\.experts\.adapters\.(\w+)$")
 class LowRank(torch.nn.Module):
     """Factors of a low-rank update s (B A) with A [rank, in] and B [out, rank].
 
-    The adapters of all experts of a layer are one object with two parameters, because the cost of
+    A layer's expert adapters are one object with two parameters, because the cost of
     accumulating gradients and planning checkpoints grows with the number of parameters.
 
     Tensor parallelism splits a weight along its rows or columns, and with it B or A. The other
@@ -183,7 +183,7 @@ def _global_layer(name: str, first_layer: int) -> str:
 
 
 def expert_name(name: str, expert: int) -> str:
-    """Return the name of one expert's part of an adapter for all experts of a layer.
+    """Return the name of one expert's part of a layer's expert adapter.
 
     It names the matrix of the expert: ``decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.
     adapters.gate_up``. Initial values depend on it.
@@ -252,7 +252,7 @@ def _set_factors(model: torch.nn.Module, factors: Sequence[Tensor]) -> None:
 
 
 def _factors(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return A and B of each adapter of ``model``, in the order of modules."""
+    """Return A and B of each adapter in ``model``, in the order of modules."""
     adapters = [module for module in model.modules() if isinstance(module, LowRank)]
     return [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
 

@@ -40,7 +40,7 @@ class GptOssGroupedMLP(TEGroupedMLP):
 
         Args:
             permuted_local_hidden_states: [rows, hidden_size] in any float dtype, sorted by expert.
-            tokens_per_expert: [experts] number of rows of each local expert.
+            tokens_per_expert: [experts] rows per local expert.
             permuted_probs: [rows] gate value of each row.
             unused: arguments of Megatron's experts.
 
@@ -80,7 +80,7 @@ def run_experts(
     Args:
         hidden_states: [rows, hidden_size] in any float dtype, sorted by expert.
         probs: [rows] gate value of each row.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
         gate_up: first product, bias included: [rows, hidden_size] -> [rows, 2 * width].
         down: second product, and the biases to add: [rows, width] -> [rows, hidden_size],
             [experts, hidden_size].
@@ -122,7 +122,7 @@ def add_weighted_bias(
         output: [rows, hidden_size], sorted by expert.
         biases: [experts, hidden_size].
         probs: [rows] gate value of each row.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
 
     Returns:
         [rows, hidden_size] with the dtype of ``output``.

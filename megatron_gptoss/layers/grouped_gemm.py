@@ -19,12 +19,12 @@ def multiply_by_weights(
     row_counts: Sequence[int],
     biases: Tensor | None = None,
 ) -> Tensor:
-    """Compute x W^T + bias with the weight and bias of the expert of each row.
+    """Compute x W^T + bias with the weight and bias of each row's expert.
 
     Args:
         x: [rows, in], contiguous, sorted by expert.
         weights: [experts, out, in], of the dtype of x.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
         biases: [experts, out]; None to add nothing.
 
     Returns:
@@ -42,12 +42,12 @@ def multiply_by_weights(
 
 
 def multiply_by_transposed_weights(x: Tensor, weights: Tensor, row_counts: Sequence[int]) -> Tensor:
-    """Compute x W with the weight of the expert of each row.
+    """Compute x W with the weight of each row's expert.
 
     Args:
         x: [rows, out], contiguous, sorted by expert.
         weights: [experts, out, in], of the dtype of x.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
 
     Returns:
         [rows, in], of the dtype of x.
@@ -58,12 +58,12 @@ def multiply_by_transposed_weights(x: Tensor, weights: Tensor, row_counts: Seque
 
 
 def project(x: Tensor, factors: Tensor, row_counts: Sequence[int]) -> Tensor:
-    """Compute x F with the narrow factor F of the expert of each row.
+    """Compute x F with the narrow factor F of each row's expert.
 
     Args:
         x: [rows, in], contiguous, sorted by expert.
         factors: [experts, in, out], of the dtype of x. On GPUs both sizes are multiples of 8.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
 
     Returns:
         [rows, out], of the dtype of x.
@@ -83,7 +83,7 @@ def outer_products(left: Tensor, right: Tensor, row_counts: Sequence[int]) -> Te
     Args:
         left: [rows, m], contiguous, sorted by expert. On GPUs m is a multiple of 8.
         right: [rows, n], contiguous, sorted by expert. On GPUs n is a multiple of 8.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
 
     Returns:
         [experts, m, n], of the dtype of both; 0 for experts without rows.
@@ -116,7 +116,7 @@ def add_outer_products(
     Args:
         left: [rows, m], contiguous, sorted by expert.
         right: [rows, n], contiguous, sorted by expert.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
         sums: tensor [m, n] of each expert, at any address, of the dtype of ``left`` or a wider one.
     """
     # On GPUs the product accumulates itself, like the weight gradients of Transformer Engine.
@@ -161,7 +161,7 @@ def _transformer_engine(
     Args:
         x: [rows, in] or [rows, out], sorted by expert.
         weights: [experts, out, in].
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
         layout: "TN" or "NN".
         biases: [experts, out]; None to add nothing.
     """

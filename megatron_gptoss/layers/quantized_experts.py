@@ -136,27 +136,27 @@ class QuantizedExperts(StackedExperts):
 
 
 class QuantizedStack:
-    """One of the two matrices of all experts of a layer. Their layers own the parameters."""
+    """One of a layer's two expert matrices, for all experts. Their layers own the parameters."""
 
     def __init__(self, target: str, linears: Sequence[QuantizedExpertLinear]) -> None:
         """Create the stack.
 
         Args:
             target: "gate_up" or "down". Stacks of a target share the memory of rounded weights.
-            linears: layers of the experts of this rank.
+            linears: this rank's expert layers.
         """
         self.target = target
         self.linears = linears
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x Q(W)^T with the weight of the expert of each row.
+        """Compute x Q(W)^T with the weight of each row's expert.
 
         Differentiable in x, the weights, and the biases if they are added. Gradients of weights are
         accumulated in Megatron's buffers if these exist.
 
         Args:
             x: [rows, in] in the model's dtype, sorted by expert.
-            row_counts: number of rows of each expert.
+            row_counts: rows per expert.
             with_bias: whether to add the biases.
 
         Returns:
@@ -251,7 +251,7 @@ def _weight_gradients(
         grad: [rows, out] gradient of the product.
         x: [rows, in].
         weights: parameter [out, in] of each expert.
-        row_counts: number of rows of each expert.
+        row_counts: rows per expert.
 
     Returns:
         [out, in] per expert: dW, or a placeholder if dW was added to Megatron's buffers.
@@ -278,7 +278,7 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
 
 
 def _bias_gradients(grad: Tensor, row_counts: Sequence[int]) -> list[Tensor]:
-    """Return the sum of the rows of ``grad`` [rows, out] for each expert, as [out] tensors."""
-    # A grouped product needs rows of a multiple of 16 bytes, so use 8 equal columns of ones.
+    """Return each expert's sum of rows of ``grad`` [rows, out], as [out] tensors."""
+    # A grouped product needs rows whose bytes are a multiple of 16, so use 8 equal columns of ones.
     ones = grad.new_ones(len(grad), 8)
     return list(outer_products(ones, grad, row_counts)[:, 0].unbind())

@@ -103,7 +103,7 @@ def _llama3_inverse_frequencies(plain: torch.Tensor, scaling: Llama3Scaling) -> 
 
 
 class RotaryEmbedding:
-    """Cosines and sines of the rotation angles of a model."""
+    """Cosines and sines of a model's rotation angles."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._inverse_frequencies, self._concentration = inverse_frequencies(config)

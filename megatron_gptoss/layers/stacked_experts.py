@@ -11,14 +11,14 @@ from megatron_gptoss.layers.experts import run_experts
 
 
 class ExpertMatrices(Protocol):
-    """One of the two matrices of all experts of this rank."""
+    """One of the two expert matrices, for all experts of this rank."""
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x W^T with the weight of the expert of each row.
+        """Compute x W^T with the weight of each row's expert.
 
         Args:
             x: [rows, in] in the model's dtype, sorted by expert.
-            row_counts: number of rows of each expert.
+            row_counts: rows per expert.
             with_bias: whether to add the biases.
 
         Returns:
@@ -64,7 +64,7 @@ class StackedExperts(SequentialMLP):
 
         Args:
             permuted_local_hidden_states: [rows, hidden_size] in any float dtype, sorted by expert.
-            tokens_per_expert: [experts] number of rows of each local expert.
+            tokens_per_expert: [experts] rows per local expert.
             permuted_probs: [rows] gate value of each row.
 
         Returns:

@@ -42,7 +42,7 @@ def transformer_engine_block_spec(
     config: PolicyTransformerConfig,
     stage: int,
 ) -> TransformerBlockSubmodules:
-    """Return the specification of one model chunk of this pipeline rank.
+    """Return the specification of this pipeline rank's model chunk.
 
     Args:
         submodules: modules of each layer.

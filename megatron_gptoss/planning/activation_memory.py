@@ -1,4 +1,4 @@
-"""Prediction of activation memory and of the temporary tensors of a layer or the output layer."""
+"""Prediction of activation memory and of the temporary tensors in a layer or the output layer."""
 
 import math
 from statistics import NormalDist
@@ -91,7 +91,7 @@ def has_separate_norm(adapter: AdapterConfig | None) -> bool:
 
 
 def activation_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes of activations of all micro-batches in flight.
+    """Return the activation bytes of all micro-batches in flight.
 
     Args:
         inputs: models, layout and batch.
@@ -124,7 +124,7 @@ def _micro_batches_in_flight(inputs: MemoryInputs, stage: int) -> float:
 
 
 def temporary_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes of temporary tensors of the log-probs or of one layer's backward pass.
+    """Return the bytes of temporary tensors in the log-probs or in one layer's backward pass.
 
     Args:
         inputs: models, layout and batch.
@@ -157,7 +157,7 @@ def temporary_memory(inputs: MemoryInputs, stage: int) -> float:
 
 
 def _output_weight_gradient(inputs: MemoryInputs) -> float:
-    """Return the bytes of the bf16 gradient of the output layer's weight; 0 if it is frozen.
+    """Return the bytes of the output layer's bf16 weight gradient; 0 if it is frozen.
 
     If the output layer has an adapter, the merged weight is included.
     """

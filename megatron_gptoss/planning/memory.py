@@ -1,4 +1,4 @@
-"""Prediction of the memory of one GPU in each phase of a training step, from the configuration.
+"""Prediction of one GPU's memory in each phase of a training step, from the configuration.
 
 ``gptoss plan`` uses it for layouts before they run. The ``memory/*`` metrics of a run show it next
 to the measured memory. docs/performance/memory.md compares predictions with measurements, and
@@ -32,7 +32,7 @@ from megatron_gptoss.planning.sync_memory import arriving_bytes, sent_tensor_byt
 
 # Measured on one H200.
 CONTEXT_BYTES = 2.7e9
-"""GPU memory of a process outside of torch's allocator, from the first optimizer step on.
+"""A process's GPU memory outside of torch's allocator, from the first optimizer step on.
 
 It includes the CUDA context, libraries with their workspaces, and kernels.
 """
@@ -41,7 +41,7 @@ OPTIMIZER_CONTEXT_BYTES = 0.9e9
 """Part of CONTEXT_BYTES that the first optimizer step adds."""
 
 FIRST_CONTEXT_BYTES = 1.3e9
-"""GPU memory of a process outside of torch's allocator before the first forward pass."""
+"""A process's GPU memory outside of torch's allocator before the first forward pass."""
 
 # Estimated from differences. The memory outside of torch grows by 2.3 GB from one to two ranks and
 # by 3.0 GB from one to four ranks (20B model on H200, with one-GPU servers).
@@ -91,7 +91,7 @@ HOST_ROUNDING = 1.06
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """Bytes of the tensors of one pipeline stage in the update, summed over all models."""
+    """Bytes of one pipeline stage's tensors in the update, summed over all models."""
 
     weights: float
     """Weights."""
@@ -122,7 +122,7 @@ class UpdateMemory:
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """Bytes on the whole GPU at the peak of one phase of a step."""
+    """Bytes on the whole GPU at the peak of a step's phase."""
 
     name: str
     """Name of the phase, as in the ``memory/*`` metrics."""
@@ -141,7 +141,7 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory estimate of a GPU of one pipeline stage in each phase."""
+    """Memory estimate for a GPU of one pipeline stage, by phase."""
 
     memory: UpdateMemory
     """Parts of the update."""
@@ -384,7 +384,7 @@ def _all_offload(inputs: MemoryInputs) -> bool:
 
 
 def _copied_weights(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes of the original tensors of trained weights.
+    """Return the bytes of trained weights' original tensors.
 
     Megatron copies trained weights into its buffers, and the originals exist at the same time. With
     offloaded optimizer state the originals are on the host.

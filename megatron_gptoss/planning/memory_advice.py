@@ -32,7 +32,7 @@ def layouts_that_fit(
     inputs: MemoryInputs,
     gigabytes: float,
 ) -> list[tuple[ParallelConfig, MemoryEstimate]]:
-    """Return the layouts of the same number of GPUs that fit, simplest first.
+    """Return the layouts for the same number of GPUs that fit, simplest first.
 
     All other settings stay unchanged.
 
@@ -218,7 +218,7 @@ def memory_plan(inputs: MemoryInputs, hardware: Hardware) -> str:
 
 
 def exceeds_memory(inputs: MemoryInputs, hardware: Hardware) -> bool:
-    """Return True if the configuration does not fit the memory of the GPU or of the host.
+    """Return True if the configuration does not fit the memory of GPU or host.
 
     Host memory is not checked if its size is unknown.
 
@@ -323,7 +323,7 @@ def _save_line(inputs: MemoryInputs, estimate: MemoryEstimate, hardware: Hardwar
 
 
 def _describe_node(inputs: MemoryInputs, hardware: Hardware) -> str:
-    """Return the number of ranks of a node in words."""
+    """Return a node's number of ranks in words."""
     ranks = _ranks_of_node(inputs, hardware)
     return "a node's rank" if ranks == 1 else f"a node's {ranks} ranks"
 

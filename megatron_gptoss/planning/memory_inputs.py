@@ -35,7 +35,7 @@ class EngineMemory:
     working_bytes: int = 0
     """Part of the awake memory that servers allocate at the first request.
 
-    It consists of inputs of CUDA graphs and activations.
+    It consists of CUDA graph inputs and activations.
     """
     bucket_bytes: int = 0
     """Bytes of weights in flight in a weight sync, if no tensor is larger.

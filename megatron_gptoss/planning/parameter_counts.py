@@ -80,12 +80,12 @@ def adapter_parameters_per_gpu(
 
 
 def vocabulary_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the number of parameters of the embedding or output layer on one rank."""
+    """Return the number of parameters in embedding or output layer on one rank."""
     return model.vocab_size * model.hidden_size / parallel.tensor
 
 
 def head_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the number of parameters of the output layer on one rank of the last stage.
+    """Return the output layer's number of parameters on one rank of the last stage.
 
     The result is 0 if the output layer shares the embedding's memory.
     """

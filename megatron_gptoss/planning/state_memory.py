@@ -1,4 +1,4 @@
-"""Prediction of the memory of weights, optimizer state, and gathering for checkpoints."""
+"""Prediction of the memory for weights, optimizer state, and gathering for checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class TrainedModel:
     optimizer: OptimizerConfig
     """Optimizer of the model."""
     dense: float
-    """Trained parameters of one rank outside of experts."""
+    """One rank's trained parameters outside of experts."""
     expert: float
     """Trained parameters of one rank in experts."""
 
@@ -70,7 +70,7 @@ def trained_parameters(inputs: MemoryInputs, stage: int) -> tuple[float, float]:
 
 
 def weight_memory(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes of the weights of all models, including merged or rounded weights.
+    """Return the weight bytes of all models, including merged or rounded weights.
 
     Args:
         inputs: models and layout.
@@ -220,7 +220,7 @@ def host_memory_of_rank(inputs: MemoryInputs, rank: int) -> float:
         inputs: models and layout.
         rank: global rank.
     """
-    # The first rank of a data-parallel group gathers the state of all parameters of the group. It
+    # The first rank of a data-parallel group gathers the group's whole parameter state. It
     # holds the state and a copy of the weights until they are written.
     parallel = inputs.parallel
     stage, place = divmod(rank, parallel.world_size // parallel.pipeline)
@@ -256,7 +256,7 @@ class _Buffer:
     parameters: float
     """Number of parameters."""
     largest: float
-    """Number of elements of the largest tensor."""
+    """Elements in the largest tensor."""
     ranks: int
     """Number of ranks over which the optimizer state is split."""
 

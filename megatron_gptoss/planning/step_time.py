@@ -1,4 +1,4 @@
-"""Prediction of the time of a training step on H200 GPUs, from the configuration.
+"""Prediction of a training step's time on H200 GPUs, from the configuration.
 
 docs/performance/layers_and_pipelines.md compares predictions with measurements.
 """
@@ -62,7 +62,7 @@ HOST_BANDWIDTH = 50e9
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each part of a training step."""
+    """Seconds for each part of a training step."""
 
     arithmetic: float
     """Matrix products of the layers and the output layer."""
@@ -199,7 +199,7 @@ def _expert_exchange_seconds(
     parallel: ParallelConfig,
     local_tokens: float,
 ) -> float:
-    """Return the seconds of the all-to-all exchanges of one layer and micro-batch."""
+    """Return the seconds of all-to-all exchanges in one layer and micro-batch."""
     # There are 4: dispatch and combine, forward and backward. The fullest rank takes longest.
     activation_bytes = 2 * local_tokens * model.hidden_size
     routed_bytes = 4 * activation_bytes * model.experts_per_token * EXPERT_LOAD
@@ -273,7 +273,7 @@ def _merge_seconds(values: float, rank: int, base: str) -> float:
     """Return the seconds for merging an update into a weight once.
 
     Args:
-        values: number of elements of the weight.
+        values: elements in the weight.
         rank: rank of the update.
         base: number format of the weight, "bf16" or "mxfp4".
     """
@@ -381,7 +381,7 @@ def _optimizer_seconds(
 
 
 def _replicas(parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the number of copies of a dense parameter and of an expert parameter."""
+    """Return how many copies a dense and an expert parameter have."""
     dense = parallel.world_size // (parallel.tensor * parallel.pipeline)
     expert = parallel.world_size // (parallel.expert * parallel.pipeline)
     return dense, expert

@@ -1,1 +1,1 @@
-"""Name table of dense decoders of the Llama and Qwen2.5 kind."""
+"""Name table of dense decoders like Llama and Qwen2.5."""

@@ -30,7 +30,7 @@ MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 A tie rounds to the even code, so the 2nd, 4th and 6th midpoint round up.
 """
 SCALES = 256
-"""Number of values of a scale byte."""
+"""Values per scale byte."""
 EXPONENT_BIAS = 127
 """Bias of the e8m0 scale: byte s is the factor 2 ** (s - 127)."""
 SOURCE = Path(__file__).with_name("codec.c")

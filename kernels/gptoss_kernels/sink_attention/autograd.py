@@ -53,7 +53,7 @@ class SinkAttentionFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of q, k, v and the sinks, each of the dtype of its tensor.
+        """Compute the gradients of q, k, v and the sinks, each with its tensor's dtype.
 
         ``grad_o`` is dO [tokens, heads, head_size], of the dtype of O.
         """

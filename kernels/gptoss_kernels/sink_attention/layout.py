@@ -24,7 +24,7 @@ class PackedLayout:
     def mean_length(self) -> float:
         """Mean sequence length in tokens, weighted by length.
 
-        It is the mean over tokens of the length of the token's sequence. The weight is right for
+        It is the mean over tokens of the sequence length. The weight is right for
         choosing a backend, because long sequences have most of the work of full attention.
         """
         lengths = self.offsets.diff()
@@ -89,8 +89,8 @@ class AttentionSegments:
         """Return segments with the given numbers of queries and keys.
 
         Args:
-            query_lengths: number of queries of each segment.
-            key_lengths: number of keys of each segment.
+            query_lengths: queries per segment.
+            key_lengths: keys per segment.
             device: device of the offsets.
         """
         cu_seqlens_q = _offsets(query_lengths, device)
@@ -107,7 +107,7 @@ class AttentionSegments:
 
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:
-    """Return the offsets of ranges of these lengths, [ranges + 1] int32."""
+    """Return the offsets of ranges with these lengths, [ranges + 1] int32."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 

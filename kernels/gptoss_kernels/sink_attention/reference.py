@@ -14,7 +14,7 @@ batched matrix product, so a pack of many short sequences takes few calls. Keys 
 chunks with an online softmax (arXiv 1805.02867), so memory is bounded for any sequence length.
 
 Dimensions: ``tiles``, ``kv_heads``, ``group`` (query heads per kv head), ``QUERY_BLOCK`` rows,
-``keys`` of a chunk. A product stacks the rows of all heads of a group: ``group * QUERY_BLOCK`` rows
+``keys`` of a chunk. A product stacks the rows of a group's heads: ``group * QUERY_BLOCK`` rows
 that share their keys.
 """
 
@@ -64,7 +64,7 @@ class TilePlan:
     ends: Tensor
     """End of the tile's sequence. Later rows are not valid."""
     key_blocks: Tensor
-    """Number of blocks of QUERY_BLOCK keys that the tile sees, including its own rows."""
+    """Blocks of QUERY_BLOCK keys that the tile sees, including its own rows."""
 
 
 def reference_forward(

@@ -393,7 +393,7 @@ def _tensor_map(x: Tensor, heads: int) -> nvrtc.TensorMap:
 def _items(
     layout: PackedLayout, length: int, device: torch.device, order: str | None
 ) -> tuple[Tensor, int]:
-    """Return the table of work items of a kernel, cached with the packing.
+    """Return a kernel's table of work items, cached with the packing.
 
     Items with more work come first, so that all multiprocessors finish at about the same time.
 

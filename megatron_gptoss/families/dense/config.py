@@ -92,7 +92,7 @@ class DenseModelConfig(ModelConfig):
         return self.rope_scaling
 
     def layer_parameters(self, tensor: int = 1) -> float:
-        """Return the number of parameters of a layer on one of ``tensor`` tensor-parallel ranks."""
+        """Return a layer's number of parameters on one of ``tensor`` tensor-parallel ranks."""
         hidden = self.hidden_size
         inputs = hidden + 1 if self.has_qkv_bias else hidden
 

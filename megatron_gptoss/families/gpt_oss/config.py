@@ -27,7 +27,7 @@ _EXPERT_PATTERN = "experts"
 SWIGLU_LIMIT = 7.0
 """Clamp of the SwiGLU inputs in the released models."""
 RELEASED_VOCABULARY = 201_088
-"""Number of token ids of GPT-OSS-20B and 120B."""
+"""Number of token ids in GPT-OSS-20B and 120B."""
 
 
 class GptOssModelConfig(ModelConfig):
@@ -93,7 +93,7 @@ class GptOssModelConfig(ModelConfig):
     head_size: int = Field(64, gt=0)
     """Channels per head. May differ from hidden_size / num_attention_heads."""
     vocab_size: int = Field(RELEASED_VOCABULARY, gt=0)
-    """Rows of the embedding and of the output layer (untied)."""
+    """Rows of embedding and output layer (untied)."""
     sliding_window: int = Field(128, gt=0)
     """Keys that a token sees in window layers, including its own."""
     swiglu_limit: float = SWIGLU_LIMIT
@@ -165,14 +165,14 @@ class GptOssModelConfig(ModelConfig):
 
     @property
     def expert_parameters(self) -> int:
-        """Number of parameters of one expert: weights and biases."""
+        """Parameters per expert: weights and biases."""
         # Gate and up projections are one matrix.
         gate_and_up = (self.hidden_size + 1) * 2 * self.intermediate_size
         down = (self.intermediate_size + 1) * self.hidden_size
         return gate_and_up + down
 
     def layer_parameters(self, tensor: int = 1) -> float:
-        """Return the number of parameters of a layer, without experts, on one rank.
+        """Return a layer's number of parameters on one rank, without experts.
 
         ``tensor`` is the tensor-parallel size.
         """

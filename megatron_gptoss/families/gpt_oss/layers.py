@@ -140,7 +140,7 @@ def cpu_layer(config: PolicyTransformerConfig) -> TransformerLayerSubmodules:
 
 
 def _cpu_experts(config: PolicyTransformerConfig) -> partial[SequentialMLP]:
-    """Return the classes of the experts and of their two matrices."""
+    """Return the classes of experts and of their two matrices."""
     if config.trained_quantization is not None:
         return partial(QuantizedExperts, submodules=QUANTIZED_EXPERT_LINEARS)
 
