@@ -69,7 +69,7 @@ def export_policy(
     """Write weights, config.json, tokenizer and generation settings on rank 0 of the trainer.
 
     A sample of the written weights is read back and compared with the trainer's weights. All values
-    of quantized experts are compared with those of the trainer and of the engines.
+    of quantized experts are compared with those of trainer and engines.
 
     Args:
         trainer: holds the policy.

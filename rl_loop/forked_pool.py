@@ -229,7 +229,7 @@ class ForkedPool:
         """Start a worker and wait until it accepts questions.
 
         Args:
-            closings: number of calls of ``close`` before the question.
+            closings: ``close`` calls before the question.
 
         Raises:
             PoolFailure: no worker starts, or ``close`` was called.

@@ -37,7 +37,7 @@ class InfrastructureFailure(RuntimeError):
         Args:
             component: one of COMPONENTS.
             reason: description of the failure for people.
-            failure_source: name of the failing part of the component, equal for equal failures.
+            failure_source: name of the component's failing part, equal for equal failures.
         """
         super().__init__(component, reason, failure_source)
         self.component = component
@@ -64,7 +64,7 @@ class InfrastructureOutage(UserError, RuntimeError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the exception of an actor instead of Ray's wrapper, whose message is a traceback."""
+    """Return an actor's exception instead of Ray's wrapper, whose message is a traceback."""
     # Without Ray there are no actors, and its exceptions need not be imported.
     ray: Any = sys.modules.get("ray.exceptions")
     if ray is None:

@@ -276,7 +276,7 @@ class RlLoop:
                 self._sync_check.set_result(check())
 
     def collect_episodes(self, step: int, record: StepRecord) -> RolloutBatch:
-        """Return the episodes of a step and of its evaluation.
+        """Return the episodes of a step and its evaluation.
 
         Also begin the episodes of later steps, as far as ``max_staleness`` allows.
         """
@@ -378,7 +378,7 @@ class RlLoop:
             # Servers receive them only in the next sync.
             self.rollouts.prepare_sync(self.trainer)
 
-        # Only with "detach" are the log-probs of the update those of the weights that sampled.
+        # Only with "detach" does the update use the log-probs of the weights that sampled.
         if self.algorithm.old_log_probs_from == "detach":
             limit = EPISODE_MISMATCH_FACTOR * self.canary_tolerance.nats
             check_sampled_by_policy(samples, updates.tokens, limit, step)

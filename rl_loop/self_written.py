@@ -51,7 +51,7 @@ class WritingOptions:
 
 @dataclass(frozen=True)
 class WrittenConversations:
-    """Content of a file of conversations."""
+    """Content of a conversation file."""
 
     questions: list[str]
     """User's message of every line."""

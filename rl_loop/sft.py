@@ -14,7 +14,7 @@ from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer.checkpointer import Checkpointer
 
 DISTILLATION_METRICS = "distillation/"
-"""Prefix of sums of a distillation loss over the tokens in the loss."""
+"""Prefix of a distillation loss's sums over the tokens in the loss."""
 TEACHER_VALIDATION_LOSS = "validation/teacher_loss"
 """Metric of the teacher's cross-entropy."""
 
@@ -42,7 +42,7 @@ def train_supervised(
 
     Args:
         trainer: takes the steps.
-        data: samples of the steps and of validation.
+        data: samples for steps and validation.
         recorder: writes metrics.
         checkpointer: saves the run, and knows the step to continue from.
         steps: steps in the run.

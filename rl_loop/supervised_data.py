@@ -104,7 +104,7 @@ class DemonstrationBatches:
         Args:
             tasks: source of the demonstrations.
             mixture: mixture of demonstrations.
-            sequences_per_step: number of demonstrations of a step.
+            sequences_per_step: demonstrations per step.
             all_tokens: whether every token is in the loss.
         """
         self._all_tokens = all_tokens
@@ -161,7 +161,7 @@ class ConversationBatches:
 
         Args:
             data: conversations of all sources.
-            sequences_per_step: number of samples of a step.
+            sequences_per_step: samples per step.
             all_tokens: whether every token is in the loss, and in the validation loss.
         """
         self._all_tokens = all_tokens

@@ -39,7 +39,7 @@ class AgentHost:
         Args:
             run: function of the agent, plain or async.
             answers: stream for the lines that this process writes.
-            threads: number of episodes of a plain function that run at the same time.
+            threads: concurrent episodes of a plain function.
         """
         self._run = run
         self._is_async = inspect.iscoroutinefunction(run)

@@ -234,7 +234,7 @@ def _key_of(agent: ExternalAgent) -> ProcessKey:
 
 
 class AgentProcesses:
-    """The processes of all agents of one rollout worker: one of each, replaced when it ends."""
+    """One rollout worker's agent processes: one per agent, replaced when it ends."""
 
     def __init__(self) -> None:
         self._current: dict[ProcessKey, AgentProcess] = {}

@@ -84,7 +84,7 @@ def rows(taskset: str, settings: dict[str, Any] | None = None) -> Iterator[dict[
 
     Args:
         taskset: id of the taskset.
-        settings: further fields of the ``EnvConfig`` of ``verifiers``.
+        settings: further fields of ``verifiers.EnvConfig``.
     """
     env = {"taskset": {"id": taskset}, **(settings or {})}
     for task in _load(env).taskset:

@@ -24,15 +24,15 @@ EQUAL = 1e-6
 ROUNDING = 1e-12
 """A mean below this share of the largest value is 0. fp64 has 16 digits, and a sum loses some."""
 TIME_BLOCK = 256
-"""Tokens of every sample in one block of the computation of generalized advantages."""
+"""Tokens per sample in one block when generalized advantages are computed."""
 
 
-# ---- advantages of the samples of a batch
+# ---- advantages of a batch's samples
 
 
 @dataclass(frozen=True)
 class BatchRewards:
-    """Rewards of the episodes of a batch, ordered by group: the input of an estimator."""
+    """Rewards of a batch's episodes, ordered by group: the input of an estimator."""
 
     totals: torch.Tensor
     """fp64 [samples]: rewards after all penalties."""
@@ -42,7 +42,7 @@ class BatchRewards:
     part_weights: list[float]
     """Weight of each column of ``parts``."""
     group_sizes: list[int]
-    """Number of samples of each task. The sum is the number of samples."""
+    """Samples per task. The sum is the number of samples."""
 
     def groups(self) -> tuple[torch.Tensor, ...]:
         """Return the rewards of each task: fp64 [samples of the task] each."""
@@ -93,7 +93,7 @@ def dr_grpo(rewards: BatchRewards) -> torch.Tensor:
 
 
 def leave_one_out(rewards: BatchRewards) -> torch.Tensor:
-    """Subtract the mean of the other samples of the group: fp64 [samples]."""
+    """Subtract the mean of the group's other samples: fp64 [samples]."""
     return torch.cat([group_advantages(group, "leave_one_out") for group in rewards.groups()])
 
 
@@ -132,9 +132,9 @@ def group_advantages(
     A group of one sample, or with equal rewards, has advantages of exactly 0.
 
     Args:
-        rewards: rewards of the samples of one task.
+        rewards: rewards of one task's samples.
         estimator: one of the above.
-        standard_deviation: divisor of the sum of squares.
+        standard_deviation: divisor of the sum of squared differences.
         epsilon: added to the standard deviation.
 
     Raises:
@@ -169,9 +169,9 @@ def gdpo_advantages(
     rare reward counts as much as a common one. The batch is whitened afterwards (``whiten``).
 
     Args:
-        parts: reward parts of the samples of one task.
+        parts: reward parts of one task's samples.
         weights: weight of each part.
-        standard_deviation: divisor of the sum of squares.
+        standard_deviation: divisor of the sum of squared differences.
 
     Example:
         >>> # Rewards: correct, and short. Each part is scaled to a standard deviation of 1.
@@ -246,18 +246,18 @@ def generalized_advantages_in_place(
     gamma: float,
     lam: float,
 ) -> None:
-    """Compute advantages and returns of samples of different lengths, in existing memory.
+    """Compute advantages and returns of samples with different lengths, in existing memory.
 
     Args:
         values: [sampled tokens] of each sample. Replaced by the returns.
         estimates: arrays of the same lengths. Filled with the advantages.
-        final_rewards: [samples], reward of the last token of each sample. The computation has this
+        final_rewards: [samples], reward of each sample's last token. The computation has this
             dtype.
         token_rewards: [sampled tokens] of each sample, added to the final rewards. None for none.
         gamma: discount per token.
         lam: lambda of the estimator.
     """
-    # Sort by decreasing length, so that the samples of a block of time are its first rows.
+    # Sort by decreasing length, so that a time block's samples are its first rows.
     unsorted_lengths = np.array([len(row) for row in values], dtype=np.int64)
     order = np.argsort(-unsorted_lengths, kind="stable")
     lengths = unsorted_lengths[order]
@@ -354,7 +354,7 @@ def whiten(
 
     Args:
         values: numbers to scale.
-        standard_deviation: divisor of the sum of squares.
+        standard_deviation: divisor of the sum of squared differences.
         epsilon: added to the variance.
 
     Example:
@@ -381,7 +381,7 @@ def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
     It is 0 up to ``limit - buffer`` tokens, then falls linearly to -1 at ``limit``.
 
     Args:
-        tokens: number of sampled tokens of the response, without prompt and tool outputs.
+        tokens: sampled tokens in the response, without prompt and tool outputs.
         limit: maximum length of a response.
         buffer: number of tokens before the limit over which the penalty grows.
 

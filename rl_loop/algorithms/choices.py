@@ -75,7 +75,7 @@ class CustomLoss(FunctionChoice):
     """A loss from outside the project."""
 
     type: str
-    """MODULE:FUNCTION of a function of ``rl_loop.algorithms.policy_loss.LossInputs``."""
+    """MODULE:FUNCTION. The function takes ``rl_loop.algorithms.policy_loss.LossInputs``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -107,7 +107,7 @@ class DrGrpoAdvantage(FunctionChoice):
 
 
 class LeaveOneOutAdvantage(FunctionChoice):
-    """R - mean of the other samples of the group (RLOO, arXiv 2402.14740)."""
+    """R - mean of the group's other samples (RLOO, arXiv 2402.14740)."""
 
     type: Literal["leave_one_out"] = "leave_one_out"
     """Name of the advantage."""
@@ -154,7 +154,7 @@ class CustomAdvantage(FunctionChoice):
     """An advantage from outside the project."""
 
     type: str
-    """MODULE:FUNCTION of a function of ``rl_loop.algorithms.advantages.BatchRewards``."""
+    """MODULE:FUNCTION. The function takes ``rl_loop.algorithms.advantages.BatchRewards``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
@@ -259,7 +259,7 @@ AnySupervisedLoss = Annotated[
     Discriminator(_supervised_tag),
     BeforeValidator(as_section),
 ]
-"""The type of ``loss`` of supervised fine-tuning."""
+"""The type of ``loss`` in supervised fine-tuning."""
 
 CHOICES = ("algorithm.policy_loss", "algorithm.advantage", "loss")
 """Configuration keys of sections with a type, which accept a plain NAME."""

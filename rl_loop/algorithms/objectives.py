@@ -100,11 +100,11 @@ def policy_objective(
 
     Args:
         config: the algorithm.
-        loss_tokens: int64 [samples], labels in the loss of every sample of the optimizer step, on
+        loss_tokens: int64 [samples], labels in the loss for every sample of the optimizer step, on
             all ranks.
         max_tokens: length of the longest possible sample.
         group: context-parallel ranks.
-        episodes: int64 [samples], index of the episode of each sample. None if each sample is an
+        episodes: int64 [samples], each sample's episode index. None if each sample is an
             episode.
     """
     # Computed once from counts of all ranks, so that micro-batches need no communication.
@@ -150,7 +150,7 @@ def policy_objective(
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Roles of the tokens of a micro-batch, bool [tokens] each."""
+    """Roles of a micro-batch's tokens, bool [tokens] each."""
 
     sampled: torch.Tensor
     """In the loss mask: sampled by the policy, in an episode that is not excluded."""
@@ -427,6 +427,6 @@ def _only(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _sequences(batch: PackedBatch, count: int, group: dist.ProcessGroup | None) -> SequenceIndex:
-    """Return the sequence of each token of a micro-batch."""
+    """Return the sequence of each token in a micro-batch."""
     # Padding has sample id -1, which would index from the end. No mask includes padding.
     return SequenceIndex(batch.sample_ids.clamp(min=0), count, group)

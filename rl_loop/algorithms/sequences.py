@@ -19,7 +19,7 @@ class SequenceIndex:
     index: torch.Tensor
     """int64 [tokens], below ``count``. Padding may have any index, because no mask includes it."""
     count: int
-    """Number of sequences of the mini-batch."""
+    """Sequences in the mini-batch."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other tokens of the same sequences (context parallelism)."""
 
@@ -49,7 +49,7 @@ def sample_weights(
     constant: float,
     episodes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weight of the token losses of each sample in the total loss: [samples], fp64.
+    """Return the weight of each sample's token losses in the total loss: [samples], fp64.
 
     - ``token-mean``: every token has the same weight (DAPO, arXiv 2503.14476, eq. 12).
     - ``seq-mean-token-mean``: every episode has the same weight (GRPO, arXiv 2402.03300, eq. 3,
@@ -62,10 +62,10 @@ def sample_weights(
     remains an average over all sampled tokens.
 
     Args:
-        tokens: [samples], loss tokens of every sample of the *global* mini-batch.
+        tokens: [samples], loss tokens per sample of the *global* mini-batch.
         aggregation: one of the above.
         constant: length of the longest possible sample.
-        episodes: int64 [samples], index of the episode of each sample. An agent that branches has
+        episodes: int64 [samples], each sample's episode index. An agent that branches has
             several samples per episode, which count as one. None if every sample is an episode.
 
     Example:

@@ -65,7 +65,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Results of all checks of one subject."""
+    """Results of one subject's checks."""
 
     subject: str
     weights: str

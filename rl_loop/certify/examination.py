@@ -1,4 +1,4 @@
-"""Data that the checks share: results of the subject and of the reference, and limits.
+"""Data that the checks share: results of subject and reference, and limits.
 
 A limit is SAFETY times the error of the reference itself when it computes in the subject's
 precision on the same tokens. A fault is searched where it is most visible: on the tokens whose

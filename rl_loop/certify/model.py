@@ -38,7 +38,7 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 FIRST = "first"
 SECOND = "second"
-"""Names of the directories of the two sets of weights."""
+"""Directory names of the two sets of weights."""
 
 BEACON = 7
 """Beacon: a token that all queries of window layers attend to while it is in their window."""
@@ -221,7 +221,7 @@ def _designed_attention(
     """Scale ``noise`` to the distribution of an attention tensor."""
     width = config.hidden_size**-0.5
     if name.endswith("sinks"):
-        # A sink has the weight of all keys of a window together.
+        # A sink has the weight of all keys in a window together.
         return math.log(config.sliding_window) + noise
     if name.endswith(("o_proj.weight", "o_proj.bias")):
         return 2 * (config.num_attention_heads * config.head_size) ** -0.5 * noise

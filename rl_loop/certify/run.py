@@ -228,7 +228,7 @@ def check_reference(weights: WeightSet, texts: ProbeTexts) -> None:
     their_frequencies, their_scale = ROPE_INIT_FUNCTIONS["yarn"](hf_config, torch.device("cpu"))
     is_same = torch.allclose(frequencies, their_frequencies, rtol=1e-5, atol=0)
     if not is_same or abs(scale - their_scale) > 1e-6:
-        raise CertifyError("the rotary frequencies of the reference and of transformers differ")
+        raise CertifyError("the reference's rotary frequencies differ from those of transformers")
 
     model = GptOssForCausalLM(hf_config).double().eval()
     model.set_attn_implementation("eager")

@@ -25,7 +25,7 @@ GateUpPart = Literal["all", "weights", "biases"]
 
 @dataclass(frozen=True)
 class FaultyVariant:
-    """Faults of a computation of GPT-OSS. The defaults are without faults."""
+    """Faults in a computation of GPT-OSS. The defaults are without faults."""
 
     window_offset: int = 0
     """Number of additional keys that a token of a window layer sees."""
@@ -55,13 +55,13 @@ class FaultyVariant:
     transposed_down: int | None = None
     """Layer whose (square) down projections are transposed; EVERY_LAYER for all."""
     absent_biases: tuple[str, ...] = ()
-    """Suffixes of the names of tensors that are zeros."""
+    """Name suffixes of tensors that are zeros."""
     bf16_biases: bool = False
     """Round all biases to bf16, except the router's."""
     stale_expert: tuple[int, int] | None = None
     """(layer, expert) with the weights from before an update."""
     stale: str | None = None
-    """Part of the names of tensors with the values from before an update; "" for all."""
+    """Part of the tensor names that have the values from before an update; "" for all."""
     leaky_packing: bool = False
     """Let sequences in one row attend to earlier sequences."""
     running_positions: bool = False
@@ -131,7 +131,7 @@ class ReferenceModel:
             variant: faults of the computation.
             prompt_length: number of prefilled tokens; None for all.
             routes: int64 [n - 1, layers, top_k]: experts to use instead of the router's.
-            starts: first positions of the sequences of a packed row.
+            starts: first positions of the sequences in a packed row.
         """
         # This makes the device the default of all new tensors, including those of the equations.
         with self.device:

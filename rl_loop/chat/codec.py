@@ -20,7 +20,7 @@ class Vocabulary(Protocol):
     """Token ids of a model."""
 
     size: int
-    """Number of rows of the model's embedding."""
+    """Rows of the model's embedding."""
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text. No part of it becomes a special token."""

@@ -36,7 +36,7 @@ class UnmatchedToolOutput(ValueError):
 
 
 def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
-    """Return the calls of a message of the assistant. Malformed calls are left out."""
+    """Return the calls in an assistant message. Malformed calls are left out."""
     calls: list[OpenCall] = []
     entries = message.get("tool_calls")
     for entry in entries if isinstance(entries, list) else ():
@@ -95,7 +95,7 @@ def in_call_order(
     index_of = {id(call): index for index, call in enumerate(calls)}
     order = sorted(range(len(answers)), key=lambda i: index_of[id(matched[i])])
 
-    # Answers of calls of one function differ only in their order once they are rendered.
+    # Answers to calls of one function differ only in their order once they are rendered.
     answered = {id(call) for call in matched}
     missing: set[str] = set()
     for call in calls:

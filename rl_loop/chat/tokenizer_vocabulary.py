@@ -138,7 +138,7 @@ class TokenizerVocabulary:
         if missing:
             raise TokenizerError(
                 f"{where} has no token {', '.join(missing)}, which the chat format needs. Use a "
-                "tokenizer with the tokens of ChatML or of Harmony"
+                "tokenizer with the tokens of ChatML or Harmony"
             )
         for name in self.used:
             # Such a token removes spaces of adjacent text, which is not supported.
@@ -149,7 +149,7 @@ class TokenizerVocabulary:
 
 
 def read_tokenizer(directory: Path) -> str:
-    """Return the content of the tokenizer of a Hugging Face directory.
+    """Return the content of a Hugging Face directory's tokenizer.
 
     Raises:
         TokenizerError: if the file is missing or unreadable.
@@ -190,7 +190,7 @@ def read_vocabulary[V: TokenizerVocabulary](kind: type[V], directory: Path, size
 
 
 def added_tokens(directory: Path) -> frozenset[str]:
-    """Return the names of the added tokens of a Hugging Face directory's tokenizer.
+    """Return the names of the tokens that were added to a Hugging Face directory's tokenizer.
 
     Raises:
         TokenizerError: if the file is missing or unreadable.
@@ -204,7 +204,7 @@ def added_tokens(directory: Path) -> frozenset[str]:
 
 
 def text_tokens(directory: Path) -> dict[str, int]:
-    """Return the ids of the tokens of a tokenizer that are text.
+    """Return the ids of a tokenizer's text tokens.
 
     Added tokens are left out, because a model may use other names for the same ids.
 

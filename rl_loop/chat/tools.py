@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 NAME = re.compile(r"[\w.-]+")
 FUNCTIONS = "functions."
-"""Prefix of the recipient of a function call."""
+"""Prefix of a function call's recipient."""
 
 
 @dataclass(frozen=True)

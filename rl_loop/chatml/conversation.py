@@ -1,4 +1,4 @@
-"""Reads the messages of conversations of data sets and clients for ChatML.
+"""Reads conversations of data sets and clients for ChatML.
 
 A message is a dictionary as in OpenAI's chat format:
 
@@ -129,7 +129,7 @@ def _check_end(messages: Sequence[ChatMessage]) -> None:
     """Raise ValueError if the next turn is not the assistant's."""
     if messages and messages[-1].role == "assistant":
         raise ValueError(
-            "the prompt ends with a message of the assistant, but the assistant's turn comes "
+            "the prompt ends with an assistant message, but the assistant's turn comes "
             "next. End it with a message of the user or a tool"
         )
 

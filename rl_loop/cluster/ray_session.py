@@ -162,7 +162,7 @@ def ray_session(object_store_bytes: int = DEFAULT_STORE_BYTES) -> Iterator[None]
 
 @dataclass(frozen=True)
 class RayProcesses:
-    """Process ids of the parts of a local Ray that every run needs."""
+    """Process ids of the local Ray's parts that every run needs."""
 
     raylet: int
     control_store: int
@@ -241,7 +241,7 @@ def _start_monitor(process: int, message: str) -> subprocess.Popen[bytes]:
 
 
 def describe_exit(part: str, program: str, process: int) -> str:
-    """Return the last message to the user after the death of a part of Ray."""
+    """Return the last message to the user after a part of Ray has died."""
     return (
         f"gptoss: Ray's {part} on this machine ({program}, process {process}) has died, which "
         "ended the run. The kernel may have killed it because memory was short (see dmesg). "

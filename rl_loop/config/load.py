@@ -140,12 +140,12 @@ def _reject_split_data(path: Path, tree: Any, changes: list[str]) -> None:
 
 
 def _keys_of_change(change: str) -> list[str]:
-    """Return the keys of all values of an override, including values in a mapping."""
+    """Return the keys of all values in an override, including values in a mapping."""
     return _leaf_keys(_values_of_change(change))
 
 
 def _mappings_of_change(change: str) -> list[str]:
-    """Return the keys of all mappings of an override, outer ones first."""
+    """Return the keys of all mappings in an override, outer ones first."""
 
     def keys_of(values: Any, prefix: str) -> list[str]:
         if not isinstance(values, dict):
@@ -191,7 +191,7 @@ def value_origins(
     kind: type[RunConfig],
     overrides: list[str] | None = None,
 ) -> dict[str, str]:
-    """Return the origin of each value of ``load_config`` with the same arguments.
+    """Return the origin of each value that ``load_config`` returns for the same arguments.
 
     Args:
         path: a file, or the name of a shipped configuration.
@@ -219,7 +219,7 @@ def value_origins(
             del origins[known]
         origins[key] = "command line"
 
-    # A section that is a name has the values of the file of that name.
+    # A section that is a name has the values of the file with that name.
     chosen = {key: origins.pop(key) for key in CHOICES if key in origins}
     for key in ("model", "algorithm"):
         if isinstance(tree.get(key), str):
@@ -255,7 +255,7 @@ def load_run_config(path: Path, command: str, overrides: list[str] | None = None
 
 
 def keys_of_command(command: str) -> list[str]:
-    """Return the dotted keys of a configuration of ``gptoss COMMAND``. COMMAND is rl or sft."""
+    """Return the dotted keys of a ``gptoss COMMAND`` configuration. COMMAND is rl or sft."""
     return list(known_keys(_kind_of(command)))
 
 

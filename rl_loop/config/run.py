@@ -354,7 +354,7 @@ class SftConfig(RunConfig):
     """Loss: ``cross_entropy``, or ``distillation`` from a teacher. {type: NAME, ...}, or a plain
     NAME."""
     sequences_per_step: int = Field(64, gt=0)
-    """Number of demonstrations (episodes), or of samples of ``data``, in one optimizer step."""
+    """Demonstrations (episodes), or samples of ``data``, per optimizer step."""
 
     @property
     def exports(self) -> bool:
@@ -377,7 +377,7 @@ class SftConfig(RunConfig):
 
     @property
     def longest_sample(self) -> int:
-        """Maximum tokens of a sample of ``data``."""
+        """Maximum tokens per sample of ``data``."""
         # The last token of a sequence is not an input, so a row can hold one token more.
         limit = min(self.training.max_tokens_per_micro_batch + 1, self.model.max_length)
         if self.data is None or self.data.max_tokens is None:
@@ -386,7 +386,7 @@ class SftConfig(RunConfig):
 
     @property
     def memory_inputs(self) -> MemoryInputs:
-        """Memory inputs with a teacher, for sequences of the maximum length of ``data``."""
+        """Memory inputs with a teacher, for sequences of ``data``'s maximum length."""
         # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = super().memory_inputs
         if self.distillation is not None:

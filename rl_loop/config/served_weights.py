@@ -21,7 +21,7 @@ class ServedWeights:
     is_export: bool
     """True for the export, False for the newest checkpoint."""
     step: int | None
-    """Number of training steps of the weights. None if unknown."""
+    """Training steps that made the weights. None if unknown."""
     newer_adapters: Path | None = None
     """Checkpoint that is newer than the export but cannot be served, because it has adapters
     without their base. None without one."""

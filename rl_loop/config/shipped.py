@@ -87,5 +87,5 @@ def shipped_files(folder: str) -> list[Path]:
 
 
 def shipped_names(folder: str) -> list[str]:
-    """List the names of the shipped configurations of a folder, including untested ones."""
+    """List the names of a folder's shipped configurations, including untested ones."""
     return sorted(file.stem for file in shipped_files(folder))

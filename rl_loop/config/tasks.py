@@ -90,7 +90,7 @@ class TaskConfig(StrictModel):
     seed: int = 0
     """Seed for task generators and for shuffling data."""
     held_out_tasks: int = Field(128, gt=0)
-    """Number of held-out tasks of each source in an evaluation."""
+    """Held-out tasks per source in an evaluation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

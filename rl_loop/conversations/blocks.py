@@ -85,7 +85,7 @@ class RenderedBlock:
     numbers: np.ndarray
     """int64 [samples]: ``RenderedSample.number`` of each sample."""
     conversations: int
-    """Number of conversations of the split, including rejected ones."""
+    """Conversations in the split, including rejected ones."""
     rejections: list[RejectedRow]
 
     @property

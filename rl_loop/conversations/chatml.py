@@ -213,9 +213,9 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
 def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
     """Check that inference could sample every turn. Raises ConversationError."""
     if not any(statement.is_by_assistant for statement in statements):
-        raise ConversationError("it has no message of the assistant")
+        raise ConversationError("it has no assistant message")
     if statements[0].is_by_assistant:
-        raise ConversationError("it begins with a message of the assistant")
+        raise ConversationError("it begins with an assistant message")
     last = statements[-1]
     if not last.is_by_assistant:
         raise ConversationError(
@@ -229,7 +229,7 @@ def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool
         if before.is_by_assistant and statement.is_by_assistant:
             raise ConversationError(
                 f"message {before.number}: a turn of the assistant is followed by "
-                "another message of the assistant"
+                "another assistant message"
             )
     _check_calls(statements, tools)
     for statement in statements:

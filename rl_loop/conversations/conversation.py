@@ -180,7 +180,7 @@ def _translate(
 
 
 def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Read CONTROL_KEYS of a message of the assistant.
+    """Read CONTROL_KEYS of an assistant message.
 
     Returns:
         True if the message is in the loss, and True if it was cut off.
@@ -217,12 +217,12 @@ def _check_ends(conversation: Conversation) -> None:
     """Check that the assistant has a message to reply to and speaks last."""
     statements = conversation.statements
     if not any(statement.is_by_assistant for statement in statements):
-        raise ConversationError("it has no message of the assistant")
+        raise ConversationError("it has no assistant message")
 
     first = statements[0]
     # Instructions of a developer are enough for the assistant to begin.
     if first.is_by_assistant and not conversation.prefix:
-        raise ConversationError("it begins with a message of the assistant")
+        raise ConversationError("it begins with an assistant message")
 
     last = statements[-1]
     if not last.is_by_assistant:
@@ -239,12 +239,12 @@ def _check_turn(turn: Sequence[ConversationMessage], may_be_cut: bool) -> None:
         if statement.is_call:
             raise ConversationError(
                 f"message {statement.number}: the call of {statement.message.recipient} is followed "
-                "by a message of the assistant instead of its answer"
+                "by an assistant message instead of its answer"
             )
         if statement.is_answer:
             raise ConversationError(
                 f"message {statement.number}: an answer of the assistant is followed by "
-                "another message of the assistant"
+                "another assistant message"
             )
 
     last = turn[-1]

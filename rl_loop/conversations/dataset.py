@@ -264,7 +264,7 @@ class ConversationStream:
     def __init__(
         self, streams: Sequence[SourceStream], mixture: SourceMixture, position: int
     ) -> None:
-        """Create a stream. ``position`` is the number of used positions of the mixture."""
+        """Create a stream. ``position`` is the number of mixture positions used so far."""
         self.streams = list(streams)
         self._mixture = mixture
         self._position = position

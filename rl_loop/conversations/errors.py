@@ -1,4 +1,4 @@
-"""Errors of conversations and of data files."""
+"""Errors of conversations and data files."""
 
 from megatron_gptoss.user_error import UserError
 

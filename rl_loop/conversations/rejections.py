@@ -12,7 +12,7 @@ from rl_loop.conversations.rows import Rows
 SHOWN_AT_ONCE = 5
 """Rejected conversations to show to the user. The file has all of them."""
 SHOWN_KINDS = 5
-"""Number of kinds of reasons in a summary."""
+"""Maximum kinds of reasons in a summary."""
 ENOUGH_TO_JUDGE = 100
 """Minimum number of conversations for judging the rejected share before all are read."""
 
@@ -94,7 +94,7 @@ class RejectionReport:
 def check_rejected_share(
     location: str, *, seen: int, rejected: int, kinds: "Counter[str]", limit: float
 ) -> None:
-    """Raise DataError if more than ``limit`` of the conversations of a file are rejected."""
+    """Raise DataError if more than ``limit`` of a file's conversations are rejected."""
     if rejected > limit * seen:
         raise DataError(
             f"{location}: {rejected} of {seen} conversations are rejected, more than "

@@ -247,7 +247,7 @@ class ConversationRenderer:
 
 
 def _parsed(message: Message, text: str) -> ParsedMessage:
-    """Return a message of the assistant in sampled form, with another text."""
+    """Return an assistant message in sampled form, with another text."""
     return ParsedMessage(message.channel or "", message.recipient, message.content_type, text)
 
 

@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Range of consecutive rows of a file."""
+    """Consecutive rows of a file."""
 
     start: int
     """First byte (JSONL) or first row (other files)."""
@@ -203,7 +203,7 @@ def open_rows(location: str) -> Rows:
 
 
 def hub_files(location: str) -> list[str]:
-    """Return the Arrow files of a data set of the hub. Raises DataError."""
+    """Return the Arrow files of a hub data set. Raises DataError."""
     from datasets import load_dataset
 
     name, split = hub_name(location)

@@ -212,7 +212,7 @@ def _summed_kl_penalties(
 ) -> torch.Tensor:
     """Return the sum of the KL penalties in the reward of every episode: fp64 [episodes].
 
-    ``sequences`` has the number of samples of each episode, int64 [episodes].
+    ``sequences`` has each episode's number of samples, int64 [episodes].
     """
     totals = torch.zeros(len(sequences), dtype=torch.float64)
     if _penalizes_kl(config):

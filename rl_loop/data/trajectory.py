@@ -31,7 +31,7 @@ class FinishReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """The token budget of the episode, prompt and tool output included, ran out."""
     MAX_SAMPLED_TOKENS = "max_sampled_tokens"
-    """The budget of sampled tokens of the episode ran out."""
+    """The episode's budget of sampled tokens ran out."""
     MAX_TURNS = "max_turns"
     """The agent used all its turns without a final answer."""
     MAX_TOOL_CALLS = "max_tool_calls"

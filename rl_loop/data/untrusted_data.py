@@ -9,7 +9,7 @@ from typing import Any
 from rl_loop.data import parquet_size
 
 MAX_LINE_BYTES = 1 << 26
-"""Maximum bytes of a line of JSONL: 64 MiB, about 10 million tokens of text."""
+"""Maximum bytes of a JSONL line: 64 MiB, about 10 million tokens of text."""
 ALWAYS_ALLOWED_BYTES = 1 << 30
 """Decoded size in bytes that is allowed for every Parquet file, however small."""
 MAX_EXPANSION = 200
@@ -21,7 +21,7 @@ byte."""
 MAX_MEMORY_BYTES = 6 << 30
 """Address space of the process that measures the decoded size, in bytes."""
 MIN_SECONDS = 60.0
-"""Base of the time limit of the measurement, in seconds."""
+"""Base of the measurement's time limit, in seconds."""
 BYTES_PER_SECOND = 50e6
 """Decoded bytes that extend the time limit by 1 s. A core decodes 10 times faster."""
 

@@ -272,7 +272,7 @@ class RolloutBackend(ABC):
         return None
 
     def mxfp4_digests(self) -> "list[Digests]":
-        """Return digests of the quantized experts of each engine.
+        """Return digests of each engine's quantized experts.
 
         Empty if engines hold experts in other formats or cannot compute digests.
         """

@@ -28,7 +28,7 @@ class ExternalEngineConfig(EngineConfig):
     """Configuration of an external backend."""
 
     type: str
-    """MODULE:CLASS of a subclass of ``rl_loop.engines.backend.RolloutBackend``."""
+    """MODULE:CLASS, a subclass of ``rl_loop.engines.backend.RolloutBackend``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Fields of the class's ``Options``."""
 

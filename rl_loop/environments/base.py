@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one turn of the agent.
+    """Result of one agent turn.
 
     ``reward``, ``reward_parts`` and ``answer`` are used only if the episode is ``done``.
     """
@@ -191,7 +191,7 @@ class Environment:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Return the task of a row of a data set; None to leave the row out.
+        """Return the task in a data set's row; None to leave the row out.
 
         Args:
             record: row.
@@ -226,7 +226,7 @@ class Environment:
 
     @classmethod
     async def simulate_python(cls, code: str, history: Sequence[str] = (), /) -> ExecutionResult:
-        """Return the result of a program of ``solve`` without running it.
+        """Return the result of a ``solve`` program without running it.
 
         Demonstrations have no sandbox. Only environments whose scripts call Python need this method.
         Arguments and result are those of ``execute``.
@@ -372,7 +372,7 @@ class Environment:
         raise NotImplementedError
 
     def to_reward(self, given: object) -> StepResult:
-        """Return the end of an episode of an external agent.
+        """Return the end of an external agent's episode.
 
         Args:
             given: value that the agent returned or sent as its reward.

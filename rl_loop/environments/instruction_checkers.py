@@ -85,7 +85,7 @@ def ifeval_checkers() -> dict[str, Any]:
 
 @cache
 def ifeval_conflicts() -> dict[str, Any]:
-    """Return the incompatible constraints of each constraint of IFEval."""
+    """Return each IFEval constraint's incompatible constraints."""
     ifeval_checkers()  # reports how to install missing packages
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_CONFLICTS, conflict_make
 
@@ -110,7 +110,7 @@ def ifbench_checkers() -> dict[str, Any]:
 
 
 def checker_class(name: str) -> Any:
-    """Return the checker of a constraint of IFEval or IFBench. Raises ValueError if unknown."""
+    """Return the checker for a constraint of IFEval or IFBench. Raises ValueError if unknown."""
     if name in ifeval_checkers():
         return ifeval_checkers()[name]
     if name not in ifbench_checkers():

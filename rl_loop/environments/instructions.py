@@ -111,7 +111,7 @@ class InstructionEnvironment(Environment):
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
-        """Return the task of a row of IFEval or IFBench.
+        """Return the task in a row of IFEval or IFBench.
 
         Such a row is {"key", "prompt", "instruction_id_list", "kwargs"}.
         """
@@ -221,7 +221,7 @@ def _script_meets(topic: str, constraints: list[TextConstraint]) -> bool:
 
 
 def _constraints_of(record: dict[str, Any]) -> list[TextConstraint]:
-    """Return the constraints of a row of IFEval or IFBench. Raises KeyError or ValueError."""
+    """Return the constraints in a row of IFEval or IFBench. Raises KeyError or ValueError."""
     names = record["instruction_id_list"]
     kwargs = record["kwargs"]
     for key, values in (("instruction_id_list", names), ("kwargs", kwargs)):

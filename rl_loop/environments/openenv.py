@@ -37,7 +37,7 @@ from rl_loop.infrastructure import InfrastructureFailure, describe
 NUMBER = "{number}"
 """Placeholder for a task's number in the option ``prompt``."""
 FRAME_BYTES = 64 << 20
-"""Size limit of one message of the server."""
+"""Size limit of one server message."""
 TRANSPORT_ERROR = "transport_error"
 """Error type that the environment reports for an unreachable tool."""
 ACTION_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")

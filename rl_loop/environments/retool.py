@@ -235,7 +235,7 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
 
 
 def _ground_truth(reward_model: Any) -> str:
-    """Return the correct answer of a row of verl. Raises KeyError or ValueError."""
+    """Return the correct answer in a row of verl. Raises KeyError or ValueError."""
     if not isinstance(reward_model, dict):
         raise ValueError(f"'reward_model' must be an object, not {type(reward_model).__name__}")
     return text_in(reward_model, "ground_truth")

@@ -17,7 +17,7 @@ Z = 1.96
 """Standard normal quantile of a two-sided 95% interval."""
 
 SUBSETS = 200
-"""Maximum number of subsets of k answers that maj@k averages over."""
+"""Maximum number of subsets with k answers that maj@k averages over."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _share_of_correct_winners(
 def accuracy_estimates(records: Sequence[dict[str, Any]]) -> dict[str, MeanEstimate]:
     """Compute avg@n of correctness, and pass@k and maj@k for k = 2, 4, ... n.
 
-    n is the smallest number of samples of a task. maj@k is left out if no episode has an answer.
+    n is the smallest number of samples for a task. maj@k is left out if no episode has an answer.
     """
     tasks = list(by_task(records).values())
     # All tasks need k samples, so the task with the fewest samples limits k.

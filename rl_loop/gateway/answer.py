@@ -16,7 +16,7 @@ from rl_loop.gateway.request import MessageDigest, message_digest
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of one of the client's functions."""
+    """A call of a client's function."""
 
     call_id: str
     """Id by which the client's tool output refers to the call."""

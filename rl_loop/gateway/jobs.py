@@ -89,7 +89,7 @@ class RenderJob:
 
     messages: tuple[dict[str, Any], ...]
     first_number: int
-    """Number of messages of the client before ``messages``."""
+    """Client messages before ``messages``."""
     tools: tuple[Tool, ...]
     reasoning_effort: Effort | None
     keys: Sequence[bytes]

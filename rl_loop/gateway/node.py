@@ -41,7 +41,7 @@ class TurnNode:
     messages: tuple[dict[str, Any], ...]
     """Conversation including this turn, without instructions."""
     digests: tuple[MessageDigest, ...]
-    """Digest of each of ``messages``."""
+    """Digest of each item of ``messages``."""
     digest: MessageDigest
     """Digest of the answer."""
     reasoning_tokens: int
@@ -127,9 +127,9 @@ class ForestPosition:
     conversation: tuple[dict[str, Any], ...]
     """All messages, without instructions."""
     digests: tuple[MessageDigest, ...]
-    """Digest of each message of the conversation."""
+    """Digest of each conversation message."""
     keys: list[bytes]
-    """Keys of all prefixes of instructions and conversation."""
+    """Keys of all prefixes of instructions plus conversation."""
     new_messages: tuple[dict[str, Any], ...]
     """Messages to render: the messages after the parent, or all messages."""
     first_number: int

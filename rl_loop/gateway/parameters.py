@@ -20,9 +20,9 @@ MAX_CALLS = 1024
 MAX_TOOLS = 256
 """Maximum functions of a request."""
 MAX_TOOL_CHARACTERS = 32_768
-"""Maximum characters of the description of one function, including its schema."""
+"""Maximum characters in one function's description, including its schema."""
 MAX_TOOLS_CHARACTERS = 1_048_576
-"""Maximum characters of the descriptions of all functions."""
+"""Maximum characters in all functions' descriptions."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Content types that are text."""

@@ -24,7 +24,7 @@ class PromptTooLong(Exception):
     """The prompt leaves no room for an answer."""
 
     def __init__(self, tokens: str) -> None:
-        """``tokens``: number of tokens of the conversation, for people."""
+        """``tokens``: tokens of the conversation, for people."""
         super().__init__(tokens)
         self.tokens = tokens
 

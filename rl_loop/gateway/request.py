@@ -63,7 +63,7 @@ class TurnRequest:
 
     @cached_property
     def tools_size(self) -> int:
-        """Number of characters of the tools."""
+        """Characters of the tools."""
         return sum(len(repr(tool)) for tool in self.tools)
 
     @cached_property
@@ -91,7 +91,7 @@ class TurnRequest:
 
     @cached_property
     def digests(self) -> tuple[MessageDigest, ...]:
-        """Digest of each of ``messages``."""
+        """Digest of each item of ``messages``."""
         return tuple(map(message_digest, self.messages))
 
     @cached_property
@@ -111,14 +111,14 @@ class TurnRequest:
         return ({"role": "developer", "content": self.instructions},)
 
     def conversation_keys(self, digests: Sequence[MessageDigest]) -> list[bytes]:
-        """Return a key of each prefix of a conversation, from no message to all of them.
+        """Return a key for each prefix of a conversation, from no message to all of them.
 
         Prefixes with the same meaning to the policy have the same key: equal texts, calls, tools
         and reasoning effort. JSON is compared by value. Reasoning that a client repeats or leaves
         out does not count.
 
         Args:
-            digests: digest of each message of the conversation.
+            digests: digest of each conversation message.
         """
         # Tools and effort are rendered before all messages, so every prefix depends on them.
         key = _digest([self._tools_digest.hex(), self.reasoning_effort])
@@ -131,7 +131,7 @@ class TurnRequest:
 
 
 def text_size(messages: Sequence[dict[str, Any]]) -> int:
-    """Return the number of characters of messages, including calls and thinking."""
+    """Return the number of characters in messages, including calls and thinking."""
     size = 0
     for message in messages:
         size += len(message.get("content") or "") + len(message.get("thinking") or "")
@@ -141,7 +141,7 @@ def text_size(messages: Sequence[dict[str, Any]]) -> int:
 
 
 def text_bytes(messages: Sequence[dict[str, Any]]) -> int:
-    """Return an upper bound of the bytes of messages, in time independent of their length."""
+    """Return an upper bound on the bytes of messages, in time independent of their length."""
     size = 0
     for message in messages:
         texts = [message.get("content") or "", message.get("thinking") or ""]

@@ -25,7 +25,7 @@ class _RewardBody(BaseModel):
 
 @dataclass(frozen=True)
 class SubmittedReward:
-    """A reward of a session, or of one of its responses."""
+    """A reward for a session, or for one of its responses."""
 
     parts: dict[str, float]
     """Parts of the reward. The part "score" is 1 for perfect and 0 for doing nothing."""

@@ -89,7 +89,7 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
 
     Args:
         options: options of ``gptoss serve``.
-        positions: number of positions of the model.
+        positions: positions of the model.
 
     Raises:
         ServeError: the model has fewer positions than requested.

@@ -33,13 +33,13 @@ MAX_IN_FLIGHT = 1024
 CLOSING_STATUSES = (401, 408, 413, 415, 429)
 """Status codes after which a connection is closed, because the body is not read."""
 MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
-"""Maximum bytes of the bodies of all concurrent requests of one key."""
+"""Maximum bytes of one key's concurrent request bodies."""
 LONG_ANSWER_BYTES = 65_536
 """Bytes of a stream that are sent at a time. A longer event is sent at once."""
 STOP_SECONDS = 5.0
 """Time in seconds for requests to end when the server stops."""
 RETRY_HEADER = "x-stainless-retry-count"
-"""Header with the number of earlier attempts of an OpenAI client."""
+"""Header with an OpenAI client's number of earlier attempts."""
 
 SESSION = web.RequestKey("session", ConversationSession)
 """Session of a request with a valid key."""

@@ -1,4 +1,4 @@
-"""One session: sampling, recording and limits of all conversations of one API key.
+"""One session: sampling, recording and limits for all conversations of one API key.
 
 A session is an episode (``rollout.episode``). Mistakes of the policy and limits end it with a
 reason that can be rewarded. Infrastructure failures end it as invalid. In both cases the client
@@ -45,7 +45,7 @@ SETTLE_SECONDS = 2 * ABORT_SECONDS
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Settings of the sessions of a gateway."""
+    """Settings of a gateway's sessions."""
 
     limits: EpisodeLimits
     """Limits of a session. The agent itself limits tools and observations."""
@@ -108,7 +108,7 @@ class ConversationSession:
         self.in_flight = 0
         """Number of requests in flight."""
         self.body_bytes = 0
-        """Bytes of the bodies of the requests in flight."""
+        """Bytes of the request bodies in flight."""
         self.was_too_long = False
         """True if the last conversation was rejected because it left no room for an answer."""
 
@@ -164,7 +164,7 @@ class ConversationSession:
             raise _error_of(self.end) from None
 
     def add_reward(self, reward: SubmittedReward) -> None:
-        """Add a reward of the session or of a response. A repeat counts once. Raises ApiError."""
+        """Add a reward for the session or for a response. A repeat counts once. Raises ApiError."""
         if not self._settings.is_episode:
             message = "this server does not train, so it accepts no rewards"
             raise ApiError(400, "invalid_request", message)

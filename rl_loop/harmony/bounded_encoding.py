@@ -20,7 +20,7 @@ WINDOW = 2048
 """Number of characters that are split and tokenized at a time, because a thread holds the
 interpreter lock for this long."""
 UNSURE_PIECES = 2
-"""Number of last pieces of a window that may change with the following text: "don" and "'" become
+"""Last pieces of a window that may change with the following text: "don" and "'" become
 "don't"."""
 
 # o200k's pattern for splitting text before byte-pair merging, published with the vocabulary.

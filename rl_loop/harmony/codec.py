@@ -55,9 +55,9 @@ __all__ = [
 
 
 CACHED_HEADERS = 4096
-"""Size of the cache of headers. There are few distinct headers."""
+"""Size of the header cache. There are few distinct headers."""
 TRIED_ENDS = 16
-"""Number of last messages of a malformed turn that are tried as its last valid message."""
+"""Last messages of a malformed turn that are tried as its last valid message."""
 
 
 class Harmony:

@@ -146,7 +146,7 @@ def prompt_messages(
 
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(
-            "the prompt ends with a message of the assistant, but the assistant's turn comes "
+            "the prompt ends with an assistant message, but the assistant's turn comes "
             "next. End it with a message of the user, the developer or a tool"
         )
     return rendered
@@ -177,7 +177,7 @@ def assistant_message(
     recipient: str | None = None,
     content_type: str | None = None,
 ) -> Message:
-    """Create a message of the assistant."""
+    """Create an assistant message."""
     return Message(
         author=_author(Role.ASSISTANT, None),
         content=[TextContent(text=text)],

@@ -29,9 +29,9 @@ class MessageSpan:
     start: int
     """Index of the first token: <|start|>, or the header if <|start|> precedes the sequence."""
     header: int
-    """Index of the first token of the header."""
+    """Index of the header's first token."""
     body: int | None
-    """Index of the first token of the text; None if there is no <|message|>."""
+    """Index of the text's first token; None if there is no <|message|>."""
     body_end: int
     """Index behind the last token of the text, or of the header if there is no text."""
     end: int

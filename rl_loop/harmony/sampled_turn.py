@@ -16,9 +16,9 @@ from rl_loop.harmony.messages import MessageSpan, split_turn
 from rl_loop.harmony.vocabulary import FIRST_SPECIAL_ID, harmony_encoding, special_id
 
 CACHED_FRAMES = 4096
-"""Size of the cache of messages without texts. There are few distinct ones."""
+"""Size of the cache for messages without texts. There are few distinct ones."""
 MAX_FRAME_TOKENS = 128
-"""Maximum number of tokens of a cached message without its text."""
+"""Maximum tokens in a cached message without its text."""
 
 
 def parse_turn(harmony_ids: Sequence[int]) -> list[ParsedMessage] | FormatError:

@@ -1,4 +1,4 @@
-"""One-line descriptions of the failure of a command, and files with full tracebacks."""
+"""One-line descriptions of a command's failure, and files with full tracebacks."""
 
 import errno
 import importlib

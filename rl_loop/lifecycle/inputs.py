@@ -152,7 +152,7 @@ def _read_input(key: str, path: str) -> RunInput:
 
 
 def weights_digest(directory: Path) -> str:
-    """Return the digest of a directory of weights, see the module. Raises OSError."""
+    """Return the digest of a weight directory, see the module. Raises OSError."""
     checksums = directory / CHECKSUMS_FILE
     if checksums.exists():
         return checksum_file(checksums).xxh3_128
@@ -213,7 +213,7 @@ def _safetensors_header(file: Any, size: int) -> bytes | None:
 
 
 def _middles(header: bytes) -> list[int]:
-    """Return the start of the middle block of each tensor, in bytes."""
+    """Return the start of each tensor's middle block, in bytes."""
     starts = []
     for name, tensor in json.loads(header).items():
         # The only entry that is not a tensor.

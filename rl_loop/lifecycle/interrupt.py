@@ -55,7 +55,7 @@ class InterruptHandler:
         129 after SIGHUP."""
         self._in_step = False
 
-        # Monotonic times of the first request, and of the beginning of the clean-up.
+        # Monotonic times of the first request, and of the clean-up's beginning.
         self._asked_at = 0.0
         self._stopped_at: float | None = None
 

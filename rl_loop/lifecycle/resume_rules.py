@@ -128,7 +128,7 @@ RULES: dict[str, ResumeRule] = {
         ResumeEffect.MAY_CHANGE, "packing of sequences, and which samples of `data` are too long"
     ),
     "training.steps": ResumeRule(
-        ResumeEffect.MAY_CHANGE, "the length of the run and of its schedules"
+        ResumeEffect.MAY_CHANGE, "the length of the run and its schedules"
     ),
     "tracking.episodes": RECORDING,
     "evaluation.concurrent_episodes": ELSEWHERE,
@@ -276,7 +276,7 @@ def flattened(config: Any, key: str = "") -> dict[str, Any]:
 
 
 def sampling_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of all values of a configuration that affect the sampling of episodes."""
+    """Return a digest of all configuration values that affect the sampling of episodes."""
     values = flattened(config)
     sampled = {key: value for key, value in values.items() if rule_of(key).samples}
     # Sorted, so that the order of keys in a file does not matter.

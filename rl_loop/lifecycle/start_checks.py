@@ -53,7 +53,7 @@ from rl_loop.tracking.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 READ_NOW_BYTES = 20 << 20
-"""Maximum size of task files of which the check reads every row. Larger files would take too
+"""Maximum size of task files whose rows the check reads all. Larger files would take too
 long."""
 
 
@@ -216,7 +216,7 @@ def _vocabulary_sources(config: RunConfig) -> tuple[object, ...]:
 
 
 def _tiny_tokens(config: RunConfig) -> dict[str, int]:
-    """Return the ids of the tokens of a tiny vocabulary that are text."""
+    """Return the ids of a tiny vocabulary's text tokens."""
     with tempfile.TemporaryDirectory() as scratch:
         codec_of(config).vocabulary.save(Path(scratch))
         return text_tokens(Path(scratch))

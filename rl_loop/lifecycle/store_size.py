@@ -32,13 +32,13 @@ HEAD_ROOM = 1.5
 (RAY_object_spilling_threshold). Released objects are freed within 1-2 s, and leave gaps."""
 
 TEXT_BYTES = 5
-"""Bytes per token of the decoded text of an episode's turns, for people."""
+"""Bytes per token of the decoded text in an episode's turns, for people."""
 
 RETURNED_BYTES = 8
 """Bytes per token of the trainer's log-prob and the entropy, in fp32, for recorded episodes."""
 
 WEIGHT_COPIES = 3
-"""Number of copies of an embedded engine's weights during a sync. One is the result
+"""Copies of an embedded engine's weights during a sync. One is the result
 of the trainer's rank, one is for the workers, and one is the earlier version, which the successor
 of a dead worker would load."""
 
@@ -57,7 +57,7 @@ class StoreNeed:
     longest: int
     """Length of the longest episode in tokens."""
     columns: int
-    """Per-token columns, of episodes and of the inputs of the trainer's ranks."""
+    """Per-token columns of episodes and of the inputs to trainer ranks."""
     routes: int
     """Experts of every token. 0 if the engine does not record them."""
     weights: int
@@ -94,7 +94,7 @@ def sft_store_need(*, sequences: int, longest: int) -> StoreNeed:
     """Compute the contents of the store in a step of supervised fine-tuning.
 
     Args:
-        sequences: number of sequences of a step.
+        sequences: sequences per step.
         longest: maximum tokens of a sequence.
     """
     return StoreNeed(
@@ -122,7 +122,7 @@ def rl_store_need(
         dtype: dtype of the weights.
         rollout: section of the configuration.
         algorithm: section of the configuration.
-        held_out: number of episodes of an evaluation.
+        held_out: episodes in an evaluation.
     """
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
@@ -163,7 +163,7 @@ def evaluation_store_need(
         model: architecture of the policy.
         dtype: dtype of the weights.
         rollout: section of the configuration.
-        episodes: number of episodes of the evaluation.
+        episodes: episodes in the evaluation.
     """
     weights = _weight_bytes(model, dtype)
     return StoreNeed(

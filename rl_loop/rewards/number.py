@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 ROUNDED_PLACES = 6
-"""Minimum number of decimal places of a ground truth that counts as rounded."""
+"""Minimum number of decimal places in a ground truth that counts as rounded."""
 
 MAX_DIGITS = 400
 MAX_EXPONENT = 400

@@ -67,7 +67,7 @@ def reversed_chain(chain: RelationChain) -> RelationChain | None:
 
 
 def difference_of(chain: RelationChain) -> Expr | None:
-    """Return left minus right of a relation of 2 plain values without units."""
+    """Return left minus right of a relation between 2 plain values without units."""
     left, right = chain.sides
     if not isinstance(left, ExpressionStatement) or not isinstance(right, ExpressionStatement):
         return None

@@ -80,7 +80,7 @@ COMPOUND = {
     "celsius": {"deg": 1},
     "fahrenheit": {"deg": 1},
 }
-"""Names of products of units."""
+"""Names of unit products."""
 KINDS_OF_DEGREES = ("celsius", "fahrenheit")
 """Units that are degrees, but not interchangeable."""
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}

@@ -133,7 +133,7 @@ class StepGroups:
 
     @property
     def next_task(self) -> int | None:
-        """Position of the first task of the next step. None while it is unknown."""
+        """Position of the next step's first task. None while it is unknown."""
         if self.max_rounds == 1:
             return self.first_task + self.groups_per_round
         if not self.is_complete:
@@ -192,9 +192,9 @@ class RolloutCollector:
             runner: runs the groups.
             requests: requests for training groups.
             algorithm: ``max_staleness``, ``dynamic_sampling_rounds`` and the advantage.
-            steps: number of steps of the whole run. No group of a later step begins.
+            steps: steps in the whole run. No group of a later step begins.
             first_step: step that is collected first.
-            first_task: position of the first task of this step.
+            first_task: position of this step's first task.
             finished: groups from a checkpoint that need not run again.
             abandon: returns True if the episodes are not needed. ``collect`` then raises
                 RolloutsAbandoned.
@@ -217,7 +217,7 @@ class RolloutCollector:
         self._next_step = first_step
         """Step that begins next."""
         self._next_task: int | None = first_task
-        """Position of the first task of that step. None while the step before may need more rounds."""
+        """Position of that step's first task. None while the step before may need more rounds."""
         self._open: dict[int, StepGroups] = {}
         """Groups of the steps that have begun and were not collected, by step."""
         self._restored = dict(finished or {})

@@ -72,7 +72,7 @@ class EpisodeOver(Exception):
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Maximum number of tokens of a turn."""
+    """Maximum tokens per turn."""
 
     tokens: int
     """0 or less if no tokens are left."""
@@ -140,7 +140,7 @@ class Episode:
         self.ending: Ending | None = None
         """None while the episode takes turns."""
         self.sampled_tokens = 0
-        """Number of sampled tokens of the turns that were kept."""
+        """Sampled tokens in the turns that were kept."""
         self._kept_turns = 0
         self._turns_in_flight = 0
         self._begun_turns = 0

@@ -29,7 +29,7 @@ class EpisodeDraft:
         """Log-prob of each token, 0.0 for tokens that were not sampled."""
         self._weight_versions: list[WeightVersionSpan] = []
         self._routes: list[np.ndarray] = []
-        """Parts of the routes of the tokens so far. They are large, so they are joined only
+        """Parts of the routes for the tokens so far. They are large, so they are joined only
         once."""
         self.routed_tokens = 0
         """Number of tokens in all parts: the first tokens of the episode."""

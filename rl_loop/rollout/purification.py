@@ -30,11 +30,11 @@ from rl_loop.rollout.episode import Episode, EpisodeOver
 from rl_loop.threads import run_in_thread
 
 MAX_RETRIES = 30
-"""Largest number of retries of one episode."""
+"""Maximum retries per episode."""
 SIMILARITY = 0.5
 """Least similarity of old and new call (difflib's ratio) that keeps the old reasoning."""
 COMPARED_CHARACTERS = 1024
-"""Number of characters of two calls that are compared. difflib may need the cube of it: seconds for
+"""Characters of two calls that are compared. difflib may need the cube of it: seconds for
 this number."""
 
 
@@ -74,7 +74,7 @@ class PurifyingRunner(EpisodeRunner):
         self._turns = 0
         """Number of executed turns."""
         self._retries = 0
-        """Number of retries of all turns."""
+        """Retries of all turns."""
 
     async def take_step(self, sampled: GenerateResult, messages: list[ParsedMessage]) -> StepResult:
         """Execute the turn that was sampled last, and retry it if a call fails."""

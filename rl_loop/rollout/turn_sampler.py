@@ -266,7 +266,7 @@ def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:
 
 
 def _joined_routes(begin: GenerateResult, rest: GenerateResult) -> np.ndarray | None:
-    """Join the experts of two parts of one turn, both [tokens, layers, top_k].
+    """Join the experts for two parts of one turn, both [tokens, layers, top_k].
 
     Those of ``rest`` begin with the first token that ``begin`` has no experts of.
     """

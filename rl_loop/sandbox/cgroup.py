@@ -169,7 +169,7 @@ def _write(file: Path, text: str) -> None:
 
 
 class ServerCgroup:
-    """Cgroup of one server and of its calls, which run one at a time."""
+    """Cgroup of one server and its calls, which run one at a time."""
 
     def __init__(self, base: Path) -> None:
         """Create the cgroup. Raises OSError if that fails."""

@@ -48,11 +48,11 @@ class SandboxConfig(BaseModel):
     process has the same limit for processor time, but at least 10 s."""
 
     memory_bytes: int = Field(default=1024 * MIB, ge=128 * MIB)
-    """Maximum address space of each process of a call in bytes (RLIMIT_AS). Increase it for large
+    """Maximum address space of each process in a call, in bytes (RLIMIT_AS). Increase it for large
     arrays."""
 
     total_memory_bytes: int = Field(default=2048 * MIB, ge=128 * MIB)
-    """Maximum memory of all processes of a call together in bytes, including kernel memory. The
+    """Maximum memory of all processes in a call together, in bytes, including kernel memory. The
     kernel enforces it if a cgroup is delegated (``gptoss doctor`` reports this). Otherwise it is
     measured 10 times per second, and a program may exceed it between two measurements."""
 
@@ -73,7 +73,7 @@ class SandboxLimits:
     """Limits of one call that are not in the configuration."""
 
     cpu_seconds: int | None = None
-    """Processor time of each process of a call in seconds (RLIMIT_CPU). None: the timeout, but at
+    """Processor time of each process in a call, in seconds (RLIMIT_CPU). None: the timeout, but at
     least ``MIN_CPU_SECONDS``."""
     use_cgroup: bool = True
     """Limit memory and share processors by cgroup v2 if a cgroup is delegated."""
@@ -81,7 +81,7 @@ class SandboxLimits:
     """Maximum number of processes and threads of one call (RLIMIT_NPROC in the call's user
     namespace)."""
     open_files: int = 64
-    """Maximum number of open file descriptors of each process of a call (RLIMIT_NOFILE)."""
+    """Maximum number of open file descriptors for each process in a call (RLIMIT_NOFILE)."""
     file_bytes: int = 16 * MIB
     """Maximum size of a file that a call writes, in bytes (RLIMIT_FSIZE)."""
     tmp_bytes: int = 64 * MIB
@@ -98,7 +98,7 @@ class SandboxLimits:
     """Calls after which a server is replaced. After a killed call it is replaced at once."""
 
     def cpu_seconds_of(self, config: SandboxConfig) -> int:
-        """Return the processor time limit of each process of a call, in seconds."""
+        """Return the processor time limit for each process in a call, in seconds."""
         if self.cpu_seconds is not None:
             return self.cpu_seconds
         return max(MIN_CPU_SECONDS, math.ceil(config.timeout_seconds))

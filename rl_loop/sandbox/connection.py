@@ -94,7 +94,7 @@ class ServerProcess:
         """Start the server and wait until it is ready.
 
         Raises:
-            SandboxUnavailable: if it does not start. The message has the error of bubblewrap or of
+            SandboxUnavailable: if it does not start. The message has the error of bubblewrap or
                 the server.
         """
         self._config = config

@@ -46,7 +46,7 @@ def bubblewrap_command(
 
     Args:
         config: settings of the sandbox.
-        source_descriptors: file name to open descriptor of each file of the server.
+        source_descriptors: file name to open descriptor, for each file of the server.
         info_descriptor: descriptor to which bubblewrap writes its process id as JSON.
 
     Raises:

@@ -10,7 +10,7 @@ from rl_loop.environments.base import Environment
 from rl_loop.infrastructure import describe
 
 MAX_TOKEN_BYTES = 128
-"""Bytes of the longest token of o200k, a run of spaces."""
+"""Bytes of o200k's longest token, a run of spaces."""
 FRAME_TOKENS = 1024
 """Upper bound of the tokens that a codec adds to the texts of a prompt: the system message and some
 headers."""

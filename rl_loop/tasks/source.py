@@ -120,7 +120,7 @@ class TaskMixture:
         return self._held_out
 
     def reward_parts(self) -> set[str]:
-        """Return the names of the parts of rewards in all sources' environments."""
+        """Return the names of the reward parts in all sources' environments."""
         # The base class of environments adds these parts.
         names = {"correct", "format_error", "score"}
         for source in self.sources.values():
@@ -209,7 +209,7 @@ class TaskMixture:
 
 
 class TaskSource:
-    """Tasks of one item of ``tasks.sources``."""
+    """Tasks of one ``tasks.sources`` item."""
 
     def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:
         """Read data, if any, and held-out tasks. Raises TaskFileError if that fails."""
@@ -308,7 +308,7 @@ class TaskSource:
         assert self._data is not None
         epoch, offset = divmod(passed, self._data.total)
         kept = set(self._data.places)
-        # Number of usable tasks of the epoch that come before the position.
+        # Usable tasks of the epoch that come before the position.
         rank = sum(place in kept for place in self._order(epoch)[:offset])
         self._passed = passed
         self._offset = epoch * len(kept) + rank - index

@@ -27,7 +27,7 @@ from rl_loop.tracking.run_directory import RunDirectoryError, atomic_write_bytes
 VOCABULARY_FILE = "vocabulary.parquet"
 
 FILES_PER_MERGE = 32
-"""Number of consecutive files of one level to merge.
+"""Consecutive files of one level to merge.
 
 Each episode is written once more for every power of this number that the number of steps reaches.
 """
@@ -108,7 +108,7 @@ def next_number(directory: Path) -> int:
 
 
 def first_id(number: int) -> int:
-    """Return the id of the first episode of a write."""
+    """Return the id of a write's first episode."""
     return number * IDS_PER_WRITE
 
 

@@ -54,7 +54,7 @@ class _LoadedFile:
     file: EpisodeFile
     stamp: _Stamp
     figures: pa.Table
-    """Columns of FIGURES of all rows."""
+    """FIGURES columns of all rows."""
     row_ends: np.ndarray
     """int64 [row groups]: number of rows up to the end of each row group."""
 

@@ -95,7 +95,7 @@ class SplitEpisodes:
     """train, held_out or replaced. Dynamic sampling replaces groups without a signal."""
     groups: Sequence[TrajectoryGroup]
     samples: TrainingSamples | None = None
-    """Samples of the valid episodes of ``groups``, in order. None if they are not trained on."""
+    """Samples of the valid episodes in ``groups``, in order. None if they are not trained on."""
     trained: TrainedTokens | None = None
     """Update results for ``samples``. None if the policy was not trained on them."""
     step: int | None = None
@@ -129,7 +129,7 @@ class _EpisodeRow:
     tokens: slice | None
     """Range of its tokens in the columns of TrainingSamples. None if it was not trained on."""
     estimates: dict[str, np.ndarray]
-    """Columns of all tokens of the split, by name in CONTENTS."""
+    """Columns of all tokens in the split, by name in CONTENTS."""
 
     def estimate(self, name: str) -> np.ndarray | None:
         """Return a column of ``estimates`` for this episode's tokens. None if there is none."""
@@ -151,7 +151,7 @@ def episode_table(
     first_id: int = 0,
     at_most: int | None = None,
 ) -> pa.Table:
-    """Build the table of all episodes of a step, including invalid ones.
+    """Build the table of a step's episodes, including invalid ones.
 
     Each token sequence of an episode has a row.
 

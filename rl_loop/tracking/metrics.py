@@ -70,7 +70,7 @@ class MetricScalar:
     count: float
     """Divisor of a mean. 1 otherwise."""
     reduction: Literal["mean", "sum", "max", "last"]
-    """Reduction of the parts of one step."""
+    """Reduction of one step's parts."""
     over: str
     """Noun for one count: "tokens", "sequences" or "steps"."""
 

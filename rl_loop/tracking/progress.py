@@ -13,7 +13,7 @@ class Progress(Protocol):
         ...
 
     def episodes(self, ended: int, wanted: int) -> None:
-        """Receive the number of finished episodes of the phase, and the total number."""
+        """Receive the phase's number of finished episodes, and the total number."""
         ...
 
     def note(self, message: str) -> None:

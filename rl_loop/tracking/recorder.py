@@ -31,7 +31,7 @@ TABLE_EPISODES = 4
 """Number of episodes per step and split in the tables of experiment trackers."""
 
 DRIFT_STEPS = 10
-"""Number of first steps of a run that later steps are compared with."""
+"""First steps of a run that later steps are compared with."""
 
 
 class StepRecord:
@@ -44,7 +44,7 @@ class StepRecord:
     def __init__(self, done: int, progress: Progress) -> None:
         """Start a record. ``done`` is the number of completed steps before this one."""
         self.metrics = StepMetrics(done + 1)
-        """Metrics of the episodes and of the update."""
+        """Metrics of episodes and update."""
         self.evaluation = StepMetrics(done)
         """Metrics of held-out data. Empty if the step has no evaluation."""
         self._progress = progress

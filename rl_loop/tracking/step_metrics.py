@@ -17,7 +17,7 @@ from rl_loop.infrastructure import COMPONENTS
 from rl_loop.tracking.metrics import MetricName, StepMetrics
 
 PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference", LOSS_METRICS)
-"""Prefixes of the names of sums over all loss tokens."""
+"""Name prefixes of sums over all loss tokens."""
 
 USED_SUMS = ("loss", "tokens", "comparable", "sequences", "routes_agreeing", "routes_compared")
 """Sums of the policy's update that are not plotted under their names."""
@@ -30,7 +30,7 @@ SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
 
 
 def outcome_sums(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the sums of the main metrics of episodes."""
+    """Return the sums of the episodes' main metrics."""
     return {
         MetricName.REWARD: sum(episode.reward for episode in episodes),
         MetricName.ACCURACY: sum(episode.reward_parts["correct"] for episode in episodes),
@@ -196,7 +196,7 @@ def add_mismatch_without_replay(
 
 
 def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:
-    """Add the metrics of the optimizer steps of policy and critic."""
+    """Add the metrics of policy's and critic's optimizer steps."""
     # During the critic's warm-up there are no updates of the policy, and its curves have gaps.
     for update in updates.policy:
         _add_policy_update(metrics, update)
@@ -234,7 +234,7 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
 
 
 def _add_metrics_by_age(metrics: StepMetrics, age: str, sums: Mapping[str, float]) -> None:
-    """Add the metrics of the tokens of one age, if there are any."""
+    """Add the metrics of all tokens with one age, if there are any."""
     tokens = sums.get(f"{age}/tokens", 0)
     if tokens == 0:
         return

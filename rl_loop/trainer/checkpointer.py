@@ -21,7 +21,7 @@ class RunState:
     tasks: dict[str, Any] | None = None
     """``TaskMixture.cursor`` at the next training task. None without tasks."""
     data: dict[str, Any] | None = None
-    """State of the stream of conversations. None without conversations."""
+    """State of the conversation stream. None without conversations."""
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any] | None) -> "RunState":

@@ -114,7 +114,7 @@ def check_mxfp4_experts(
 
 
 def _names_of(model: ModelConfig, selection: ComparedParameters) -> set[str]:
-    """Return the names of the tensors of a selection, both unpacked and packed."""
+    """Return the names of a selection's tensors, both unpacked and packed."""
     names = set()
     for mapping in parameter_mappings(model).values():
         if selection.includes(mapping):

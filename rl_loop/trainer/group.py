@@ -194,7 +194,7 @@ class TrainerGroup:
         return INPUT_COLUMNS
 
     def rl_step(self, samples: TrainingSamples, step: int) -> RlUpdates:
-        """Take ``algorithm.mini_batches`` optimizer steps of the critic and of the policy."""
+        """Take ``algorithm.mini_batches`` optimizer steps with critic and policy."""
         plan = self._plan(samples, self._objective.mini_batches)
         inputs = self._inputs.store(samples, plan)
         # Rank 0 returns the statistics, even if it is not on the last pipeline stage.
@@ -254,7 +254,7 @@ class TrainerGroup:
         Other results are not sent to the driver.
 
         Args:
-            method: name of a method of TrainerWorker.
+            method: name of a TrainerWorker method.
             inputs: inputs of each data-parallel rank.
             result_ranks: ranks whose results are returned.
             arguments: further arguments, equal for all ranks.

@@ -41,7 +41,7 @@ class RankMiniBatch:
     """int64 [sequences of the mini-batch on all ranks]: number of labels in the loss of each.
     ``PackedBatch.sample_ids`` index it."""
     episodes: np.ndarray | None
-    """int64, the same shape: index of the episode of each. None if each sequence is an episode."""
+    """int64, the same shape: episode index of each. None if each sequence is an episode."""
 
     @property
     def is_empty(self) -> bool:
@@ -104,7 +104,7 @@ class RankInputs:
         return [mini_batch.pack(samples, align) for mini_batch in self.mini_batches]
 
     def to_column(self, values: Sequence[torch.Tensor], dtype: np.dtype) -> np.ndarray:
-        """Join values of the labels of all micro-batches.
+        """Join the label values of all micro-batches.
 
         Args:
             values: [T] for each micro-batch, in the order of ``rows``.

@@ -48,7 +48,7 @@ def check_local_ranks(ranks: int, cores: int) -> None:
 
 
 def start_limit(ranks: int, cores: int) -> float:
-    """Return the time limit in seconds for the start of this number of ranks."""
+    """Return the time limit in seconds for starting this number of ranks."""
     return START_SECONDS + SECONDS_PER_SHARED_RANK * max(0.0, ranks / cores - 1)
 
 

@@ -134,7 +134,7 @@ class RayRanks:
         """Call a method on every rank.
 
         Args:
-            method: name of a method of TrainerWorker.
+            method: name of a TrainerWorker method.
             arguments: arguments for each rank.
             result_ranks: ranks whose results are sent to the driver.
 

@@ -20,11 +20,11 @@ from rl_loop.trainer.rank_inputs import RankInputs, StepPlan
 def take_tokens(
     updates: Sequence[StepStatistics], packed: Sequence[Sequence[PackedBatch]], inputs: RankInputs
 ) -> TrainedTokens | None:
-    """Take the per-token results of this rank out of the statistics, which are equal on all ranks.
+    """Take this rank's per-token results out of the statistics, which are equal on all ranks.
 
     Args:
         updates: statistics of each mini-batch that is not empty.
-        packed: micro-batches of each mini-batch of ``inputs``.
+        packed: micro-batches of each mini-batch in ``inputs``.
         inputs: sequences of the rank.
 
     Returns:

@@ -150,7 +150,7 @@ class RunCheckpoints:
         )
 
     def _damage(self, path: Path) -> str | None:
-        """Return the fault of a checkpoint of the policy or of its critic, or None."""
+        """Return the fault of a checkpoint of policy or critic, or None."""
         damage = find_damage(path)
         if damage is not None or self._critic is None:
             return damage

@@ -1,4 +1,4 @@
-"""Contents of an export of the policy, as requested by the driver."""
+"""Contents of a policy export, as requested by the driver."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -239,7 +239,7 @@ class TrainerWorker:
         return replaced_factors(self.model, self._reference_factors)
 
     def rl_step(self, inputs: RankInputs, step: int) -> RlUpdates:
-        """Take an optimizer step of the critic and of the policy for every mini-batch of a step.
+        """Take an optimizer step with critic and policy for every mini-batch of a step.
 
         The losses are ``policy_objective`` and ``value_objective`` of ``rl_loop.algorithms``. They
         compute the importance ratio, its clipping and the rollout correction.
@@ -342,7 +342,7 @@ class TrainerWorker:
         """Take one optimizer step.
 
         Args:
-            trainer: trainer of the policy or of the critic.
+            trainer: trainer of policy or critic.
             batches: micro-batches of this rank.
             loss: loss function of the step.
             step: step of the run.
@@ -369,7 +369,7 @@ class TrainerWorker:
     # -- scores -----------------------------------------------------------------------------------
 
     def score(self, inputs: RankInputs, temperature: float | None = None) -> np.ndarray:
-        """Return the log-prob of each token of this rank's sequences, in nats: float32 [tokens].
+        """Return the log-prob of each token in this rank's sequences, in nats: float32 [tokens].
 
         The first token of each sequence has 0.
         """

@@ -87,7 +87,7 @@ class WeightSample:
         """Return the Hugging Face tensors of the first parameter that differs on a server.
 
         Args:
-            ranks: checksums of all ranks of the server.
+            ranks: checksums of all server ranks.
 
         Returns:
             The names, with the server's fault description in parentheses if there is one. None if

@@ -11,7 +11,7 @@ from converters.hf_layouts import Shape
 from rl_loop.weight_sync.source import WeightMismatch
 
 PACKED_ENDINGS = ("_blocks", "_scales")
-"""Endings of the names of MXFP4 tensors, which are uint8."""
+"""Name endings of MXFP4 tensors, which are uint8."""
 
 
 class ExpectedTensors:

@@ -34,7 +34,7 @@ class SyncPlan:
     directory: Path = Path("weights")
     """Directory of the transport "disk". All servers see it."""
     stores: Path | None = None
-    """Directory of the rendezvous file of a group whose processes are all on this machine.
+    """Directory of the rendezvous file for a group whose processes are all on this machine.
 
     None: the group uses a store on a port.
     """

@@ -127,7 +127,7 @@ class WeightBroadcastGroup:
         return next(following, None)
 
     async def _join(self, servers: WeightServers) -> None:
-        """Create a group with all ranks of the servers of this sync."""
+        """Create a group with all server ranks of this sync."""
         self._leave()
         plan = servers.plan
         host, port = free_address()
@@ -330,7 +330,7 @@ def users_of_memory(counts: bytes, index: int) -> int:
     freed.
 
     Args:
-        counts: name of torch's file of counts in shared memory.
+        counts: name of torch's count file in shared memory.
         index: index of the memory's count.
     """
     try:

@@ -1,7 +1,7 @@
 """The checks. Each takes an examination and returns its result.
 
 agreement.py    log-probs of all texts, and the known faults that explain differences
-forward.py      kinds of faults of the forward pass, each where it is most visible
+forward.py      kinds of faults in the forward pass, each where it is most visible
 packing.py      sequences in one row
 routes.py       routed experts, returned and given
 harmony.py      token ids of conversations

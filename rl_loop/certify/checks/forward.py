@@ -1,4 +1,4 @@
-"""Checks for kinds of faults of the forward pass, each where it is most visible."""
+"""Checks for kinds of faults in the forward pass, each where it is most visible."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Checks of decoding and of determinism."""
+"""Checks of decoding and determinism."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Check of the gradients of all tensors, including sinks."""
+"""Check of all tensors' gradients, including sinks."""
 
 from collections.abc import Sequence
 

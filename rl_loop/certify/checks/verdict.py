@@ -73,7 +73,7 @@ def explain_answers(
     shown: Sequence[ModelFault],
     top: int = TOP,
 ) -> CheckResult:
-    """Return the result of a check of log-probs that are not plain scores.
+    """Return the result of a check whose log-probs are not plain scores.
 
     Args:
         exam: state of the examination.

@@ -81,7 +81,7 @@ class SglangSubject(CertifySubject):
         return ScoredText(log_probs, self._routes(meta, len(text)))
 
     def _routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
-        """Return the routes of the inputs of a text, int32 [tokens - 1, layers, top_k]."""
+        """Return the routes of a text's inputs, int32 [tokens - 1, layers, top_k]."""
         if not meta.get("routed_experts"):
             return None
         shape = (-1, self._config.num_layers, self._config.experts_per_token)

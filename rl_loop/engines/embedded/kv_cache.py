@@ -72,7 +72,7 @@ class RowCache:
         if length <= capacity:
             return
 
-        # With doubling, the number of copies of the cache is logarithmic in the longest sequence.
+        # With doubling, the cache is copied a number of times that is logarithmic in the longest sequence.
         power_of_two = 1 << (length - 1).bit_length()
         added = max(MIN_CAPACITY, power_of_two) - capacity
         # ``pad`` takes the dimensions from the last to the first, so the capacity is the second
@@ -134,7 +134,7 @@ class RowCache:
             row: row of the finished sequence.
             tokens: its tokens.
             last_row: row of the last running sequence, which moves to ``row``.
-            last_length: number of cached tokens of that sequence.
+            last_length: cached tokens of that sequence.
         """
         self.tokens[row] = tokens
         self._last_used[row] = max(self._last_used) + 1
@@ -175,7 +175,7 @@ class CacheSegment:
     length: int
     """Number of tokens."""
     past: int
-    """Number of tokens of the sequence that are already in the cache."""
+    """Tokens of the sequence that are already in the cache."""
     row: int
     """Row of the sequence in the cache. Ignored without a cache."""
 

@@ -415,7 +415,7 @@ class SglangFleet:
 
     @property
     def _weights_directory(self) -> Path:
-        """Directory of the weights of transport ``disk``."""
+        """Weight directory of transport ``disk``."""
         return self._directory / "weights"
 
     def compare(self) -> None:

@@ -1,4 +1,4 @@
-"""Reader of SGLang's log-probs of a prompt."""
+"""Reader of SGLang's prompt log-probs."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -66,7 +66,7 @@ class ServerStatus:
     version: int | None = None
     """Version of the weights if SYNCED, else None."""
     fault: str = ""
-    """Reason of the end of the last process, if one ended."""
+    """Reason why the last process ended, if one ended."""
     given_up: bool = False
     """True if the server is not restarted: it failed too often, or a restart would fail, too."""
 
@@ -77,7 +77,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class ServerFailure:
-    """Reason of the end of a process."""
+    """Reason why a process ended."""
 
     message: str
     is_permanent: bool = False

@@ -29,7 +29,7 @@ TILE = 8192
 
 @dataclass(frozen=True)
 class _Half:
-    """Constants of one half of a tile's 64-bit word.
+    """Constants for one half of a tile's 64-bit word.
 
     Word i is XORed with (i * factor + seed) ^ rotl(i).
     """

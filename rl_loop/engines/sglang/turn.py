@@ -83,20 +83,20 @@ class StreamedTurn:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Checked content of one chunk of a stream."""
+    """Checked content of one stream chunk."""
 
     ids: list[int]
     log_probs: list[float]
     version: int
     """Weight version that sampled the tokens."""
     finish: dict[str, Any] | None
-    """Reason of the end of the stream, ``{"type": ...}``. None if the stream continues."""
+    """Reason why the stream ended, ``{"type": ...}``. None if the stream continues."""
     meta: dict[str, Any]
     """``meta_info`` of the chunk, unmodified."""
 
 
 class ResponseReader:
-    """Reader of streamed responses of one model."""
+    """Reader of one model's streamed responses."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._routes_shape = (-1, model.num_layers, model.experts_per_token)
@@ -271,8 +271,8 @@ def _check_counts(ids: list[int], entries: list[Any], received: int, total: int,
     Args:
         ids: tokens of the chunk.
         entries: [log-prob, token id, ...] of every token of the chunk.
-        received: number of tokens of all earlier chunks.
-        total: number of tokens of all chunks, as counted by the server.
+        received: tokens in all earlier chunks.
+        total: tokens in all chunks, as counted by the server.
         url: address of the server.
 
     Raises:

@@ -117,12 +117,12 @@ def mount_own_files(settings: SandboxServerSettings) -> None:
 
     # Read-only, so that the program cannot undo settings (oom_score_adj, autogroup).
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
-    # It lists file locks of all processes of the machine.
+    # It lists the file locks of all processes on the machine.
     mount("/dev/null", "/proc/locks", None, MS_BIND)
 
 
 def set_resource_limits(settings: SandboxServerSettings, programs: int) -> None:
-    """Set the limits of process 1 of a call. Child processes inherit them.
+    """Set the limits of a call's process 1. Child processes inherit them.
 
     The limit of processor time is for all ``programs`` of the call.
     """
@@ -161,6 +161,6 @@ class SeccompProgram:
         self._program = ctypes.create_string_buffer(packed, len(packed))
 
     def install(self) -> None:
-        """Filter the system calls of this process and of its children from this point."""
+        """Filter the system calls of this process and its children from this point."""
         address = ctypes.c_void_p(ctypes.addressof(self._program))
         check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, address, 0, 0), "seccomp filter")

@@ -1,4 +1,4 @@
-"""Watches the resources of the processes of one call.
+"""Watches the resources of one call's processes.
 
 The supervisor of a call checks 10 times per second. If the server has a cgroup, the kernel limits
 memory and shares processors by weight, and this module only reads whether a process was killed.
@@ -44,7 +44,7 @@ LINK_BYTES = 32
 DESCRIPTOR_BYTES = (1 << 16) + 256 * (os.cpu_count() or 1)
 # Filters and other options of one socket (net.core.optmem_max).
 MAX_OPTION_MEMORY = 1 << 17
-# File locks of all processes of the call. They are kernel memory that not even a cgroup counts.
+# File locks of all processes in the call. They are kernel memory that not even a cgroup counts.
 LOCKS = 1000
 READ_BYTES = 1 << 16
 
@@ -246,7 +246,7 @@ class ProcessWatch:
         return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
     def _count_sockets(self) -> int:
-        """Return the number of sockets of the network namespace.
+        """Return the number of sockets in the network namespace.
 
         A socket with a closed descriptor counts until its data is read.
         """
@@ -333,7 +333,7 @@ class ProcessWatch:
             os.close(file)
 
     def _count_lines(self, path: str, most: int) -> int:
-        """Return the number of lines of a file. Counting stops above ``most``."""
+        """Return a file's number of lines. Counting stops above ``most``."""
         try:
             file = os.open(path, os.O_RDONLY, dir_fd=self._proc)
         except OSError:

@@ -17,7 +17,7 @@ class CallProgress:
     reached_end: bool
     """True if the last of them has reached its end."""
     begun_at: float
-    """Start time of the last of them on the monotonic clock, in seconds."""
+    """Start time of the last one on the monotonic clock, in seconds."""
 
 
 class SharedProgress:
@@ -48,7 +48,7 @@ class SharedProgress:
 
 
 class ProgramDeadline:
-    """Deadline of the running program of a call. Each program has ``timeout_seconds``."""
+    """Deadline of a call's running program. Each program has ``timeout_seconds``."""
 
     def __init__(self, call: ProgramCall, progress: SharedProgress, timeout_seconds: float) -> None:
         self._programs = call.programs

@@ -251,7 +251,7 @@ def test_lone_surrogate_becomes_the_replacement_character(codec: ChatMl) -> None
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"role": "assistant", "content": "x"}, "the prompt ends with a message of the assistant"),
+        ({"role": "assistant", "content": "x"}, "the prompt ends with an assistant message"),
         ({"role": "robot", "content": "x"}, r"message 1 \(role 'robot'\): the role must be one of"),
         ({"role": "user", "content": None}, "'content' must be text"),
         (

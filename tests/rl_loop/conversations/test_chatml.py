@@ -146,11 +146,11 @@ REFUSED = {
     "calls 0 functions, but 1 answers follow": [USER, FIRST, ANSWER],
     "it calls find, which is not described": [USER, CALLS],
     "ends with message 2 .role 'user'.": [USER, ANSWER, AGAIN],
-    "begins with a message of the assistant": [ANSWER, USER, ANSWER],
-    "followed by another message of the assistant": [USER, ANSWER, ANSWER],
+    "begins with an assistant message": [ANSWER, USER, ANSWER],
+    "followed by another assistant message": [USER, ANSWER, ANSWER],
     "must be the last one": [USER, ANSWER | {"finish_reason": "length"}, AGAIN, ANSWER],
     "every message has weight 0": [USER, ANSWER | {"weight": 0}],
-    "no message of the assistant": [USER],
+    "no assistant message": [USER],
 }
 
 

@@ -364,7 +364,7 @@ def test_rejected_line_is_reported_once_with_line_and_reason(
     assert len(drained) == 2 * (54 - 1 - 1 - 2)  # line 31 has two turns
     assert sorted((record["line"], record["reason"]) for record in report.written) == [
         (11, "not JSON: Expecting value at character 15"),
-        (31, "it has no message of the assistant"),
+        (31, "it has no assistant message"),
     ]
     assert {record["source"] for record in report.written} == {"data"}
     assert len(report.shown) == 2
@@ -421,7 +421,7 @@ def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: 
 )  # fmt: skip
 def test_reasons_with_other_names_and_numbers_are_one_kind(one: str, other: str) -> None:
     assert kind_of(one) == kind_of(other)
-    assert kind_of(one) != kind_of("it has no message of the assistant")
+    assert kind_of(one) != kind_of("it has no assistant message")
 
 
 # ---- validation

@@ -117,7 +117,7 @@ def test_missing_tokens_of_the_familys_format_are_named(tmp_path: Path) -> None:
         with pytest.raises(TokenizerError) as refusal:
             codec(config_of(name, tmp_path))
         assert f"has no token {token}" in str(refusal.value)
-        assert "with the tokens of ChatML or of Harmony" in str(refusal.value)
+        assert "with the tokens of ChatML or Harmony" in str(refusal.value)
 
     (tmp_path / "tokenizer.json").write_text("[1]")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read as a tokenizer"):

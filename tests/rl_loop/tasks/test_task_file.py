@@ -126,7 +126,7 @@ NOT_A_TASK = {
     ),
     "a message that ends the episode": (
         with_messages({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}),
-        "'messages': the prompt ends with a message of the assistant",
+        "'messages': the prompt ends with an assistant message",
     ),
     "content that is null": (
         with_messages({"role": "user", "content": None}),

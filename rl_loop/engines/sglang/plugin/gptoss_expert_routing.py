@@ -68,7 +68,7 @@ class ExpertAssignment:
     places: Tensor
     """int32 [entries]: position of each entry in ``by_expert``."""
     sizes: Tensor
-    """int32 [experts]: number of tokens of each expert."""
+    """int32 [experts]: tokens per expert."""
     starts: Tensor
     """int32 [experts + 1]: first position of each expert in ``by_expert``, then the total."""
     block_starts: Tensor
@@ -112,7 +112,7 @@ def _sequential_sum_size(tokens: int, experts: int, bytes_of_logit: int) -> int:
 
 
 def max_blocks(entries: int, experts: int) -> int:
-    """Return the maximum number of blocks of 16 that the entries of all experts can occupy."""
+    """Return the largest number of blocks of 16 that all experts' entries can occupy."""
     if entries <= experts:
         return entries
     return experts - 1 - ((experts - entries - 1) // (1 << MIN_BLOCK_LOG2))
@@ -270,7 +270,7 @@ def _gate(
     COLUMNS: tl.constexpr,
     ADDED_IN_TURN: tl.constexpr,
 ):
-    """Return exp(own_value) over the sum of exponentials of a token's experts [tokens]."""
+    """Return exp(own_value) divided by the sum of exponentials over a token's experts [tokens]."""
     largest = tl.max(tl.max(value, 2), 1)
     raised = tl.exp(value - largest[:, None, None])
     raised = tl.where(number >= best[:, None, None], raised, 0.0)

@@ -45,7 +45,7 @@ from torch import Tensor
 VALUE_ALIGNMENT = 64
 """Rows, and bytes per row, are padded to multiples of this number."""
 SCALE_WARPS = 4
-"""Number of warps of a program for which scales are laid out.
+"""Warps of a program for which scales are laid out.
 
 Programs with more warps can read them with ``scales_of_program`` (``gptoss_moe_occupancy``).
 """
@@ -66,12 +66,12 @@ WORDS = 1024
 
 
 def value_storage_shape(rows: int, row_bytes: int) -> tuple[int, int]:
-    """Return rows and bytes per row of the storage of a matrix's values."""
+    """Return rows and bytes per row of the storage for a matrix's values."""
     return _round_up(rows, VALUE_ALIGNMENT) // 4, _round_up(row_bytes, VALUE_ALIGNMENT) * 4
 
 
 def scale_storage_shape(rows: int, blocks: int) -> tuple[int, int]:
-    """Return rows and bytes per row of the storage of a matrix's scales."""
+    """Return rows and bytes per row of the storage for a matrix's scales."""
     return _round_up(rows, SCALE_ROWS) // 32, _round_up(blocks, 2) * 32
 
 

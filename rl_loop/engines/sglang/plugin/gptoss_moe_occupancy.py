@@ -143,7 +143,7 @@ def has_plugin_layout(precision_config: Any) -> bool:
 def scales_of_program(x, mx_axis: tl.constexpr, num_warps: tl.constexpr):
     """Reorder scales, in place of triton_kernels' ``unswizzle_mxfp4_scale_hopper``.
 
-    Unlike the original, it serves programs of any number of warps.
+    Unlike the original, it serves programs with any number of warps.
 
     Args:
         x: uint8 [columns / 32, 32 * blocks], a program's part of a matrix's storage.

@@ -57,7 +57,7 @@ class KernelOptions:
 
     @property
     def options(self) -> dict[str, int]:
-        """Options of the launch by the names of the kernel and of Triton."""
+        """Launch options by the names of the kernel and of Triton."""
         return {
             "BLOCK_ROWS": self.rows,
             "num_warps": WARPS,
@@ -312,7 +312,7 @@ def _multiply_rows(
 
 @triton.jit
 def _add_half(sums, further_sums, values, scale, x, at, left, MORE_ROWS: tl.constexpr):
-    """Add the products of half of a step's inputs to both sums.
+    """Add the products of half a step's inputs to both sums.
 
     Args:
         sums: fp32 [columns, rows].
@@ -343,7 +343,7 @@ def _add_half(sums, further_sums, values, scale, x, at, left, MORE_ROWS: tl.cons
 def _places_of(
     entries, gates, entry, SIZE: tl.constexpr, INPUTS: tl.constexpr, TOP_K: tl.constexpr
 ):
-    """Return the offsets of the first inputs of entries (sorted by expert): [entries, INPUTS]."""
+    """Return the first input's offset for entries (sorted by expert): [entries, INPUTS]."""
     row = entry
     if gates is None:
         # The first GEMM reads tokens, of which each has TOP_K entries.
@@ -393,7 +393,7 @@ def install() -> None:
 def with_small_batch_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of ``matmul_ogs`` for SGLang's layers.
 
-    It accepts the arguments of ``triton_kernel_fused_experts_with_bias`` of SGLang 0.5.17, and
+    It accepts the arguments of SGLang 0.5.17's ``triton_kernel_fused_experts_with_bias``, and
     calls the original for all other GEMMs.
     """
 

@@ -105,12 +105,12 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         line(chat(user("a"), said("b"), user("c"))),
         "it ends with message 2 (role 'user'). The last message must be the assistant's",
     ),
-    ("nobody answers", "messages", line(chat(user("a"))), "it has no message of the assistant"),
+    ("nobody answers", "messages", line(chat(user("a"))), "it has no assistant message"),
     (
         "two answers",
         "messages",
         line(chat(user("a"), said("b"), said("c"))),
-        "message 1: an answer of the assistant is followed by another message of the assistant",
+        "message 1: an answer of the assistant is followed by another assistant message",
     ),
     (
         "an empty answer",
@@ -188,7 +188,7 @@ MALFORMED: list[tuple[str, Format, bytes, str]] = [
         "the assistant begins",
         "sharegpt",
         line(gpt(("gpt", "a"), ("human", "b"), ("gpt", "c"))),
-        "it begins with a message of the assistant",
+        "it begins with an assistant message",
     ),
     (
         "Harmony's system message as text",
