@@ -404,7 +404,9 @@ def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: 
     path = write(tmp_path / "chats.jsonl", [chat(user("a"))] * 3)
     with (
         data_of(harmony, path=str(path), max_rejected_share=1) as data,
-        pytest.raises(DataError, match="no conversation can be used: 3 x it has no assistant message"),
+        pytest.raises(
+            DataError, match="no conversation can be used: 3 x it has no assistant message"
+        ),
     ):
         data.stream(Report())
 
