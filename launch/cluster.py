@@ -70,8 +70,8 @@ class ClusterConfig(StrictModel):
     gpu_type: str | None = None
     """GPU type as shown by ``sinfo -o %G``, such as h200; null: any."""
     gpu_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Total memory of one GPU in GB (1e9 bytes), for the memory plan of a dry run. null: that of
-    the run's configuration (``parallel.gpu_gb``)."""
+    """Total memory of one GPU in GB (1e9 bytes), for the memory plan of a dry run. null:
+    ``gpu_gb`` of the run's configuration."""
     cpus_per_node: int | None = Field(None, gt=0)
     """CPUs per node; null: Slurm's default (1 CPU, unless exclusive)."""
     memory_per_node: str | None = None

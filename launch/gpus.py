@@ -92,7 +92,7 @@ def planned_hardware(
         gpu: name in KNOWN_GPUS.
         gigabytes: memory of one GPU in GB (1e9 bytes). Overrides ``gpu``.
         host_gigabytes: memory of a node in GB; None for this machine's if its GPU is used.
-        configured_gigabytes: ``parallel.gpu_gb``; None for an H200.
+        configured_gigabytes: ``gpu_gb`` of the configuration; None for an H200.
 
     Raises:
         ConfigError: for an unknown name, or a size that is not positive and finite.
@@ -118,11 +118,11 @@ def planned_hardware(
 
 
 def configured_hardware(gigabytes: float | None) -> Hardware:
-    """Return the GPU of a configuration (``parallel.gpu_gb`` in GB); None for an H200."""
+    """Return the GPU of a configuration (``gpu_gb`` in GB); None for an H200."""
     if gigabytes is None:
         default = KNOWN_GPUS[DEFAULT_GPU]
         return Hardware(_gb(default), default.name)
-    return Hardware(gigabytes, "GPU of parallel.gpu_gb")
+    return Hardware(gigabytes, "GPU of key gpu_gb")
 
 
 def _gb(gpu: GpuInfo) -> float:

@@ -103,7 +103,7 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
 
     Args:
         hardware: GPU of the plan.
-        made_for: ``parallel.gpu_gb`` of the configuration, in GB.
+        made_for: ``gpu_gb`` of the configuration, in GB.
     """
     notes = []
     if MEASURED_GPU not in hardware.gpu:
@@ -113,7 +113,7 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
         )
     if made_for is not None and made_for != hardware.gigabytes:
         notes.append(
-            f"the configuration is for GPUs of {made_for:g} GB (parallel.gpu_gb): with "
+            f"the configuration is for GPUs of {made_for:g} GB (gpu_gb): with "
             f"{hardware.gigabytes:g} GB another layout may be faster"
         )
     return notes

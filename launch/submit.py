@@ -150,7 +150,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     }
 
     if cluster.gpus_per_node:
-        hardware = _hardware(cluster, config.parallel.gpu_gb)
+        hardware = _hardware(cluster, config.gpu_gb)
         hardware = replace(hardware, gpus_per_node=cluster.gpus_per_node)
         sections["memory plan"] = memory_plan(config.memory_inputs, hardware)
 
@@ -176,7 +176,7 @@ def _gpus_needed(settings: JobSettings) -> int:
 
 
 def _hardware(cluster: ClusterConfig, configured: float | None) -> Hardware:
-    """Return the GPU of a cluster's nodes. ``configured``: ``parallel.gpu_gb`` in GB."""
+    """Return the GPU of a cluster's nodes. ``configured``: ``gpu_gb`` in GB."""
     # The cluster's own setting describes its nodes best.
     if cluster.gpu_gb is not None:
         return Hardware(cluster.gpu_gb)

@@ -53,8 +53,8 @@ def plan(
         str | None,
         Option(
             "--gpu",
-            help="h100, h200 or b200. Default: this machine's GPU, else parallel.gpu_gb, else "
-            "h200.",
+            help="h100, h200 or b200. Default: this machine's GPU, else the configuration's "
+            "gpu_gb, else h200.",
         ),
     ] = None,
     gpu_gb: Annotated[
@@ -91,11 +91,11 @@ def plan(
     from launch.rollout_plan import async_rollout_plan
     from megatron_gptoss.planning.memory_advice import exceeds_memory, memory_plan
 
-    hardware = planned_hardware(gpu, gpu_gb, host_gb, config.parallel.gpu_gb)
+    hardware = planned_hardware(gpu, gpu_gb, host_gb, config.gpu_gb)
     inputs = config.memory_inputs
     print(
         memory_plan(inputs, hardware),
-        *speed_notes(hardware, config.parallel.gpu_gb),
+        *speed_notes(hardware, config.gpu_gb),
         attention_plan(inputs, config.dtype),
         # Only supervised configurations have this key.
         step_plan(inputs, hardware.gigabytes, getattr(config, "sequences_per_step", None)),

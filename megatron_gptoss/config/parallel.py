@@ -60,12 +60,6 @@ class ParallelConfig(StrictModel):
     """Number of layers that recompute, counted from the first layer of each model chunk. null for
     all layers.
     """
-    gpu_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Total memory of the GPU for which this layout is made, in GB (1e9 bytes). null for 150.1
-    (H200). Training ignores it. ``gptoss plan`` uses it without ``--gpu`` and
-    ``--gpu-gb`` on a machine without a GPU. ``gptoss launch --dry-run`` uses it if the cluster file
-    does not set ``gpu_gb``.
-    """
 
     @property
     def data(self) -> int:

@@ -68,6 +68,11 @@ class TrainerConfig(PolicyConfig):
     memory, and its weights must have MXFP4 values. null: ``dtype``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of parameters and activations."""
+    gpu_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Total memory of one GPU in GB (1e9 bytes), for the memory plan. null for 150.1 (H200).
+    Training ignores it. ``gptoss plan`` uses it without ``--gpu`` and ``--gpu-gb`` on a machine
+    without a GPU. ``gptoss launch --dry-run`` uses it if the cluster file does not set
+    ``gpu_gb``."""
     parallel: ParallelConfig = ParallelConfig()
     """Distribution of the trainer over ranks."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -70,6 +70,7 @@ RULES: dict[str, ResumeRule] = {
     # Refused without adapters, whose experts are trained in this format.
     "quantization": LAYOUT,
     "dtype": _rejected(STATE),
+    "gpu_gb": ELSEWHERE,
     "vocabulary": _rejected(TOKEN_IDS),
     "vocabulary_data": _rejected(TOKEN_IDS),
     "prompt": _rejected(SYSTEM_MESSAGE),
@@ -98,7 +99,6 @@ RULES: dict[str, ResumeRule] = {
     # Refused between no and some parallelism, which have different optimizers.
     "parallel.expert": LAYOUT,
     "parallel.expert_dispatcher": LAYOUT,
-    "parallel.gpu_gb": LAYOUT,
     "parallel.last_stage_layers": LAYOUT,
     "parallel.pipeline": LAYOUT,
     "parallel.recompute": LAYOUT,

@@ -151,7 +151,7 @@ def test_shipped_configuration_states_hardware_unless_untested() -> None:
 def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> None:
     config = load_config(path, SftConfig if path.parent.name == "sft" else RlConfig)
     if not path.stem.startswith("tiny"):
-        assert gpu_of(path) == (config.parallel.gpu_gb or H200), "comment and key disagree"
+        assert gpu_of(path) == (config.gpu_gb or H200), "comment and key disagree"
     needed = worst_estimate(config.memory_inputs, gpu_of(path))
     assert needed.peak.total / 1e9 <= gpu_of(path), needed.phases
 
@@ -301,7 +301,7 @@ def test_step_plan_reports_missing_layout() -> None:
 )
 def test_step_plan_marks_the_configured_layout(name: str) -> None:
     config = load_run_config(CONFIGS / f"{name}.yaml", name.split("/")[-2])
-    memory = config.parallel.gpu_gb or H200
+    memory = config.gpu_gb or H200
     sequences = getattr(config, "sequences_per_step", None)
     first, *rows = step_plan(config.memory_inputs, memory, sequences).splitlines()
     (marked,) = [row for row in rows if "<- configured" in row]
@@ -458,17 +458,17 @@ def test_plan_uses_configured_gpu_memory_without_options(
     status, said = plan_command(capfd)
     assert status == 0
     assert said.startswith("fits")
-    assert "\nmemory per GPU of parallel.gpu_gb, " in said
+    assert "\nmemory per GPU of key gpu_gb, " in said
     assert "a GPU's 75 GB" in said.splitlines()[0]
 
     assert plan_command(capfd, larger)[0] == 1
     assert plan_command(capfd, larger, "--gpu", "h200")[0] == 0
-    assert plan_command(capfd, larger, "parallel.gpu_gb=null")[0] == 0
+    assert plan_command(capfd, larger, "gpu_gb=null")[0] == 0
 
     for wrong in ("0", ".inf"):
-        status, said = plan_command(capfd, f"parallel.gpu_gb={wrong}")
+        status, said = plan_command(capfd, f"gpu_gb={wrong}")
         assert status == 1
-        assert "parallel.gpu_gb" in said
+        assert " gpu_gb" in said
 
 
 @pytest.mark.parametrize(
