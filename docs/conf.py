@@ -36,6 +36,7 @@ NAVIGATION: dict[str, list[str]] = {
     "Bring your own": [
         "data",
         "tasks",
+        "one_step",
         "environments",
         "tool_servers",
         "mcp_example",
