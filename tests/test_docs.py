@@ -323,6 +323,18 @@ def test_mcp_example_plays_its_episode_and_loads(tmp_path: Path) -> None:
     assert config.tasks.sources["shop"].environment == "mcp"
 
 
+def test_tasks_page_writes_its_rows_and_configurations_load(tmp_path: Path) -> None:
+    page = (ROOT / "docs/tasks.md").read_text()
+    files = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```", page, flags=re.S | re.M))
+    printed = run_python(files.pop("make_tasks.py"), tmp_path)
+    assert f"```\n{printed}" in page
+    assert (tmp_path / "train.jsonl").read_text().splitlines()[0] in page
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        load_run_config(tmp_path / name, "sft" if "_sft" in name else "rl", None)
+    assert len(files) == 4
+
+
 def test_metrics_page_names_metrics_of_the_code() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     first_cells = re.findall(r"^\| (`.*?)\s*\|", page, flags=re.M)
