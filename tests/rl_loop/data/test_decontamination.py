@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
+from tests.support.processor_speed import slowness
 
 WORDS = "".join(chr(ord("a") + i) for i in range(26))
 QUESTION = (
@@ -110,7 +111,7 @@ def test_decontamination_time_grows_with_words_not_copies() -> None:
     few, many = unrelated(400), unrelated(4_000)
     of_many = seconds(many)
     assert of_many < 25 * seconds(few)
-    assert of_many < 2, "100,000 prompts of 100 words take four seconds"
+    assert of_many < 2 * slowness(), "100,000 prompts of 100 words take four seconds"
 
     few_copies, many_copies = ([held_out[i % 200] for i in range(count)] for count in (400, 4_000))
     assert seconds(many_copies) < 25 * seconds(few_copies), (
@@ -203,7 +204,7 @@ def test_time_of_short_prompts_grows_with_the_words() -> None:
     training = [f"Solve it. What is the value of {i} plus {i + 1}? Say." for i in range(10_000)]
     began = time.process_time()
     assert sum(find_contaminated(training, held_out)) == 5_000
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 10 * slowness()
 
 
 def test_short_question_that_is_a_form_is_not_a_copy() -> None:

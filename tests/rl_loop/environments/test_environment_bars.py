@@ -24,6 +24,7 @@ from rl_loop.environments.base import final, function_call, think
 from rl_loop.environments.incident import IncidentEnvironment
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.tasks.demonstrations import demonstrate
+from tests.support.processor_speed import slowness
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("retool", {}),
@@ -231,6 +232,6 @@ def test_1000_steps_take_at_most_one_second_of_one_core(name: str, options: dict
     asyncio.run(main())  # warm-up: imports and caches
     began = time.process_time()
     steps = asyncio.run(main())
-    rate = steps / (time.process_time() - began)
-    print(f"{name}: {rate:.0f} steps/s")
-    assert rate > 1000
+    seconds = time.process_time() - began
+    print(f"{name}: {steps / seconds:.0f} steps/s")
+    assert seconds < steps / 1000 * slowness()

@@ -21,6 +21,7 @@ from rl_loop.environments.tool_servers.toolbox import BoxedTool, ServerTool, Too
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.json_schema import harmony_schema
 from rl_loop.harmony.vocabulary import GptOssVocabulary
+from tests.support.processor_speed import slowness
 from tests.support.rl_loop.gateway.scripted import talking
 from tests.support.rl_loop.prompts import SHORT_PROMPT
 
@@ -273,7 +274,7 @@ ENDLESS: dict[str, Any] = {
 def test_recursive_or_huge_schema_is_described_up_to_a_limit(name: str) -> None:
     start = time.process_time()
     text = described(ENDLESS[name])
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 2 * slowness()
     assert len(text) < 200_000
     assert "$ref" not in text
 
