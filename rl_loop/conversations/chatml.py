@@ -41,8 +41,8 @@ SPELLED_CALL = re.compile(f"{re.escape(TOOL_CALL)}|{re.escape(TOOL_CALL_END)}")
 
 
 @dataclass(frozen=True)
-class ChatStatement:
-    """One message of a conversation."""
+class ChatEntry:
+    """One message of ChatML, its index in the file and its part in the loss."""
 
     message: ChatMessage
     number: int
@@ -80,24 +80,24 @@ class ChatMlRenderer:
         """
         messages, tools = _read(record, form)
         # Order first: the checks below compare neighboring messages.
-        statements = _statements(answers_in_order(messages))
-        check_conversation(statements, tools)
+        entries = _entries(answers_in_order(messages))
+        check_conversation(entries, tools)
 
-        sample = self._render(statements, tools)
+        sample = self._render(entries, tools)
         reason = fit(sample, self._options)
         if reason is not None:
             raise ConversationError(reason)
         return [sample], []
 
-    def _render(self, statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> RenderedSample:
+    def _render(self, entries: Sequence[ChatEntry], tools: Sequence[Tool]) -> RenderedSample:
         """Render the messages as a policy samples and sees them."""
         sample = RenderedSample()
         # Messages since the last turn of the assistant.
         others: list[ChatMessage] = []
         is_first_turn = True
-        for statement in statements:
-            if not statement.is_by_assistant:
-                others.append(statement.message)
+        for entry in entries:
+            if not entry.is_by_assistant:
+                others.append(entry.message)
                 continue
 
             # Only the prefix has the system message and the tools.
@@ -105,34 +105,34 @@ class ChatMlRenderer:
                 sample.add(self._render_prefix(others, tools), in_loss=False)
             else:
                 sample.add(self._codec.render_replies(others), in_loss=False)
-            turn = self._codec.render_turn(statement.message, statement.is_truncated)
+            turn = self._codec.render_turn(entry.message, entry.is_truncated)
             # A turn that was cut off has no end, so parsing would report a format error.
-            if not statement.is_truncated:
-                self._check_round_trip(statement, turn)
-            sample.add(turn, statement.in_loss)
+            if not entry.is_truncated:
+                self._check_round_trip(entry, turn)
+            sample.add(turn, entry.in_loss)
             others, is_first_turn = [], False
         return sample
 
-    def _check_round_trip(self, statement: ChatStatement, turn: Sequence[int]) -> None:
+    def _check_round_trip(self, entry: ChatEntry, turn: Sequence[int]) -> None:
         """Check that parsing the rendered turn gives the calls of the message.
 
         Raises:
             ConversationError: if it does not. The message names the file's message.
         """
         # Text without calls cannot be misread, because ``_check_text`` refuses the format's markup.
-        if not statement.message.calls:
+        if not entry.message.calls:
             return
         read = self._codec.parse(turn)
         if isinstance(read, FormatError):
             raise ConversationError(
-                f"message {statement.number}: in RL its calls would be a format error ({read.kind})"
+                f"message {entry.number}: in RL its calls would be a format error ({read.kind})"
             )
         # Text before the calls is a message without a recipient.
         recipients = [message.recipient for message in read if message.recipient is not None]
-        meant = [call_recipient(call) for call in statement.message.calls]
+        meant = [call_recipient(call) for call in entry.message.calls]
         if recipients != meant:
             raise ConversationError(
-                f"message {statement.number}: parsing would change its calls of {meant} to {recipients}"
+                f"message {entry.number}: parsing would change its calls of {meant} to {recipients}"
             )
 
     def _render_prefix(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
@@ -142,7 +142,7 @@ class ChatMlRenderer:
             raise ConversationError(f"its tools cannot be described: {error}") from None
 
 
-# ---- from a record to statements
+# ---- from a record to entries
 
 
 def _read(record: Any, form: Format) -> tuple[list[Numbered], list[Tool]]:
@@ -189,11 +189,11 @@ def answers_in_order(messages: Sequence[Numbered]) -> list[Numbered]:
     return ordered
 
 
-def _statements(messages: Sequence[Numbered]) -> list[ChatStatement]:
-    return [_statement(number, message) for number, message in messages]
+def _entries(messages: Sequence[Numbered]) -> list[ChatEntry]:
+    return [_entry(number, message) for number, message in messages]
 
 
-def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
+def _entry(number: int, message: Mapping[str, Any]) -> ChatEntry:
     """Read one message. Raises ConversationError."""
     in_loss = is_truncated = False
     if message.get("role") == "assistant":
@@ -202,7 +202,7 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
         message = {key: value for key, value in message.items() if key not in CONTROL_KEYS}
         check_not_empty(number, message)
     try:
-        return ChatStatement(chat_message(number, message), number, in_loss, is_truncated)
+        return ChatEntry(chat_message(number, message), number, in_loss, is_truncated)
     except ValueError as error:
         raise ConversationError(str(error)) from None
 
@@ -210,57 +210,57 @@ def _statement(number: int, message: Mapping[str, Any]) -> ChatStatement:
 # ---- checks
 
 
-def check_conversation(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
+def check_conversation(entries: Sequence[ChatEntry], tools: Sequence[Tool]) -> None:
     """Check that inference could sample every turn. Raises ConversationError."""
-    if not any(statement.is_by_assistant for statement in statements):
+    if not any(entry.is_by_assistant for entry in entries):
         raise ConversationError("it has no assistant message")
-    if statements[0].is_by_assistant:
+    if entries[0].is_by_assistant:
         raise ConversationError("it begins with an assistant message")
-    last = statements[-1]
+    last = entries[-1]
     if not last.is_by_assistant:
         raise ConversationError(
             f"it ends with message {last.number} (role {last.message.role!r}). The last message "
             "must be the assistant's"
         )
 
-    for before, statement in pairwise(statements):
+    for before, entry in pairwise(entries):
         if before.is_truncated:
             raise ConversationError("a message with finish_reason 'length' must be the last one")
-        if before.is_by_assistant and statement.is_by_assistant:
+        if before.is_by_assistant and entry.is_by_assistant:
             raise ConversationError(
                 f"message {before.number}: a turn of the assistant is followed by "
                 "another assistant message"
             )
-    _check_calls(statements, tools)
-    for statement in statements:
-        _check_text(statement)
-    if not any(statement.in_loss for statement in statements):
+    _check_calls(entries, tools)
+    for entry in entries:
+        _check_text(entry)
+    if not any(entry.in_loss for entry in entries):
         raise ConversationError("no token is in the loss: every message has weight 0")
 
 
-def _check_calls(statements: Sequence[ChatStatement], tools: Sequence[Tool]) -> None:
+def _check_calls(entries: Sequence[ChatEntry], tools: Sequence[Tool]) -> None:
     """Check that called functions are described, if the record describes any."""
     described = {tool.name for tool in tools}
-    for statement in statements:
-        for call in statement.message.calls:
+    for entry in entries:
+        for call in entry.message.calls:
             # Without tools, instructions may describe the functions in words.
             if described and call.name not in described:
                 raise ConversationError(
-                    f"message {statement.number}: it calls {call.name}, which is not "
+                    f"message {entry.number}: it calls {call.name}, which is not "
                     f"described (described: {', '.join(sorted(described))})"
                 )
 
 
-def _check_text(statement: ChatStatement) -> None:
+def _check_text(entry: ChatEntry) -> None:
     """Check that a text contains no markup of the format."""
-    texts = [statement.message.text, *(call.arguments for call in statement.message.calls)]
+    texts = [entry.message.text, *(call.arguments for call in entry.message.calls)]
     for text in texts:
         spelled = SPELLED_MARKUP.search(text)
         # Other roles may quote the tags. Parsing reads only the assistant's turns.
-        if spelled is None and statement.is_by_assistant:
+        if spelled is None and entry.is_by_assistant:
             spelled = SPELLED_CALL.search(text)
         if spelled is not None:
             raise ConversationError(
-                f"message {statement.number}: its text contains {spelled.group()}. Remove "
+                f"message {entry.number}: its text contains {spelled.group()}. Remove "
                 "markup from texts, and give calls in 'tool_calls'"
             )

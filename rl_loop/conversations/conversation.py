@@ -28,8 +28,8 @@ They are plain text in a message. A file that contains them was probably rendere
 
 
 @dataclass(frozen=True)
-class ConversationMessage:
-    """One message of Harmony."""
+class ConversationEntry:
+    """One message of Harmony, its index in the file and its part in the loss."""
 
     message: Message
     number: int
@@ -58,7 +58,7 @@ class Conversation:
     """Developer messages at the beginning."""
     tools: list[Tool]
     """Functions that the developer message describes."""
-    statements: list[ConversationMessage]
+    entries: list[ConversationEntry]
     """Messages after ``prefix``. The last one is the assistant's."""
     system: Message | None = None
     """System message. None for the system message of the run."""
@@ -69,19 +69,19 @@ class Conversation:
 
     @property
     def turns(self) -> list[range]:
-        """Turns of the assistant, as ranges of ``statements``.
+        """Turns of the assistant, as ranges of ``entries``.
 
         Each turn ends with a call or an answer. The last one may be cut off.
         """
         turns: list[range] = []
         start = 0
-        for i, statement in enumerate(self.statements):
-            if not statement.is_by_assistant:
+        for i, entry in enumerate(self.entries):
+            if not entry.is_by_assistant:
                 if i > start:
                     turns.append(range(start, i))
                 start = i + 1
         # The checks make sure that the assistant speaks last.
-        turns.append(range(start, len(self.statements)))
+        turns.append(range(start, len(self.entries)))
         return turns
 
 
@@ -110,16 +110,19 @@ def make_conversation(
     Raises:
         ConversationError: if it is not valid. The message names the file's message.
     """
-    statements, truncated = _translate(messages)
+    entries, truncated = _translate(messages)
 
     # Developer messages at the beginning are rendered together with the system message.
-    said = 0
-    while said < len(statements) and statements[said].message.author.role is Role.DEVELOPER:
-        said += 1
+    prefix_length = 0
+    while (
+        prefix_length < len(entries)
+        and entries[prefix_length].message.author.role is Role.DEVELOPER
+    ):
+        prefix_length += 1
     conversation = Conversation(
-        prefix=[*prefix, *(statement.message for statement in statements[:said])],
+        prefix=[*prefix, *(entry.message for entry in entries[:prefix_length])],
         tools=list(tools),
-        statements=statements[said:],
+        entries=entries[prefix_length:],
         system=system,
         reasoning_effort=reasoning_effort,
         truncated=truncated,
@@ -128,28 +131,28 @@ def make_conversation(
     # The ends come first: the turns below exist only if the assistant speaks last.
     _check_ends(conversation)
     for turn in conversation.turns:
-        is_last = turn.stop == len(conversation.statements)
-        in_turn = conversation.statements[turn.start : turn.stop]
+        is_last = turn.stop == len(conversation.entries)
+        in_turn = conversation.entries[turn.start : turn.stop]
         _check_turn(in_turn, may_be_cut=is_last and truncated)
     _check_recipients(conversation, namespaces)
     if callable_functions is not None:
         _check_calls(conversation, callable_functions)
     _check_texts(conversation)
-    if not any(statement.in_loss for statement in conversation.statements):
+    if not any(entry.in_loss for entry in conversation.entries):
         raise ConversationError("no token is in the loss: every message has weight 0")
     return conversation
 
 
-# ---- from the file's messages to statements
+# ---- from messages to entries
 
 
 def _translate(
     messages: Iterable[tuple[int, Mapping[str, Any]]],
-) -> tuple[list[ConversationMessage], bool]:
+) -> tuple[list[ConversationEntry], bool]:
     """Return the messages of Harmony, and True if the last one was cut off."""
     # The translator pairs calls and answers, so it needs all messages in order.
     translator = MessageTranslator()
-    statements: list[ConversationMessage] = []
+    entries: list[ConversationEntry] = []
     truncated = False
 
     for number, message in messages:
@@ -174,9 +177,9 @@ def _translate(
             translated = translator.translate(number, message)
         except ValueError as error:
             raise ConversationError(str(error)) from None
-        statements += [ConversationMessage(part, number, in_loss) for part in translated]
+        entries += [ConversationEntry(part, number, in_loss) for part in translated]
 
-    return statements, truncated
+    return entries, truncated
 
 
 def read_control(number: int, message: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -215,16 +218,16 @@ def check_not_empty(number: int, message: Mapping[str, Any]) -> None:
 
 def _check_ends(conversation: Conversation) -> None:
     """Check that the assistant has a message to reply to and speaks last."""
-    statements = conversation.statements
-    if not any(statement.is_by_assistant for statement in statements):
+    entries = conversation.entries
+    if not any(entry.is_by_assistant for entry in entries):
         raise ConversationError("it has no assistant message")
 
-    first = statements[0]
+    first = entries[0]
     # Instructions of a developer are enough for the assistant to begin.
     if first.is_by_assistant and not conversation.prefix:
         raise ConversationError("it begins with an assistant message")
 
-    last = statements[-1]
+    last = entries[-1]
     if not last.is_by_assistant:
         role = last.message.author.role.value
         raise ConversationError(
@@ -232,18 +235,18 @@ def _check_ends(conversation: Conversation) -> None:
         )
 
 
-def _check_turn(turn: Sequence[ConversationMessage], may_be_cut: bool) -> None:
+def _check_turn(turn: Sequence[ConversationEntry], may_be_cut: bool) -> None:
     """Check that inference could sample the turn."""
-    for statement in turn[:-1]:
+    for entry in turn[:-1]:
         # A stop token ends sampling, so no message of the turn can follow it.
-        if statement.is_call:
+        if entry.is_call:
             raise ConversationError(
-                f"message {statement.number}: the call of {statement.message.recipient} is followed "
+                f"message {entry.number}: the call of {entry.message.recipient} is followed "
                 "by an assistant message instead of its answer"
             )
-        if statement.is_answer:
+        if entry.is_answer:
             raise ConversationError(
-                f"message {statement.number}: an answer of the assistant is followed by "
+                f"message {entry.number}: an answer of the assistant is followed by "
                 "another assistant message"
             )
 
@@ -257,38 +260,38 @@ def _check_turn(turn: Sequence[ConversationMessage], may_be_cut: bool) -> None:
 
 def _check_recipients(conversation: Conversation, namespaces: frozenset[str]) -> None:
     """Check that every recipient is a function or a known tool. Others are format errors in RL."""
-    for statement in conversation.statements:
-        recipient = statement.message.recipient
+    for entry in conversation.entries:
+        recipient = entry.message.recipient
         # ``_check_calls`` checks functions, if their descriptions are known.
-        if not statement.is_call or recipient is None or recipient.startswith(FUNCTIONS):
+        if not entry.is_call or recipient is None or recipient.startswith(FUNCTIONS):
             continue
         if recipient.partition(".")[0] not in namespaces:
             known = ", ".join(sorted(namespaces))
             raise ConversationError(
-                f"message {statement.number}: it calls {recipient}, which is neither a function "
+                f"message {entry.number}: it calls {recipient}, which is neither a function "
                 f"({FUNCTIONS}NAME) nor a tool of {known}"
             )
 
 
 def _check_calls(conversation: Conversation, functions: frozenset[str]) -> None:
     """Check that every called function is described."""
-    for statement in conversation.statements:
-        recipient = statement.message.recipient
-        if not statement.is_call or recipient is None or not recipient.startswith(FUNCTIONS):
+    for entry in conversation.entries:
+        recipient = entry.message.recipient
+        if not entry.is_call or recipient is None or not recipient.startswith(FUNCTIONS):
             continue
         if recipient.removeprefix(FUNCTIONS) not in functions:
             # List the described names, because the mistake is often a spelling.
             described = ", ".join(sorted(functions)) or "none"
             raise ConversationError(
-                f"message {statement.number}: it calls {recipient}, which is not "
+                f"message {entry.number}: it calls {recipient}, which is not "
                 f"described (described: {described})"
             )
 
 
 def _check_texts(conversation: Conversation) -> None:
     """Check that no text spells a special token."""
-    for statement in conversation.statements:
-        _check_text(f"message {statement.number}", message_text(statement.message))
+    for entry in conversation.entries:
+        _check_text(f"message {entry.number}", message_text(entry.message))
     for message in conversation.prefix:
         for part in message.content:
             if isinstance(part, DeveloperContent):

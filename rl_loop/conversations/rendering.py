@@ -14,7 +14,7 @@ from typing import Any, Literal
 from openai_harmony import DeveloperContent, Message, ReasoningEffort
 
 from rl_loop.conversations.config import Format
-from rl_loop.conversations.conversation import Conversation, ConversationMessage
+from rl_loop.conversations.conversation import Conversation, ConversationEntry
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import read_conversation
 from rl_loop.harmony.codec import FormatError, Harmony, ParsedMessage
@@ -123,7 +123,7 @@ class ConversationRenderer:
         sample = RenderedSample()
         sample.add(self._prefix(conversation), in_loss=False)
         turns = conversation.turns
-        self._add_others(sample, conversation.statements[: turns[0].start])
+        self._add_others(sample, conversation.entries[: turns[0].start])
         self._add_turns(sample, conversation, turns)
         return sample
 
@@ -133,18 +133,18 @@ class ConversationRenderer:
         Earlier groups are rendered as they look at inference.
         """
         prefix = self._prefix(conversation)
-        statements = conversation.statements
+        entries = conversation.entries
         samples: list[RenderedSample] = []
 
         for turns in _user_turns(conversation):
-            in_loss = any(statements[i].in_loss for turn in turns for i in turn)
+            in_loss = any(entries[i].in_loss for turn in turns for i in turn)
             # Turns of weight 0 are only context for later ones.
             if not in_loss:
                 continue
 
             sample = RenderedSample()
             sample.add(prefix, in_loss=False)
-            history = [statement.message for statement in statements[: turns[0].start]]
+            history = [entry.message for entry in entries[: turns[0].start]]
             for message in without_finished_analysis(history):
                 sample.add(self._harmony.render_message(message), in_loss=False)
             sample.add(self._harmony.assistant_header, in_loss=False)
@@ -156,41 +156,41 @@ class ConversationRenderer:
         self, sample: RenderedSample, conversation: Conversation, turns: Sequence[range]
     ) -> None:
         """Add turns of the assistant as they are sampled, with the messages between them."""
-        statements = conversation.statements
+        entries = conversation.entries
         for number, turn in enumerate(turns):
-            is_truncated = conversation.truncated and turn.stop == len(statements)
-            self._add_turn(sample, statements[turn.start : turn.stop], is_truncated)
+            is_truncated = conversation.truncated and turn.stop == len(entries)
+            self._add_turn(sample, entries[turn.start : turn.stop], is_truncated)
             if number + 1 < len(turns):
-                self._add_others(sample, statements[turn.stop : turns[number + 1].start])
+                self._add_others(sample, entries[turn.stop : turns[number + 1].start])
 
     def _add_turn(
-        self, sample: RenderedSample, turn: Sequence[ConversationMessage], is_truncated: bool
+        self, sample: RenderedSample, turn: Sequence[ConversationEntry], is_truncated: bool
     ) -> None:
         """Add one turn after its header. A turn that was cut off gets no stop token."""
         # Training on a turn that RL would reject as malformed teaches the wrong format.
         self._check_round_trip(turn)
-        for i, statement in enumerate(turn):
+        for i, entry in enumerate(turn):
             # Within a turn, the policy samples the header of the next message, too.
             if i > 0:
-                sample.add(self._harmony.assistant_header, statement.in_loss)
+                sample.add(self._harmony.assistant_header, entry.in_loss)
 
             end: StopToken | None = "<|end|>"
             # Only the last message ends with a token that stops sampling.
             if i == len(turn) - 1:
-                end = "<|call|>" if statement.is_call else "<|return|>"
+                end = "<|call|>" if entry.is_call else "<|return|>"
                 end = None if is_truncated else end
-            text = message_text(statement.message)
-            parsed = _parsed(statement.message, text)
-            sample.add(self._harmony.render_sampled(parsed, end), statement.in_loss)
+            text = message_text(entry.message)
+            parsed = _parsed(entry.message, text)
+            sample.add(self._harmony.render_sampled(parsed, end), entry.in_loss)
 
-    def _check_round_trip(self, turn: Sequence[ConversationMessage]) -> None:
+    def _check_round_trip(self, turn: Sequence[ConversationEntry]) -> None:
         """Check that parsing the rendered turn gives its messages.
 
         Raises:
             ConversationError: if it does not. The message names the file's message.
         """
         # Texts are encoded as plain text, so only headers can be misread. Few are distinct.
-        messages = tuple(_parsed(statement.message, "") for statement in turn)
+        messages = tuple(_parsed(entry.message, "") for entry in turn)
         reason = self._misread.get(messages)
         if reason is None:
             reason = self._misreading(messages)
@@ -211,10 +211,10 @@ class ConversationRenderer:
                 return f"parsing would change the header of {meant} to {understood}"
         return ""
 
-    def _add_others(self, sample: RenderedSample, others: Sequence[ConversationMessage]) -> None:
+    def _add_others(self, sample: RenderedSample, others: Sequence[ConversationEntry]) -> None:
         """Add messages of other roles, and the header of the assistant's turn."""
-        for statement in others:
-            sample.add(self._harmony.render_message(statement.message), in_loss=False)
+        for entry in others:
+            sample.add(self._harmony.render_message(entry.message), in_loss=False)
         sample.add(self._harmony.assistant_header, in_loss=False)
 
     # ---- system and developer messages
@@ -277,7 +277,7 @@ def _user_turns(conversation: Conversation) -> list[list[range]]:
     current: list[range] = []
     for turn in conversation.turns:
         current.append(turn)
-        if conversation.statements[turn.stop - 1].is_answer:
+        if conversation.entries[turn.stop - 1].is_answer:
             groups.append(current)
             current = []
     if current:
