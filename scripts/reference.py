@@ -399,18 +399,18 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     options = parser.parse_args()
 
-    stale = []
+    outdated = []
     for name, text in (("configuration.md", configuration_page()), ("api.md", api_page())):
         page = PAGES / name
         if options.check:
             if not page.exists() or page.read_text() != text:
-                stale.append(str(page.relative_to(ROOT)))
+                outdated.append(str(page.relative_to(ROOT)))
         else:
             page.parent.mkdir(exist_ok=True)
             page.write_text(text)
-    if stale:
+    if outdated:
         sys.exit(
-            f"not what the docstrings say: {', '.join(stale)}; run python scripts/reference.py"
+            f"not what the docstrings say: {', '.join(outdated)}; run python scripts/reference.py"
         )
 
 

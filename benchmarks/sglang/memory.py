@@ -149,7 +149,7 @@ class Bench:
 
     async def measure(self, server: SglangServer, before: int) -> None:
         began = time.monotonic()
-        while (status := await server.status()).state is not ServerState.STALE:
+        while (status := await server.status()).state is not ServerState.UNSYNCED:
             if status.fault:
                 raise RuntimeError(status.fault)
             await asyncio.sleep(0.5)

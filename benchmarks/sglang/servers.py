@@ -163,7 +163,7 @@ def make_engine(server: SglangServer, config: GptOssModelConfig) -> SglangEngine
 async def wait_until_healthy(server: SglangServer) -> float:
     """Start a server and return the seconds until it is ready. Exits if the start fails."""
     began = time.monotonic()
-    while (status := await server.status()).state is not ServerState.STALE:
+    while (status := await server.status()).state is not ServerState.UNSYNCED:
         if status.fault:
             raise SystemExit(status.fault)
         await asyncio.sleep(0.5)

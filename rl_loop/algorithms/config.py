@@ -42,8 +42,8 @@ class CorrectionConfig(StrictModel):
     """Allowed ratios of sequence_mis (null: 0.5 to 2) and icepop (null: 0.5 to 5)."""
     geometric_bounds: tuple[float, float] | None = None
     """Keep a sequence if exp(mean log rho) is within. Usual: 0.999 and 1.001. Here and below, sums
-    and means leave out spliced and stale tokens, which the engine did not sample in this
-    context."""
+    and means leave out tokens older than max_staleness, and spliced tokens, which the engine did
+    not sample in this context."""
     k3_limit: float | None = Field(None, gt=0)
     """Keep a sequence if the mean of rho - 1 - log rho is at most this. Usual: 0.01."""
     veto: float | None = Field(None, gt=0, lt=1)

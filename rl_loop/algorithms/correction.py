@@ -66,7 +66,8 @@ def rollout_correction(
         config: corrections to apply.
         log_rho: [tokens].
         mask: bool [tokens], True where log_rho is meaningful: the engine sampled the token in the
-            context in which it is trained. False for spliced and stale tokens.
+            context in which it is trained. False for spliced tokens and tokens older than
+            ``max_staleness``.
         sequences: sequence of each token.
         advantages: [tokens].
         log_old_over_new: [tokens], log pi_old - log pi.

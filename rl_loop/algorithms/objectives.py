@@ -3,7 +3,7 @@
 Losses are weighted sums over tokens. The weights follow from counts of the *global* mini-batch, so
 its division into micro-batches and ranks changes nothing.
 
-A token that is left out (outside the loss mask, stale, or dropped by rollout correction) has no
+A token that is left out (outside the loss mask, too old, or dropped by rollout correction) has no
 gradient from any term. It does not affect the gradient of another token, even if its log-prob is
 NaN. The denominators are known before the computation, so they include such tokens, except for
 tokens outside the loss mask.
@@ -31,8 +31,8 @@ from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import SequenceIndex, sample_weights
 
 AGES = ("fresh", "stale")
-"""Tokens of the current weights and of earlier weights, which have separate metrics.
-``TokenMasks.stale`` has another limit, ``max_staleness``."""
+"""Fresh tokens were sampled with the current weights, stale tokens with earlier weights. Each age
+has its own metrics."""
 
 LOSS_METRICS = "policy_loss/"
 """Prefix of the metrics that a policy loss returns in ``PolicyLoss.sums``."""
@@ -118,7 +118,7 @@ def policy_objective(
 
         trainer_log_probs = _trainer_log_probs(config, log_probs, batch)
         correction = _correct(config, log_probs, trainer_log_probs, batch, masks, sequences)
-        learns = masks.fresh & correction.keeps
+        learns = masks.recent & correction.keeps
 
         # Left-out tokens enter every term as zeros, so that their NaN does not reach a gradient.
         policy = _policy_loss(config, log_probs, batch, learns, sequences)
@@ -154,28 +154,28 @@ class TokenMasks:
 
     sampled: torch.Tensor
     """In the loss mask: sampled by the policy, in an episode that is not excluded."""
-    stale: torch.Tensor
+    too_old: torch.Tensor
     """Sampled, and older than ``max_staleness`` weight versions. The collector of rollouts admits no
     such tokens, so this is a second safeguard."""
-    fresh: torch.Tensor
-    """Sampled and not stale."""
+    recent: torch.Tensor
+    """Sampled, and at most ``max_staleness`` weight versions old."""
     comparable: torch.Tensor
-    """Fresh, and sampled by the engine in this context, that is, not spliced. For other tokens rho
+    """Recent, and sampled by the engine in this context, that is, not spliced. For other tokens rho
     counts as 1. Weights and rejections of their whole sequence apply to them, too."""
 
 
 def token_masks(batch: PackedBatch, max_staleness: int) -> TokenMasks:
     """Return the masks by role of a micro-batch's tokens."""
     sampled = batch.loss_mask
-    stale = torch.zeros_like(sampled)
+    too_old = torch.zeros_like(sampled)
     if batch.staleness is not None:
-        stale = sampled & (batch.staleness > max_staleness)
-    fresh = sampled & ~stale
+        too_old = sampled & (batch.staleness > max_staleness)
+    recent = sampled & ~too_old
 
-    comparable = fresh
+    comparable = recent
     if batch.is_spliced is not None:
-        comparable = fresh & ~batch.is_spliced
-    return TokenMasks(sampled=sampled, stale=stale, fresh=fresh, comparable=comparable)
+        comparable = recent & ~batch.is_spliced
+    return TokenMasks(sampled=sampled, too_old=too_old, recent=recent, comparable=comparable)
 
 
 def _trainer_log_probs(
@@ -212,7 +212,7 @@ def _correct(
         sequences=sequences,
         advantages=batch.column("advantages"),
         log_old_over_new=log_old_over_new,
-        moved_mask=masks.fresh,
+        moved_mask=masks.recent,
     )
 
 
@@ -311,9 +311,9 @@ def _correction_sums(
     # Computed again, because the weights of the correction may be capped, or of whole sequences.
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
-        "correction/weight": _only(masks.fresh, correction.weights).sum(),
+        "correction/weight": _only(masks.recent, correction.weights).sum(),
         "correction/truncated": (masks.comparable & (rho > config.correction.cap)).sum(),
-        "correction/dropped_stale": (masks.stale & masks.sampled).sum(),
+        "correction/dropped_too_old": (masks.too_old & masks.sampled).sum(),
     }
     for reason, tokens in correction.dropped.items():
         sums[f"correction/dropped_{reason}"] = (tokens & masks.sampled).sum()
@@ -325,9 +325,9 @@ def _sums_by_age(
 ) -> dict[str, torch.Tensor]:
     """Return the sums of mismatch (k3), rho and importance ratio of comparable tokens, by age.
 
-    Effects of staleness show only in stale tokens. Other faults show in fresh tokens, too.
+    Effects of staleness show only in stale tokens. Other faults also show in fresh tokens.
     """
-    # Samples without a column of ages are all fresh.
+    # Samples without the column are all fresh.
     is_stale = torch.zeros_like(masks.comparable)
     if batch.staleness is not None:
         is_stale = batch.staleness > 0
@@ -337,7 +337,7 @@ def _sums_by_age(
     )
     rho = bounded_exp(log_rho)
     sums: dict[str, torch.Tensor] = {}
-    for age, mask in (("fresh", ~is_stale), ("stale", is_stale)):
+    for age, mask in zip(AGES, (~is_stale, is_stale), strict=True):
         mask = masks.comparable & mask
         sums |= {
             f"{age}/tokens": mask.sum(),
@@ -364,8 +364,8 @@ def value_objective(
     Arguments are those of ``policy_objective``: ``loss_tokens`` int64 [samples] and ``episodes``
     int64 [samples].
 
-    Tokens that are stale, or dropped by rollout correction before the update, are left out, as in
-    the policy loss. OPSM is not applied, because it depends on the update of the policy.
+    Tokens that are too old, or dropped by rollout correction before the update, are left out, as
+    in the policy loss. OPSM is not applied, because it depends on the update of the policy.
     """
     value_clip = config.critic.value_clip if config.critic else 0.5
     sample_weight = sample_weights(loss_tokens, config.aggregation, max_tokens, episodes)
@@ -378,7 +378,7 @@ def value_objective(
         weight = sequences.to_tokens(sample_weight.to(values.device))
 
         # Without old log-probs the trainer's log-probs are unknown. The configuration refuses this.
-        learns = masks.fresh
+        learns = masks.recent
         if config.correction.rejects and batch.old_log_probs is not None:
             learns = learns & _correction_before_update(config, batch, masks, sequences).keeps
 

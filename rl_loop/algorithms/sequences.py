@@ -58,7 +58,7 @@ def sample_weights(
     - ``seq-mean-token-sum-norm``: the same, divided by ``constant`` (Dr. GRPO, arXiv 2503.20783).
 
     Episodes without loss tokens do not count. Tokens that are left out later, because they are
-    stale or dropped by rollout correction, count in the denominators. Therefore the gradient
+    too old or dropped by rollout correction, count in the denominators. Therefore the gradient
     remains an average over all sampled tokens.
 
     Args:

@@ -84,7 +84,7 @@ class Examination:
 
     @cached_property
     def updated(self) -> ReferenceModel:
-        """Reference in fp64 with the second weights. It has the first ones for stale variants."""
+        """Reference in fp64 with the second weights. Faulty variants may use the first ones."""
         # ``check_update`` is skipped before it comes here if there are no second weights.
         assert self.second is not None
         return ReferenceModel(self.weights.config, self.second.tensors, self.weights.tensors)
@@ -92,7 +92,7 @@ class Examination:
     @cached_property
     def updated_rounded(self) -> ReferenceModel:
         """Reference in the subject's precision with the second weights."""
-        # No stale weights: this reference measures only the effect of precision.
+        # Without the weights from before the update, because this reference measures only the effect of precision.
         assert self.second is not None
         dtype = DTYPES[self.precision]
         return ReferenceModel(self.weights.config, self.second.tensors, dtype=dtype)

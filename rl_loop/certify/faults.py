@@ -207,20 +207,20 @@ def update_faults(config: GptOssModelConfig) -> tuple[ModelFault, ...]:
     faults = [
         ModelFault(
             "no tensor was updated",
-            FaultyVariant(stale=""),
+            FaultyVariant(not_updated=""),
             "vllm-project/vllm#32718 (weights are read from a cache)",
         ),
-        ModelFault("the experts were not updated", FaultyVariant(stale=".experts."), unnamed),
-        ModelFault("sinks were not updated", FaultyVariant(stale=".sinks"), unnamed),
-        ModelFault("biases were not updated", FaultyVariant(stale="bias"), unnamed),
-        ModelFault("the routers were not updated", FaultyVariant(stale=".router."), unnamed),
+        ModelFault("the experts were not updated", FaultyVariant(not_updated=".experts."), unnamed),
+        ModelFault("sinks were not updated", FaultyVariant(not_updated=".sinks"), unnamed),
+        ModelFault("biases were not updated", FaultyVariant(not_updated="bias"), unnamed),
+        ModelFault("the routers were not updated", FaultyVariant(not_updated=".router."), unnamed),
     ]
 
     # Experts are sharded over ranks, so each one can be missing on its own.
     own_experts_only = "a rank that sends only its own experts: verl-project/verl#7195"
     for layer, expert in product(range(config.num_layers), range(config.num_experts)):
         name = f"expert {expert} of layer {layer} kept its old weights"
-        variant = FaultyVariant(stale_expert=(layer, expert))
+        variant = FaultyVariant(expert_not_updated=(layer, expert))
         faults.append(ModelFault(name, variant, own_experts_only))
     # An update has its own code for layouts, which can be wrong even if the first weights are
     # right.

@@ -58,9 +58,9 @@ class FaultyVariant:
     """Name suffixes of tensors that are zeros."""
     bf16_biases: bool = False
     """Round all biases to bf16, except the router's."""
-    stale_expert: tuple[int, int] | None = None
+    expert_not_updated: tuple[int, int] | None = None
     """(layer, expert) with the weights from before an update."""
-    stale: str | None = None
+    not_updated: str | None = None
     """Part of the tensor names that have the values from before an update; "" for all."""
     leaky_packing: bool = False
     """Let sequences in one row attend to earlier sequences."""
@@ -221,8 +221,8 @@ class _VariantWeights:
 
         # Tensors of experts are named model.layers.LAYER.mlp.experts.PART.
         layer = int(name.split(".")[2])
-        is_stale = variant.stale_expert == (layer, expert)
-        tensor = self._before[name][expert] if is_stale else self._tensor(name)[expert]
+        is_not_updated = variant.expert_not_updated == (layer, expert)
+        tensor = self._before[name][expert] if is_not_updated else self._tensor(name)[expert]
         is_transposed = variant.transposed_down in (layer, EVERY_LAYER)
         return tensor.T if is_transposed and name.endswith(".down_proj") else tensor
 
@@ -232,7 +232,7 @@ class _VariantWeights:
         # This keeps the values and stops the gradient.
         if variant.sinks == "no gradient" and name.endswith(".sinks"):
             tensor = tensor.detach()
-        if variant.stale is not None and variant.stale in name:
+        if variant.not_updated is not None and variant.not_updated in name:
             tensor = self._before[name]
         if variant.absent_biases and name.endswith(variant.absent_biases):
             return torch.zeros_like(tensor)

@@ -243,8 +243,8 @@ def _kl_penalties(
     penalties = config.kl.coefficient * kl_estimate(rollout, reference, config.kl.estimator)
     if samples.staleness is None:
         return penalties
-    is_fresh = samples.staleness[start:end][is_sampled] <= config.max_staleness
-    return torch.where(torch.from_numpy(is_fresh), penalties, 0.0)
+    is_recent = samples.staleness[start:end][is_sampled] <= config.max_staleness
+    return torch.where(torch.from_numpy(is_recent), penalties, 0.0)
 
 
 # -- generalized advantage estimation -------------------------------------------------------------

@@ -65,7 +65,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         self.can_be_restored = self.options.replay
         """True if actions may be repeated. Otherwise an infrastructure failure ends the episode."""
         self._actions: list[RecordedAction] = []
-        self._is_stale = False
+        self._state_differs = False
         """True if the server's state does not match ``_actions``."""
         self._lost_servers: Counter[tuple[int, str]] = Counter()
         """Number of servers that ended during an action, by the number of earlier actions and the
@@ -102,7 +102,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
 
     async def ready(self) -> None:
         """Make sure that a server has the state of the episode. Replay the actions if not."""
-        if not self.is_connected or self._is_stale:
+        if not self.is_connected or self._state_differs:
             await self.open()
 
     async def act(self, action: Any) -> Any:
@@ -118,7 +118,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
             result = await self.do(action)
         except BaseException as error:
             # The server may have executed the action, or a part of it.
-            self._is_stale = True
+            self._state_differs = True
             if isinstance(error, ToolServerLost) and self._ends_servers(action):
                 raise ToolError("this call ended the server that it was made to") from error
             raise
@@ -152,7 +152,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
     # ---- Environment
 
     async def open(self) -> None:
-        if self.is_connected and not self._is_stale:
+        if self.is_connected and not self._state_differs:
             return
         # The server has executed an unknown part of its actions, so do not keep it.
         await self.disconnect()
@@ -163,7 +163,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         except BaseException:
             await self.disconnect()
             raise
-        self._is_stale = False
+        self._state_differs = False
 
     async def close(self) -> None:
         await self.disconnect()
@@ -172,6 +172,6 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         return list(self._actions) if self.can_be_restored else None
 
     def restore_state(self, state: Any) -> None:
-        # The server is stale even without new recorded actions: it may have executed a failed one.
-        self._is_stale = True
+        # The state differs even without new recorded actions: the server may have executed a failed one.
+        self._state_differs = True
         self._actions = list(state)

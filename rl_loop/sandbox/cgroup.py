@@ -173,7 +173,7 @@ class ServerCgroup:
 
     def __init__(self, base: Path) -> None:
         """Create the cgroup. Raises OSError if that fails."""
-        remove_stale(base)
+        remove_abandoned(base)
         self.path = base / f"gptoss-sandbox-{os.getpid()}-{next(_numbers)}"
         self.path.mkdir()
         self.has_cpu_weight = (self.path / "cpu.weight").exists()
@@ -219,7 +219,7 @@ class ServerCgroup:
                 time.sleep(0.01)
 
 
-def remove_stale(base: Path) -> None:
+def remove_abandoned(base: Path) -> None:
     """Remove the cgroups of processes that ended without removing them."""
     for path in base.glob("gptoss-sandbox-*"):
         match = SERVER_NAME.fullmatch(path.name)

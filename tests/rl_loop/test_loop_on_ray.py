@@ -439,7 +439,7 @@ def test_off_policy_run_continues_after_a_worker_is_killed(tmp_path: Path) -> No
     assert [step["rollout/groups_ahead"] for step in steps] == [4, 4, 4, 2, 0]
     assert steps[0]["rollout/staleness_max"] == 0
     assert max(step["rollout/staleness_max"] for step in steps) <= 2
-    assert all(step["correction/dropped_stale"] == 0 for step in steps)
+    assert all(step["correction/dropped_too_old"] == 0 for step in steps)
     for step in steps:
         assert sum(step[f"rollout/invalid/{component}"] for component in COMPONENTS) == 0
 

@@ -57,8 +57,8 @@ def _sample(candidates: Sequence[ModelFault]) -> list[ModelFault]:
     shown = []
     layers = set()
     for fault in candidates:
-        if fault.variant.stale_expert is not None:
-            layer = fault.variant.stale_expert[0]
+        if fault.variant.expert_not_updated is not None:
+            layer = fault.variant.expert_not_updated[0]
             if layer in layers:
                 continue
             layers.add(layer)

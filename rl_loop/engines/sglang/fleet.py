@@ -1,6 +1,6 @@
 """The SGLang servers of a run, as Ray actors: start, weight syncs, scores and pauses.
 
-If a sync fails, none of its servers serves. They are killed, restart with random weights as STALE,
+If a sync fails, none of its servers serves. They are killed, restart with random weights as UNSYNCED,
 and are synced again.
 
 Servers on the trainer's GPUs sleep while the trainer works. None is started during that time,
@@ -283,19 +283,19 @@ class SglangFleet:
             return
         try:
             healthy = self._healthy()
-            stale = {
+            unsynced = {
                 actor: status
                 for actor, status in healthy.items()
-                if status.state is ServerState.STALE
+                if status.state is ServerState.UNSYNCED
             }
-            if not stale:
+            if not unsynced:
                 return
 
             try:
-                self._sync_to_current(stale)
+                self._sync_to_current(unsynced)
             except SyncFailed as failure:
                 # Other servers still serve, so the run continues without the restarted ones.
-                if len(stale) == len(healthy):
+                if len(unsynced) == len(healthy):
                     raise
                 logger.warning("a restarted SGLang server does not serve: %s", describe(failure))
         finally:

@@ -2,7 +2,7 @@
 
 ``fleet`` creates Ray actors of ``SglangServer``.
 
-    DEAD -> STARTING -> STALE -> SYNCED
+    DEAD -> STARTING -> UNSYNCED -> SYNCED
       ^________|__________|________|    the process ended, was silent or did not finish a sync
 
 Only a SYNCED server serves. Every process is a new *incarnation*: facts about the previous one,
@@ -51,7 +51,7 @@ LOG_LINES = 3
 class ServerState(StrEnum):
     DEAD = "dead"  # no process, or a process that is being killed
     STARTING = "starting"  # not healthy yet
-    STALE = "stale"  # healthy, but without the policy's weights
+    UNSYNCED = "unsynced"  # healthy, without weights of the policy
     SYNCED = "synced"  # healthy, holds policy weights ``version``
 
 
@@ -72,7 +72,7 @@ class ServerStatus:
 
     @property
     def healthy(self) -> bool:
-        return self.state in (ServerState.STALE, ServerState.SYNCED)
+        return self.state in (ServerState.UNSYNCED, ServerState.SYNCED)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class SglangServer:
         if not self._is_alive(incarnation):
             return False
         self._syncing = True  # a paused server does not pass health checks
-        self._change(state=ServerState.STALE, version=None)
+        self._change(state=ServerState.UNSYNCED, version=None)
         return True
 
     async def end_sync(self, incarnation: int, version: int | None) -> None:
@@ -272,7 +272,7 @@ class SglangServer:
                 fault = await self._wait_until_healthy(client, self._process)
             if fault is not None:
                 return self._explain(fault)
-            self._change(state=ServerState.STALE)
+            self._change(state=ServerState.UNSYNCED)
             return self._explain(await self._watch_health(client, self._process))
         except EngineUnavailable as error:
             return ServerFailure(str(error), is_permanent=True)

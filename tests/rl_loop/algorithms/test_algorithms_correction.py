@@ -143,7 +143,7 @@ def test_tokens_beyond_the_staleness_limit_are_dropped() -> None:
     one["old_log_probs"] = one["rollout_log_probs"]
     weights, sums = run(config, one, [-1.0, -1.0, -1.0])
     assert weights.tolist() == pytest.approx([1.0, 1.0, 0.0])
-    assert sums["correction/dropped_stale"] == 1
+    assert sums["correction/dropped_too_old"] == 1
 
 
 def test_spliced_tokens_train_without_correction_or_mismatch() -> None:

@@ -199,7 +199,7 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     rollouts.close()
     steps = [record for record in records if is_training_step(record)]
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1, 1]
-    assert all(step["correction/dropped_stale"] == 0 for step in steps)
+    assert all(step["correction/dropped_too_old"] == 0 for step in steps)
     assert [record["step"] for record in records if "held_out/reward" in record] == [0, 2]
     # The importance weight contains the updates after the tokens were sampled.
     assert steps[0]["mismatch/kl_k3"] < 1e-6 < min(step["mismatch/kl_k3"] for step in steps[1:])

@@ -198,7 +198,7 @@ def test_reward_that_is_not_a_number_is_rejected_with_its_task(reward: float) ->
 
 # ---- excluded tokens
 
-EXCLUSIONS = ("masked", "excluded episode", "stale", *REJECTIONS)
+EXCLUSIONS = ("masked", "excluded episode", "too old", *REJECTIONS)
 
 
 def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any]], np.ndarray]:
@@ -242,7 +242,7 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any
         first["loss_mask"] = [0, 1, 1, 0, 0, 1]
     elif kind == "excluded episode":
         first["loss_mask"], out = [0] * 6, np.array([1] * 6, dtype=bool)
-    elif kind == "stale":
+    elif kind == "too old":
         first["staleness"] = [0, 0, 1, 2, 3, 0]
     elif kind == "icepop":
         first["rollout_log_probs"] = [-0.5, -0.5, -0.7, -8.0, -8.0, -1.3]

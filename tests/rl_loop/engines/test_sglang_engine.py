@@ -196,7 +196,7 @@ async def test_abort_returns_even_if_a_server_hangs() -> None:
 async def test_turn_of_a_dead_server_continues_on_another_server() -> None:
     first, second = LocalServer(token_seconds=0.01), LocalServer(token_seconds=0.001)
     async with engine_over(first, second) as (engine, fleet):
-        fleet.states[second.url] = ServerState.STALE
+        fleet.states[second.url] = ServerState.UNSYNCED
         asked = replace(request(PROMPT, 200, routes=True), routes_start=5)
         sampling = asyncio.ensure_future(engine.generate(asked))
         await wait_until_async(lambda: len(first.cache) >= len(PROMPT) + 30)
@@ -219,10 +219,10 @@ async def test_only_servers_with_the_policys_weights_get_requests() -> None:
         assert len(good.served) == len(results) == 20
         for result in results:
             check(result, PROMPT)
-        fleet.states = {restarted.url: ServerState.STARTING, good.url: ServerState.STALE}
+        fleet.states = {restarted.url: ServerState.STARTING, good.url: ServerState.UNSYNCED}
         engine._wait_seconds, engine._refreshed_at = 0.3, 0.0
         with pytest.raises(
-            RuntimeError, match=r"no SGLang server had policy weights 3 .* is stale"
+            RuntimeError, match=r"no SGLang server had policy weights 3 .* is unsynced"
         ):
             await engine.generate(request(PROMPT, 5, "late/0/0/0"))
 

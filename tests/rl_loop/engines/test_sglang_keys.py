@@ -50,7 +50,7 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
                 while not (status := await server.status()).healthy:
                     assert not status.fault, status.fault
                     await asyncio.sleep(0.1)
-            assert status.state is ServerState.STALE
+            assert status.state is ServerState.UNSYNCED
 
             for key in (None, "", KEY[:-1]):
                 attacker = SglangClient(status.url, api_key=key)

@@ -159,22 +159,22 @@ def test_layouts_match_triton_kernels_except_word_bits_and_bias(
 
 
 @pytest.mark.parametrize(("experts", "rows", "row_bytes"), ODD_SHAPES)
-def test_layout_round_trips_and_counts_stale_padding(
+def test_layout_round_trips_and_counts_wrong_padding(
     experts: int, rows: int, row_bytes: int
 ) -> None:
     packed = random_bytes(experts, rows, row_bytes)
     storage = random_bytes(experts, *layout.value_storage_shape(rows, row_bytes), seed=1)
     layout.swizzle_values(packed, storage)
-    back, stale = layout.unswizzle_values(storage, rows, row_bytes)
+    back, wrong = layout.unswizzle_values(storage, rows, row_bytes)
     assert torch.equal(back, packed)
-    assert stale == 0
+    assert wrong == 0
 
     # A change of every second byte of the storage changes a bit of the matrix or of its padding.
     storage[0, -1, 1::2] ^= 1
-    back, stale = layout.unswizzle_values(storage, rows, row_bytes)
+    back, wrong = layout.unswizzle_values(storage, rows, row_bytes)
     changed = int((back != packed).sum())
-    assert changed + stale > 0
-    assert stale == 0 or rows % 64 or row_bytes % 64
+    assert changed + wrong > 0
+    assert wrong == 0 or rows % 64 or row_bytes % 64
 
 
 def test_layout_kernels_round_trip_in_tritons_interpreter() -> None:
@@ -217,7 +217,7 @@ def test_expert_shards_of_all_ranks_make_the_whole(ranks: int) -> None:
             pass
         experts = synced.experts[0]
         read = {name: experts.read(name) for name in expert_storage.SOURCES}
-        assert all(stale == 0 for _, stale in read.values())
+        assert all(wrong == 0 for _, wrong in read.values())
         parts.append({name: tensor for name, (tensor, _) in read.items()})
 
     prefix = "model.layers.0.mlp.experts."
@@ -371,7 +371,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
 
 
 @pytest.mark.parametrize("name", list(expert_storage.SOURCES))
-def test_stale_byte_of_padding_is_named(name: str) -> None:
+def test_wrong_byte_of_padding_is_named(name: str) -> None:
     weights = mxfp4_weights(1)
 
     async def work(server: PackedServer) -> None:
@@ -392,7 +392,7 @@ def test_stale_byte_of_padding_is_named(name: str) -> None:
             layout.swizzle_values(padded, tensor)
         plan = plan_for(server.url, ranks=2, transport="none")
         source = expert_storage.SOURCES[name]
-        with pytest.raises(WeightMismatch, match=rf"{source} \(stale padding: 1 elements\)"):
+        with pytest.raises(WeightMismatch, match=rf"{source} \(wrong padding: 1 elements\)"):
             await send_weights(weights.items(), MODEL, plan)
 
     run_with_server(2, work)

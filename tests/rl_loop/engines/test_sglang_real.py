@@ -78,7 +78,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
     async def main() -> None:
         server = SglangServer(command, environment, tmp_path / "log", health_seconds=30)
         try:
-            while (await server.status()).state is not ServerState.STALE:
+            while (await server.status()).state is not ServerState.UNSYNCED:
                 assert not (await server.status()).fault, (await server.status()).fault
                 await asyncio.sleep(0.5)
             await exercise((await server.status()).url)

@@ -126,7 +126,7 @@ def test_unusable_memory_fraction_is_reported_without_a_start(tmp_path: Path) ->
 def test_server_with_another_fault_is_restarted(tmp_path: Path) -> None:
     async def main() -> None:
         server = make_server(tmp_path, "no such port", "serve")
-        await reach(server, ServerState.STALE)
+        await reach(server, ServerState.UNSYNCED)
         await server.stop()
 
     asyncio.run(main())
@@ -138,10 +138,10 @@ def test_server_that_has_served_restarts_after_lack_of_memory(
 ) -> None:
     async def main() -> None:
         server = make_server(tmp_path, "serve", OUT_OF_MEMORY, "serve")
-        status = await reach(server, ServerState.STALE)
+        status = await reach(server, ServerState.UNSYNCED)
         server._kill()
         await reach(server, ServerState.DEAD)
-        again = await reach(server, ServerState.STALE)
+        again = await reach(server, ServerState.UNSYNCED)
         assert again.incarnation != status.incarnation
         await server.stop()
 
@@ -152,7 +152,7 @@ def test_server_that_has_served_restarts_after_lack_of_memory(
 def test_no_server_starts_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
     async def main() -> None:
         server = make_server(tmp_path, "serve")
-        await reach(server, ServerState.STALE)
+        await reach(server, ServerState.UNSYNCED)
         await server.block_starts()
         server._kill()
         await reach(server, ServerState.DEAD)
@@ -160,7 +160,7 @@ def test_no_server_starts_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
         assert (await server.status()).state is ServerState.DEAD
         assert count_starts(tmp_path) == 1
         await server.allow_starts()
-        await reach(server, ServerState.STALE)
+        await reach(server, ServerState.UNSYNCED)
         assert count_starts(tmp_path) == 2
         await server.stop()
 

@@ -305,7 +305,7 @@ def test_wait_for_servers_logs_the_ready_count_and_log_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     starting = ServerStatus("http://b", ServerState.STARTING)
-    ready = ServerStatus("http://a", ServerState.STALE)
+    ready = ServerStatus("http://a", ServerState.UNSYNCED)
     seconds = 0.0
 
     async def known(actors: list[str]) -> list[ServerStatus]:
@@ -415,7 +415,7 @@ def test_killed_server_serves_again_after_it_gets_the_weights(
     fleet: SglangFleet,
 ) -> None:
     fleet.ready()
-    assert states(fleet) == [(ServerState.STALE, None)] * 2
+    assert states(fleet) == [(ServerState.UNSYNCED, None)] * 2
     trainer = Trainer(1)
     fleet.sync(trainer, 1)
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
@@ -423,7 +423,7 @@ def test_killed_server_serves_again_after_it_gets_the_weights(
     fleet.recover_engines()
     assert trainer.sends == 1, "nothing was to be recovered"
     kill_first_server(fleet)
-    wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    wait_until(lambda: states(fleet)[0] == (ServerState.UNSYNCED, None))
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
     fleet.recover_engines()
     assert states(fleet) == [(ServerState.SYNCED, 1)] * 2
@@ -431,7 +431,7 @@ def test_killed_server_serves_again_after_it_gets_the_weights(
     # If the recovered server gets other weights than the rest, its canary detects them.
     fleet._current = CurrentWeights(Trainer(2), 1)
     kill_first_server(fleet)
-    wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    wait_until(lambda: states(fleet)[0] == (ServerState.UNSYNCED, None))
     fleet.recover_engines()
     assert states(fleet)[0][0] is not ServerState.SYNCED
     assert states(fleet)[1] == (ServerState.SYNCED, 1)
@@ -486,7 +486,7 @@ def test_syncs_share_a_process_group_until_a_server_restarts(fleet: SglangFleet)
         fleet.sync(Trainer(version), version)
         assert groups_joined() == [1, 1]
     kill_first_server(fleet)
-    wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+    wait_until(lambda: states(fleet)[0] == (ServerState.UNSYNCED, None))
     trainer = Trainer(4)
     fleet.sync(trainer, 4)
     assert groups_joined() == [1, 2]
@@ -501,7 +501,7 @@ def test_server_restarted_during_an_update_gets_the_new_weights(
     fleet.sync(trainer, 1)
     with fleet.updating_weights(2):
         kill_first_server(fleet)
-        wait_until(lambda: states(fleet)[0] == (ServerState.STALE, None))
+        wait_until(lambda: states(fleet)[0] == (ServerState.UNSYNCED, None))
         healer = Thread(target=fleet.recover_engines)  # like the thread of rollouts
         healer.start()
         healer.join()

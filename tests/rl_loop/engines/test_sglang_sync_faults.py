@@ -222,7 +222,7 @@ def test_server_dead_during_training_returns_with_the_next_sync(run: Run) -> Non
     run.fleet.pause()
     assert not run.fault_file.exists()
     asleep = asyncio.run(statuses(run.fleet.actors))
-    assert sorted(status.state for status in asleep) == [ServerState.DEAD, ServerState.STALE]
+    assert sorted(status.state for status in asleep) == [ServerState.DEAD, ServerState.UNSYNCED]
 
     # Servers that are killed asleep do not restart either, because the trainer uses the memory.
     ray.get(

@@ -113,7 +113,7 @@ def test_only_cgroups_of_dead_owners_are_removed(tmp_path: Path) -> None:
     alive = tmp_path / f"gptoss-sandbox-{os.getpid()}-0"
     for path in (dead, alive, tmp_path / "other"):
         path.mkdir()
-    cgroup.remove_stale(tmp_path)
+    cgroup.remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "other"])
 
 

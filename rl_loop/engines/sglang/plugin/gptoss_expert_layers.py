@@ -11,7 +11,7 @@ from torch import Tensor
 def allocate(layer: Any, method: Any, device: torch.device) -> LayerExperts:
     """Allocate the layouts of a layer's experts, which replace SGLang's parameters.
 
-    Weights are zero until they are loaded, so unloaded padding counts as stale.
+    Weights are zero until they are loaded, and padding stays zero.
 
     Args:
         layer: MoE layer whose parameters are on the meta device.
@@ -187,8 +187,8 @@ def _compare_values(packed: Tensor, theirs: Any) -> Tensor:
     expected = layout.to_plugin_bit_order(memory) if memory.shape == ours.shape else memory
     _compare_bytes(name, ours, expected, theirs)
 
-    back, stale = layout.unswizzle_values(ours, rows, row_bytes)
-    if stale or not torch.equal(back, packed):
+    back, wrong = layout.unswizzle_values(ours, rows, row_bytes)
+    if wrong or not torch.equal(back, packed):
         raise RuntimeError(f"{name} change when written to the layout and read back")
     return ours
 
@@ -203,8 +203,8 @@ def _compare_scales(scales: Tensor, theirs: Any) -> Tensor:
     expected = theirs.storage.data.mT + layout.SCALE_BIAS  # modulo 256
     _compare_bytes(name, ours, expected, theirs)
 
-    back, stale = layout.unswizzle_scales(ours, rows, blocks, (rows, blocks))
-    if stale or not torch.equal(back, scales):
+    back, wrong = layout.unswizzle_scales(ours, rows, blocks, (rows, blocks))
+    if wrong or not torch.equal(back, scales):
         raise RuntimeError(f"{name} change when written to the layout and read back")
     return ours
 

@@ -170,7 +170,7 @@ class LayerExperts:
         return None
 
     def read(self, name: str) -> tuple[Tensor, int]:
-        """Return this rank's part of a tensor in its original format, and count stale padding.
+        """Return this rank's part of a tensor in its original format, and count wrong padding.
 
         Returns:
             The part, and the number of padding elements that differ from those that ``load``

@@ -126,9 +126,9 @@ def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor
     experts = len(storage)
     packed = storage.new_empty(experts, rows, row_bytes)
     if storage.is_cuda:
-        stale = torch.zeros((), dtype=torch.int32, device=storage.device)
-        _launch(_unswizzle_kernel, packed, storage, stale)
-        return packed, int(stale)
+        wrong = torch.zeros((), dtype=torch.int32, device=storage.device)
+        _launch(_unswizzle_kernel, packed, storage, wrong)
+        return packed, int(wrong)
 
     # int64, because shifts of int32 would copy the sign bit.
     word = storage.view(torch.int32).long() & 0xFFFFFFFF
@@ -142,9 +142,9 @@ def unswizzle_values(storage: Tensor, rows: int, row_bytes: int) -> tuple[Tensor
     padded = bytes_of.permute(0, 1, 8, 2, 4, 3, 6, 7, 5).reshape(experts, -1, row_words)
     packed.copy_(padded[:, :rows, :row_bytes])
 
-    # swizzle_values writes zeros outside the matrix, so other bytes there are stale.
-    stale_bytes = int(padded.count_nonzero()) - int(packed.count_nonzero())
-    return packed, stale_bytes
+    # swizzle_values writes zeros outside the matrix, so other bytes there are wrong.
+    wrong_bytes = int(padded.count_nonzero()) - int(packed.count_nonzero())
+    return packed, wrong_bytes
 
 
 # A byte of a word holds two codes, each a sign and three bits. In the two halves of a 32-bit number
@@ -213,7 +213,8 @@ def _launch(kernel, packed: Tensor, storage: Tensor, result: Tensor) -> None:
         kernel: ``_swizzle_kernel`` or ``_unswizzle_kernel``.
         packed: uint8 [experts, rows, row_bytes].
         storage: uint8 [experts, *value_storage_shape], contiguous.
-        result: counter of stale bytes for ``_unswizzle_kernel``. The other kernel ignores it.
+        result: counter of wrong bytes of padding for ``_unswizzle_kernel``. The other kernel
+            ignores it.
 
     Raises:
         ValueError: if the strides are not supported.
@@ -298,7 +299,7 @@ def _swizzle_kernel(
 def _unswizzle_kernel(
     packed,
     storage,
-    stale,
+    wrong,
     rows,
     row_bytes,
     expert_stride,
@@ -315,7 +316,7 @@ def _unswizzle_kernel(
     word_bits = tl.load(storage + expert * count + word, mask=inside, other=0)
     word_bits = word_bits.to(tl.uint32, bitcast=True)
 
-    stale_bytes = tl.zeros((WORDS,), dtype=tl.int32)
+    wrong_bytes = tl.zeros((WORDS,), dtype=tl.int32)
     for place in tl.static_range(4):
         its_row = row + 8 * (place % 2)
         its_byte = byte + 4 * (place // 2)
@@ -330,11 +331,11 @@ def _unswizzle_kernel(
         is_data = inside & (its_row < rows) & (its_byte < row_bytes)
         target = packed + expert * expert_stride + its_row.to(tl.int64) * row_stride + its_byte
         tl.store(target, x.to(tl.uint8), mask=is_data)
-        stale_bytes += ((x != 0) & inside & (is_data == 0)).to(tl.int32)
+        wrong_bytes += ((x != 0) & inside & (is_data == 0)).to(tl.int32)
 
-    # One addition per program, and usually none, because stale bytes are a fault.
-    found = tl.sum(stale_bytes, 0)
-    tl.atomic_add(stale, found, mask=found > 0)
+    # One addition per program, and usually none, because the padding should be zero.
+    found = tl.sum(wrong_bytes, 0)
+    tl.atomic_add(wrong, found, mask=found > 0)
 
 
 # -- scales ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ into an unused copy. This module patches SGLang as follows:
   is missing at the end of a sync, or has a scale that is too large. This holds on every rank.
   SGLang reports only errors of the first rank.
 * ``/weights_checker`` hashes the experts in their original format, read back from the memory that
-  the server computes with. Stale padding is reported instead of the hash.
+  the server computes with. Wrong padding is reported instead of the hash.
 * GEMMs decode values with ``gptoss_expert_values``.
 * The experts that the router chooses are recorded, as SGLang does for its other expert kernels.
 

@@ -97,11 +97,11 @@ class SyncedModel:
         checksums = {}
         for experts in self.experts:
             for name in SOURCES:
-                tensor, stale = experts.read(name)
+                tensor, wrong = experts.read(name)
                 checksum = hash_tensor(tensor)
-                if stale:
-                    # Kernels also read the padding, so results are wrong if it is stale.
-                    checksum = f"stale padding: {stale} elements"
+                if wrong:
+                    # Kernels also read the padding, so results are wrong if the padding is.
+                    checksum = f"wrong padding: {wrong} elements"
                 checksums[f"{experts.prefix}{name}"] = checksum
         return checksums
 

@@ -22,11 +22,11 @@ def compare(experts: int, rows: int, row_bytes: int) -> None:
 
     storage[0, -1] ^= 0x5A
     back = torch.empty(experts, rows, row_bytes, dtype=torch.uint8)
-    stale = torch.zeros((), dtype=torch.int32)
-    layout._launch(layout._unswizzle_kernel, back, storage, stale)
-    expected_back, expected_stale = layout.unswizzle_values(storage, rows, row_bytes)
+    wrong = torch.zeros((), dtype=torch.int32)
+    layout._launch(layout._unswizzle_kernel, back, storage, wrong)
+    expected_back, expected_wrong = layout.unswizzle_values(storage, rows, row_bytes)
     assert torch.equal(back, expected_back)
-    assert int(stale) == expected_stale
+    assert int(wrong) == expected_wrong
 
 
 if __name__ == "__main__":
