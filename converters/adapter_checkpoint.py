@@ -26,11 +26,12 @@ from converters.peft_format import (
 from converters.peft_settings import CONFIG_FILE, peft_config
 from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
-from converters.torch_dist import DTYPES, Precision
+from converters.torch_dist import DTYPES
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter, check_not_run
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
+from megatron_gptoss.config.precision import Precision
 from megatron_gptoss.new_directory import final_name, new_directory
 from megatron_gptoss.untrusted_files import read_json
 

@@ -45,11 +45,11 @@ from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config.precision import Precision
 from megatron_gptoss.new_directory import new_directory
 
-Precision = Literal["bf16", "fp32"]
 ExportFormat = Literal["bf16", "fp32", "mxfp4"]
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # -- import ------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def fine_tuning(directory: Path, steps: int) -> SftConfig:
             "name": "python_sft",
             "output_dir": directory,
             "model": MODEL,
-            "dtype": "float32",
+            "dtype": "fp32",
             "vocabulary": "tiny",
             "prompt": PROMPT,
             "tasks": {

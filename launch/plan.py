@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.context_parallel import (
     AttentionShape,
     ContextLayout,
@@ -19,7 +20,6 @@ from megatron_gptoss.planning.step_time import StepTime, predict_step
 LAYOUTS_SHOWN = 5
 MEASURED_GPU = "H200"
 """GPU whose measured rates predict times, here and in ``rollout_plan``."""
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def full_row(inputs: MemoryInputs) -> list[int]:
@@ -189,7 +189,7 @@ def attention_plan(inputs: MemoryInputs, dtype: str) -> str:
 
     Args:
         inputs: model, layout and batch. The row is filled with episodes of maximum length.
-        dtype: float32 or bfloat16.
+        dtype: fp32 or bf16.
     """
     parallel = inputs.parallel
     if parallel.context == 1:
@@ -237,7 +237,7 @@ def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind:
         model.num_attention_heads // parallel.tensor,
         model.num_key_value_heads // parallel.tensor,
         model.head_size,
-        ELEMENT_BYTES[dtype],
+        bytes_of(dtype),
     )
     costs = candidates(layout, shape, window, H200)  # best first
     chosen = costs[0].scheme if configured == "auto" else configured

@@ -137,7 +137,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     """
     settings = job_settings(config)
     notes = []
-    if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bfloat16":
+    if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bf16":
         # A dry run on a laptop plans for the GPUs that the run needs.
         needed = _gpus_needed(settings)
         cluster = cluster.model_copy(update={"gpus_per_node": needed})

@@ -16,6 +16,7 @@ from converters.model_extras import EXTRAS_FOLDER, ModelExtras, read_extras
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import Quantization
+from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.tasks.source import TaskMixture
@@ -179,7 +180,7 @@ def greedy_agreement(
         trainer: holds the policy.
         tasks: source of the held-out prompts.
         directory: the export.
-        dtype: torch dtype in which transformers computes.
+        dtype: precision in which transformers computes.
         quantization: format of the exported experts. None if they are not quantized.
     """
     prompts = [tasks.prompt_ids(task) for task in tasks.held_out()[:COMPARED_PROMPTS]]
@@ -203,7 +204,7 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
     options: dict[str, Any] = {}
     if quantization is not None:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    torch_dtype = getattr(torch, dtype)
+    torch_dtype = getattr(torch, DTYPE_NAMES[dtype])
     # transformers has no SDPA attention for GPT-OSS: `_supports_sdpa` is False.
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch_dtype, attn_implementation="eager", **options

@@ -259,7 +259,7 @@ def test_viewer_shows_nothing_without_its_token(tmp_path: Path) -> None:
 
 @needs_attackers
 def test_server_answers_nothing_without_its_key(tmp_path: Path) -> None:
-    config = load_rl_config(ROOT / RL[1], ["dtype=float32", *SMALL])
+    config = load_rl_config(ROOT / RL[1], ["dtype=fp32", *SMALL])
     model = GptOssForCausalLM(GptOssConfig(**config.model.to_hf_config()))
     model.save_pretrained(tmp_path / "weights")
     arguments = ["serve", RL[1], *SMALL, "--weights", str(tmp_path / "weights"), "--port", "0"]

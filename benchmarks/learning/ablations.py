@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
+from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -83,7 +84,7 @@ PANELS = {
 CONFIG = Path(__file__).parents[2] / "configs/rl/tiny_retool.yaml"
 SFT_CONFIG = Path(__file__).parents[2] / "configs/sft/tiny_retool.yaml"
 SHAPED = [
-    "dtype=bfloat16", "model.hidden_size=512", "model.intermediate_size=512", "model.initializer_std=0.04",
+    "dtype=bf16", "model.hidden_size=512", "model.intermediate_size=512", "model.initializer_std=0.04",
     "model.head_size=64", "model.num_attention_heads=16", "model.num_key_value_heads=2", "model.sliding_window=128",
     "model.num_experts=32", "model.experts_per_token=4",
 ]  # fmt: skip
@@ -216,7 +217,9 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
 def engine_on_gpu(config: RlConfig) -> TransformersEngine:
     """Return the embedded engine on the GPU. In a normal run it is on the CPU."""
     settings = GptOssConfig(**config.model.to_hf_config())
-    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
+    model = AutoModelForCausalLM.from_config(
+        settings, dtype=getattr(torch, DTYPE_NAMES[config.dtype])
+    )
     assert isinstance(config.rollout.engine, EmbeddedConfig)
     return TransformersEngine(model.to("cuda"), max_batch_size=config.rollout.engine.max_batch_size)
 

@@ -81,7 +81,7 @@ IN_LAYERS = {
 """Hugging Face's names of tensors, by llama.cpp's names."""
 
 TINY_STEPS = (
-    "dtype=float32",
+    "dtype=fp32",
     "training.max_tokens_per_micro_batch=4096",
 )
 """Overrides that let SFT and RL run on a laptop."""

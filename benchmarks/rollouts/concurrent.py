@@ -126,7 +126,7 @@ def configuration(load: Load, directory: Path) -> RlConfig:
     overrides = [
         f"output_dir={directory}",
         "initial_weights=null",
-        "dtype=bfloat16",
+        "dtype=bf16",
         "model.num_layers=2",
         "model.hidden_size=32",
         "model.intermediate_size=48",

@@ -109,7 +109,7 @@ def prepare(
     if options.device != "cpu":
         graphs = [str(count) for count in sorted(options.running)]
         arguments += ["--cuda-graph-bs", *graphs]
-        needs = ServerNeeds.of(config, "bfloat16", 1, packed=packed)
+        needs = ServerNeeds.of(config, "bf16", 1, packed=packed)
         wanted_bytes = needs.weights + options.cache_gb * 1e9
         fraction = wanted_bytes / free_gpu_memory(options)
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]

@@ -101,9 +101,7 @@ class Bench:
         (self.scratch / "config.json").write_text(
             json.dumps(self.config.to_hf_config(dtype="bfloat16"))
         )
-        build = self.settings.command(
-            0, self.scratch, "bfloat16", routed_experts=self.on_gpu, seed=0
-        )
+        build = self.settings.command(0, self.scratch, "bf16", routed_experts=self.on_gpu, seed=0)
         environment = dict(self.settings.environment)
         environment["OMP_NUM_THREADS"] = "4" if self.on_gpu else "1"
         if not self.on_gpu:

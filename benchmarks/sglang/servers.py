@@ -123,12 +123,12 @@ def make_server(
         own_gpus = {"CUDA_VISIBLE_DEVICES": ",".join(server_gpus(options))}
         settings = settings.model_copy(update={"env": own_gpus | settings.env})
 
-    hf_config = settings.describe_model(config, "bfloat16")
+    hf_config = settings.describe_model(config, "bf16")
     (directory / "config.json").write_text(json.dumps(hf_config))
     full_command = settings.command(
         0,
         directory,
-        "bfloat16",
+        "bf16",
         routed_experts=on_gpu,
         seed=0,
     )

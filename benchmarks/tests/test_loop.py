@@ -32,7 +32,7 @@ TINY = ROOT / "configs/rl/tiny_retool.yaml"
 TURN_TOKENS = 12
 SCRIPTED_MODEL = [
     "model.num_layers=2", "model.num_experts=4", "model.experts_per_token=2", "model.hidden_size=32",
-    "model.intermediate_size=48", "model.head_size=16", "dtype=bfloat16", "tasks.held_out_tasks=2",
+    "model.intermediate_size=48", "model.head_size=16", "dtype=bf16", "tasks.held_out_tasks=2",
     "rollout.workers=1", "rollout.tasks_per_step=4", "rollout.samples_per_task=2",
     "canary_tolerance=1e5",
 ]  # fmt: skip
@@ -259,7 +259,7 @@ def test_experts_of_a_packed_base_are_written_as_their_blocks(
 ) -> None:
     """The directory has the drawn weights, rounded to MXFP4."""
     options = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=96"]
-    options += ["dtype=bfloat16", f"initial_weights={tmp_path / 'weights'}", "quantization=mxfp4"]
+    options += ["dtype=bf16", f"initial_weights={tmp_path / 'weights'}", "quantization=mxfp4"]
     config = load_rl_config(ROOT / "configs/rl/tiny_retool_adapter.yaml", options)
     loop.write_weights(config, TURN_TOKENS)
 

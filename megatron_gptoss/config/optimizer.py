@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from megatron_gptoss.config.precision import Precision
 from megatron_gptoss.config.strict_model import StrictModel
 
 
@@ -31,11 +32,11 @@ class OptimizerConfig(StrictModel):
     """Reaction to a gradient with NaN or infinity: skip the step with a warning, or stop the run.
     The message names the parameters.
     """
-    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    gradient_dtype: Precision = "fp32"
     """On GPUs: dtype for accumulating gradients over micro-batches and ranks. bf16 saves 2 bytes
     per parameter and loses precision with every micro-batch.
     """
-    moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    moment_dtype: Precision = "fp32"
     """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter. Master weights stay exact
     in both cases.
     """

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.planning.activation_memory import (
     activation_memory,
     attention_blocks,
@@ -17,7 +18,6 @@ from megatron_gptoss.planning.activation_memory import (
     temporary_memory,
 )
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
-from megatron_gptoss.planning.parameter_counts import bytes_of
 from megatron_gptoss.planning.state_memory import (
     dequantized_bytes,
     gathered_for_checkpoint,

@@ -6,11 +6,6 @@ MXFP4_BYTES = 17 / 32
 """Bytes per MXFP4 value: 4 bits, and an 8-bit scale per 32 values."""
 
 
-def bytes_of(dtype: str) -> int:
-    """Return the bytes of a number; ``dtype`` is "bf16" or "fp32", as in OptimizerConfig."""
-    return 2 if dtype == "bf16" else 4
-
-
 def parameters_per_gpu(
     model: ModelConfig,
     parallel: ParallelConfig,

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from megatron_gptoss.block_sizes import PART_ELEMENTS
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
     adapter_parameters_per_gpu,
-    bytes_of,
     head_parameters,
     parameters_per_gpu,
     trained_parameters_per_gpu,

@@ -13,10 +13,10 @@ from megatron_gptoss.config import (
     ParallelConfig,
     Quantization,
 )
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.planning.flops import forward_flops, training_flops
 from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
-    bytes_of,
     trained_parameters_per_gpu,
 )
 

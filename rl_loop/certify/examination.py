@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_gptoss.config.precision import Precision
 from rl_loop.certify.certificate import FaultVisibility
 from rl_loop.certify.faults import ModelFault
-from rl_loop.certify.model import DTYPES, Precision, WeightSet
+from rl_loop.certify.model import DTYPES, WeightSet
 from rl_loop.certify.subject import CertifySubject, ScoredText, checked_scores
 from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combined

@@ -20,6 +20,7 @@ from torch import Tensor
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
+from megatron_gptoss.config.precision import Precision
 from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY, GptOssModelConfig
 from megatron_gptoss.named_random import named_generator
 from megatron_gptoss.user_error import UserError
@@ -33,7 +34,6 @@ from rl_loop.harmony.vocabulary import (
 )
 
 Size = Literal["tiny", "small", "gpu"]
-Precision = Literal["fp32", "bf16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 FIRST = "first"

@@ -16,6 +16,7 @@ from megatron_gptoss.config import (
     Quantization,
     StrictModel,
 )
+from megatron_gptoss.config.precision import Precision
 from megatron_gptoss.families.registry import AnyModelConfig
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.choices import DistillationLoss
@@ -66,7 +67,7 @@ class TrainerConfig(PolicyConfig):
     """Format of the policy's experts. ``mxfp4``: experts are trained, sampled and exported in 4
     bits (docs/quantization.md). With ``adapter``, the frozen base is kept in MXFP4, with 1/4 of the
     memory, and its weights must have MXFP4 values. null: ``dtype``."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Precision = "bf16"
     """Precision of parameters and activations."""
     gpu_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Total memory of one GPU in GB (1e9 bytes), for the memory plan. null for 150.1 (H200).

@@ -179,7 +179,7 @@ class RlConfig(RunConfig):
     first step and after the last."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Maximum mean |log-prob difference| between engine and trainer on a canary prompt after a
-    weight sync, in nats. null: 0.001 in float32, 0.02 in bfloat16. Engines in the rollout workers
+    weight sync, in nats. null: 0.001 in fp32, 0.02 in bf16. Engines in the rollout workers
     measure the effect of rounding on their log-probs, and with null they may differ by up to 3
     times this effect. Set it above the value that ``gptoss doctor --engine`` reports for a correct
     engine. An episode with a mean difference above 100 times the tolerance ends an on-policy run,

@@ -83,7 +83,7 @@ class EngineConfig(StrictModel):
 
         Args:
             model: configuration of the model.
-            dtype: dtype of the engine's weights.
+            dtype: precision of the engine's weights, "fp32" or "bf16".
         """
         return None
 
@@ -135,7 +135,7 @@ class BackendContext:
 
     model: ModelConfig
     dtype: str
-    """Precision of the trainer's parameters: ``float32`` or ``bfloat16``."""
+    """Precision of the trainer's parameters: ``fp32`` or ``bf16``."""
     seed: int
     """Seed of the run. In addition, every request has a separate seed."""
     directory: Path

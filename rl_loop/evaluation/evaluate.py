@@ -14,6 +14,7 @@ from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
+from megatron_gptoss.config.precision import DTYPE_NAMES
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.training import EvaluationConfig
@@ -62,7 +63,7 @@ def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
         raise ConversionError(
             "nothing to evaluate. Pass --weights, or set initial_weights or evaluation.endpoint"
         )
-    precision = getattr(torch, dtype)
+    precision = getattr(torch, DTYPE_NAMES[dtype])
     return LoadedWeights({name: tensor.to(precision) for name, tensor in hf_tensors(source)})
 
 

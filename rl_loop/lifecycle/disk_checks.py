@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
 from rl_loop.config.errors import StartError
 from rl_loop.config.training import TrainingConfig
@@ -15,7 +16,6 @@ from rl_loop.tracking.run_directory import RunDirectory
 GB = 1e9
 MB = 1e6
 
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one parameter, by dtype."""
 
 MOMENT_BYTES = 8
@@ -96,12 +96,12 @@ def checkpoint_bytes(
 
     Args:
         model: architecture of policy and critic.
-        dtype: "float32" or "bfloat16". fp32 weights have no separate master weights.
+        dtype: "fp32" or "bf16". fp32 weights have no separate master weights.
         adapter: adapter, if only its factors are trained.
         has_critic: True if a critic of the policy's size is trained, too.
     """
-    weight_bytes = WEIGHT_BYTES[dtype]
-    master_bytes = 0 if dtype == "float32" else 4
+    weight_bytes = bytes_of(dtype)
+    master_bytes = 0 if dtype == "fp32" else 4
     models = 2 if has_critic else 1
     # A checkpoint of adapters does not contain the frozen base.
     trained = model.num_parameters if adapter is None else adapter.num_parameters(model)
@@ -114,7 +114,7 @@ def kept_adapter_bytes(
     """Return the bytes that ``training.keep_adapters`` keeps of one checkpoint. 0 without it."""
     if not training.keep_adapters or adapter is None:
         return 0.0
-    return adapter.num_parameters(model) * WEIGHT_BYTES[dtype]
+    return adapter.num_parameters(model) * bytes_of(dtype)
 
 
 def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> float:
@@ -127,7 +127,7 @@ def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | No
         packed = model.num_layers * model.num_experts * matrices
         plain -= packed
         packed_bytes = packed * MXFP4_BYTES
-    return plain * WEIGHT_BYTES[dtype] + packed_bytes
+    return plain * bytes_of(dtype) + packed_bytes
 
 
 def checkpoints_at_a_time(training: TrainingConfig) -> int:

@@ -17,6 +17,7 @@ import psutil
 
 from megatron_gptoss import host_memory
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, column_bytes
 from rl_loop.algorithms.config import AlgorithmConfig
@@ -222,7 +223,7 @@ def _route_bytes(model: ModelConfig, rollout: RolloutConfig) -> int:
 
 
 def _weight_bytes(model: ModelConfig, dtype: str) -> int:
-    return model.num_parameters * {"float32": 4, "bfloat16": 2}[dtype]
+    return model.num_parameters * bytes_of(dtype)
 
 
 def _bytes_of(columns: Collection[str]) -> int:

@@ -15,7 +15,7 @@ from converters.mxfp4_tensors import Digests, first_difference
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.user_error import UserError
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
+TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2}
 """Default tolerances by precision: mean |log-prob difference| in nats per token.
 
 Used unless the configuration has a tolerance. The measured rounding of an engine may raise it.
@@ -226,11 +226,11 @@ def _possible_cause(rounding: float | None, dtype: str) -> str:
             f"Rounding to {dtype} changes the engine's log-probs by only {rounding:.2e}, so "
             "they do not compute the same model."
         )
-    if dtype == "float32":
+    if dtype == "fp32":
         return f"{different}."
     return (
         f"{different}, or rounding to {dtype} changes the log-probs by as much. Run `gptoss "
-        "doctor --engine` with dtype=float32. If its canary is below 1e-3, rounding is the "
+        "doctor --engine` with dtype=fp32. If its canary is below 1e-3, rounding is the "
         "cause, and canary_tolerance must be larger."
     )
 

@@ -29,6 +29,7 @@ from aiohttp import web
 
 from converters.names import hf_shapes
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.embedded.backend import build_engine
@@ -55,7 +56,8 @@ class PolicyServer(LocalServer):
     def __init__(self, model: ModelConfig, dtype: str, settings: ServerOptions) -> None:
         super().__init__()
         self.dtype = dtype
-        engine = build_engine(model, dtype, 16, deterministic=settings.deterministic)
+        precision = {name: key for key, name in DTYPE_NAMES.items()}[dtype]
+        engine = build_engine(model, precision, 16, deterministic=settings.deterministic)
         self.fault_file = settings.orders / "fault"
         self._engine = FaultyEngine(engine, settings)
         self._model = model

@@ -109,7 +109,7 @@ def request(seed: int, begun: Callable[[], object] | None = None) -> GenerateReq
 
 async def embedded(seed: int) -> GenerateResult:
     """Return the result of the embedded engine with the weights of the servers."""
-    engine = build_engine(MODEL, "float32", 16, deterministic=True)
+    engine = build_engine(MODEL, "fp32", 16, deterministic=True)
     await engine.sync_weights(weights_of(1).items(), VERSION)
     try:
         return await engine.generate(request(seed))

@@ -96,7 +96,7 @@ def test_published_sizes_have_published_parameter_counts(size: str, models: dict
 def test_published_sizes_can_be_planned(size: str, models: dict[str, str]) -> None:
     overrides = [f"parallel.{key}={value}" for key, value in LAYOUTS[size].items()]
     overrides.append("training.max_tokens_per_micro_batch=8192")
-    overrides += [f"model={models[size]}", "dtype=bfloat16"]
+    overrides += [f"model={models[size]}", "dtype=bf16"]
     result = CliRunner().invoke(app, ["plan", str(CONFIG), "--sft", "--gpu", "h200", *overrides])
     assert result.exit_code == 0, result.output
     assert "tensors of the update, GB: weights" in result.output

@@ -37,7 +37,7 @@ LONG = [
     "parallel.context=4",
     "training.max_tokens_per_micro_batch=131072",
     "rollout.max_tokens=131072",
-    "dtype=bfloat16",
+    "dtype=bf16",
 ]
 
 
@@ -237,7 +237,7 @@ def test_interleaving_rounds_micro_batches_and_shrinks_bubble() -> None:
             "model=gpt-oss-20b",
             "parallel.world_size=4",
             "parallel.pipeline=4",
-            "dtype=bfloat16",
+            "dtype=bf16",
         ]
         overrides += [
             f"parallel.virtual_pipeline={chunks}",

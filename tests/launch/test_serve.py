@@ -32,7 +32,7 @@ CONFIG = ROOT / "configs/rl/tiny_retool.yaml"
 
 @pytest.fixture(scope="module")
 def config() -> RlConfig:
-    return load_rl_config(CONFIG, ["dtype=float32"])
+    return load_rl_config(CONFIG, ["dtype=fp32"])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_dense_directory_has_its_own_vocabulary(dense: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
-    process = serve(str(dense), "dtype=float32", "--port", "0")
+    process = serve(str(dense), "dtype=fp32", "--port", "0")
     assert process.stdout is not None
     try:
         first = next_line(process, "serving ")
@@ -175,10 +175,10 @@ def test_a_run_is_served_from_its_export_or_else_its_checkpoints(
     assert load_served_config(tmp_path).initial_weights == tmp_path
     (tmp_path / "export").mkdir()
     (tmp_path / "export/config.json").write_text("{}")
-    served = load_served_config(tmp_path, ["dtype=bfloat16"])
+    served = load_served_config(tmp_path, ["dtype=bf16"])
     assert served.initial_weights == tmp_path / "export"
     assert served.model == config.model
-    assert served.dtype == "bfloat16"
+    assert served.dtype == "bf16"
 
     # A supervised run can be served, too.
     supervised = load_run_config(ROOT / "configs/sft/tiny_retool.yaml", "sft")

@@ -314,26 +314,26 @@ def test_predicted_checkpoint_size_matches_the_model(tmp_path: Path) -> None:
     )  # fp32 weights and two moments
     assert checkpoints_at_a_time(config.training) == 2
     # bf16 weights, fp32 master weights, two moments
-    assert checkpoint_bytes(config.model, "bfloat16") == 14 * parameters
-    assert checkpoint_bytes(config.model, "bfloat16", has_critic=True) == 28 * parameters
+    assert checkpoint_bytes(config.model, "bf16") == 14 * parameters
+    assert checkpoint_bytes(config.model, "bf16", has_critic=True) == 28 * parameters
 
     adapter = AdapterConfig(rank=8)
     trained = adapter.num_parameters(config.model)
-    assert checkpoint_bytes(config.model, "bfloat16", adapter=adapter) == 14 * trained
+    assert checkpoint_bytes(config.model, "bf16", adapter=adapter) == 14 * trained
 
 
 def test_predicted_export_size_matches_the_model() -> None:
     config = load_config(ROOT / RL, RlConfig).model
     shapes = written_shapes(config, quantized=False)
     values = sum(math.prod(shape) for shape in shapes.values())
-    assert export_bytes(config, "bfloat16") == 2 * values
-    assert export_bytes(config, "float32") == 4 * values
+    assert export_bytes(config, "bf16") == 2 * values
+    assert export_bytes(config, "fp32") == 4 * values
 
     packed = written_shapes(config, quantized=True)
     expected = 0
     for name, shape in packed.items():
         expected += math.prod(shape) * (1 if name.endswith(("_blocks", "_scales")) else 4)
-    assert export_bytes(config, "float32", quantization="mxfp4") == expected
+    assert export_bytes(config, "fp32", quantization="mxfp4") == expected
 
 
 def test_disk_check_includes_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,8 +377,8 @@ def test_disk_check_includes_adapters_of_all_checkpoints(
     training = load_config(ROOT / RL, RlConfig, keeping).training
     adapter = AdapterConfig(rank=8)
     trained = adapter.num_parameters(config.model)
-    assert kept_adapter_bytes(training, config.model, "bfloat16", adapter) == 2 * trained
-    assert kept_adapter_bytes(config.training, config.model, "bfloat16", adapter) == 0
+    assert kept_adapter_bytes(training, config.model, "bf16", adapter) == 2 * trained
+    assert kept_adapter_bytes(config.training, config.model, "bf16", adapter) == 0
 
 
 @contextmanager

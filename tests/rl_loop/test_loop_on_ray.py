@@ -458,7 +458,7 @@ def test_canary_detects_one_wrong_weight_tensor(tmp_path: Path) -> None:
         assert pool._last_sync == ("load_weights", weights.stored, 1)
         with pytest.raises(AttributeError, match="no_such_method"):
             trainer.ranks.call_and_store("no_such_method")()
-        tolerance = CanaryTolerance.of(None, "float32")
+        tolerance = CanaryTolerance.of(None, "fp32")
         assert check_canary(trainer, pool, tasks.canary(), tolerance=tolerance, version=1) < 1e-5
         down = "model.layers.1.mlp.experts.down_proj"
         faulty = dict(weights) | {down: weights[down] + 0.3 * torch.randn_like(weights[down])}

@@ -51,7 +51,7 @@ THIS_CLUSTER = {
 ON_CPUS = [
     *(setting for setting in SMALL if setting != "initial_weights=null"),
     "model=tiny",
-    "dtype=float32",
+    "dtype=fp32",
     "vocabulary=tiny",
     "prompt={channels: false, python_tool: false, model_identity: null, knowledge_cutoff: null, "
     "reasoning_effort: null}",

@@ -12,6 +12,7 @@ from converters.hf_directory import HfDirectory
 from converters.live import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config.precision import Precision
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -19,7 +20,7 @@ from megatron_gptoss.samples import ROUTES, TrainingSamples
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
-from rl_loop.certify.model import DTYPES, Precision, vocabulary_of
+from rl_loop.certify.model import DTYPES, vocabulary_of
 from rl_loop.certify.subject import CertifySubject, ScoredText, UnsupportedOperation
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 
 from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
-from rl_loop.certify.model import DTYPES, Precision
+from megatron_gptoss.config.precision import Precision
+from rl_loop.certify.model import DTYPES
 from rl_loop.certify.subject import CertifySubject, SampledText, ScoredText, UnsupportedOperation
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from megatron_gptoss.config import ModelConfig, Quantization
+from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
@@ -437,7 +438,7 @@ class SglangConfig(EngineConfig):
         # Imported here, because it needs torch and reading a configuration does not.
         from converters.hf_layouts import QUANTIZATION_CONFIG
 
-        description = model.to_hf_config(dtype=dtype)
+        description = model.to_hf_config(dtype=DTYPE_NAMES[dtype])
         if self.packs_experts:
             description["quantization_config"] = QUANTIZATION_CONFIG
         return description
@@ -456,7 +457,7 @@ class SglangConfig(EngineConfig):
         Args:
             index: number of the server.
             model: directory with a config.json. Servers have random weights until the first sync.
-            dtype: dtype of weights and cache.
+            dtype: precision of weights and cache, "fp32" or "bf16".
             routed_experts: whether servers report the experts of every token.
             seed: seed of the servers.
 
@@ -467,7 +468,7 @@ class SglangConfig(EngineConfig):
             "--model-path": model,
             # Random weights: the first sync replaces them, and the directory has none.
             "--load-format": "dummy",
-            "--dtype": dtype,
+            "--dtype": DTYPE_NAMES[dtype],
             "--tp-size": self.tensor_parallel,
             "--random-seed": seed,
             "--attention-backend": self.attention_backend,

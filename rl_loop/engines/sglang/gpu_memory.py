@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.nvidia_smi import NvidiaSmiMissing, memory_bytes, query_gpus
 from rl_loop.engines.backend import EngineUnavailable
 
@@ -120,11 +121,11 @@ class ServerNeeds:
 
         Args:
             model: configuration of the model.
-            dtype: dtype of weights and cache.
+            dtype: precision of weights and cache, "fp32" or "bf16".
             tensor_parallel: GPUs of the server.
             packed: whether the experts' matrices are MXFP4.
         """
-        element = 4 if dtype == "float32" else 2
+        element = bytes_of(dtype)
         windowed = model.layer_types.count("sliding_attention")
         layers = model.num_layers - windowed + WINDOWED_CACHE_SHARE * windowed
         # If there are more GPUs than key/value heads, several GPUs hold the same head.

@@ -209,7 +209,7 @@ def test_unsuitable_teachers_are_rejected_before_the_run(teacher: Path, tmp_path
 
     # Options of experts and of the backward pass are ignored for a dense teacher.
     options = "parallel={world_size: 4, tensor: 2, expert: 4, recompute: [moe_act]}"
-    check_teacher(teacher, config_of(teacher, options, "dtype=bfloat16"))
+    check_teacher(teacher, config_of(teacher, options, "dtype=bf16"))
     deep = save(tmp_path / "deep", dense_config().model_copy(update={"num_layers": 3}), 0)
     with pytest.raises(StartError, match=r"not fit the layout: parallel\.pipeline"):
         check_teacher(deep, config_of(deep, "parallel={world_size: 2, pipeline: 2}"))

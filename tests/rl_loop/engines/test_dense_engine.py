@@ -19,7 +19,7 @@ KINDS = ["llama", "qwen2, tied", "llama 3's rope", "qwen2.5's yarn"]
 
 
 def engine_of(config: DenseModelConfig) -> Any:
-    engine = build_engine(config, "float32", 8)
+    engine = build_engine(config, "fp32", 8)
     asyncio.run(engine.sync_weights(dense_weights(config).items(), 1))
     return engine
 

@@ -308,7 +308,7 @@ async def test_sglang_request_begins_with_its_first_tokens() -> None:
 
 
 async def test_wrong_kind_of_engine_is_named_with_the_call_to_use() -> None:
-    holder = build_engine(SERVED_MODEL, "float32", max_batch_size=1)
+    holder = build_engine(SERVED_MODEL, "fp32", max_batch_size=1)
     async with engine_over() as (client, _):
         assert weight_holder(holder) is holder
         assert server_client(client) is client

@@ -38,7 +38,7 @@ from rl_loop.weight_sync.transports import buckets
 
 MODEL_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 TOTAL = 150_000_000_000
-TWENTY_B = ServerNeeds.of(MODEL_20B, "bfloat16", 1)
+TWENTY_B = ServerNeeds.of(MODEL_20B, "bf16", 1)
 
 
 def gpu(free_share: float, name: str = "GPU 0") -> GpuMemory:
@@ -55,10 +55,10 @@ def test_server_needs_equal_tensor_and_kv_cache_sizes() -> None:
     assert TWENTY_B.cache == pytest.approx(65_536 * full_layers * 2 * 8 * 64 * 2, abs=1)
     assert USEFUL_CACHE_TOKENS == 65_536
 
-    halves = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
+    halves = ServerNeeds.of(MODEL_20B, "bf16", 2)
     assert halves.weights == TWENTY_B.weights // 2
     assert halves.cache == pytest.approx(TWENTY_B.cache / 2, abs=1)
-    sixteenths = ServerNeeds.of(MODEL_20B, "bfloat16", 16)
+    sixteenths = ServerNeeds.of(MODEL_20B, "bf16", 16)
     assert sixteenths.cache == pytest.approx(TWENTY_B.cache / 8, abs=1), "8 heads on 16 GPUs"
 
 
@@ -71,7 +71,7 @@ def test_server_memory_is_its_share_of_the_whole_gpu(free_share: float) -> None:
 
 
 def test_tensor_parallel_needs_include_groups_and_buffers() -> None:
-    halves = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
+    halves = ServerNeeds.of(MODEL_20B, "bf16", 2)
     assert (TWENTY_B.context, TWENTY_B.working) == (CONTEXT_BYTES, WORKING_BYTES)
     # Server log on 2 H200: 1.07 GiB in process groups, about 1.7 GB with contexts.
     assert halves.context == pytest.approx(1.7e9, rel=0.05)
@@ -88,7 +88,7 @@ def test_tensor_parallel_needs_include_groups_and_buffers() -> None:
 
 def on_trainer_gpus(**settings: Any) -> EngineMemory:
     config = SglangConfig(colocated=True, weight_sync="cuda_ipc", **settings)
-    memory = config.memory_on_trainer_gpus(MODEL_20B, "bfloat16")
+    memory = config.memory_on_trainer_gpus(MODEL_20B, "bf16")
     assert memory is not None
     return memory
 
@@ -175,7 +175,7 @@ def test_sync_sends_the_number_of_buckets_in_the_plan(
 ) -> None:
     monkeypatch.setattr(SglangFleet, "_create_actors", lambda self, context: ["server"])
     settings = SglangConfig(quantization=quantization)
-    fleet = SglangFleet(settings, BackendContext(MODEL_20B, "bfloat16", 0, tmp_path))
+    fleet = SglangFleet(settings, BackendContext(MODEL_20B, "bf16", 0, tmp_path))
 
     senders: list[SglangSender] = []
     fleet._current = CurrentWeights(SimpleNamespace(send_weights=senders.append), 3)
@@ -184,7 +184,7 @@ def test_sync_sends_the_number_of_buckets_in_the_plan(
 
 
 def test_memory_fraction_follows_the_fullest_gpu_of_a_server() -> None:
-    needs = ServerNeeds.of(MODEL_20B, "bfloat16", 2)
+    needs = ServerNeeds.of(MODEL_20B, "bf16", 2)
     both = static_fraction(0.5, [gpu(0.9), gpu(0.6)], needs)
     assert both == static_fraction(0.5, [gpu(0.6)], needs)
 
@@ -325,7 +325,7 @@ def test_server_start_reads_the_memory_of_its_own_gpu(tmp_path: Path, two_gpus: 
 
     def options(index: int, **settings: object) -> dict[str, str]:
         config = SglangConfig(memory_fraction=0.5, **settings)
-        build = config.command(index, tmp_path, "bfloat16", routed_experts=False, seed=0)
+        build = config.command(index, tmp_path, "bf16", routed_experts=False, seed=0)
         return dict(pairwise(build("127.0.0.1", 1)))
 
     def expected(free: int) -> float:
@@ -344,4 +344,4 @@ def test_server_start_reads_the_memory_of_its_own_gpu(tmp_path: Path, two_gpus: 
     assert float(on_a_cpu["--mem-fraction-static"]) == 0.5
     with pytest.raises(NotEnoughGpuMemory, match=r"rollout\.engine\.memory_fraction"):
         config = SglangConfig(memory_fraction=0.2)
-        config.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)("127.0.0.1", 1)
+        config.command(0, tmp_path, "bf16", routed_experts=False, seed=0)("127.0.0.1", 1)

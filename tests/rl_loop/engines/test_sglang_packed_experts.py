@@ -657,10 +657,10 @@ def test_mxfp4_servers_require_mxfp4_training(tmp_path: Path) -> None:
         ",fused_sampling,fused_window_attention,fp32_logits"
     )
 
-    description = engine.describe_model(MODEL, "bfloat16")
+    description = engine.describe_model(MODEL, "bf16")
     assert description["quantization_config"]["quant_method"] == "mxfp4"
     (tmp_path / "config.json").write_text(json.dumps(description))
-    words = engine.command(0, tmp_path, "bfloat16", routed_experts=True, seed=0)("host", 1)
+    words = engine.command(0, tmp_path, "bf16", routed_experts=True, seed=0)("host", 1)
     assert words[words.index("--moe-runner-backend") + 1] == "triton_kernel"
 
 
@@ -683,7 +683,7 @@ def test_servers_with_unsupported_layouts_are_rejected(
 def test_estimated_weights_of_a_20b_server_equal_sglangs(ranks: int, measured: float) -> None:
     """The values are GiB per rank on H200 (docs/quantization.md)."""
     model = GptOssModelConfig(num_layers=24, num_experts=32)
-    needs = ServerNeeds.of(model, "bfloat16", ranks, packed=True)
+    needs = ServerNeeds.of(model, "bf16", ranks, packed=True)
     assert needs.weights / (1 << 30) == pytest.approx(measured, rel=0.01)
 
 

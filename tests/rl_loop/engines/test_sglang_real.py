@@ -68,7 +68,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
     settings = SglangConfig(
         python=PYTHON, attention_backend="intel_amx", memory_fraction=0.5, arguments=arguments
     )
-    command = settings.command(0, tmp_path, "bfloat16", routed_experts=False, seed=0)
+    command = settings.command(0, tmp_path, "bf16", routed_experts=False, seed=0)
     environment = {
         "PYTHONPATH": str(Path(__file__).parents[2] / "support/rl_loop/sglang_cpu"),
         "SGLANG_USE_CPU_ENGINE": "1",

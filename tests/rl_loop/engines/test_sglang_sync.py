@@ -389,7 +389,7 @@ def config(tmp_path: Path, one_ray: None) -> RlConfig:
         }
     )
     rollout = config.rollout.model_copy(update={"engine": settings})
-    return config.model_copy(update={"model": MODEL, "rollout": rollout, "dtype": "bfloat16"})
+    return config.model_copy(update={"model": MODEL, "rollout": rollout, "dtype": "bf16"})
 
 
 @pytest.fixture
@@ -569,17 +569,13 @@ def test_canary_detects_wrong_server_weights(
         with pytest.raises(
             CanaryError, match="after syncing weights 5, rollout worker 0 and the trainer differ"
         ):
-            check_canary(
-                trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "float32"), version=5
-            )
+            check_canary(trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "fp32"), version=5)
         pool.backend.fleet._current = CurrentWeights(Trainer(7), 5)
         with pytest.raises(
             WeightMismatch,
             match=r"received weights 5, but its content differs in model.embed_tokens.weight$",
         ):
-            check_canary(
-                trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "float32"), version=5
-            )
+            check_canary(trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "fp32"), version=5)
     finally:
         pool.close()
         trainer.close()

@@ -167,7 +167,7 @@ def make_run(tmp_path: Path, transport: str) -> Run:
     config = config.model_copy(
         update={
             "model": MODEL,
-            "dtype": "bfloat16",
+            "dtype": "bf16",
             "initial_weights": None,
             "parallel": config.parallel.model_copy(update={"world_size": 2, "expert": 2}),
         }

@@ -49,7 +49,7 @@ def test_server_command_and_environment_follow_the_configuration() -> None:
         arguments=["--log-level", "info"],
     )
     assert settings.weight_sync == "cuda_ipc"
-    words = settings.command(1, Path("/model"), "bfloat16", routed_experts=True, seed=7)(
+    words = settings.command(1, Path("/model"), "bf16", routed_experts=True, seed=7)(
         "10.0.0.1", 3100
     )
     pairs = dict(pairwise(words))
@@ -96,14 +96,14 @@ def test_fused_allreduce_is_left_to_sglang_where_possible(
 ) -> None:
     colocated = {"colocated": True}
     build = SglangConfig.model_validate(colocated | settings).command(
-        0, Path("/model"), "bfloat16", routed_experts=True, seed=0
+        0, Path("/model"), "bf16", routed_experts=True, seed=0
     )
     assert "--enforce-disable-flashinfer-allreduce-fusion" not in build("host", 1)
 
 
 def prefill_graph_options(tokens: int) -> list[str]:
     settings = SglangConfig(colocated=True, prefill_graph_tokens=tokens, arguments=["--last"])
-    build = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=0)
+    build = settings.command(0, Path("/model"), "bf16", routed_experts=True, seed=0)
     words = build("host", 1)
     assert "--disable-prefill-cuda-graph" not in words
     begin = words.index("--cuda-graph-backend-prefill")
@@ -163,7 +163,7 @@ def test_prefill_graphs_are_rejected_for_unsupported_servers(
 def test_deterministic_server_disables_flashinfer_and_radix() -> None:
     variable = "SGLANG_IS_FLASHINFER_AVAILABLE"
     settings = SglangConfig(deterministic=True, weight_sync="disk", env={"OTHER": "1"})
-    words = settings.command(0, Path("/model"), "bfloat16", routed_experts=True, seed=7)(
+    words = settings.command(0, Path("/model"), "bf16", routed_experts=True, seed=7)(
         "10.0.0.1", 3100
     )
     assert {"--enable-deterministic-inference", "--disable-radix-cache"} <= set(words)

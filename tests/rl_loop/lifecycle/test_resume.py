@@ -54,7 +54,7 @@ def test_allowed_change_is_listed(overrides: list[str], shown: str, tmp_path: Pa
     [
         ([], ["model.num_layers=2"], "model.num_layers: 4 -> 2"),
         ([], ["model=tiny_words"], "model.vocab_size: 576 -> 1024"),
-        ([], ["dtype=bfloat16"], "dtype: float32 -> bfloat16"),
+        ([], ["dtype=bf16"], "dtype: fp32 -> bf16"),
         ([], ["vocabulary=gptoss"], "vocabulary: tiny -> gptoss"),
         ([], ["tasks.seed=5"], "tasks.seed: 0 -> 5"),
         ([], ["tasks.sources.retool.weight=0.5"], "tasks.sources.retool.weight: 1.0 -> 0.5"),

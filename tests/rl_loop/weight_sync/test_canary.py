@@ -24,7 +24,7 @@ from rl_loop.weight_sync.canary import TOLERANCES, CanaryError, CanaryTolerance,
 from tests.support.in_process import LocalRank
 
 TINY = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
-FP32 = CanaryTolerance.of(None, "float32")
+FP32 = CanaryTolerance.of(None, "fp32")
 
 
 class Trainer:
@@ -58,17 +58,17 @@ def check(overrides: list[str], engines: Any) -> float:
 @pytest.mark.parametrize(
     ("overrides", "gap", "rounding", "agrees"),
     [
-        (["dtype=float32"], 0.0005, None, True),
-        (["dtype=float32"], 0.01, None, False),
-        (["dtype=float32"], 0.01, 0.0, False),
-        (["dtype=bfloat16"], 0.01, None, True),
-        (["dtype=bfloat16"], 0.1, None, False),
-        (["dtype=bfloat16"], 0.1, 0.05, True),
-        (["dtype=bfloat16"], 0.1, 0.01, False),
-        (["dtype=bfloat16"], 0.015, 0.001, True),
-        (["dtype=bfloat16", "canary_tolerance=0.2"], 0.1, None, True),
-        (["dtype=bfloat16", "canary_tolerance=0.05"], 0.1, 0.05, False),
-        (["dtype=bfloat16"], math.nan, 0.05, False),
+        (["dtype=fp32"], 0.0005, None, True),
+        (["dtype=fp32"], 0.01, None, False),
+        (["dtype=fp32"], 0.01, 0.0, False),
+        (["dtype=bf16"], 0.01, None, True),
+        (["dtype=bf16"], 0.1, None, False),
+        (["dtype=bf16"], 0.1, 0.05, True),
+        (["dtype=bf16"], 0.1, 0.01, False),
+        (["dtype=bf16"], 0.015, 0.001, True),
+        (["dtype=bf16", "canary_tolerance=0.2"], 0.1, None, True),
+        (["dtype=bf16", "canary_tolerance=0.05"], 0.1, 0.05, False),
+        (["dtype=bf16"], math.nan, 0.05, False),
     ],
 )
 def test_canary_tolerance_fits_dtype_and_rounding_unless_given(
@@ -86,12 +86,12 @@ def test_canary_tolerance_fits_dtype_and_rounding_unless_given(
 @pytest.mark.parametrize(
     ("dtype", "rounding", "says"),
     [
-        ("float32", None, "2.00e-01.* They do not compute the same model. The run has not trained"),
-        ("bfloat16", None, "They do not compute the same model, or rounding to bfloat16 changes"),
+        ("fp32", None, "2.00e-01.* They do not compute the same model. The run has not trained"),
+        ("bf16", None, "They do not compute the same model, or rounding to bf16 changes"),
         (
-            "bfloat16",
+            "bf16",
             0.01,
-            r"\(tolerance 3.00e-02\). Rounding to bfloat16 .* only 1.00e-02, so they",
+            r"\(tolerance 3.00e-02\). Rounding to bf16 .* only 1.00e-02, so they",
         ),
     ],
 )
@@ -123,7 +123,7 @@ class EmbeddedEngines:
 def test_canary_passes_a_bf16_model_and_rejects_wrong_weights(tmp_path: Path) -> None:
     """Rounding changes the log-probs of this model by more than the default tolerance."""
     overrides = [
-        "dtype=bfloat16",
+        "dtype=bf16",
         "initial_weights=null",
         "model.initializer_std=0.15",
         f"output_dir={tmp_path}",
@@ -142,7 +142,7 @@ def test_canary_passes_a_bf16_model_and_rejects_wrong_weights(tmp_path: Path) ->
         tolerance = CanaryTolerance.of(config.canary_tolerance, config.dtype)
         engines.sync(weights)
         gap = check_canary(trainer, engines, text, tolerance=tolerance, version=1)
-        assert TOLERANCES["bfloat16"] < gap
+        assert TOLERANCES["bf16"] < gap
 
         name = "model.layers.1.input_layernorm.weight"
         engines.sync(weights | {name: torch.zeros_like(weights[name])})
@@ -155,8 +155,8 @@ def test_canary_passes_a_bf16_model_and_rejects_wrong_weights(tmp_path: Path) ->
 
 def test_rounding_error_is_the_distance_to_an_fp32_engine() -> None:
     config = load_config(TINY, RlConfig, ["initial_weights=null"])
-    rounded: Any = build_engine(config.model, "bfloat16", max_batch_size=4)
-    exact: Any = build_engine(config.model, "float32", max_batch_size=4)
+    rounded: Any = build_engine(config.model, "bf16", max_batch_size=4)
+    exact: Any = build_engine(config.model, "fp32", max_batch_size=4)
     text = list(range(3, 60))
     weights = {name: p.data.clone() for name, p in rounded._model.named_parameters()}
 
