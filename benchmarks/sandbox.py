@@ -14,19 +14,19 @@ from argparse import ArgumentParser
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
 
 
-async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
-    """Run ``calls`` copies of ``code``, two per worker at a time, and time each call.
+async def measure(servers: int, calls: int, code: str) -> dict[str, object]:
+    """Run ``calls`` copies of ``code``, two per server at a time, and time each call.
 
     Args:
-        workers: number of sandbox workers.
+        servers: number of sandbox servers, as in sandbox.servers.
         calls: number of timed calls.
         code: Python program. It must exit with code 0.
 
     Returns:
         The arguments with the measured throughput and latencies.
     """
-    slots = asyncio.Semaphore(2 * workers)
-    async with PythonSandbox(SandboxConfig(workers=workers)) as sandbox:
+    slots = asyncio.Semaphore(2 * servers)
+    async with PythonSandbox(SandboxConfig(servers=servers)) as sandbox:
 
         async def latency() -> float:
             async with slots:
@@ -36,15 +36,15 @@ async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
                     raise SystemExit(f"the program failed: {result.output}")
                 return 1e3 * (time.perf_counter() - started)
 
-        # Start and warm up every worker before the measurement.
-        await asyncio.gather(*(latency() for _ in range(10 * workers)))
+        # Start and warm up every server before the measurement.
+        await asyncio.gather(*(latency() for _ in range(10 * servers)))
 
         started = time.perf_counter()
         latencies = sorted(await asyncio.gather(*(latency() for _ in range(calls))))
         seconds = time.perf_counter() - started
     return {
         "code": code,
-        "workers": workers,
+        "servers": servers,
         "calls": calls,
         "executions_per_second": round(calls / seconds, 1),
         "latency_p50_ms": round(latencies[calls // 2], 2),
@@ -54,7 +54,7 @@ async def measure(workers: int, calls: int, code: str) -> dict[str, object]:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="programs that run at the same time")
+    parser.add_argument("--servers", type=int, default=2, help="programs that run at the same time")
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--code", default="print(sum(range(1000)))")
     options = parser.parse_args()

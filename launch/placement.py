@@ -204,7 +204,7 @@ def _describe_roles(plan: NodePlan, rollout: RolloutConfig, sandbox: SandboxConf
 
     if plan.workers:
         roles.append(f"rollout workers {', '.join(map(str, plan.workers))}")
-        roles.append(f"{len(plan.workers) * sandbox.workers} sandbox processes")
+        roles.append(f"{len(plan.workers) * sandbox.servers} sandbox processes")
     return roles
 
 

@@ -185,9 +185,9 @@ RULES: dict[str, ResumeRule] = {
     "sandbox.interpreter": SAMPLING,
     "sandbox.memory_bytes": SAMPLING,
     "sandbox.preload_modules": SAMPLING,
+    "sandbox.servers": LAYOUT,
     "sandbox.timeout_seconds": SAMPLING,
     "sandbox.total_memory_bytes": LAYOUT,
-    "sandbox.workers": LAYOUT,
     # An episode keeps the reward that it got at its end.
     "reward.correct": REWARD,
     "reward.format_error": REWARD,

@@ -39,7 +39,7 @@ class SandboxConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    workers: int = Field(default=2, ge=1)
+    servers: int = Field(default=2, ge=1)
     """Number of servers, which is the number of concurrent calls. Use the cores that the rollout
     can spare."""
 

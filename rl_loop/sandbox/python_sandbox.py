@@ -43,7 +43,7 @@ def check_isolation(
 
 
 class PythonSandbox:
-    """Runs untrusted Python, up to ``config.workers`` programs at a time, in fresh isolated
+    """Runs untrusted Python, up to ``config.servers`` programs at a time, in fresh isolated
     processes.
 
     The repr of a last expression is printed, as in a notebook and in GPT-OSS's python tool: ``1 +
@@ -68,17 +68,17 @@ class PythonSandbox:
             return
         await asyncio.to_thread(check_isolation, self.config, self.limits)
         self._closing = False
-        self._threads = ThreadPoolExecutor(self.config.workers, "python-sandbox")
+        self._threads = ThreadPoolExecutor(self.config.servers, "python-sandbox")
         # One thread could otherwise take two of these tasks, and another would start without a
         # server.
-        every_thread = threading.Barrier(self.config.workers)
+        every_thread = threading.Barrier(self.config.servers)
 
         def first_server() -> None:
             every_thread.wait()
             self._replace_server()
 
         try:
-            starts = [self._threads.submit(first_server) for _ in range(self.config.workers)]
+            starts = [self._threads.submit(first_server) for _ in range(self.config.servers)]
             await asyncio.gather(*map(asyncio.wrap_future, starts))
         except BaseException:
             await self.close()

@@ -258,7 +258,7 @@ def test_upcycled_model_calls_python_in_harmony(teacher: Path, tmp_path: Path) -
     check_server_requirements(load_served_config(run), None)
     arguments = [str(CONFIGS / "rl/tiny_dense.yaml"), f"model={upcycled}", *HARMONY]
     arguments += ["--weights", str(run), "--output", str(tmp_path / "evaluation.jsonl")]
-    arguments += ["tasks.held_out_tasks=2", "rollout.workers=1", "sandbox.workers=1"]
+    arguments += ["tasks.held_out_tasks=2", "rollout.workers=1", "sandbox.servers=1"]
     result = CliRunner().invoke(app, ["eval", *arguments])
     assert result.exit_code == 0, result.output
     assert len(read_json_lines(tmp_path / "evaluation.jsonl")) == 2

@@ -48,7 +48,7 @@ SHORT = [
     "rollout.max_new_tokens_per_turn=32",
     "reward.format_error=-2",
     "tasks.held_out_tasks=1",
-    "sandbox.workers=1",
+    "sandbox.servers=1",
 ]
 """Overrides for three steps of an untrained model.
 

@@ -116,7 +116,7 @@ def test_demonstrated_programs_print_the_output_of_python() -> None:
     expressions = ["48+(48/2)", "847/7", "2*20*.01*1000", "7-(3*2)", ".1+.2", "10//4", "1/0"]
 
     async def printed() -> list[str]:
-        sandbox = PythonSandbox(SandboxConfig(workers=1))
+        sandbox = PythonSandbox(SandboxConfig(servers=1))
         await sandbox.start()
         try:
             return [(await sandbox.run(f"print({text})")).output for text in expressions]

@@ -18,7 +18,7 @@ REWARD = RewardConfig(correct=2.0, wrong=-3.0, format_error=-4.0)
 
 
 async def in_sandbox[T](body: Callable[[Environment], Awaitable[T]]) -> T:
-    sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=1))
+    sandbox = PythonSandbox(SandboxConfig(servers=1, timeout_seconds=1))
     await sandbox.start()
     try:
         return await body(make_environment(TASK, sandbox.run, REWARD))
@@ -101,7 +101,7 @@ def test_variables_last_within_a_stateful_episode() -> None:
     programs = ["x = 40\nprint('no')", "x += 1", "1 / 0", "x + 1"]
 
     async def outputs(stateful: bool) -> list[str]:
-        sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=5))
+        sandbox = PythonSandbox(SandboxConfig(servers=1, timeout_seconds=5))
         await sandbox.start()
         task = Task("t", TASK.messages, "42", metadata={"stateful": stateful})
         environment = make_environment(task, sandbox.run, REWARD)
@@ -123,7 +123,7 @@ def test_restarted_session_reports_its_restart_once(ending: str) -> None:
     programs = ["x = 1\nprint('one')", f"print('two')\n{ending}", "x", "y = 5\nprint('three')", "y"]
 
     async def outputs() -> list[str]:
-        sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=3))
+        sandbox = PythonSandbox(SandboxConfig(servers=1, timeout_seconds=3))
         await sandbox.start()
         task = Task("t", TASK.messages, "42", metadata={"stateful": True})
         environment = make_environment(task, sandbox.run, REWARD)
@@ -143,7 +143,7 @@ def test_exception_keeps_the_session_and_its_variables() -> None:
     programs = ["x = 1\n1 / 0", "x"]
 
     async def outputs() -> list[str]:
-        sandbox = PythonSandbox(SandboxConfig(workers=1, timeout_seconds=5))
+        sandbox = PythonSandbox(SandboxConfig(servers=1, timeout_seconds=5))
         await sandbox.start()
         task = Task("t", TASK.messages, "42", metadata={"stateful": True})
         environment = make_environment(task, sandbox.run, REWARD)

@@ -22,7 +22,7 @@ from rl_loop.tasks.evaluation_records import read_evaluation
 from rl_loop.tasks.source import TaskMixture
 
 CONFIG = Path("configs/rl/tiny_gsm8k.yaml")
-SMALL = ["tasks.held_out_tasks=6", "evaluation.samples_per_task=4", "sandbox.workers=1"]
+SMALL = ["tasks.held_out_tasks=6", "evaluation.samples_per_task=4", "sandbox.servers=1"]
 
 
 class Completions(BaseHTTPRequestHandler):

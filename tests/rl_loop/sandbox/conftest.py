@@ -24,7 +24,7 @@ def make_sandbox() -> Iterator[Callable[..., SandboxUnderTest]]:
 
     def make(**settings: Any) -> SandboxUnderTest:
         limits = SandboxLimits(**{name: settings.pop(name) for name in names & set(settings)})
-        key = SandboxConfig.model_validate({"workers": 1, **settings}), limits
+        key = SandboxConfig.model_validate({"servers": 1, **settings}), limits
         if key not in made:
             made[key] = SandboxUnderTest(*key)
         return made[key]

@@ -63,8 +63,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
-def test_calls_run_at_the_same_time_on_all_workers(make_sandbox: Callable) -> None:
-    sandbox = make_sandbox(workers=2)
+def test_calls_run_at_the_same_time_on_all_servers(make_sandbox: Callable) -> None:
+    sandbox = make_sandbox(servers=2)
     span = (
         "import time; begun = time.monotonic(); time.sleep(1.5); print({}, begun, time.monotonic())"
     )
@@ -195,7 +195,7 @@ def test_cancelled_call_leaves_the_sandbox_usable(one_worker) -> None:
 
 def test_close_fails_pending_calls_and_permits_a_restart() -> None:
     async def scenario() -> None:
-        sandbox = PythonSandbox(SandboxConfig(workers=1))
+        sandbox = PythonSandbox(SandboxConfig(servers=1))
         await sandbox.start()
         calls = [asyncio.create_task(sandbox.run("import time; time.sleep(60)")) for _ in range(3)]
         await asyncio.sleep(0.2)

@@ -73,7 +73,7 @@ def sampled_turns(demo: Demonstration) -> list[list[int]]:
 
 async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstration, Trajectory]]:
     """Return episodes whose policy repeats the demonstrations, with a real sandbox."""
-    sandbox = PythonSandbox(SandboxConfig(workers=1))
+    sandbox = PythonSandbox(SandboxConfig(servers=1))
     await sandbox.start()
     pairs = []
     try:

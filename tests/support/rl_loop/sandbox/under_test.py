@@ -78,7 +78,7 @@ class SandboxUnderTest:
         """Return the number of processes beyond the servers', after a short wait for endings."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            excess = len(self.processes()) - PROCESSES_PER_SERVER * self.sandbox.config.workers
+            excess = len(self.processes()) - PROCESSES_PER_SERVER * self.sandbox.config.servers
             if excess == 0 or time.monotonic() > deadline:
                 return excess
             time.sleep(0.01)
