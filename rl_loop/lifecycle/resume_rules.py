@@ -182,12 +182,12 @@ RULES: dict[str, ResumeRule] = {
     "rollout.engine.type": SAMPLING,
     "rollout.engine.weight_sync": LAYOUT,
     # -- sandbox and reward -----------------------------------------------------------------------
+    "sandbox.address_space_gb": SAMPLING,
     "sandbox.interpreter": SAMPLING,
-    "sandbox.memory_bytes": SAMPLING,
     "sandbox.preload_modules": SAMPLING,
     "sandbox.servers": LAYOUT,
     "sandbox.timeout_seconds": SAMPLING,
-    "sandbox.total_memory_bytes": LAYOUT,
+    "sandbox.total_memory_gb": LAYOUT,
     # An episode keeps the reward that it got at its end.
     "reward.correct": REWARD,
     "reward.format_error": REWARD,

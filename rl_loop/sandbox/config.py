@@ -47,12 +47,12 @@ class SandboxConfig(BaseModel):
     """Wall-clock time of one call in seconds. After it all processes of the call are killed. Each
     process has the same limit for processor time, but at least 10 s."""
 
-    memory_bytes: int = Field(default=1024 * MIB, ge=128 * MIB)
-    """Maximum address space of each process in a call, in bytes (RLIMIT_AS). Increase it for large
+    address_space_gb: float = Field(default=1.0, ge=0.14, allow_inf_nan=False)
+    """Maximum address space of each process in a call, in GB (RLIMIT_AS). Increase it for large
     arrays."""
 
-    total_memory_bytes: int = Field(default=2048 * MIB, ge=128 * MIB)
-    """Maximum memory of all processes in a call together, in bytes, including kernel memory. The
+    total_memory_gb: float = Field(default=2.0, ge=0.14, allow_inf_nan=False)
+    """Maximum memory of all processes in a call together, in GB, including kernel memory. The
     kernel enforces it if a cgroup is delegated (``gptoss doctor`` reports this). Otherwise it is
     measured 10 times per second, and a program may exceed it between two measurements."""
 
@@ -66,6 +66,16 @@ class SandboxConfig(BaseModel):
     interpreter: Path | None = None
     """Python executable inside the sandbox. Default: the base installation of the running Python,
     mounted read-only. Its site-packages can be imported, but no virtual environment's."""
+
+    @property
+    def address_space_bytes(self) -> int:
+        """``address_space_gb`` in bytes."""
+        return int(self.address_space_gb * 1e9)
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """``total_memory_gb`` in bytes."""
+        return int(self.total_memory_gb * 1e9)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class ServerProcess:
             preload_modules=list(config.preload_modules),
             timeout_seconds=config.timeout_seconds,
             cpu_seconds=limits.cpu_seconds_of(config),
-            memory_bytes=config.memory_bytes,
+            address_space_bytes=config.address_space_bytes,
             total_memory_bytes=config.total_memory_bytes,
             processes=limits.processes,
             open_files=limits.open_files,
@@ -307,7 +307,7 @@ class ServerProcess:
         """Return the reason for killing a program as text for users and the model."""
         reasons = {
             "time": f"killed: it ran longer than {self._config.timeout_seconds:g} s",
-            "memory": f"killed: its processes used more than {self._config.total_memory_bytes} bytes of memory",
+            "memory": f"killed: its processes used more than {self._config.total_memory_gb:g} GB of memory",
             "locks": "killed: its processes held too many locks of files",
             "output": f"killed: it printed more than {self._limits.output_bytes} bytes",
             "history": "the earlier programs of its session ended the interpreter when they ran again",

@@ -127,7 +127,7 @@ def set_resource_limits(settings: SandboxServerSettings, programs: int) -> None:
     The limit of processor time is for all ``programs`` of the call.
     """
     configured = {
-        resource.RLIMIT_AS: settings.memory_bytes,
+        resource.RLIMIT_AS: settings.address_space_bytes,
         resource.RLIMIT_CPU: settings.cpu_seconds * programs,
         resource.RLIMIT_NPROC: settings.processes,
         resource.RLIMIT_FSIZE: settings.file_bytes,

@@ -28,7 +28,7 @@ class SandboxServerSettings:
     preload_modules: list[str]
     timeout_seconds: float
     cpu_seconds: int
-    memory_bytes: int
+    address_space_bytes: int
     total_memory_bytes: int
     processes: int
     open_files: int

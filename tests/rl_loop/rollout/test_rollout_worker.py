@@ -118,7 +118,7 @@ def test_recovering_sandbox_loses_no_episode() -> None:
 
 
 def test_program_killed_by_the_sandbox_is_a_tool_error() -> None:
-    killed = ExecutionResult("", -9, "killed: its processes used more than 2 bytes of memory")
+    killed = ExecutionResult("", -9, "killed: its processes used more than 2 GB of memory")
     group = run(Sandbox(lambda number: killed))
     assert group.invalid == []
     assert [episode.tool_errors for episode in group.trajectories] == [1] * 4

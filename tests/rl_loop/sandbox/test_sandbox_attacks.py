@@ -544,7 +544,7 @@ ATTACKS = (
 def sandboxes(make_sandbox: Callable) -> dict[str, SandboxUnderTest]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SECRET_OF_THE_HOST", SECRET)
-        limits = {"memory_bytes": 256 << 20, "total_memory_bytes": 512 << 20}
+        limits = {"address_space_gb": 0.27, "total_memory_gb": 0.54}
         return {
             "short": make_sandbox(timeout_seconds=TIMEOUT, **limits),
             "patient": make_sandbox(timeout_seconds=PATIENT_TIMEOUT, cpu_seconds=60, **limits),
@@ -637,9 +637,9 @@ def test_program_cannot_read_memory_of_an_earlier_call(
 
 def test_memory_limit_counts_links_between_forked_mappings(make_sandbox: Callable) -> None:
     """The kernel links a mapping of a forked process to the mappings of all ancestors."""
-    smallest = 128 << 20
+    smallest = 0.14
     sandbox = make_sandbox(
-        memory_bytes=smallest, total_memory_bytes=smallest, timeout_seconds=PATIENT_TIMEOUT
+        address_space_gb=smallest, total_memory_gb=smallest, timeout_seconds=PATIENT_TIMEOUT
     )
     code = """
         import ctypes, os, time
@@ -668,9 +668,7 @@ def test_memory_limit_counts_buffers_of_descriptors(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < files:
         pytest.skip(f"no process may open more than {most} files here")
-    sandbox = make_sandbox(
-        open_files=files, total_memory_bytes=128 << 20, timeout_seconds=PATIENT_TIMEOUT
-    )
+    sandbox = make_sandbox(open_files=files, total_memory_gb=0.14, timeout_seconds=PATIENT_TIMEOUT)
     code = f"import os, time\nfor _ in range({times}): {opening}\ntime.sleep(60)"
     result = sandbox.run(code)
     assert "memory" in (result.error or ""), result

@@ -137,7 +137,7 @@ def test_doctor_names_the_protection_and_how_to_improve_it(
     BASE is None, reason="no cgroup v2 with the memory controller is delegated here"
 )
 def test_kernel_kills_a_call_beyond_its_memory_limit(make_sandbox: Callable) -> None:
-    sandbox = make_sandbox(timeout_seconds=20, memory_bytes=512 << 20, total_memory_bytes=256 << 20)
+    sandbox = make_sandbox(timeout_seconds=20, address_space_gb=0.54, total_memory_gb=0.27)
     code = """
         import os, time
         for _ in range(4):

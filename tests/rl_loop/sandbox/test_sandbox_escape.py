@@ -36,7 +36,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 SETTINGS = (
     "sandbox.servers=4", "sandbox.timeout_seconds=1",
-    "sandbox.memory_bytes=268435456", "sandbox.total_memory_bytes=268435456",
+    "sandbox.address_space_gb=0.27", "sandbox.total_memory_gb=0.27",
     "model.max_length=60000", "training.max_tokens_per_micro_batch=60000", "rollout.max_tokens=60000",
     "rollout.max_new_tokens_per_turn=50000", "rollout.episode_seconds=300",
     "rollout.temperature=1",

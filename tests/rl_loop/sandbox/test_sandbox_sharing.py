@@ -83,7 +83,7 @@ def test_niceness_makes_busy_tasks_of_a_call_weigh_as_one(
 
 def test_memory_shared_by_forked_readers_is_counted_once(make_sandbox: Callable) -> None:
     sandbox = make_sandbox(
-        timeout_seconds=30, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False
+        timeout_seconds=30, address_space_gb=0.27, total_memory_gb=0.27, use_cgroup=False
     )
     code = """
         import os, time
@@ -107,7 +107,7 @@ def test_memory_borrowed_by_children_is_not_counted_twice(
     make_sandbox: Callable,
 ) -> None:
     sandbox = make_sandbox(
-        timeout_seconds=60, memory_bytes=256 << 20, total_memory_bytes=256 << 20, use_cgroup=False
+        timeout_seconds=60, address_space_gb=0.27, total_memory_gb=0.27, use_cgroup=False
     )
     code = """
         import subprocess, time
