@@ -216,33 +216,6 @@ def test_reference_has_every_key_of_shipped_configurations() -> None:
     assert sum(len(names) for modules in API.values() for names in modules.values()) > 30
 
 
-def keys_of_reference() -> set[str]:
-    """Return all configuration keys of the reference page, such as ``rollout.engine.type``."""
-    keys = set()
-    for section in configuration_page().split("\n## ")[1:]:
-        title = section.partition("\n")[0]
-        prefix = "" if title.startswith("Top level") else title.partition(":")[0] + "."
-        names = re.findall(r"^\| `(\w+)` \|", section, flags=re.M)
-        keys |= {prefix + name for name in names}
-        # ``data.path`` is short for a single source.
-        if prefix == "vocabulary_data.sources.":
-            keys |= {f"data.{name}" for name in names}
-    return keys
-
-
-def test_configuration_keys_in_prose_exist() -> None:
-    keys = keys_of_reference()
-    sections = {key.rpartition(".")[0] for key in keys} - {""}
-    for page in PAGES:
-        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:[:=][^`]*)?`", prose):
-            section = key.rpartition(".")[0]
-            is_file = re.search(r"\.(md|py|json|yaml|safetensors)$", key)
-            is_module = (ROOT / "rl_loop" / key.replace(".", "/")).with_suffix(".py").exists()
-            if section in sections and not is_file and not is_module:
-                assert key in keys, f"{page.name}: {key}"
-
-
 # ---- programs of the page for libraries
 
 

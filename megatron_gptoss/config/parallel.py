@@ -120,8 +120,10 @@ class ParallelConfig(StrictModel):
         # The order matters for messages: later checks assume that earlier ones have passed.
         self._check_ranks()
         self._check_options(model)
-        _check_divides("tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads)
-        _check_divides("tensor", self.tensor, "vocab_size", model.vocab_size)
+        _check_divides(
+            "parallel.tensor", self.tensor, "num_key_value_heads", model.num_key_value_heads
+        )
+        _check_divides("parallel.tensor", self.tensor, "vocab_size", model.vocab_size)
         self._check_pipeline(model)
         self._check_experts(model)
         if self.virtual_pipeline > 1 and self.pipeline == 1:
@@ -139,22 +141,23 @@ class ParallelConfig(StrictModel):
             usable_ranks = max(1, self.world_size // dense_ranks) * dense_ranks
             raise ValueError(
                 f"parallel.world_size ({self.world_size}) must be a multiple of "
-                f"tensor x pipeline x context "
+                f"parallel.tensor x parallel.pipeline x parallel.context "
                 f"({self.tensor} x {self.pipeline} x {self.context} = {dense_ranks}): use "
-                f"{usable_ranks} ranks, or another context"
+                f"{usable_ranks} ranks, or another parallel.context"
             )
 
         # Experts are split over all ranks of a stage, across tensor, context and data parallelism.
         stage_ranks = self.world_size // self.pipeline
         if stage_ranks % self.expert:
             raise ValueError(
-                f"parallel.expert ({self.expert}) must divide world_size / pipeline ({stage_ranks})"
+                f"parallel.expert ({self.expert}) must divide "
+                f"parallel.world_size / parallel.pipeline ({stage_ranks})"
             )
 
     def _check_experts(self, model: ModelConfig) -> None:
         """Raise ValueError for options of experts if the model has none."""
         if model.num_experts:
-            _check_divides("expert", self.expert, "num_experts", model.num_experts)
+            _check_divides("parallel.expert", self.expert, "num_experts", model.num_experts)
             return
 
         if self.expert > 1:
@@ -197,13 +200,15 @@ class ParallelConfig(StrictModel):
         layers = model.num_layers
         if self.last_stage_layers is None:
             chunks = self.pipeline * self.virtual_pipeline
-            _check_divides("pipeline", self.pipeline, "num_layers", layers)
-            _check_divides("pipeline x virtual_pipeline", chunks, "num_layers", layers)
+            _check_divides("parallel.pipeline", self.pipeline, "num_layers", layers)
+            _check_divides(
+                "parallel.pipeline x parallel.virtual_pipeline", chunks, "num_layers", layers
+            )
         else:
             _check_divides(
-                "pipeline less the last stage",
+                "parallel.pipeline - 1",
                 self.pipeline - 1,
-                "num_layers - last_stage_layers",
+                "num_layers - parallel.last_stage_layers",
                 layers - self.last_stage_layers,
             )
 
@@ -221,7 +226,7 @@ class ParallelConfig(StrictModel):
             sizes = ", ".join(str(size) for size in divisors)
             raise ValueError(
                 f"parallel.context_scheme_{kind} all_to_all needs parallel.context "
-                f"({self.context}) to divide num_attention_heads / tensor ({heads}): "
+                f"({self.context}) to divide num_attention_heads / parallel.tensor ({heads}): "
                 f"use parallel.context {sizes}, or scheme {alternative}"
             )
 
@@ -262,7 +267,14 @@ class ParallelConfig(StrictModel):
         )
 
 
-def _check_divides(key: str, size: int, name: str, count: int) -> None:
-    """Raise ValueError if the size of ``key`` does not divide the count of ``name``."""
+def _check_divides(divisor: str, size: int, name: str, count: int) -> None:
+    """Raise ValueError if the size of ``divisor`` does not divide the count of ``name``.
+
+    Args:
+        divisor: keys in full from which ``size`` is computed.
+        size: the divisor's value.
+        name: what is divided.
+        count: the value of ``name``.
+    """
     if count % size:
-        raise ValueError(f"parallel.{key} ({size}) must divide {name} ({count})")
+        raise ValueError(f"{divisor} ({size}) must divide {name} ({count})")

@@ -108,7 +108,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ({"world_size": 3, "pipeline": 3}, "parallel.pipeline (3) must divide num_layers"),
         (
             {"world_size": 2, "pipeline": 2, "virtual_pipeline": 4},
-            "pipeline x virtual_pipeline (8) must divide num_l",
+            "parallel.pipeline x parallel.virtual_pipeline (8) must divide num_l",
         ),
         ({"virtual_pipeline": 2}, "parallel.virtual_pipeline (2) needs parallel.pipeline above 1"),
         (
@@ -121,10 +121,10 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ),
         (
             {"world_size": 3, "pipeline": 3, "last_stage_layers": 1},
-            "parallel.pipeline less the last stage (2) must divide num_layers - last_stage_layers",
+            "parallel.pipeline - 1 (2) must divide num_layers - parallel.last_stage_layers",
         ),
         ({"world_size": 3, "expert": 3}, "parallel.expert (3) must divide num_experts"),
-        ({"world_size": 2, "expert": 4}, "parallel.expert (4) must divide world_size / pipeline"),
+        ({"world_size": 2, "expert": 4}, "parallel.expert (4) must divide parallel.world_size / "),
         ({"world_size": 3, "tensor": 2}, "parallel.world_size (3)"),
     ],
 )
