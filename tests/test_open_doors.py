@@ -53,7 +53,7 @@ RL = (
     "rollout.workers=1",
     "rollout.tasks_per_step=1",
     "rollout.samples_per_task=2",
-    "rollout.max_new_tokens_per_turn=16",
+    "rollout.max_sampled_tokens_per_turn=16",
     "evaluate_every=10000",
     "training.checkpoint_every=10000",
 )

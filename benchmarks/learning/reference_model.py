@@ -477,7 +477,7 @@ class Plan:
                 "rollout.workers=1",
                 "rollout.tasks_per_step=2",
                 "rollout.samples_per_task=2",
-                "rollout.max_new_tokens_per_turn=48",
+                "rollout.max_sampled_tokens_per_turn=48",
                 "rollout.max_tokens=1024",
             ]
         return [*arguments, *variant, *self.overrides]

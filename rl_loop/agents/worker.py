@@ -29,7 +29,7 @@ class AgentRolloutWorker(RolloutWorker):
     def __init__(self, config: EpisodesConfig, engine_factory: EngineFactory, threads: int) -> None:
         super().__init__(config, engine_factory, threads)
         rollout = config.rollout
-        sampling = SamplingParams(rollout.max_new_tokens_per_turn, top_p=rollout.top_p)
+        sampling = SamplingParams(rollout.max_sampled_tokens_per_turn, top_p=rollout.top_p)
         # Loopback is enough, because agents run on the worker's machine.
         gateway = GatewaySettings(SessionSettings(limits=rollout, sampling=sampling))
         self.gateway = Gateway(self.engine, self.codec, self._shape, gateway)
@@ -52,7 +52,7 @@ class AgentRolloutWorker(RolloutWorker):
         return await self.agents.run_episode(
             task.task_id,
             environment,
-            SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
+            SamplingParams(rollout.max_sampled_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,
             routed_experts=rollout.routed_experts and with_routes,
         )

@@ -30,7 +30,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the recorded log-probs differ from the sampled distribution, which
     biases training, and a run logs a warning at its start."""
-    max_new_tokens_per_turn: int = Field(1024, gt=0)
+    max_sampled_tokens_per_turn: int = Field(1024, gt=0)
     """Maximum sampled tokens per turn."""
     engine: AnyEngineConfig = EmbeddedConfig()
     """Engine that samples episodes. ``{type: embedded}`` is embedded in each worker. ``{type:
@@ -64,7 +64,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     def max_response_tokens(self) -> int:
         """Maximum sampled tokens of an episode, without prompt and tool outputs."""
         # Prompt and tool outputs count in max_tokens, so this is only an upper bound.
-        limits = [self.max_tokens, self.max_turns * self.max_new_tokens_per_turn]
+        limits = [self.max_tokens, self.max_turns * self.max_sampled_tokens_per_turn]
         if self.max_sampled_tokens is not None:
             limits.append(self.max_sampled_tokens)
         return min(limits)

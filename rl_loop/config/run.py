@@ -327,7 +327,7 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be less than the "
                 f"longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
-                "max_tokens and max_turns x max_new_tokens_per_turn), because the length "
+                "max_tokens and max_turns x max_sampled_tokens_per_turn), because the length "
                 "penalty would otherwise apply to every episode. Lower it."
             )
 

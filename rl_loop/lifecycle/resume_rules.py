@@ -143,7 +143,7 @@ RULES: dict[str, ResumeRule] = {
     "rollout.episode_seconds": SAMPLING,
     "rollout.evaluation_temperature": MEASUREMENT,
     "rollout.max_invalid_share": ENDING,
-    "rollout.max_new_tokens_per_turn": SAMPLING,
+    "rollout.max_sampled_tokens_per_turn": SAMPLING,
     "rollout.max_observation_bytes": SAMPLING,
     "rollout.max_sampled_tokens": SAMPLING,
     "rollout.max_tokens": SAMPLING,

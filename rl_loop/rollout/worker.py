@@ -161,7 +161,7 @@ class RolloutWorker:
             self.engine,
             self.codec,
             rollout,
-            SamplingParams(rollout.max_new_tokens_per_turn, temperature, rollout.top_p),
+            SamplingParams(rollout.max_sampled_tokens_per_turn, temperature, rollout.top_p),
             seed=seed,
             routed_experts=rollout.routed_experts and with_routes,
             shape=self._shape,

@@ -28,7 +28,7 @@ RL = [
     "rollout.workers=1",
     "rollout.tasks_per_step=2",
     "rollout.samples_per_task=2",
-    "rollout.max_new_tokens_per_turn=32",
+    "rollout.max_sampled_tokens_per_turn=32",
     "tasks.held_out_tasks=2",
     "evaluate_every=1000",
 ]

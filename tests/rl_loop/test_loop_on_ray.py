@@ -394,7 +394,7 @@ def test_rank_that_dies_in_a_gather_is_named_and_all_ranks_end(victim: int, tmp_
 
 
 def test_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
-    config = rl_config(tmp_path, "rollout.max_new_tokens_per_turn=200", "rollout.workers=2")
+    config = rl_config(tmp_path, "rollout.max_sampled_tokens_per_turn=200", "rollout.workers=2")
     trainer = build_trainer(config)
     pool, tasks = build_rollouts(config), build_tasks(config)
     try:

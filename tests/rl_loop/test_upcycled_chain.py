@@ -155,7 +155,7 @@ def test_upcycled_model_heals_and_learns_by_rl(
         "training.steps=2",
         "rollout.tasks_per_step=2",
         "rollout.samples_per_task=6",
-        "rollout.max_new_tokens_per_turn=64",
+        "rollout.max_sampled_tokens_per_turn=64",
         # Some episodes end with format errors and some at the limit. Their rewards differ.
         "reward.format_error=-2",
         "tasks.held_out_tasks=2",

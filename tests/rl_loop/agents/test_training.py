@@ -39,7 +39,7 @@ def config(folder: Path, agent: str, *overrides: str) -> RlConfig:
         f"vocabulary_data.path={chats}",
         f"tasks.sources.clerk.options={options}",
         f"output_dir={folder}",
-        "rollout.max_new_tokens_per_turn=50",
+        "rollout.max_sampled_tokens_per_turn=50",
         "training.steps=2",
         "evaluate_every=2",
         *overrides,

@@ -28,7 +28,7 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         "model.max_length=8192",
         "training.max_tokens_per_micro_batch=8192",
     ]
-    room += ["rollout.max_tokens=8192", "rollout.max_new_tokens_per_turn=2048"]
+    room += ["rollout.max_tokens=8192", "rollout.max_sampled_tokens_per_turn=2048"]
     config = load_config(
         TINY, RlConfig, [f"algorithm={path.stem}", "algorithm.entropy_bonus=0.5", *room]
     )
@@ -114,7 +114,7 @@ ROOM = [
     "model.max_length=8192",
     "training.max_tokens_per_micro_batch=8192",
     "rollout.max_tokens=8192",
-    "rollout.max_new_tokens_per_turn=2048",
+    "rollout.max_sampled_tokens_per_turn=2048",
 ]
 """Limits that are large enough for the longest ``overlong_buffer`` of the named algorithms."""
 

@@ -40,7 +40,7 @@ def rl_config(directory: Path, *overrides: str) -> RlConfig:
         "rollout.samples_per_task=6",
         # A random policy ends some episodes with format errors and some at the limit.
         # Their rewards differ.
-        "rollout.max_new_tokens_per_turn=64",
+        "rollout.max_sampled_tokens_per_turn=64",
         "reward.format_error=-2",
         "tasks.held_out_tasks=2",
         "optimizer.lr=1e-2",

@@ -89,7 +89,7 @@ def settings(tmp_path: Path, *overrides: str) -> RlConfig:
         "model.max_length=4096",
         f"model.num_experts={EXPERTS}",
         f"model.experts_per_token={TOP_K}",
-        f"rollout.max_new_tokens_per_turn={TURN}",
+        f"rollout.max_sampled_tokens_per_turn={TURN}",
         "rollout.max_tokens=4096",
         "rollout.routed_experts=true",
         f"rollout.workers={WORKERS}",

@@ -176,7 +176,7 @@ def first_request(loop: RlLoop) -> GroupRequest:
 
 
 def test_only_training_episodes_are_purified(tmp_path: Path) -> None:
-    options = ["rollout.purification={}", "rollout.max_new_tokens_per_turn=200"]
+    options = ["rollout.purification={}", "rollout.max_sampled_tokens_per_turn=200"]
     without_routes = ["rollout.routed_experts=false", "algorithm.routing_replay=none"]
     settings = config(tmp_path, *options, *without_routes)
 

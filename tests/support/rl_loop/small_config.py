@@ -19,7 +19,7 @@ SMALL = [
     "rollout.samples_per_task=4",
     # An untrained policy samples a stop token about every 300 tokens. Some episodes end with a
     # format error, some at the limit. Their rewards differ, so updates have a gradient.
-    "rollout.max_new_tokens_per_turn=64",
+    "rollout.max_sampled_tokens_per_turn=64",
     "rollout.routed_experts=true",
     "reward.format_error=-2",
     "tasks.held_out_tasks=1",
@@ -35,7 +35,7 @@ def config(directory: Path, *overrides: str) -> RlConfig:
 
 
 NOTHING_ENDS = [
-    "rollout.max_new_tokens_per_turn=1",
+    "rollout.max_sampled_tokens_per_turn=1",
     "training.steps=2",
     "training.checkpoint_every=1",
     "seed=1",

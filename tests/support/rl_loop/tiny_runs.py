@@ -27,7 +27,7 @@ RL = [
     # format error, some at the limit. Their rewards differ, so updates have a gradient. Decoding
     # takes as long for 16 sequences as for 8, so there are many short ones.
     "rollout.samples_per_task=8",
-    "rollout.max_new_tokens_per_turn=70",
+    "rollout.max_sampled_tokens_per_turn=70",
     "reward.format_error=-2",
     "tasks.held_out_tasks=4",
     "evaluate_every=100",

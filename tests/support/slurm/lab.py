@@ -30,7 +30,7 @@ SMALL = [
     "rollout.samples_per_task=4",
     # An untrained policy samples a stop token about every 300 tokens. Some episodes end with a
     # format error, so updates have a gradient.
-    "rollout.max_new_tokens_per_turn=150",
+    "rollout.max_sampled_tokens_per_turn=150",
     "reward.format_error=-2",
     "tasks.held_out_tasks=2",
     "evaluate_every=100",
