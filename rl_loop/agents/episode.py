@@ -159,7 +159,9 @@ class AgentRunner:
         ending = ending_of(
             session, returned.failure if returned.is_infrastructure_failure else None
         )
-        guard = EnvironmentGuard(environment, session.episode.clock, self.limits.episode_seconds)
+        guard = EnvironmentGuard(
+            environment, session.episode.clock, self.limits.max_episode_seconds
+        )
         result = await outcome_of(guard, session, ending, returned)
 
         # Long conversations take long to decode.

@@ -21,7 +21,7 @@ class EpisodeLimits(BaseModel):
     the turn are not run, and the episode ends with the turn."""
     max_sampled_tokens: int | None = Field(None, gt=0)
     """Maximum sampled tokens of an episode. null for no limit except max_tokens."""
-    episode_seconds: float = Field(600.0, gt=0)
+    max_episode_seconds: float = Field(600.0, gt=0)
     """Time limit of an episode in seconds (wall clock), for sampling, tools and the check of its
     answer. Time in the engine's queue, or for retries after infrastructure failures, does not
     count."""

@@ -104,7 +104,7 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
     limits = EpisodeLimits(
         max_turns=sys.maxsize,
         max_tokens=max_tokens,
-        episode_seconds=float("inf"),
+        max_episode_seconds=float("inf"),
     )
     session = SessionSettings(
         limits=limits,

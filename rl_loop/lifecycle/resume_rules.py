@@ -140,7 +140,7 @@ RULES: dict[str, ResumeRule] = {
     # -- rollout ----------------------------------------------------------------------------------
     # Seeds follow from the run's seed and the number of a group, not from the worker or the order.
     "rollout.concurrent_tasks": LAYOUT,
-    "rollout.episode_seconds": SAMPLING,
+    "rollout.max_episode_seconds": SAMPLING,
     "rollout.evaluation_temperature": MEASUREMENT,
     "rollout.max_invalid_share": ENDING,
     "rollout.max_sampled_tokens_per_turn": SAMPLING,

@@ -96,7 +96,7 @@ class EpisodeRunner:
         self.codec = codec
         self.episode = episode
         self.limits = episode.limits
-        self.guard = EnvironmentGuard(environment, episode.clock, self.limits.episode_seconds)
+        self.guard = EnvironmentGuard(environment, episode.clock, self.limits.max_episode_seconds)
 
         self.draft = EpisodeDraft(task_id)
         self.unread: list[int] = []

@@ -128,7 +128,7 @@ class Episode:
         self.name = name
         self.limits = limits
         self.sampling = replace(sampling, stop_token_ids=codec.stop_token_ids)
-        self.clock = EpisodeClock(limits.episode_seconds)
+        self.clock = EpisodeClock(limits.max_episode_seconds)
         self.sampler = TurnSampler(
             engine=engine,
             episode=name,
@@ -247,7 +247,7 @@ class Episode:
 
     def out_of_time(self) -> LimitReached:
         """Return the ending of an episode without time left."""
-        return LimitReached(FinishReason.TIMEOUT, f"{self.limits.episode_seconds:g} s")
+        return LimitReached(FinishReason.TIMEOUT, f"{self.limits.max_episode_seconds:g} s")
 
     # ---- the end
 

@@ -37,7 +37,7 @@ from tests.support.processes import command_of
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import wait_until_async
 
-LIMITS = EpisodeLimits(max_turns=6, max_tokens=400, episode_seconds=120.0)
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=400, max_episode_seconds=120.0)
 SAMPLING = SamplingParams(max_new_tokens=100)
 PROGRAMS = "tests.support.rl_loop.agents.programs"
 
@@ -312,7 +312,7 @@ def test_episode_limit_masks_all_sequences(tiny: Harmony) -> None:
 def test_episode_ends_at_its_time_limit_even_if_the_agent_hangs(
     tiny: Harmony, name: str, tmp_path: Path
 ) -> None:
-    limits = LIMITS.model_copy(update={"episode_seconds": 3.0})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 3.0})
     file = tmp_path / "process"
 
     async def run() -> None:

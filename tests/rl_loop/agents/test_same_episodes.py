@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["terms"],
 }
 LIMITS = EpisodeLimits(
-    max_turns=6, max_tokens=600, episode_seconds=120.0, truncated_episodes="mask"
+    max_turns=6, max_tokens=600, max_episode_seconds=120.0, truncated_episodes="mask"
 )
 
 
@@ -99,7 +99,7 @@ CASES = {
         FinishReason.TIMEOUT,
         ("3", "6"),
         hang=True,
-        limits={"episode_seconds": 3.0},
+        limits={"max_episode_seconds": 3.0},
         excluded=True,
     ),
     # The script has no third turn, so every attempt to sample it fails.

@@ -500,7 +500,7 @@ PIECES = [
     "<tool_call>\n", "\n</tool_call>", r"\boxed{1}", "",
 ]  # fmt: skip
 LIMITS = EpisodeLimits(
-    max_turns=4, max_tokens=4000, episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400
+    max_turns=4, max_tokens=4000, max_episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400
 )
 
 

@@ -43,7 +43,7 @@ LEDGER = "tests.support.rl_loop.environments.ledger_server"
 SERVER = Path(__file__).parents[3] / "tests/support/rl_loop/environments/ledger_server.py"
 IN_PROCESS = {"in_process": f"{LEDGER}:make"}
 STDIO = {"command": [sys.executable, str(SERVER)], "cwd": str(SERVER.parents[3])}
-LIMITS = EpisodeLimits(max_turns=8, max_tokens=8000, episode_seconds=60)
+LIMITS = EpisodeLimits(max_turns=8, max_tokens=8000, max_episode_seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +365,7 @@ def test_restart_of_a_server_does_not_count_as_episode_time(
         task,
         call(harmony, "die_once", trace=str(trace)),
         final(harmony, "100"),
-        episode_seconds=1.5,
+        max_episode_seconds=1.5,
     )
     assert read(trajectory) == ["alive with 100"]
     assert trajectory.reward == 1.0

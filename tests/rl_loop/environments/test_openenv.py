@@ -35,7 +35,7 @@ from tests.support.waiting import PATIENCE_SECONDS, wait_until
 ROOT = Path(__file__).parents[3]
 SERVER = ROOT / "tests/support/rl_loop/environments/guessing_server.py"
 PYTHON = {"wire": Path(sys.executable), "openenv": ROOT / ".cache/hub/openenv/bin/python"}
-LIMITS = EpisodeLimits(max_turns=8, max_tokens=4000, episode_seconds=60)
+LIMITS = EpisodeLimits(max_turns=8, max_tokens=4000, max_episode_seconds=60)
 SEED = 7
 """Seed of all tasks, and the number to guess."""
 

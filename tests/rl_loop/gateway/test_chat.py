@@ -380,7 +380,7 @@ def test_session_ends_at_its_limit_of_turns_or_tokens(
 
 
 def test_session_ends_at_its_time_limit(tiny: Harmony, model: GptOssForCausalLM) -> None:
-    limits = LIMITS.model_copy(update={"episode_seconds": 0.3})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 0.3})
 
     async def run() -> None:
         async with serving(tiny, model, replace(SETTINGS, limits=limits)) as served:

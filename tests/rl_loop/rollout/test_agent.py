@@ -24,7 +24,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 from tests.support.waiting import PATIENCE_SECONDS
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
-ROOM = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60)
+ROOM = EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=60)
 REWARD = RewardConfig(correct=1.0, wrong=-1.0, format_error=-0.5)
 
 
@@ -200,7 +200,7 @@ def test_episode_ends_after_max_turns(harmony: Harmony) -> None:
         harmony,
         engine,
         ["1", "2", "3"],
-        EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60),
+        EpisodeLimits(max_turns=2, max_tokens=2000, max_episode_seconds=60),
     )
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.MAX_TURNS, -1.0)
     assert trajectory.assistant_turns == 2
@@ -211,15 +211,23 @@ def test_episode_ends_after_max_turns(harmony: Harmony) -> None:
     ("limits", "reason"),
     [
         (
-            EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60, max_tool_calls=2),
+            EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=60, max_tool_calls=2),
             FinishReason.MAX_TOOL_CALLS,
         ),
         (
-            EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=60, max_sampled_tokens=30),
+            EpisodeLimits(
+                max_turns=8, max_tokens=2000, max_episode_seconds=60, max_sampled_tokens=30
+            ),
             FinishReason.MAX_SAMPLED_TOKENS,
         ),
-        (EpisodeLimits(max_turns=2, max_tokens=2000, episode_seconds=60), FinishReason.MAX_TURNS),
-        (EpisodeLimits(max_turns=8, max_tokens=120, episode_seconds=60), FinishReason.MAX_TOKENS),
+        (
+            EpisodeLimits(max_turns=2, max_tokens=2000, max_episode_seconds=60),
+            FinishReason.MAX_TURNS,
+        ),
+        (
+            EpisodeLimits(max_turns=8, max_tokens=120, max_episode_seconds=60),
+            FinishReason.MAX_TOKENS,
+        ),
     ],
 )
 @pytest.mark.parametrize("mask", [False, True])
@@ -249,7 +257,7 @@ def test_episode_times_out_while_sampling(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)[:7]], hang=True)
     began = time.monotonic()
     trajectory = episode(
-        tiny, engine, limits=EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2)
+        tiny, engine, limits=EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=0.2)
     )
     assert 0.1 < time.monotonic() - began < PATIENCE_SECONDS
     assert (trajectory.finish_reason, trajectory.sampled_tokens) == (FinishReason.TIMEOUT, 7)
@@ -264,7 +272,7 @@ def test_episode_times_out_before_the_first_token_of_a_turn(tiny: Harmony) -> No
         return Output("391\n")
 
     environment = ReToolEnvironment(TASK, slow, REWARD)
-    limits = EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=0.2)
+    limits = EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=0.2)
     run = run_episode(
         "t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True
     )
@@ -287,7 +295,7 @@ def test_finished_episode_sends_no_abort_at_its_deadline(tiny: Harmony) -> None:
             environment,
             engine,
             tiny,
-            EpisodeLimits(max_turns=8, max_tokens=2000, episode_seconds=1.0),
+            EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=1.0),
             SamplingParams(500),
             seed=5,
         )
@@ -398,5 +406,5 @@ def test_too_long_prompt_names_the_task_and_the_setting(tiny: Harmony) -> None:
         episode(
             tiny,
             ScriptedEngine([]),
-            limits=EpisodeLimits(max_turns=8, max_tokens=10, episode_seconds=60),
+            limits=EpisodeLimits(max_turns=8, max_tokens=10, max_episode_seconds=60),
         )

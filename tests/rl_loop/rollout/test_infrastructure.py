@@ -56,7 +56,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import PATIENCE_SECONDS
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
-LIMITS = EpisodeLimits(max_turns=6, max_tokens=3000, episode_seconds=20)
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=3000, max_episode_seconds=20)
 SHAPE = ModelShape(640)
 
 
@@ -318,7 +318,7 @@ def test_hanging_engine_makes_the_episode_invalid(
     tiny: Harmony, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turn_sampler, "QUEUE_SECONDS", 0.1)
-    limits = LIMITS.model_copy(update={"episode_seconds": 0.05})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 0.05})
     check_invalid(play(tiny, HangingEngine(begins), limits=limits), "engine")
 
 
@@ -482,7 +482,7 @@ def test_hanging_tool_or_checker_times_out_the_episode(
     tiny: Harmony, method: str, how: Callable[[], Any]
 ) -> None:
     episode_ended.clear()
-    limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 0.2})
     engine = ScriptedEngine([answer(tiny) if method == "answer" else call(tiny, "1"), answer(tiny)])
     environment = FaultyEnvironment(method, how)
 
@@ -508,7 +508,7 @@ def test_slow_end_of_an_episode_out_of_time_keeps_its_reward(
     tiny: Harmony, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine may delay every method, so the time of an episode does not limit its end."""
-    limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 0.2})
 
     def play_with_slow_end() -> Trajectory:
         environment = FaultyEnvironment("end_truncated", slow_end)
@@ -529,7 +529,7 @@ def test_slow_end_of_an_episode_out_of_time_keeps_its_reward(
 
 def test_hanging_scorers_leave_other_episodes_valid(tiny: Harmony) -> None:
     """Each hanging scorer occupies one of the few default threads."""
-    limits = LIMITS.model_copy(update={"episode_seconds": 2})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 2})
     world = ReToolEnvironment(TASK, interpreter, RewardConfig())
 
     async def main() -> Trajectory:
@@ -554,7 +554,7 @@ def test_uncancellable_tool_does_not_delay_its_episodes_end(
     episode_ended.clear()
     monkeypatch.setattr("rl_loop.rollout.episode_clock.CANCEL_SECONDS", 0.1)
     environment = FaultyEnvironment("call", hang_despite_cancellation)
-    limits = LIMITS.model_copy(update={"episode_seconds": 0.2})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 0.2})
     run = run_episode(
         "t",
         environment,
@@ -631,7 +631,7 @@ def test_wait_in_the_engine_queue_is_not_episode_time(tiny: Harmony) -> None:
                 await asyncio.sleep(0.1)
                 return await super().generate(replace(request, on_begin=None))
 
-    limits = LIMITS.model_copy(update={"episode_seconds": 1.5})
+    limits = LIMITS.model_copy(update={"max_episode_seconds": 1.5})
 
     async def main() -> list[Trajectory]:
         runs = []

@@ -125,7 +125,7 @@ def test_program_killed_by_the_sandbox_is_a_tool_error() -> None:
 
 
 def test_wait_in_the_sandbox_queue_is_not_episode_time() -> None:
-    group = run(Sandbox(good, queue_seconds=1.0), "rollout.episode_seconds=0.6")
+    group = run(Sandbox(good, queue_seconds=1.0), "rollout.max_episode_seconds=0.6")
     assert {episode.finish_reason for episode in group.trajectories} == {FinishReason.STOP}
 
 

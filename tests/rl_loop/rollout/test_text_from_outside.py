@@ -93,7 +93,7 @@ def test_megabyte_of_text_blocks_the_event_loop_below_50_ms(
     text = RUNS[run] * (MEGABYTE // len(RUNS[run]))
     call = harmony.render_assistant([ParsedMessage("analysis", "python", "code", "x")], "<|call|>")
     answer = harmony.render_assistant([final("x")], "<|return|>")
-    limits = EpisodeLimits(max_turns=2, max_tokens=200_000, episode_seconds=100)
+    limits = EpisodeLimits(max_turns=2, max_tokens=200_000, max_episode_seconds=100)
 
     async def execute(code: str) -> Any:
         return Answer(text)
@@ -141,7 +141,7 @@ def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str
             call("y = 2\n" * 2000),
             full.render_assistant([final("x")], "<|return|>"),
         ]
-        limits = EpisodeLimits(max_turns=2, max_tokens=400_000, episode_seconds=100)
+        limits = EpisodeLimits(max_turns=2, max_tokens=400_000, max_episode_seconds=100)
         return await run_episode(
             "t",
             environment,

@@ -81,7 +81,7 @@ async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstratio
             demo = await asyncio.to_thread(demonstrate, task, harmony, MIXED, str(index))
             environment = make_environment(task, sandbox.run, RewardConfig())
             engine = ScriptedEngine(sampled_turns(demo))
-            limits = EpisodeLimits(max_turns=20, max_tokens=9000, episode_seconds=60)
+            limits = EpisodeLimits(max_turns=20, max_tokens=9000, max_episode_seconds=60)
             run = run_episode(
                 "t", environment, engine, harmony, limits, SamplingParams(4000), seed=0
             )

@@ -24,7 +24,7 @@ from rl_loop.gateway.session import ConversationSession, SessionSettings
 from tests.support.rl_loop.engines.models import plain_log_probs
 from tests.support.rl_loop.gateway.policy import engine_of
 
-LIMITS = EpisodeLimits(max_turns=50, max_tokens=1024, episode_seconds=300.0)
+LIMITS = EpisodeLimits(max_turns=50, max_tokens=1024, max_episode_seconds=300.0)
 GREEDY = SamplingParams(max_new_tokens=200, temperature=0.0)
 SETTINGS = SessionSettings(LIMITS, GREEDY, routed_experts=True)
 
