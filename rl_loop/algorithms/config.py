@@ -173,7 +173,7 @@ class AlgorithmConfig(StrictModel):
     dynamic_sampling_rounds: int = Field(1, gt=0)
     """Maximum number of sampled groups, as a multiple of rollout.tasks_per_step. Above 1 (DAPO),
     groups whose compared rewards are all equal are replaced by groups of new tasks."""
-    overlong_buffer: int | None = Field(None, gt=0)
+    overlong_buffer_tokens: int | None = Field(None, gt=0)
     """Number of tokens before the longest response over which the length penalty grows from 0 to
     overlong_penalty (DAPO). null for no penalty. A response is all sampled tokens, without prompt
     and tool outputs. The longest response is the minimum of rollout.max_sampled_tokens, max_tokens

@@ -323,9 +323,12 @@ class RlConfig(RunConfig):
 
         # The penalty begins where the buffer does: at the longest response minus the buffer.
         longest = rollout.max_response_tokens
-        if algorithm.overlong_buffer is not None and algorithm.overlong_buffer >= longest:
+        if (
+            algorithm.overlong_buffer_tokens is not None
+            and algorithm.overlong_buffer_tokens >= longest
+        ):
             raise ValueError(
-                f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) must be less than the "
+                f"algorithm.overlong_buffer_tokens ({algorithm.overlong_buffer_tokens}) must be less than the "
                 f"longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
                 "max_tokens and max_turns x max_sampled_tokens_per_turn), because the length "
                 "penalty would otherwise apply to every episode. Lower it."

@@ -134,14 +134,14 @@ def _length_penalties(
 ) -> torch.Tensor:
     """Return DAPO's penalty on long responses: fp64 [episodes], between -1 and 0.
 
-    0 without ``overlong_buffer``.
+    0 without ``overlong_buffer_tokens``.
     """
     penalties = torch.zeros(len(trajectories), dtype=torch.float64)
-    if config.overlong_buffer is None:
+    if config.overlong_buffer_tokens is None:
         return penalties
     for i, trajectory in enumerate(trajectories):
         penalty = advantages.overlong_penalty(
-            trajectory.episode_sampled_tokens, max_response_tokens, config.overlong_buffer
+            trajectory.episode_sampled_tokens, max_response_tokens, config.overlong_buffer_tokens
         )
         # The strictest penalty counts. Their sum could be below -1.
         for sequence in trajectory.sequences:
@@ -165,7 +165,7 @@ def _context_penalty(
     same share of the remaining tokens. Otherwise every answer in a nearly full context would have a
     penalty.
     """
-    assert config.overlong_buffer is not None
+    assert config.overlong_buffer_tokens is not None
     if max_context_tokens is None or sequence.sampled_tokens == 0:
         return 0.0
     # Prompt and tool outputs take the rest of the context.
@@ -174,7 +174,7 @@ def _context_penalty(
     if room >= max_response_tokens:
         return 0.0
     # The penalty divides by the buffer.
-    buffer = max(1, round(config.overlong_buffer * room / max_response_tokens))
+    buffer = max(1, round(config.overlong_buffer_tokens * room / max_response_tokens))
     return advantages.overlong_penalty(sequence.sampled_tokens, room, buffer)
 
 
@@ -193,7 +193,7 @@ def _reward_parts(
     parts = torch.tensor(rows, dtype=torch.float64).reshape(len(trajectories), len(names))
     weights = list(config.reward_weights.values())
 
-    if config.overlong_buffer is not None:
+    if config.overlong_buffer_tokens is not None:
         parts = torch.cat([parts, length_penalties[:, None]], dim=1)
         weights.append(config.overlong_penalty)
     return parts, weights

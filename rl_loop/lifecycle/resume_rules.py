@@ -222,7 +222,7 @@ RULES: dict[str, ResumeRule] = {
     "algorithm.max_staleness": SAMPLING,
     "algorithm.mini_batches": LEARNING,
     "algorithm.old_log_probs": SAMPLING,
-    "algorithm.overlong_buffer": LEARNING,
+    "algorithm.overlong_buffer_tokens": LEARNING,
     "algorithm.overlong_penalty": LEARNING,
     "algorithm.policy_loss.clip_high": LEARNING,
     "algorithm.policy_loss.clip_low": LEARNING,

@@ -24,7 +24,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "ppo": ["algorithm.critic.warmup_steps=2", "algorithm.critic.lr=1e-3"],
     "grpo": ["algorithm.kl.coefficient=0.01", "algorithm.correction.weight=sequence_mis"],
     "dr_grpo": ["algorithm.correction.weight=icepop", "algorithm.correction.veto=1e-4"],
-    "dapo": ["algorithm.overlong_buffer=100", "algorithm.mini_batches=2"],
+    "dapo": ["algorithm.overlong_buffer_tokens=100", "algorithm.mini_batches=2"],
     "rloo": [
         "algorithm.kl.coefficient=0.01",
         "algorithm.kl.apply_to=reward",
@@ -94,7 +94,7 @@ def test_every_algorithm_trains_without_nan(
         assert trained[0]["mismatch/kl_k3"] < trained[0]["routing/kl_k3_without_replay"]
 
 
-EXTRA = {"dapo": ["algorithm.overlong_buffer=2"], "ppo": ["algorithm.critic.warmup_steps=1"]}
+EXTRA = {"dapo": ["algorithm.overlong_buffer_tokens=2"], "ppo": ["algorithm.critic.warmup_steps=1"]}
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "ppo", "gdpo"])

@@ -510,7 +510,7 @@ def test_gdpo_treats_the_length_penalty_as_another_reward() -> None:
     config = algorithm(
         "gdpo",
         reward_weights={"score": 1.0},
-        overlong_buffer=4,
+        overlong_buffer_tokens=4,
         overlong_penalty=0.5,
         whiten_advantages="samples",
     )
@@ -536,7 +536,7 @@ def test_missing_reward_part_counts_as_zero() -> None:
 
 
 def test_length_penalty_counts_sampled_tokens() -> None:
-    config = algorithm("dr_grpo", overlong_buffer=4)
+    config = algorithm("dr_grpo", overlong_buffer_tokens=4)
     terse = Trajectory(
         "t", token_ids=list(range(90)), loss_mask=[0] * 85 + [1] * 5, rollout_log_probs=[0.0] * 90
     )  # a long prompt, or much tool output
@@ -569,7 +569,7 @@ def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
 @pytest.mark.parametrize("prompt", [1, 30, 70, 95])
 def test_length_penalty_is_full_at_the_end_of_the_context(prompt: int) -> None:
     """After a long prompt the context ends before the limit of sampled tokens."""
-    config = algorithm("dr_grpo", overlong_buffer=40)
+    config = algorithm("dr_grpo", overlong_buffer_tokens=40)
     room = 100 - prompt
     assert penalized(prompt, room, config) == -1.0
     # The buffer is 40% of the remaining context, so half of the penalty is at 80%.
