@@ -53,7 +53,7 @@ class DemonstrationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    expert_share: float = Field(0.5, ge=0, le=1)
+    correct_share: float = Field(0.5, ge=0, le=1)
     """Share of demonstrations that solve their task. The others contain errors and mostly fail,
     which leaves a margin for RL."""
     history: Literal["append", "harmony"] = "append"

@@ -75,7 +75,7 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> PlayedE
     """Run an expert's or a faulty script on a task, chosen according to the mixture."""
     rng = Random(seed)
     environment = make_offline_environment(task)
-    script = environment.solve(task, rng, inject_errors=rng.random() >= mixture.expert_share)
+    script = environment.solve(task, rng, inject_errors=rng.random() >= mixture.correct_share)
     return asyncio.run(play(environment, script))
 
 

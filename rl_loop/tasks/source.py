@@ -154,7 +154,7 @@ class TaskMixture:
                 continue
             # A script may work for one of the two only.
             for expert in (1.0, 0.0):
-                mixture = DemonstrationConfig(expert_share=expert)
+                mixture = DemonstrationConfig(correct_share=expert)
                 try:
                     demonstrations_of(source.train(0), self.codec, mixture, "check")
                 except NotImplementedError as error:

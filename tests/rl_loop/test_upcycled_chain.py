@@ -202,7 +202,7 @@ def test_upcycled_model_calls_python_in_harmony(teacher: Path, tmp_path: Path) -
         f"output_dir={tmp_path}",
         *HARMONY,
         "name=harmony",
-        "demonstrations.expert_share=1",
+        "demonstrations.correct_share=1",
         "optimizer={lr: 5.0e-3, warmup_steps: 2}",
         "sequences_per_step=8",
         "training={steps: 45, checkpoint_every: 45}",

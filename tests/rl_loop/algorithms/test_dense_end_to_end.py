@@ -66,7 +66,7 @@ def test_dense_sft_trains_on_whole_turns_that_parse(
 ) -> None:
     settings = sft_config(tmp_path)
     tasks = build_tasks(settings)
-    samples = tasks.demonstrations(0, 4, DemonstrationConfig(expert_share=1.0))
+    samples = tasks.demonstrations(0, 4, DemonstrationConfig(correct_share=1.0))
     for i in range(len(samples)):
         span = slice(samples.offsets[i], samples.offsets[i + 1])
         learned = samples.token_ids[span][samples.loss_mask[span]]

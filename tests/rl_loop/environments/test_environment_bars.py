@@ -72,7 +72,7 @@ def test_episode_has_the_same_reward_parts_for_every_ending(
     task = task_of(name, options, 0)
     environment = make_environment(task, arithmetic.interpret, REWARD)
     unfinished, illegal = environment.end_truncated(), environment.end_with_format_error("header")
-    finished = demonstrate(task, tiny, DemonstrationConfig(expert_share=1), "0").result
+    finished = demonstrate(task, tiny, DemonstrationConfig(correct_share=1), "0").result
     assert finished is not None
     assert set(illegal.reward_parts) == set(unfinished.reward_parts) == set(finished.reward_parts)
     assert illegal.reward_parts["format_error"] == 1.0
@@ -87,7 +87,7 @@ def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
     scores = []
     for index in range(15):
         task = task_of(name, options, index)
-        shown = demonstrate(task, tiny, DemonstrationConfig(expert_share=1), str(index))
+        shown = demonstrate(task, tiny, DemonstrationConfig(correct_share=1), str(index))
         assert shown.result is not None
         assert shown.result.reward_parts["score"] == pytest.approx(1.0)
         assert shown.result.reward_parts["correct"] == 1.0
@@ -96,7 +96,7 @@ def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
         assert make_environment(
             task, arithmetic.interpret, REWARD
         ).end_truncated().reward == pytest.approx(-2.0)
-        faulty = demonstrate(task, tiny, DemonstrationConfig(expert_share=0), str(index)).result
+        faulty = demonstrate(task, tiny, DemonstrationConfig(correct_share=0), str(index)).result
         assert faulty is not None
         scores.append(faulty.reward_parts["score"])
     assert sum(scores) / len(scores) < 0.95

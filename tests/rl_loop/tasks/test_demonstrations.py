@@ -58,7 +58,7 @@ from tests.support.rl_loop.prompts import SHORT_PROMPT
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
 
-MIXED = DemonstrationConfig(expert_share=0.5)
+MIXED = DemonstrationConfig(correct_share=0.5)
 
 
 def sampled_turns(demo: Demonstration) -> list[list[int]]:
@@ -374,7 +374,7 @@ def test_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
     right = 0.0
     for index in range(300):
         result = demonstrate(
-            task_of("gsm8k", index), tiny, DemonstrationConfig(expert_share=0.3), str(index)
+            task_of("gsm8k", index), tiny, DemonstrationConfig(correct_share=0.3), str(index)
         ).result
         assert result is not None
         right += result.reward_parts["correct"]
