@@ -184,7 +184,7 @@ def run_overrides(options: argparse.Namespace, scratch: Path) -> list[str]:
         f"evaluate_every={steps + 1}",
         "tasks.held_out_tasks=4",
         "optimizer.schedule=constant",
-        "reward.tool_use=true",
+        "reward.tool_use_bonus=true",
         # Random weights agree less than trained ones.
         "canary_tolerance=10",
     ]

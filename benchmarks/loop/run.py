@@ -17,7 +17,7 @@ directory is deleted after the trainer has read it, unless ``--weights`` names i
 an MXFP4 base, experts are written as packed blocks, as in the released weights. See
 ``random_policy.py`` for the behavior of the weights: every turn is a call of Python that runs and
 has ``--turn-tokens`` random tokens on average. Episodes end by their limits. Rewards carry no
-information (``reward.tool_use`` makes them differ). Therefore, the benchmark does not measure
+information (``reward.tool_use_bonus`` makes them differ). Therefore, the benchmark does not measure
 learning.
 
 Prints Markdown tables. The first step compiles. It is also the only step that measures the
@@ -205,7 +205,7 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
         "optimizer.schedule=constant",
         "rollout.routed_experts=true",
         "algorithm.routing_replay=R3",
-        "reward.tool_use=true",
+        "reward.tool_use_bonus=true",
         # Random weights agree less than trained ones. The benchmark reports the difference.
         "canary_tolerance=10",
     ]

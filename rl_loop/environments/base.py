@@ -120,7 +120,7 @@ class RewardConfig(BaseModel):
     format_error: float = -1.0
     """Reward of a malformed turn or a call of an unknown tool. A negative score of the episode until
     then is added."""
-    tool_use: bool = False
+    tool_use_bonus: bool = False
     """ReTool only: add 0.1 per 2 tool calls, at most 0.4, to the reward of a wrong episode. A policy
     that is always wrong learns to try tools."""
 

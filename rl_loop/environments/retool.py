@@ -193,7 +193,7 @@ class ReToolEnvironment(Environment):
         score = float(correct)
         # ``end_with_score`` multiplies scores by this scale, and the bonus is a reward.
         scale = self.reward.correct - self.reward.wrong
-        if self.reward.tool_use and not correct and scale != 0:
+        if self.reward.tool_use_bonus and not correct and scale != 0:
             bonus = min(0.4, 0.1 * (self._calls // 2))
             score += bonus / scale
         return self.end_with_score(score, normalized(answer))

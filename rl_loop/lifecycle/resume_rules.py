@@ -140,12 +140,12 @@ RULES: dict[str, ResumeRule] = {
     # -- rollout ----------------------------------------------------------------------------------
     # Seeds follow from the run's seed and the number of a group, not from the worker or the order.
     "rollout.concurrent_tasks": LAYOUT,
-    "rollout.max_episode_seconds": SAMPLING,
     "rollout.evaluation_temperature": MEASUREMENT,
+    "rollout.max_episode_seconds": SAMPLING,
     "rollout.max_invalid_share": ENDING,
-    "rollout.max_sampled_tokens_per_turn": SAMPLING,
     "rollout.max_observation_bytes": SAMPLING,
     "rollout.max_sampled_tokens": SAMPLING,
+    "rollout.max_sampled_tokens_per_turn": SAMPLING,
     "rollout.max_tokens": SAMPLING,
     "rollout.max_tool_calls": SAMPLING,
     "rollout.max_turns": SAMPLING,
@@ -191,7 +191,7 @@ RULES: dict[str, ResumeRule] = {
     # An episode keeps the reward that it got at its end.
     "reward.correct": REWARD,
     "reward.format_error": REWARD,
-    "reward.tool_use": REWARD,
+    "reward.tool_use_bonus": REWARD,
     "reward.wrong": REWARD,
     # -- algorithm --------------------------------------------------------------------------------
     "algorithm.advantage.gae_lambda": LEARNING,

@@ -169,7 +169,7 @@ def test_tool_use_raises_the_reward_of_wrong_answers_if_enabled() -> None:
     async def body(_: Environment) -> list[float]:
         rewards = []
         for calls in (0, 2, 20):
-            environment = make_environment(TASK, _.execute, RewardConfig(tool_use=True))
+            environment = make_environment(TASK, _.execute, RewardConfig(tool_use_bonus=True))
             for _n in range(calls):
                 await environment.step([python("1")])
             rewards.append((await environment.step([final("?")])).reward)
