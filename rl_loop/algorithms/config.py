@@ -177,8 +177,8 @@ class AlgorithmConfig(StrictModel):
     """Number of tokens before the longest response over which the length penalty grows from 0 to
     overlong_penalty (DAPO). null for no penalty. A response is all sampled tokens, without prompt
     and tool outputs. The longest response is the minimum of rollout.max_sampled_tokens, max_tokens
-    and max_turns x max_sampled_tokens_per_turn. If a prompt leaves fewer tokens in rollout.max_tokens,
-    they are the longest response, and the buffer is the same share of it."""
+    and max_turns x max_sampled_tokens_per_turn. If a prompt leaves fewer tokens in
+    rollout.max_tokens, they are the longest response, and the buffer is the same share of it."""
     overlong_penalty: float = Field(1.0, gt=0)
     """Maximum length penalty. With gdpo the penalty is an additional reward part with this
     weight."""

@@ -328,8 +328,8 @@ class RlConfig(RunConfig):
             and algorithm.overlong_buffer_tokens >= longest
         ):
             raise ValueError(
-                f"algorithm.overlong_buffer_tokens ({algorithm.overlong_buffer_tokens}) must be less than the "
-                f"longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
+                f"algorithm.overlong_buffer_tokens ({algorithm.overlong_buffer_tokens}) must be "
+                f"less than the longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
                 "max_tokens and max_turns x max_sampled_tokens_per_turn), because the length "
                 "penalty would otherwise apply to every episode. Lower it."
             )

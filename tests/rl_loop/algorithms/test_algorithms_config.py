@@ -116,7 +116,7 @@ ROOM = [
     "rollout.max_tokens=8192",
     "rollout.max_sampled_tokens_per_turn=2048",
 ]
-"""Limits that are large enough for the longest ``overlong_buffer_tokens`` of the named algorithms."""
+"""Limits large enough for the longest ``overlong_buffer_tokens`` of the named algorithms."""
 
 
 def algorithm_with(*overrides: str) -> AlgorithmConfig:
