@@ -38,7 +38,7 @@ PROMPT = {
     "knowledge_cutoff": None,
     "reasoning_effort": None,
     "channels": False,
-    "python_tool": False,
+    "describe_builtin_tools": False,
 }
 
 

@@ -23,7 +23,7 @@ SHORTEST_PROMPT = {
     "knowledge_cutoff": None,
     "reasoning_effort": None,
     "channels": False,
-    "python_tool": False,
+    "describe_builtin_tools": False,
 }
 SHORTEST_CHATML = {"system": None, "describe_tools": False}
 """Values that leave out the system message. They are the defaults of a tiny vocabulary, because its

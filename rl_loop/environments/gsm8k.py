@@ -36,7 +36,7 @@ class Gsm8kOptions(ReToolOptions):
     """Developer message; null for none."""
     tools: bool = False
     """Let the policy call Python. The system message describes Python if
-    ``prompt.python_tool`` is true."""
+    ``prompt.describe_builtin_tools`` is true."""
     max_number: int = 9
     """Largest number in generated problems. The smallest is 2."""
 

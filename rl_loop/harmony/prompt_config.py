@@ -30,7 +30,7 @@ class PromptConfig(BaseModel):
     channels: bool | list[Channel] = True
     """Valid channels in the system message. true: all three. false: no such line. Or a list, such
     as [analysis, final]."""
-    python_tool: bool = True
+    describe_builtin_tools: bool = True
     """Describe the environment's built-in tools, such as Python."""
 
     @field_validator("current_date", mode="before")

@@ -48,7 +48,7 @@ def system_message(
         reasoning_effort=effort,
         channel_config=channel_config,
     )
-    if prompt.python_tool:
+    if prompt.describe_builtin_tools:
         for tool in builtin_tools:
             # The description has the sandbox's time limit, which is known only here.
             if isinstance(tool, PythonTool):

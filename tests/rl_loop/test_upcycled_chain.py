@@ -179,7 +179,7 @@ HARMONY = [
     # Short prompts, because most text has one token per character here.
     "prompt={model_identity: null, knowledge_cutoff: null, reasoning_effort: null}",
     "prompt.channels=false",
-    "prompt.python_tool=false",
+    "prompt.describe_builtin_tools=false",
 ]
 CALL = re.compile(
     r"<\|start\|>assistant<\|channel\|>analysis to=python code<\|message\|>print\((.*)\)<\|call\|>"

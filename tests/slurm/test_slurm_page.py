@@ -53,7 +53,7 @@ ON_CPUS = [
     "model=tiny",
     "dtype=fp32",
     "vocabulary=tiny",
-    "prompt={channels: false, python_tool: false, model_identity: null, knowledge_cutoff: null, "
+    "prompt={channels: false, describe_builtin_tools: false, model_identity: null, knowledge_cutoff: null, "
     "reasoning_effort: null}",
     "tasks.sources={retool: {environment: retool, options: {instructions: null}}}",
     "parallel.expert=1",

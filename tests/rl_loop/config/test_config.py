@@ -298,11 +298,15 @@ def test_routed_experts_follow_routing_replay_unless_set() -> None:
 
 def test_tiny_vocabulary_has_no_system_message_unless_set() -> None:
     prompt = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["prompt.channels=true"]).prompt
-    assert (prompt.model_identity, prompt.channels, prompt.python_tool) == (None, True, False)
+    assert (prompt.model_identity, prompt.channels, prompt.describe_builtin_tools) == (
+        None,
+        True,
+        False,
+    )
     dense = load_config(CONFIGS / "rl/tiny_dense.yaml", RlConfig, ["chatml.describe_tools=true"])
     assert (dense.chatml.system, dense.chatml.describe_tools) == (None, True)
     released = load_config(CONFIGS / "rl/gpt-oss-20b_1x2.yaml", RlConfig)
-    assert released.prompt.python_tool
+    assert released.prompt.describe_builtin_tools
 
 
 def test_frozen_part_may_have_adapters_beside_others() -> None:

@@ -139,7 +139,7 @@ def test_system_message_equals_openai_harmonys_for_any_settings(
         current_date=date,
         reasoning_effort=effort,
         channels=channels,
-        python_tool=python,
+        describe_builtin_tools=python,
     )
     tools = [Tool("ping", "Answers pong.")] if functions else []
     ids = Harmony(TOKENS, prompt).render_prompt([], tools, [BROWSER, NOTEBOOK])

@@ -118,7 +118,7 @@ def in_openai_harmony(episode: PlayedEpisode, prompt: PromptConfig) -> list[list
     described = [
         tool.in_sandbox(10) for tool in episode.builtin_tools if isinstance(tool, PythonTool)
     ]
-    for tool in described if prompt.python_tool else []:
+    for tool in described if prompt.describe_builtin_tools else []:
         system = system.with_tools(
             ToolNamespaceConfig(name=tool.name, description=tool.description, tools=[])
         )
@@ -278,7 +278,11 @@ def test_published_problems_become_sft_samples(tmp_path: Path) -> None:
 
 
 def test_prompts_of_a_run_state_its_sandbox_time_limit() -> None:
-    overrides = ["prompt.python_tool=true", "sandbox.timeout_seconds=4.5", "model.vocab_size=2048"]
+    overrides = [
+        "prompt.describe_builtin_tools=true",
+        "sandbox.timeout_seconds=4.5",
+        "model.vocab_size=2048",
+    ]
     tasks = build_tasks(load_config(Path("configs/sft/tiny_retool.yaml"), SftConfig, overrides))
     assert "time out after 4.5 seconds" in tasks.codec.decode(
         tasks.prompt_ids(tasks.train(0, 1)[0])

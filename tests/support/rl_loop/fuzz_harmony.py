@@ -119,7 +119,7 @@ def fuzz(seconds: float, seed: int = 0, rounds: int | None = None) -> Counter[Fi
         knowledge_cutoff=None,
         reasoning_effort=None,
         channels=False,
-        python_tool=False,
+        describe_builtin_tools=False,
     )
     harmonies = [
         Harmony(TinyVocabulary(640, arithmetic.vocabulary_text()), short), Harmony(GptOssVocabulary(), PromptConfig())

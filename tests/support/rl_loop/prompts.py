@@ -9,5 +9,5 @@ SHORT_PROMPT = PromptConfig(
     knowledge_cutoff=None,
     reasoning_effort=None,
     channels=False,
-    python_tool=False,
+    describe_builtin_tools=False,
 )
