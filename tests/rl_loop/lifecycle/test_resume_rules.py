@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
@@ -15,6 +15,7 @@ import pytest
 
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config
+from rl_loop.config.parts import EpisodesConfig
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.lifecycle.inputs import to_json
@@ -25,6 +26,7 @@ from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
 from rl_loop.session import build_tasks, open_conversations
+from rl_loop.tasks import codec
 from rl_loop.tasks.source import TaskMixture
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from rl_loop.trainer.checkpointer import RunState
@@ -102,6 +104,27 @@ def write_tasks(path: Path) -> None:
         for i in range(ROWS)
     ]  # fmt: skip
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vocabularies_are_built_once() -> Iterator[None]:
+    """Keep the corpus of a tiny vocabulary for all configurations with equal inputs.
+
+    A corpus has 100 demonstrations, which take half of the processor time of a case.
+    """
+    build_corpus = codec.vocabulary_corpus
+    corpora: dict[str, str] = {}
+
+    def vocabulary_corpus(config: EpisodesConfig) -> str:
+        inputs = {"tasks", "prompt", "sandbox", "data", "vocabulary_data"}
+        key = config.model_dump_json(include=inputs)
+        if key not in corpora:
+            corpora[key] = build_corpus(config)
+        return corpora[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "vocabulary_corpus", vocabulary_corpus)
+        yield
 
 
 @pytest.fixture(scope="module")
