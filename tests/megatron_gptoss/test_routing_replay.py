@@ -57,6 +57,8 @@ def with_random_routes(samples: TrainingSamples, dtype: np.dtype) -> TrainingSam
 DOCUMENTS = documents([30, 5, 18, 26, 11, 2, 23, 9], seed=3)
 SAMPLES = with_random_routes(DOCUMENTS, route_dtype(TINY.num_experts))
 TOKENS = int(SAMPLES.loss_tokens.sum())
+STEPS = 2
+"""Each step replays its own routes, and the second one follows an update."""
 ALIGN = 16
 """Multiple to which all rows are padded, so that every layout has padding."""
 
@@ -149,7 +151,7 @@ def replay_prescribed_routes(parallel: ParallelConfig) -> dict[str, Any]:
     """Train with the routes of the samples, which come from an engine (R3)."""
     trainer = policy(parallel)
     batches = micro_batches(SAMPLES, parallel)
-    steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(3)]
+    steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(STEPS)]
     recorded = record(trainer, batches)
     return statistics_of(steps) | {"recorded": by_token(trainer, batches, recorded)}
 
@@ -168,7 +170,7 @@ def replay_recorded_routes(parallel: ParallelConfig) -> dict[str, Any]:
 
     steps = []
     differing = padding = padding_routed_anew = 0
-    for _ in range(3):
+    for _ in range(STEPS):
         trainer.replay.start_recording()
         steps.append(trainer.train_step(replaying, mean_cross_entropy(TOKENS), 3e-3))
         used = trainer.replay.recorded()
@@ -194,7 +196,7 @@ def train_critic(parallel: ParallelConfig) -> dict[str, Any]:
     load_hf_weights(other, TINY, hf_model(std=0.1).state_dict().__getitem__)
     critic = ValueTrainer(make_critic(other), OptimizerConfig())
     batches = micro_batches(DOCUMENTS, parallel)
-    steps = [critic.train_step(batches, square_error, 3e-3) for _ in range(4)]
+    steps = [critic.train_step(batches, square_error, 3e-3) for _ in range(STEPS)]
 
     values: dict[int, np.ndarray] = {}
     for batch, row in zip(batches, critic.score(batches), strict=True):
@@ -246,7 +248,7 @@ def test_replay_under_a_layout_trains_as_in_one_process(
         assert got["norms"] == pytest.approx(want["norms"], rel=2e-4)
         # The route of every sequence's last token is unknown.
         known = TINY.num_layers * (TOKENS - len(SAMPLES))
-        assert got["compared"] == want["compared"] == [known] * 3
+        assert got["compared"] == want["compared"] == [known] * STEPS
         assert got["agreeing"] == pytest.approx(want["agreeing"], abs=3)
 
 
@@ -276,7 +278,7 @@ def test_recorded_routes_are_used_for_tokens_but_not_padding(
 ) -> None:
     for rank in (one_rank, *(rank[layout] for rank in two_ranks)):
         assert rank["R2"]["differing"] == 0
-        assert rank["R2"]["padding"] >= 3 * ALIGN
+        assert rank["R2"]["padding"] >= STEPS * ALIGN
         assert rank["R2"]["padding_routed_anew"] > 0.3 * rank["R2"]["padding"]
 
 
@@ -304,7 +306,7 @@ def test_replay_of_a_ranks_own_routes_trains_as_in_one_process(
         got = rank[layout]["R2"]
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert got["norms"] == pytest.approx(want["norms"], rel=2e-4)
-        assert got["compared"] == want["compared"] == [TINY.num_layers * TOKENS] * 3
+        assert got["compared"] == want["compared"] == [TINY.num_layers * TOKENS] * STEPS
         assert got["agreeing"] == pytest.approx(want["agreeing"], abs=3)
         assert got["agreeing"][0] < 0.7 * got["compared"][0]
 

@@ -154,15 +154,12 @@ def test_resumed_dynamic_sampling_skips_no_task(staleness: int, tmp_path: Path) 
         "algorithm.dynamic_sampling_rounds=3",
         f"algorithm.max_staleness={staleness}",
     ]
-    options += [
-        "optimizer.schedule=constant",
-        "training.checkpoint_every=1",
-    ]
-    whole = tasks_by_step(config(tmp_path, *options, "name=whole", "training.steps=6"))
+    options += ["optimizer.schedule=constant"]
+    whole = tasks_by_step(config(tmp_path, *options, "name=whole", "training.steps=4"))
     assert set(Counter(task for step in whole for task in step).values()) == {1}
     tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=2"))
     assert (
-        tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=6"), resume=True)
+        tasks_by_step(config(tmp_path, *options, "name=cut", "training.steps=4"), resume=True)
         == whole
     )
 
@@ -240,13 +237,13 @@ def test_policy_warmup_starts_after_the_critic_warmup(
 ) -> None:
     options = [
         "algorithm=ppo",
-        "algorithm.critic.warmup_steps=3",
+        "algorithm.critic.warmup_steps=2",
     ]
     options += [
         "optimizer.lr=4e-4",
-        "optimizer.warmup_steps=4",
+        "optimizer.warmup_steps=2",
         "optimizer.schedule=cosine",
-        "training.steps=8",
+        "training.steps=5",
     ]
     settings = config(tmp_path, *options)
     rates: dict[str, list[float]] = {"critic": [], "policy": []}
@@ -261,8 +258,8 @@ def test_policy_warmup_starts_after_the_critic_warmup(
 
         loop.trainer.rl_step = rl_step  # type: ignore[method-assign]
         loop.train()
-    assert rates["policy"] == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
-    assert rates["critic"] == pytest.approx([2e-6] * 8)
+    assert rates["policy"] == pytest.approx([2e-4, 4e-4, 4e-4])
+    assert rates["critic"] == pytest.approx([2e-6] * 5)
 
 
 # ---- runs without signal
@@ -270,7 +267,7 @@ def test_policy_warmup_starts_after_the_critic_warmup(
 
 def test_run_without_signal_warns_once(tmp_path: Path) -> None:
     notes: list[str] = []
-    with local_loop(config(tmp_path, *NOTHING_ENDS, f"training.steps={PATIENCE + 3}")) as loop:
+    with local_loop(config(tmp_path, *NOTHING_ENDS, f"training.steps={PATIENCE + 1}")) as loop:
         loop.recorder.progress.note = notes.append  # type: ignore[method-assign]
         loop.train()
     (note,) = notes
