@@ -539,7 +539,7 @@ def write_easy_part(source: Path, target: Path) -> None:
 
 
 def run(arguments: Sequence[str]) -> float:
-    """Run a gptoss command and return its seconds. Exits with its output if it fails."""
+    """Run a gptoss command, which prints its progress, and return its seconds. Exits if it fails."""
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     begin = time.monotonic()
@@ -547,12 +547,12 @@ def run(arguments: Sequence[str]) -> float:
         [sys.executable, "-m", "launch", *arguments],
         env=environment,
         cwd=ROOT,
-        capture_output=True,
-        text=True,
+        # Standard output is for the table.
+        stdout=sys.stderr,
         check=False,
     )
     if finished.returncode:
-        sys.exit(f"{arguments}\n{finished.stdout[-3000:]}\n{finished.stderr[-3000:]}")
+        sys.exit(f"gptoss {' '.join(arguments)} failed with code {finished.returncode}")
     return time.monotonic() - begin
 
 
