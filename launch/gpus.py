@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, replace
 
 from megatron_gptoss import host_memory
-from megatron_gptoss.nvidia_smi import memory_bytes, query_gpus
+from megatron_gptoss.nvidia_smi import query_gpus, smallest_gpu
 from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.errors import ConfigError
 
@@ -51,19 +51,9 @@ def gpu_named(name: str) -> GpuInfo:
 
 def local_gpu() -> GpuInfo | None:
     """Return the smallest GPU of this machine; None if nvidia-smi reports none."""
-    try:
-        # nvidia-smi instead of torch, which takes seconds to import.
-        rows = query_gpus("name", "memory.total", "memory.reserved")
-    except OSError:
-        return None
-    gpus = []
-    for row in rows:
-        total, reserved = memory_bytes(row["memory.total"]), memory_bytes(row["memory.reserved"])
-        # nvidia-smi reports "[N/A]" for some GPUs.
-        if total is not None and reserved is not None:
-            gpus.append(GpuInfo(row["name"], total - reserved))
     # A layout must fit on every GPU.
-    return min(gpus, key=lambda gpu: gpu.total_bytes, default=None)
+    smallest = smallest_gpu()
+    return None if smallest is None else GpuInfo(*smallest)
 
 
 def count_gpus() -> int:

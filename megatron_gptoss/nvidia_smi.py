@@ -57,3 +57,19 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
 def memory_bytes(value: str) -> int | None:
     """Return the bytes of a memory field in MiB; None for values such as "[N/A]"."""
     return int(value) << 20 if value.isdecimal() else None
+
+
+def smallest_gpu() -> tuple[str, int] | None:
+    """Return name and usable bytes of the smallest GPU of this machine; None without GPUs."""
+    try:
+        # nvidia-smi instead of torch, which takes seconds to import.
+        rows = query_gpus("name", "memory.total", "memory.reserved")
+    except OSError:
+        return None
+    gpus = []
+    for row in rows:
+        total, reserved = memory_bytes(row["memory.total"]), memory_bytes(row["memory.reserved"])
+        # nvidia-smi reports "[N/A]" for some GPUs.
+        if total is not None and reserved is not None:
+            gpus.append((row["name"], total - reserved))
+    return min(gpus, key=lambda gpu: gpu[1], default=None)

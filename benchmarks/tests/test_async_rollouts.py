@@ -195,7 +195,7 @@ def test_planned_step_seconds_match_the_simulated_loop() -> None:
     prediction = AsyncPrediction(
         training=outcome.training_seconds / workload.steps,
         engines=0.0,  # mostly idle
-        longest_episode=turns.mean_rollout_seconds,
+        rollout=turns.mean_rollout_seconds,
         tokens_per_gpu=0.0,  # not used
     )
     errors = []

@@ -73,9 +73,18 @@ def plan(
         Option(
             "--tool-seconds",
             min=0,
-            help="Duration of a tool call in seconds, for the prediction of max_staleness.",
+            help="Duration of a tool call in seconds, for the prediction of rollouts.",
         ),
     ] = 0.0,
+    turn_tokens: Annotated[
+        float | None,
+        Option(
+            "--turn-tokens",
+            min=1,
+            help="Mean sampled tokens of a turn. Default: half of an episode's maximum, over "
+            "rollout.max_turns turns.",
+        ),
+    ] = None,
 ) -> None:
     """Print whether a configuration fits, its memory by phase, its time and faster layouts.
 
@@ -90,6 +99,7 @@ def plan(
     from launch.plan import attention_plan, speed_notes, step_plan
     from launch.rollout_plan import async_rollout_plan
     from megatron_gptoss.planning.memory_advice import exceeds_memory, memory_plan
+    from rl_loop.config.rollout_advice import rollout_warnings
 
     hardware = planned_hardware(gpu, gpu_gb, host_gb, config.gpu_gb)
     inputs = config.memory_inputs
@@ -104,7 +114,13 @@ def plan(
     # Supervised runs have no rollouts.
     if rl is not None:
         staleness = rl.algorithm.max_staleness
-        print(async_rollout_plan(rl.rollout, rl.memory_inputs, staleness, tool_seconds))
+        print(
+            async_rollout_plan(
+                rl.rollout, rl.memory_inputs, staleness, tool_seconds, turn_tokens, hardware
+            )
+        )
+        for warning in rollout_warnings(rl.rollout, rl.model, hardware.gigabytes):
+            print(f"warning: {warning}")
     raise typer.Exit(1 if exceeds_memory(inputs, hardware) else 0)
 
 

@@ -12,11 +12,13 @@ import tempfile
 from pathlib import Path
 
 from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY
+from megatron_gptoss.nvidia_smi import smallest_gpu
 from megatron_gptoss.user_error import UserError
 from rl_loop.chat.tokenizer_vocabulary import TOKENIZER_FILE, text_tokens
 from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
 from rl_loop.config.load import load_served_config
+from rl_loop.config.rollout_advice import rollout_warnings
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig, model_of
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
@@ -91,6 +93,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
     if isinstance(config, RlConfig):
         check_rollouts(config)
         warn_about_sampling(config)
+        warn_about_rollouts(config)
     check_tracking()
 
     # The disk must also hold the checkpoints and exports that are written hours later.
@@ -381,6 +384,14 @@ def warn_about_sampling(config: RlConfig) -> None:
             config.rollout.top_p,
             config.rollout.top_p,
         )
+
+
+def warn_about_rollouts(config: RlConfig) -> None:
+    """Warn about settings that leave servers waiting."""
+    smallest = smallest_gpu()
+    gigabytes = config.gpu_gb if smallest is None else smallest[1] / 1e9
+    for warning in rollout_warnings(config.rollout, config.model, gigabytes):
+        logger.warning("%s", warning)
 
 
 def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:

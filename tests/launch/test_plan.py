@@ -162,6 +162,7 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
         ("rl/gpt-oss-20b_1x2.yaml", 2),
         ("rl/gpt-oss-20b_1x4.yaml", 4),
         ("rl/gpt-oss-20b_1x4_overlap.yaml", 4),
+        ("untested/rl/gpt-oss-20b_1x4_mxfp4.yaml", 4),
         ("untested/rl/gpt-oss-20b_1x8_80gb.yaml", 8),
         ("untested/sft/gpt-oss-20b_1x8_80gb.yaml", 8),
         ("untested/sft/gpt-oss-120b_2x8_80gb.yaml", 16),

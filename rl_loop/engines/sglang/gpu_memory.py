@@ -115,7 +115,13 @@ class ServerNeeds:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, dtype: str, tensor_parallel: int, *, packed: bool = False
+        cls,
+        model: ModelConfig,
+        dtype: str,
+        tensor_parallel: int,
+        *,
+        packed: bool = False,
+        windowed_share: float = WINDOWED_CACHE_SHARE,
     ) -> "ServerNeeds":
         """Estimate the memory of a server.
 
@@ -124,10 +130,11 @@ class ServerNeeds:
             dtype: precision of weights and cache, "fp32" or "bf16".
             tensor_parallel: GPUs of the server.
             packed: whether the experts' matrices are MXFP4.
+            windowed_share: tokens in the cache of windowed layers, per token of other layers.
         """
         element = bytes_of(dtype)
         windowed = model.layer_types.count("sliding_attention")
-        layers = model.num_layers - windowed + WINDOWED_CACHE_SHARE * windowed
+        layers = model.num_layers - windowed + windowed_share * windowed
         # If there are more GPUs than key/value heads, several GPUs hold the same head.
         heads_shared = min(tensor_parallel, model.num_key_value_heads)
         per_token = layers * 2 * model.key_size * element / heads_shared
@@ -149,6 +156,11 @@ class ServerNeeds:
             context=context,
             working=working,
         )
+
+    @property
+    def token_bytes(self) -> float:
+        """Key/value cache of one token."""
+        return self.cache / USEFUL_CACHE_TOKENS
 
     @property
     def all(self) -> int:

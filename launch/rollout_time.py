@@ -1,0 +1,267 @@
+"""Time of a rollout on SGLang servers, from a simulation of one server.
+
+The servers of a run are alike, so one server with its share of the episodes represents all. It
+decodes its running requests together, stops for prefills of tool outputs, and ends with the last
+episodes in a small batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_gptoss.config import ModelConfig
+from rl_loop.engines.sglang.gpu_memory import mxfp4_expert_bytes
+
+BANDWIDTH = 4.8e12
+"""Memory bandwidth of an H200 in bytes/s, from its data sheet."""
+ARITHMETIC = 790e12
+"""Matrix peak of an H200 in FLOP/s, as measured (docs/design/planning.md)."""
+READING_FACTOR = 1.12
+"""Time of a decoding step per time to read its data."""
+ARITHMETIC_FACTOR = {False: 1.0, True: 1.5}
+"""Time of a decoding step per time of its arithmetic, in bf16 and with MXFP4 experts."""
+LAYER_SECONDS = 50e-6
+"""Time of a layer in addition to reading and arithmetic, for kernels that depend on neither.
+
+The factors and this value are fitted to the decoding steps of the 20B in docs/performance/mxfp4.md:
+3.72 to 8.81 ms with MXFP4 experts and 7.41 to 13.99 ms in bf16, with 8 to 256 requests.
+"""
+TENSOR_PARALLEL_LAYER_SECONDS = 5e-6
+"""Additional time of a layer with tensor parallelism, for two all-reduces.
+
+Fitted to one run: the 120B with adapters on 4 H200 (docs/performance/loop.md).
+"""
+GPU_SLOWDOWN = {"H100": 1.43}
+"""Step time of a GPU over that of an H200.
+
+16.33 ms of the 20B in bf16 with 64 requests, and 11.39 ms on an H200 (docs/performance/mxfp4.md).
+"""
+PREFILL_SECONDS = {False: 0.0025, True: 0.0055}
+"""Time of a captured prefill in addition to a decoding step with as many tokens, in bf16 and MXFP4.
+
+A batch of one tool output delays decoding by 9 to 10 ms with MXFP4 experts and by 11 to 12 ms in
+bf16, according to the servers' logs of runs with the 20B on H200.
+"""
+EAGER_SECONDS = 0.025
+"""Additional time of a prefill without CUDA graphs.
+
+A turn of 190 tokens with 64 requests takes 3.73 s instead of 2.64 s (docs/performance/loop.md).
+"""
+PROMPTS_PER_SECOND = 45_000
+"""Tokens per second of long prefills. An assumption: no run measured it apart."""
+PREFILL_REQUESTS = 16
+"""Requests in a captured prefill (SGLang 0.5.17: ``chunked_prefill_size // 512``)."""
+WORKER_SECONDS = 0.0064
+"""Time of a rollout worker per turn with R3, in which its other episodes wait.
+
+Workers that read the routes of all tokens needed 0.011 s, fitted to a run with 256 episodes per
+worker. Routes of new tokens only, as today, save 4.6 ms of a processor, measured on a CPU.
+"""
+OUTSIDE_SECONDS = 0.05
+"""Seconds of an episode outside the server between turns, if its worker is idle.
+
+0.04 to 0.09 s in the first turns with 64 episodes per worker, according to the servers' logs.
+"""
+ROLLOUT_EDGES = 2.0
+"""Seconds of a rollout before its first and after its last decoding step.
+
+2 to 4 s according to the servers' logs of runs with the 20B.
+"""
+PROMPT_TOKENS = 240
+OUTPUT_TOKENS = 13
+"""Tokens of a prompt and of a tool's output in the measured runs."""
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """Model, format and GPUs of one server."""
+
+    model: ModelConfig
+    packed: bool = False
+    """Whether the experts are in MXFP4."""
+    tensor_parallel: int = 1
+    """GPUs of the server."""
+    gpu: str = "H200"
+    """Name of the GPU, such as "NVIDIA H100 80GB HBM3". Unknown GPUs count as H200."""
+    prefill_graphs: bool = True
+    """Whether prefills of tool outputs are CUDA graphs."""
+
+    @property
+    def _slowdown(self) -> float:
+        factors = [factor for name, factor in GPU_SLOWDOWN.items() if name in self.gpu]
+        return factors[0] if factors else 1.0
+
+    def step_seconds(self, tokens: float, context: float) -> float:
+        """Return the time of one decoding step.
+
+        Args:
+            tokens: running requests.
+            context: tokens per request.
+        """
+        model = self.model
+        # Q and output projection of every query head, key and value of every key/value head.
+        heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+        attention = heads * model.head_size * model.hidden_size * model.num_layers
+        # A step reads only one row of the embedding per request.
+        output = model.vocab_size * model.hidden_size
+
+        # Three matrices: gate, up and down.
+        expert = 3 * model.hidden_size * model.intermediate_size
+        computed = model.num_layers * expert
+        read = 1.0
+        if model.num_experts > 0:
+            # Probability that no request is routed to an expert, for uniform routing.
+            untouched = (1 - model.experts_per_token / model.num_experts) ** tokens
+            read = 1 - untouched
+            computed *= model.experts_per_token
+        if self.packed:
+            expert_bytes = read * mxfp4_expert_bytes(model, 1)
+        else:
+            expert_bytes = 2 * read * max(1, model.num_experts) * expert * model.num_layers
+
+        full = model.layer_types.count("full_attention")
+        # A layer with a window reads at most its window from the cache.
+        window = min(context, model.sliding_window or context)
+        seen = full * context + (model.num_layers - full) * window
+        # Factor 4: a key and a value in bf16.
+        cache = 4 * tokens * seen * model.num_key_value_heads * model.head_size
+
+        reading = (2 * (attention + output) + expert_bytes + cache) / BANDWIDTH
+        arithmetic = 2 * tokens * (attention + output + computed) / ARITHMETIC
+        layer = LAYER_SECONDS
+        if self.tensor_parallel > 1:
+            layer += TENSOR_PARALLEL_LAYER_SECONDS
+        work = READING_FACTOR * reading + ARITHMETIC_FACTOR[self.packed] * arithmetic
+        seconds = work / self.tensor_parallel + layer * model.num_layers
+        return seconds * self._slowdown
+
+    def prefill_seconds(self, requests: int) -> float:
+        """Return the time that a prefill of tool outputs holds decoding up."""
+        fixed = PREFILL_SECONDS[self.packed]
+        if not self.prefill_graphs:
+            fixed += EAGER_SECONDS
+        fixed *= self._slowdown
+        return fixed + self.step_seconds(OUTPUT_TOKENS * requests, 0)
+
+
+@dataclass(frozen=True)
+class EpisodeLengths:
+    """Lengths of sampled turns: geometric, cut by the limits."""
+
+    mean_turn: float
+    """Mean sampled tokens of a turn before limits."""
+    turns: int
+    """Turns of an episode, if its tokens suffice."""
+    max_turn: int
+    """Limit of a turn in tokens."""
+    max_tokens: int
+    """Limit of an episode in tokens, with prompt and tool outputs."""
+
+    def sample(self, episodes: int, seed: int = 0) -> list[list[int]]:
+        """Return the sampled tokens of every turn of every episode."""
+        random = np.random.default_rng(seed)
+        drawn = random.geometric(1 / max(1.0, self.mean_turn), (episodes, self.turns))
+        kept = []
+        for row in np.clip(drawn, 1, self.max_turn):
+            left = max(1, self.max_tokens - PROMPT_TOKENS)
+            turns = []
+            for turn in row.tolist():
+                turns.append(min(turn, left))
+                left -= turn + OUTPUT_TOKENS
+                if left <= 0:
+                    break
+            kept.append(turns)
+        return kept
+
+
+@dataclass(frozen=True)
+class RolloutTime:
+    """Predicted rollout of one server."""
+
+    seconds: float
+    """Time of the rollout, with its begin and end."""
+    sampled: int
+    """Sampled tokens."""
+    tokens: int
+    """Sampled tokens, prompts and tool outputs."""
+    longest: float
+    """Decoding steps of the longest episode."""
+    running: float
+    """Mean number of running requests."""
+
+
+def simulate_rollout(
+    server: ServerModel,
+    episodes: Sequence[Sequence[int]],
+    slots: int,
+    workers: float,
+    tool_seconds: float = 0.0,
+    worker_seconds: float = WORKER_SECONDS,
+) -> RolloutTime:
+    """Simulate one server from the first prompt to the end of the last episode.
+
+    Args:
+        server: server that samples.
+        episodes: sampled tokens of every turn of every episode.
+        slots: requests that the server runs at a time.
+        workers: rollout workers per server.
+        tool_seconds: duration of a tool call.
+        worker_seconds: time of a worker per turn.
+    """
+    count = len(episodes)
+    left = np.zeros(count, dtype=int)
+    length = np.full(count, PROMPT_TOKENS)
+    turn = np.zeros(count, dtype=int)
+    ready_at = np.zeros(count)  # infinite while an episode runs and after its end
+    is_running = np.zeros(count, dtype=bool)
+    now = count * PROMPT_TOKENS / PROMPTS_PER_SECOND
+    ready_at[:] = now
+    request_seconds = 0.0
+    worker_free = 0.0
+
+    while is_running.any() or np.isfinite(ready_at).any():
+        running = int(is_running.sum())
+        waiting = np.flatnonzero(ready_at <= now)
+        if len(waiting) and running < slots:
+            # The episodes that came back first are admitted first.
+            order = np.argsort(ready_at[waiting], kind="stable")
+            admitted = waiting[order][: min(slots - running, PREFILL_REQUESTS)]
+            for index in admitted:
+                left[index] = episodes[index][turn[index]]
+            ready_at[admitted] = np.inf
+            is_running[admitted] = True
+            seconds = server.prefill_seconds(len(admitted))
+            request_seconds += running * seconds
+            now += seconds
+            continue
+        if not running:
+            now = float(ready_at.min())
+            continue
+
+        step = server.step_seconds(running, float(length[is_running].mean()))
+        steps = int(left[is_running].min())
+        coming = ready_at[ready_at > now]
+        if running < slots and len(coming) and np.isfinite(coming.min()):
+            steps = min(steps, max(1, int(np.ceil((coming.min() - now) / step))))
+        now += steps * step
+        request_seconds += running * steps * step
+        left[is_running] -= steps
+        length[is_running] += steps
+        for index in np.flatnonzero(is_running & (left == 0)):
+            is_running[index] = False
+            turn[index] += 1
+            if turn[index] < len(episodes[index]):
+                length[index] += OUTPUT_TOKENS
+                # Workers take turns in the order in which they end.
+                worker_free = max(worker_free, now) + worker_seconds / workers
+                ready_at[index] = worker_free + OUTSIDE_SECONDS + tool_seconds
+
+    totals = [sum(turns) for turns in episodes]
+    return RolloutTime(
+        seconds=now + ROLLOUT_EDGES,
+        sampled=sum(totals),
+        tokens=int(length.sum()),
+        longest=max(totals),
+        running=request_seconds / now,
+    )
