@@ -140,12 +140,12 @@ def test_predicted_decoding_step_agrees_with_the_measured_step(packed: bool, req
 
 def test_simulated_server_ends_every_turn_and_counts_all_tokens() -> None:
     server = ServerModel(RUNS[1].load().model)
-    result = simulate_rollout(server, [[3, 4], [10]], slots=1, workers=1)
-    assert (result.sampled, result.longest) == (17, 10)
+    result = simulate_rollout(server, [[300, 400], [1000]], slots=1, workers=1)
+    assert (result.sampled, result.longest) == (1700, 1000)
     # Two prompts of 240 tokens, and the output of one tool of 13.
-    assert result.tokens == 17 + 2 * 240 + 13
+    assert result.tokens == 1700 + 2 * 240 + 13
     assert 0 < result.running <= 1
-    both = simulate_rollout(server, [[3, 4], [10]], slots=2, workers=1)
+    both = simulate_rollout(server, [[300, 400], [1000]], slots=2, workers=1)
     assert both.seconds < result.seconds
 
 
@@ -178,7 +178,11 @@ def test_half_empty_batches_are_reported_with_a_value_that_fills_them() -> None:
 
 
 def test_memory_of_the_server_limits_the_batch_that_is_advised() -> None:
-    overrides = ["rollout.tasks_per_step=8", "rollout.max_tokens=32768"]
+    overrides = [
+        "rollout.tasks_per_step=8",
+        "rollout.max_tokens=32768",
+        "training.max_tokens_per_micro_batch=32768",
+    ]
     (warning,) = warnings_of(*overrides)
     few = int(warning.split("its batch holds ")[1].split(":")[0])
     share = "rollout.engine.arguments=[--swa-full-tokens-ratio, '0.2']"
