@@ -121,7 +121,7 @@ def predict_async_rollouts(
     if turn_tokens is None:
         turn_tokens = MEAN_LENGTH * rollout.max_response_tokens / rollout.max_turns
     lengths = EpisodeLengths(
-        turn_tokens, rollout.max_turns, rollout.max_new_tokens_per_turn, rollout.max_tokens
+        turn_tokens, rollout.max_turns, rollout.max_sampled_tokens_per_turn, rollout.max_tokens
     )
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     # The fullest server decides.

@@ -30,7 +30,7 @@ def fitting_requests(
         gigabytes: memory of a GPU in GB (1e9 bytes).
         tokens: tokens per request.
     """
-    return int(engine.cache_tokens(model, "bfloat16", gigabytes * 1e9) / max(1.0, tokens))
+    return int(engine.cache_tokens(model, "bf16", gigabytes * 1e9) / max(1.0, tokens))
 
 
 def rollout_warnings(

@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs/rl"
 LIMITS = [
     "rollout.samples_per_task=8",
     "rollout.max_turns=8",
-    "rollout.max_new_tokens_per_turn=1024",
+    "rollout.max_sampled_tokens_per_turn=1024",
     "rollout.max_tokens=4096",
 ]
 BF16 = ["quantization=null", "rollout.engine.quantization=null", "rollout.engine.arguments=[]"]
