@@ -108,7 +108,7 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
     notes = []
     if MEASURED_GPU not in hardware.gpu:
         notes.append(
-            f"times are for {MEASURED_GPU} GPUs, whose rates were measured; memory is for the "
+            f"update times are for {MEASURED_GPU} GPUs, whose rates were measured; memory is for the "
             f"planned GPU ({hardware.gpu}, {hardware.gigabytes:g} GB)"
         )
     if made_for is not None and made_for != hardware.gigabytes:

@@ -1,25 +1,18 @@
 """Prediction of rollouts and of whole steps, from the configuration alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from launch.gpus import configured_hardware
 from launch.plan import MEASURED_GPU, predict_update
-from launch.rollout_time import (
-    PROMPT_TOKENS,
-    WORKER_SECONDS,
-    EpisodeLengths,
-    ServerModel,
-    simulate_rollout,
-)
+from launch.rollout_time import PROMPT_TOKENS, EpisodeLengths, ServerModel, simulate_rollout
+from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.planning.memory_advice import Hardware
-from megatron_gptoss.planning.memory_inputs import MemoryInputs
-from rl_loop.config.rollout import RolloutConfig
-from rl_loop.config.rollout_advice import fitting_requests
+from rl_loop.config.rollout_advice import MEAN_LENGTH, batch_size, mean_sampled_tokens
+from rl_loop.config.run import RlConfig
 from rl_loop.engines.sglang.config import SglangConfig
 
-H200_GPU = Hardware(150.1, MEASURED_GPU)
-"""GPU whose rates were measured."""
-MEAN_LENGTH = 0.5
-"""Mean of an episode's sampled tokens, as a fraction of its limit. An assumption."""
 REQUESTS_PER_PREFILL = 2
 """Tool outputs that servers prefill together. Logs of runs with the 20B have 1.4 to 2.5."""
 SEEDS = 5
@@ -87,12 +80,10 @@ class AsyncPrediction:
 
 
 def predict_async_rollouts(
-    rollout: RolloutConfig,
-    trainer: MemoryInputs,
+    config: RlConfig,
+    hardware: Hardware | None = None,
     tool_seconds: float = 0.0,
     turn_tokens: float | None = None,
-    hardware: Hardware = H200_GPU,
-    worker_seconds: float = WORKER_SECONDS,
 ) -> AsyncPrediction:
     """Predict the bounds of a loop with SGLang servers.
 
@@ -100,17 +91,52 @@ def predict_async_rollouts(
     servers are not included.
 
     Args:
-        rollout: rollout settings with an SGLang engine.
-        trainer: model, layout and batch.
+        config: configuration with an SGLang engine.
+        hardware: GPU of the servers; None for that of the configuration. The update is predicted
+            for an H200.
         tool_seconds: duration of each tool call.
         turn_tokens: mean sampled tokens of a turn; None for that of ``MEAN_LENGTH``.
-        hardware: GPU of the servers. The update is predicted for an H200.
-        worker_seconds: time of a rollout worker per turn.
     """
+    rollout = config.rollout
+    trainer = config.memory_inputs
     engine = rollout.engine
     assert isinstance(engine, SglangConfig)
-    model = trainer.model
-    server = ServerModel(
+    hardware = hardware or configured_hardware(config.gpu_gb)
+    server = server_model(engine, config.model, hardware)
+    mean = mean_sampled_tokens(rollout, turn_tokens)
+    slots = batch_size(engine, config.model, config.dtype, hardware.gigabytes, mean + PROMPT_TOKENS)
+    lengths = EpisodeLengths(
+        turn_tokens or mean / rollout.max_turns,
+        rollout.max_turns,
+        rollout.max_sampled_tokens_per_turn,
+        rollout.max_tokens,
+    )
+    episodes = rollout.tasks_per_step * rollout.samples_per_task
+    # The fullest server decides.
+    of_server = -(-episodes // engine.servers)
+    workers = rollout.worker_count / engine.servers
+    samples = [lengths.sample(of_server, seed) for seed in range(SEEDS)]
+    results = [simulate_rollout(server, turns, slots, workers, tool_seconds) for turns in samples]
+    full_batches = [_seconds_of_full_batches(server, turns, slots) for turns in samples]
+
+    update = predict_update(trainer)
+    step_tokens = fmean(result.tokens for result in results) * episodes / of_server
+    gpus = trainer.parallel.world_size
+    # Separate engines have their own GPUs, which the speed per GPU must count.
+    if not engine.shares_trainer_gpus:
+        gpus += engine.servers * engine.tensor_parallel
+    seconds = fmean(result.seconds for result in results)
+    return AsyncPrediction(
+        training=update.step.total * step_tokens / update.tokens,
+        engines=min(seconds, fmean(full_batches)),
+        rollout=seconds,
+        tokens_per_gpu=step_tokens / gpus,
+    )
+
+
+def server_model(engine: SglangConfig, model: ModelConfig, hardware: Hardware) -> ServerModel:
+    """Return the model of a server for the simulation."""
+    return ServerModel(
         model,
         packed=engine.packs_experts,
         tensor_parallel=engine.tensor_parallel,
@@ -118,96 +144,70 @@ def predict_async_rollouts(
         # Servers on separate GPUs use SGLang's own graphs.
         prefill_graphs=engine.prefill_graph_tokens > 0 or not engine.colocated,
     )
-    if turn_tokens is None:
-        turn_tokens = MEAN_LENGTH * rollout.max_response_tokens / rollout.max_turns
-    lengths = EpisodeLengths(
-        turn_tokens, rollout.max_turns, rollout.max_sampled_tokens_per_turn, rollout.max_tokens
-    )
-    episodes = rollout.tasks_per_step * rollout.samples_per_task
-    # The fullest server decides.
-    of_server = -(-episodes // engine.servers)
-    results = []
-    engines = []
-    for seed in range(SEEDS):
-        turns = lengths.sample(of_server, seed)
-        tokens = sum(map(sum, turns))
-        fitting = fitting_requests(
-            engine, model, hardware.gigabytes, tokens / of_server + PROMPT_TOKENS
-        )
-        slots = max(1, min(engine.max_running_requests, fitting))
-        workers = rollout.worker_count / engine.servers
-        results.append(
-            simulate_rollout(server, turns, slots, workers, tool_seconds, worker_seconds)
-        )
-        running = min(slots, of_server)
-        decoding = tokens / running * server.step_seconds(running, tokens / of_server / 2)
-        prefills = sum(map(len, turns)) / REQUESTS_PER_PREFILL
-        engines.append(decoding + prefills * server.prefill_seconds(REQUESTS_PER_PREFILL))
 
-    update = predict_update(trainer)
-    step_tokens = sum(result.tokens for result in results) / SEEDS * episodes / of_server
-    gpus = trainer.parallel.world_size
-    # Separate engines have their own GPUs, which the speed per GPU must count.
-    if not engine.shares_trainer_gpus:
-        gpus += engine.servers * engine.tensor_parallel
-    seconds = sum(result.seconds for result in results) / SEEDS
-    return AsyncPrediction(
-        training=update.step.total * step_tokens / update.tokens,
-        engines=min(seconds, sum(engines) / SEEDS),
-        rollout=seconds,
-        tokens_per_gpu=step_tokens / gpus,
-    )
+
+def _seconds_of_full_batches(
+    server: ServerModel, episodes: Sequence[Sequence[int]], slots: int
+) -> float:
+    """Return the time of a server for some episodes if its batch is always full."""
+    tokens = sum(map(sum, episodes))
+    running = min(slots, len(episodes))
+    # On average, a running episode has half of its tokens.
+    step = server.step_seconds(running, tokens / len(episodes) / 2)
+    prefills = sum(map(len, episodes)) / REQUESTS_PER_PREFILL
+    return tokens / running * step + prefills * server.prefill_seconds(REQUESTS_PER_PREFILL)
 
 
 def async_rollout_plan(
-    rollout: RolloutConfig,
-    trainer: MemoryInputs,
-    configured: int,
+    config: RlConfig,
+    hardware: Hardware | None = None,
     tool_seconds: float = 0.0,
     turn_tokens: float | None = None,
-    hardware: Hardware = H200_GPU,
 ) -> str:
-    """Describe the effect of ``algorithm.max_staleness``.
+    """Describe a step, and the effect of ``algorithm.max_staleness`` if engines have own GPUs.
 
     Args:
-        rollout: rollout settings.
-        trainer: model, layout and batch.
-        configured: configured value of ``algorithm.max_staleness``.
+        config: configuration of the run.
+        hardware: GPU of the servers; None for that of the configuration.
         tool_seconds: duration of each tool call.
         turn_tokens: mean sampled tokens of a turn; None for that of ``MEAN_LENGTH``.
-        hardware: GPU of the servers.
     """
     # Only SGLang's decoding speed was measured.
+    rollout = config.rollout
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
         return f"rollouts: no prediction for engines of type {engine.type}"
 
-    prediction = predict_async_rollouts(rollout, trainer, tool_seconds, turn_tokens, hardware)
+    hardware = hardware or configured_hardware(config.gpu_gb)
+    prediction = predict_async_rollouts(config, hardware, tool_seconds, turn_tokens)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
-    longest = rollout.max_response_tokens
     if turn_tokens is None:
         lengths = (
-            f"{episodes} episodes of {MEAN_LENGTH * longest:.0f} sampled tokens on average "
-            f"(assumption: {MEAN_LENGTH:g} of the maximum, {longest})"
+            f"{episodes} episodes of {mean_sampled_tokens(rollout):.0f} sampled tokens on average "
+            f"(assumption: {MEAN_LENGTH:g} of the maximum, {rollout.max_response_tokens})"
         )
     else:
         lengths = f"{episodes} episodes of {rollout.max_turns} turns of {turn_tokens:g} tokens"
+    rates = f"{MEASURED_GPU} rates"
+    decoding_gpu = server_model(engine, config.model, hardware).measured_gpu
+    if decoding_gpu != MEASURED_GPU:
+        rates = f"{decoding_gpu} rates (rollout) and {MEASURED_GPU} rates (update)"
+    step = f"a step at {rates} with {lengths} and {tool_seconds:g} s per tool call: "
 
     # Sharing GPUs excludes overlap, so only staleness 0 exists.
     if engine.shares_trainer_gpus:
         seconds = prediction.step_seconds(0)
         return (
-            f"a step with {lengths}: {seconds:.1f} s, of which the rollout takes "
-            f"{prediction.rollout:.1f} s and the update {prediction.training:.1f} s, "
+            f"{step}{seconds:.1f} s, of which the rollout takes {prediction.rollout:.1f} s and "
+            f"the update {prediction.training:.1f} s, "
             f"{prediction.tokens_per_second(0):.0f} tokens/s/GPU; engines and trainer share GPUs "
             "and alternate (algorithm.max_staleness 0)"
         )
 
     least = prediction.fastest_staleness
     lines = [
-        f"a step at {MEASURED_GPU} rates with {lengths} and {tool_seconds:g} s per tool call: "
-        f"engines {prediction.engines:.1f} s, rollout {prediction.rollout:.1f} s, "
-        f"update {prediction.training:.1f} s",
+        f"{step}engines {prediction.engines:.1f} s, rollout {prediction.rollout:.1f} s, update "
+        f"{prediction.training:.1f} s",
         f"  {'max_staleness':>13}{'s/step':>10}{'speedup':>8}{'tokens/s/GPU':>14}"
         f"{'trainer idle':>14}{'engines idle':>14}  bound by",
     ]
@@ -224,7 +224,7 @@ def async_rollout_plan(
             f"{prediction.engines_idle(staleness):14.0%} "
             f" {prediction.bound(staleness)}"
         )
-        if staleness == configured:
+        if staleness == config.algorithm.max_staleness:
             line += "  <- configured"
         lines.append(line)
     lines.append(f"  max_staleness above {least} does not make steps faster")

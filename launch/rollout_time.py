@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from launch.plan import MEASURED_GPU
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang.gpu_memory import mxfp4_expert_bytes
 
@@ -33,9 +34,10 @@ TENSOR_PARALLEL_LAYER_SECONDS = 5e-6
 Fitted to one run: the 120B with adapters on 4 H200 (docs/performance/loop.md).
 """
 GPU_SLOWDOWN = {"H100": 1.43}
-"""Step time of a GPU over that of an H200.
+"""Time of a decoding step relative to an H200, by GPU.
 
-16.33 ms of the 20B in bf16 with 64 requests, and 11.39 ms on an H200 (docs/performance/mxfp4.md).
+An H100 takes 16.33 ms for the 20B in bf16 with 64 requests, an H200 11.39 ms
+(docs/performance/mxfp4.md).
 """
 PREFILL_SECONDS = {False: 0.0025, True: 0.0055}
 """Time of a captured prefill in addition to a decoding step with as many tokens, in bf16 and MXFP4.
@@ -49,17 +51,17 @@ EAGER_SECONDS = 0.025
 A turn of 190 tokens with 64 requests takes 3.73 s instead of 2.64 s (docs/performance/loop.md).
 """
 PROMPTS_PER_SECOND = 45_000
-"""Tokens per second of long prefills. An assumption: no run measured it apart."""
+"""Tokens per second in prefills of prompts. An assumption, as no run measured them separately."""
 PREFILL_REQUESTS = 16
 """Requests in a captured prefill (SGLang 0.5.17: ``chunked_prefill_size // 512``)."""
-WORKER_SECONDS = 0.0064
-"""Time of a rollout worker per turn with R3, in which its other episodes wait.
+WORKER_SECONDS = 0.008
+"""Time of a rollout worker per turn with routing replay. Its other episodes wait in this time.
 
-Workers that read the routes of all tokens needed 0.011 s, fitted to a run with 256 episodes per
-worker. Routes of new tokens only, as today, save 4.6 ms of a processor, measured on a CPU.
+An estimate: 11 ms fit the only measured run with many episodes per worker (256), whose workers read
+the routes of whole episodes. Routes of new tokens save about 3 ms (docs/performance/parts.md).
 """
 OUTSIDE_SECONDS = 0.05
-"""Seconds of an episode outside the server between turns, if its worker is idle.
+"""Seconds of an episode outside the server between two turns, if its worker is idle.
 
 0.04 to 0.09 s in the first turns with 64 episodes per worker, according to the servers' logs.
 """
@@ -79,18 +81,19 @@ class ServerModel:
 
     model: ModelConfig
     packed: bool = False
-    """Whether the experts are in MXFP4."""
+    """True if the experts are in MXFP4."""
     tensor_parallel: int = 1
     """GPUs of the server."""
     gpu: str = "H200"
-    """Name of the GPU, such as "NVIDIA H100 80GB HBM3". Unknown GPUs count as H200."""
+    """Name that contains the GPU's type, such as "NVIDIA H100 80GB HBM3"."""
     prefill_graphs: bool = True
-    """Whether prefills of tool outputs are CUDA graphs."""
+    """True if prefills of tool outputs are CUDA graphs."""
 
     @property
-    def _slowdown(self) -> float:
-        factors = [factor for name, factor in GPU_SLOWDOWN.items() if name in self.gpu]
-        return factors[0] if factors else 1.0
+    def measured_gpu(self) -> str:
+        """Type of GPU whose measured rates are used: H200, unless the rates of ``gpu`` are known."""
+        known = [name for name in GPU_SLOWDOWN if name in self.gpu]
+        return known[0] if known else MEASURED_GPU
 
     def step_seconds(self, tokens: float, context: float) -> float:
         """Return the time of one decoding step.
@@ -134,14 +137,14 @@ class ServerModel:
             layer += TENSOR_PARALLEL_LAYER_SECONDS
         work = READING_FACTOR * reading + ARITHMETIC_FACTOR[self.packed] * arithmetic
         seconds = work / self.tensor_parallel + layer * model.num_layers
-        return seconds * self._slowdown
+        return seconds * GPU_SLOWDOWN.get(self.measured_gpu, 1.0)
 
     def prefill_seconds(self, requests: int) -> float:
         """Return the time that a prefill of tool outputs holds decoding up."""
         fixed = PREFILL_SECONDS[self.packed]
         if not self.prefill_graphs:
             fixed += EAGER_SECONDS
-        fixed *= self._slowdown
+        fixed *= GPU_SLOWDOWN.get(self.measured_gpu, 1.0)
         return fixed + self.step_seconds(OUTPUT_TOKENS * requests, 0)
 
 
@@ -181,14 +184,8 @@ class RolloutTime:
 
     seconds: float
     """Time of the rollout, with its begin and end."""
-    sampled: int
-    """Sampled tokens."""
     tokens: int
     """Sampled tokens, prompts and tool outputs."""
-    longest: float
-    """Decoding steps of the longest episode."""
-    running: float
-    """Mean number of running requests."""
 
 
 def simulate_rollout(
@@ -197,7 +194,6 @@ def simulate_rollout(
     slots: int,
     workers: float,
     tool_seconds: float = 0.0,
-    worker_seconds: float = WORKER_SECONDS,
 ) -> RolloutTime:
     """Simulate one server from the first prompt to the end of the last episode.
 
@@ -207,61 +203,82 @@ def simulate_rollout(
         slots: requests that the server runs at a time.
         workers: rollout workers per server.
         tool_seconds: duration of a tool call.
-        worker_seconds: time of a worker per turn.
     """
-    count = len(episodes)
-    left = np.zeros(count, dtype=int)
-    length = np.full(count, PROMPT_TOKENS)
-    turn = np.zeros(count, dtype=int)
-    ready_at = np.zeros(count)  # infinite while an episode runs and after its end
-    is_running = np.zeros(count, dtype=bool)
-    now = count * PROMPT_TOKENS / PROMPTS_PER_SECOND
-    ready_at[:] = now
-    request_seconds = 0.0
-    worker_free = 0.0
+    simulation = _Simulation(server, episodes, slots, WORKER_SECONDS / workers, tool_seconds)
+    simulation.run()
+    return RolloutTime(simulation.now + ROLLOUT_EDGES, int(simulation.length.sum()))
 
-    while is_running.any() or np.isfinite(ready_at).any():
-        running = int(is_running.sum())
-        waiting = np.flatnonzero(ready_at <= now)
-        if len(waiting) and running < slots:
-            # The episodes that came back first are admitted first.
-            order = np.argsort(ready_at[waiting], kind="stable")
-            admitted = waiting[order][: min(slots - running, PREFILL_REQUESTS)]
-            for index in admitted:
-                left[index] = episodes[index][turn[index]]
-            ready_at[admitted] = np.inf
-            is_running[admitted] = True
-            seconds = server.prefill_seconds(len(admitted))
-            request_seconds += running * seconds
-            now += seconds
-            continue
-        if not running:
-            now = float(ready_at.min())
-            continue
 
-        step = server.step_seconds(running, float(length[is_running].mean()))
-        steps = int(left[is_running].min())
-        coming = ready_at[ready_at > now]
-        if running < slots and len(coming) and np.isfinite(coming.min()):
-            steps = min(steps, max(1, int(np.ceil((coming.min() - now) / step))))
-        now += steps * step
-        request_seconds += running * steps * step
-        left[is_running] -= steps
-        length[is_running] += steps
-        for index in np.flatnonzero(is_running & (left == 0)):
-            is_running[index] = False
-            turn[index] += 1
-            if turn[index] < len(episodes[index]):
-                length[index] += OUTPUT_TOKENS
-                # Workers take turns in the order in which they end.
-                worker_free = max(worker_free, now) + worker_seconds / workers
-                ready_at[index] = worker_free + OUTSIDE_SECONDS + tool_seconds
+class _Simulation:
+    """One server and its episodes on a virtual clock. Arrays have one element per episode."""
 
-    totals = [sum(turns) for turns in episodes]
-    return RolloutTime(
-        seconds=now + ROLLOUT_EDGES,
-        sampled=sum(totals),
-        tokens=int(length.sum()),
-        longest=max(totals),
-        running=request_seconds / now,
-    )
+    def __init__(
+        self,
+        server: ServerModel,
+        episodes: Sequence[Sequence[int]],
+        slots: int,
+        worker_seconds: float,
+        tool_seconds: float,
+    ) -> None:
+        count = len(episodes)
+        self.server = server
+        self.episodes = episodes
+        self.slots = slots
+        self.worker_seconds = worker_seconds
+        self.tool_seconds = tool_seconds
+        # The clock starts after the prefill of all prompts.
+        self.now = count * PROMPT_TOKENS / PROMPTS_PER_SECOND
+        self.worker_free_at = 0.0
+        self.is_running = np.zeros(count, dtype=bool)
+        # Infinite while an episode runs, and after its end.
+        self.ready_at = np.full(count, self.now)
+        self.turn = np.zeros(count, dtype=int)
+        self.left = np.zeros(count, dtype=int)
+        """Tokens until the end of the turn."""
+        self.length = np.full(count, PROMPT_TOKENS)
+
+    def run(self) -> None:
+        """Advance the clock to the end of the last episode."""
+        while self.is_running.any() or np.isfinite(self.ready_at).any():
+            free = self.slots - np.count_nonzero(self.is_running)
+            waiting = np.flatnonzero(self.ready_at <= self.now)
+            if len(waiting) and free:
+                # In the order in which the episodes became ready.
+                order = np.argsort(self.ready_at[waiting], kind="stable")
+                self._prefill(waiting[order][: min(free, PREFILL_REQUESTS)])
+            elif self.is_running.any():
+                self._decode(until_ready=free > 0)
+                self._end_turns()
+            else:
+                self.now = float(self.ready_at.min())
+
+    def _prefill(self, admitted: np.ndarray) -> None:
+        """Begin the next turn of some episodes. The running requests wait."""
+        self.left[admitted] = [self.episodes[index][self.turn[index]] for index in admitted]
+        self.ready_at[admitted] = np.inf
+        self.is_running[admitted] = True
+        self.now += self.server.prefill_seconds(len(admitted))
+
+    def _decode(self, until_ready: bool) -> None:
+        """Decode until the first turn ends, or until an episode is ready to be admitted."""
+        running = self.is_running
+        context = float(self.length[running].mean())
+        step = self.server.step_seconds(np.count_nonzero(running), context)
+        steps = int(self.left[running].min())
+        next_ready = self.ready_at.min(where=self.ready_at > self.now, initial=np.inf)
+        if until_ready and np.isfinite(next_ready):
+            steps = min(steps, int(np.ceil((next_ready - self.now) / step)))
+        self.now += steps * step
+        self.left[running] -= steps
+        self.length[running] += steps
+
+    def _end_turns(self) -> None:
+        """Pass the turns that have no tokens left to the rollout workers."""
+        for index in np.flatnonzero(self.is_running & (self.left == 0)):
+            self.is_running[index] = False
+            self.turn[index] += 1
+            if self.turn[index] < len(self.episodes[index]):
+                self.length[index] += OUTPUT_TOKENS
+                # Workers process one turn after the other.
+                self.worker_free_at = max(self.worker_free_at, self.now) + self.worker_seconds
+                self.ready_at[index] = self.worker_free_at + OUTSIDE_SECONDS + self.tool_seconds

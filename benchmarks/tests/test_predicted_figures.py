@@ -257,7 +257,7 @@ def prediction(words: list[str]) -> tuple[AsyncPrediction, UpdatePrediction, Mem
     """Return the loop, the full update and the memory that the words of a command describe."""
     config, gigabytes = planned(words)
     inputs = config.memory_inputs
-    loop = predict_async_rollouts(config.rollout, inputs, tool_seconds=0.0)
+    loop = predict_async_rollouts(config)
     return loop, predict_update(inputs), estimate_of(config, gigabytes)
 
 

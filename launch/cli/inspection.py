@@ -113,13 +113,9 @@ def plan(
     )
     # Supervised runs have no rollouts.
     if rl is not None:
-        staleness = rl.algorithm.max_staleness
-        print(
-            async_rollout_plan(
-                rl.rollout, rl.memory_inputs, staleness, tool_seconds, turn_tokens, hardware
-            )
-        )
-        for warning in rollout_warnings(rl.rollout, rl.model, hardware.gigabytes):
+        print(async_rollout_plan(rl, hardware, tool_seconds, turn_tokens))
+        warnings = rollout_warnings(rl.rollout, rl.model, rl.dtype, hardware.gigabytes, turn_tokens)
+        for warning in warnings:
             print(f"warning: {warning}")
     raise typer.Exit(1 if exceeds_memory(inputs, hardware) else 0)
 

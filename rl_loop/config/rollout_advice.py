@@ -6,43 +6,74 @@
 from megatron_gptoss.config import ModelConfig
 from rl_loop.config.rollout import EPISODES_PER_WORKER, RolloutConfig
 from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds, windowed_cache_share
 
 MEAN_LENGTH = 0.5
-"""Mean of an episode's tokens, as a fraction of ``rollout.max_tokens``. An assumption."""
-FULL_SHARE = 0.9
-"""Smallest share of a server's batch that counts as full."""
-CROWDED_WORKER = 2 * EPISODES_PER_WORKER
-"""Episodes of a worker from which a warning is worth it.
+"""Mean of an episode's sampled tokens, as a fraction of their maximum. An assumption."""
+FEW_EPISODES = 0.5
+"""Episodes per server below which a warning is printed, as a fraction of the server's batch.
 
-With 256 episodes per worker, an episode waited 0.6 to 1.6 s between turns. With 64 it waited 0.14
-to 0.27 s (20B on 4 H200, MXFP4).
+Half a batch decodes fewer tokens/s: 0.7x to 0.8x of a full batch, for the 20B with 128 instead of
+256 requests.
 """
+MANY_EPISODES = 2 * EPISODES_PER_WORKER
+"""Episodes per rollout worker above which a warning is printed."""
 
 
-def fitting_requests(
-    engine: SglangConfig, model: ModelConfig, gigabytes: float, tokens: float
+def mean_sampled_tokens(rollout: RolloutConfig, turn_tokens: float | None = None) -> float:
+    """Return the mean of the sampled tokens of an episode.
+
+    Args:
+        rollout: rollout settings.
+        turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH`` of the maximum.
+    """
+    if turn_tokens is None:
+        return MEAN_LENGTH * rollout.max_response_tokens
+    return min(turn_tokens * rollout.max_turns, rollout.max_response_tokens)
+
+
+def batch_size(
+    engine: SglangConfig, model: ModelConfig, dtype: str, gigabytes: float, tokens: float
 ) -> int:
-    """Return the requests of ``tokens`` tokens that a server's key/value cache holds.
+    """Return the requests that a server runs at a time, at least 1.
 
     Args:
         engine: settings of the servers.
         model: configuration of the model.
+        dtype: precision of weights and cache, "fp32" or "bf16".
         gigabytes: memory of a GPU in GB (1e9 bytes).
         tokens: tokens per request.
     """
-    return int(engine.cache_tokens(model, "bf16", gigabytes * 1e9) / max(1.0, tokens))
+    needs = ServerNeeds.of(
+        model,
+        dtype,
+        engine.tensor_parallel,
+        packed=engine.packs_experts,
+        windowed_share=windowed_cache_share(engine.arguments),
+    )
+    others = needs.weights + needs.working + needs.context
+    cache = engine.memory_fraction * gigabytes * 1e9 - others
+    fitting = int(cache / needs.token_bytes / tokens)
+    return max(1, min(engine.max_running_requests, fitting))
 
 
 def rollout_warnings(
-    rollout: RolloutConfig, model: ModelConfig, gigabytes: float | None
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    dtype: str,
+    gigabytes: float | None,
+    turn_tokens: float | None = None,
 ) -> list[str]:
     """Return a warning per setting that leaves servers waiting. Each names a key and a value.
 
     Args:
         rollout: rollout settings. Only SGLang servers are checked.
         model: configuration of the policy.
+        dtype: precision of weights and cache, "fp32" or "bf16".
         gigabytes: memory of a GPU in GB (1e9 bytes). None if it is not known: batches are then
             not checked.
+        turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH`` of an episode's
+            maximum.
     """
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
@@ -51,22 +82,21 @@ def rollout_warnings(
     of_server = episodes / engine.servers
     warnings = []
     if gigabytes is not None:
-        mean = MEAN_LENGTH * rollout.max_tokens
-        fitting = fitting_requests(engine, model, gigabytes, mean)
-        batch = min(engine.max_running_requests, fitting)
-        if of_server < FULL_SHARE * batch:
+        mean = mean_sampled_tokens(rollout, turn_tokens)
+        batch = batch_size(engine, model, dtype, gigabytes, mean)
+        if of_server < FEW_EPISODES * batch:
             tasks = -(-batch * engine.servers // rollout.samples_per_task)
             warnings.append(
                 f"rollout.tasks_per_step={rollout.tasks_per_step} gives a server {of_server:.0f} "
-                f"episodes, but its batch holds {batch}: with rollout.tasks_per_step={tasks} "
-                "batches are full, and tokens/s are higher"
+                f"episodes, but {batch} fit. More episodes give more tokens/s: set "
+                f"rollout.tasks_per_step to up to {tasks}"
             )
 
     of_worker = episodes / rollout.worker_count
-    if of_worker > CROWDED_WORKER:
+    if of_worker > MANY_EPISODES:
         workers = -(-episodes // EPISODES_PER_WORKER)
         warnings.append(
             f"rollout.workers={rollout.worker_count} gives a worker {of_worker:.0f} episodes, "
-            f"which wait for each other: set rollout.workers={workers}, or leave it out"
+            f"which wait for each other. Set rollout.workers={workers}, or leave it out"
         )
     return warnings

@@ -23,6 +23,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig, model_of
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.data.hub import is_hub_dataset
+from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
@@ -388,9 +389,12 @@ def warn_about_sampling(config: RlConfig) -> None:
 
 def warn_about_rollouts(config: RlConfig) -> None:
     """Warn about settings that leave servers waiting."""
+    # nvidia-smi takes up to seconds, so call it only for engines that are checked.
+    if not isinstance(config.rollout.engine, SglangConfig):
+        return
     smallest = smallest_gpu()
     gigabytes = config.gpu_gb if smallest is None else smallest[1] / 1e9
-    for warning in rollout_warnings(config.rollout, config.model, gigabytes):
+    for warning in rollout_warnings(config.rollout, config.model, config.dtype, gigabytes):
         logger.warning("%s", warning)
 
 

@@ -29,7 +29,7 @@ def prediction_of(*, training: float, engines: float, rollout: float) -> AsyncPr
 
 
 def plan_of(config: RlConfig) -> str:
-    return async_rollout_plan(config.rollout, config.memory_inputs, config.algorithm.max_staleness)
+    return async_rollout_plan(config)
 
 
 def test_staleness_helps_until_trainer_or_engines_are_saturated() -> None:
@@ -59,14 +59,14 @@ def test_idle_time_is_step_time_minus_work() -> None:
 def test_tokens_per_gpu_count_trainer_and_server_gpus() -> None:
     """512 episodes use about half of their 16,384 tokens, on 4 trainer GPUs and 4 servers."""
     config = load(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml")
-    prediction = predict_async_rollouts(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    prediction = predict_async_rollouts(config)
     assert prediction.tokens_per_gpu == pytest.approx(512 * 16_384 / 2 / 8, rel=0.1)
 
 
 def test_colocated_engines_add_no_gpus() -> None:
     """128 episodes use about half of their 16,384 tokens. 4 GPUs both decode and train."""
     config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
-    prediction = predict_async_rollouts(config.rollout, config.memory_inputs, tool_seconds=0.0)
+    prediction = predict_async_rollouts(config)
     assert prediction.tokens_per_gpu == pytest.approx(128 * 16_384 / 2 / 4, rel=0.1)
     seconds = prediction.rollout + prediction.training
     assert prediction.step_seconds(0) == seconds

@@ -24,8 +24,6 @@ LIMITS = [
 BF16 = ["quantization=null", "rollout.engine.quantization=null", "rollout.engine.arguments=[]"]
 MXFP4 = ["quantization=mxfp4", "rollout.engine.quantization=mxfp4"]
 EAGER = ["rollout.engine.prefill_graph_tokens=0"]
-OLD_WORKER_SECONDS = 0.011
-"""Time of a rollout worker per turn in the measured runs, which read the routes of all tokens."""
 TURN_TOKENS = 185
 """Mean sampled tokens of a turn with ``benchmarks.loop --turn-tokens 300``."""
 STEP_MS = {
@@ -66,11 +64,7 @@ class MeasuredRun:
     def predict(self) -> AsyncPrediction:
         config = self.load()
         return predict_async_rollouts(
-            config.rollout,
-            config.memory_inputs,
-            turn_tokens=self.turn_tokens,
-            hardware=planned_hardware(self.gpu, None, None, None),
-            worker_seconds=OLD_WORKER_SECONDS,
+            config, planned_hardware(self.gpu), turn_tokens=self.turn_tokens
         )
 
 
@@ -141,10 +135,8 @@ def test_predicted_decoding_step_agrees_with_the_measured_step(packed: bool, req
 def test_simulated_server_ends_every_turn_and_counts_all_tokens() -> None:
     server = ServerModel(RUNS[1].load().model)
     result = simulate_rollout(server, [[300, 400], [1000]], slots=1, workers=1)
-    assert (result.sampled, result.longest) == (1700, 1000)
     # Two prompts of 240 tokens, and the output of one tool of 13.
     assert result.tokens == 1700 + 2 * 240 + 13
-    assert 0 < result.running <= 1
     both = simulate_rollout(server, [[300, 400], [1000]], slots=2, workers=1)
     assert both.seconds < result.seconds
 
@@ -164,7 +156,7 @@ def test_rollout_is_longer_with_few_workers_or_slow_tools() -> None:
 def warnings_of(*overrides: str, gigabytes: float | None = 150.1) -> list[str]:
     path = CONFIGS / "gpt-oss-20b_1x4.yaml"
     config = load_config(path, RlConfig, [*LIMITS, *MXFP4, *overrides])
-    return rollout_warnings(config.rollout, config.model, gigabytes)
+    return rollout_warnings(config.rollout, config.model, config.dtype, gigabytes)
 
 
 def test_half_empty_batches_are_reported_with_a_value_that_fills_them() -> None:

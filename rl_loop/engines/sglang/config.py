@@ -16,11 +16,11 @@ from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
-    WINDOWED_CACHE_SHARE,
     WORKING_BYTES,
     ServerNeeds,
     settled_gpus,
     static_fraction,
+    windowed_cache_share,
 )
 
 Command = Callable[[str, int], list[str]]
@@ -165,6 +165,8 @@ class SglangConfig(EngineConfig):
                 "because NCCL ranks cannot share a GPU. Set weight_sync=cuda_ipc"
             )
         self._check_prefill_graphs()
+        # Raises ValueError for a value that is not a number.
+        windowed_cache_share(self.arguments)
         return self
 
     def _check_access(self) -> None:
@@ -290,35 +292,6 @@ class SglangConfig(EngineConfig):
         if self.packs_experts:
             return PACKED_BUCKET_BYTES
         return BUCKET_BYTES
-
-    @property
-    def windowed_cache_share(self) -> float:
-        """Tokens in the cache of windowed layers, per token in the cache of other layers."""
-        share = WINDOWED_CACHE_SHARE
-        for index, argument in enumerate(self.arguments):
-            # An option and its value are one argument or two. The last option counts.
-            name, _, value = argument.partition("=")
-            if name == "--swa-full-tokens-ratio":
-                share = float(value or self.arguments[index + 1])
-        return share
-
-    def cache_tokens(self, model: ModelConfig, dtype: str, gpu_bytes: float) -> int:
-        """Return the tokens that the key/value cache of an awake server holds.
-
-        Args:
-            model: configuration of the model.
-            dtype: dtype of weights and cache.
-            gpu_bytes: total memory of one GPU.
-        """
-        needs = ServerNeeds.of(
-            model,
-            dtype,
-            self.tensor_parallel,
-            packed=self.packs_experts,
-            windowed_share=self.windowed_cache_share,
-        )
-        others = needs.weights + needs.working + needs.context
-        return max(0, int((self.memory_fraction * gpu_bytes - others) / needs.token_bytes))
 
     @property
     def server_processes(self) -> ServerProcesses:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.config.precision import bytes_of
@@ -58,8 +59,9 @@ USEFUL_CACHE_TOKENS = 65_536
 WINDOWED_CACHE_SHARE = 0.8
 """Tokens in the cache of windowed layers, per token in the cache of other layers.
 
-SGLang's default of ``--swa-full-tokens-ratio``.
+SGLang's default of ``WINDOWED_CACHE_OPTION``.
 """
+WINDOWED_CACHE_OPTION = "--swa-full-tokens-ratio"
 
 SHARE_TOO_SMALL = (
     "Loaded weights leave no GPU memory",
@@ -166,6 +168,31 @@ class ServerNeeds:
     def all(self) -> int:
         """Total memory of an awake server."""
         return self.weights + self.cache + self.working + self.context
+
+
+def windowed_cache_share(arguments: Sequence[str]) -> float:
+    """Return the tokens in the cache of windowed layers, per token in the cache of other layers.
+
+    Args:
+        arguments: arguments of SGLang's server, as in ``rollout.engine.arguments``.
+
+    Raises:
+        ValueError: the option's value is not a number.
+    """
+    share = WINDOWED_CACHE_SHARE
+    # An option and its value are one argument or two. The last value of a repeated option counts.
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for name, value in pairwise(words):
+        if name != WINDOWED_CACHE_OPTION:
+            continue
+        try:
+            share = float(value)
+        except ValueError:
+            raise ValueError(
+                f"rollout.engine.arguments: {name} is {value}, which is not a number. Set it to a "
+                f"value such as {WINDOWED_CACHE_SHARE:g}"
+            ) from None
+    return share
 
 
 def mxfp4_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
