@@ -513,8 +513,8 @@ def test_conversation_files_are_also_checked_on_the_cluster() -> None:
     [
         (
             "gpt-oss-20b_1x8_80gb",
-            "ranks 0 to 7 on GPUs 0 to 7; SGLang server 0 on GPUs 0 to 1, 1 on GPUs 2 to 3, "
-            "2 on GPUs 4 to 5, 3 on GPUs 6 to 7; ",
+            "ranks 0 to 7 on GPUs 0 to 7; SGLang server 0 on GPU 0, 1 on GPU 1, 2 on GPU 2, "
+            "3 on GPU 3, 4 on GPU 4, 5 on GPU 5, 6 on GPU 6, 7 on GPU 7; ",
         ),
         (
             "gpt-oss-20b_1x8",

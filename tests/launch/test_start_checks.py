@@ -35,7 +35,7 @@ from rl_loop.lifecycle.disk_checks import (
     export_bytes,
     kept_adapter_bytes,
 )
-from rl_loop.lifecycle.start_checks import check_data, warn_about_sampling
+from rl_loop.lifecycle.start_checks import check_data, warn_about_rollouts, warn_about_sampling
 from tests.support.launch.forked_command import Ended, ForkedCommand
 from tests.support.processor_speed import slowness
 
@@ -443,3 +443,29 @@ def test_top_p_below_1_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None
         config = load_config(Path("tiny_retool"), RlConfig, [f"rollout.top_p={top_p}"])
         warn_about_sampling(config)
         assert ("rollout.top_p=0.9: " in caplog.text) is warns
+
+
+FAKE_NVIDIA_SMI = """#!/bin/sh
+echo NVIDIA H200, 143771, 615
+"""
+
+
+def test_half_empty_servers_give_a_warning_at_the_start(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU on the driver's machine and without ``gpu_gb``, batches are not known."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    path, few = Path("gpt-oss-20b_1x2"), "rollout.tasks_per_step=1"
+
+    def warned(*overrides: str) -> bool:
+        caplog.clear()
+        warn_about_rollouts(load_config(path, RlConfig, list(overrides)))
+        return "rollout.tasks_per_step=1 gives a server 4 episodes" in caplog.text
+
+    assert not warned(few)
+    assert warned(few, "gpu_gb=150")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(FAKE_NVIDIA_SMI)
+    program.chmod(0o755)
+    assert warned(few)
+    assert not warned()

@@ -209,6 +209,7 @@ def test_cpu_trainer_has_no_memory_metrics(rank: LocalRank, settings: TrainerCon
 
 
 HALF_GIB_BUCKETS = "rollout.engine.bucket_bytes=536870912"
+BF16_EXPERTS = ["quantization=null", "rollout.engine.quantization=null"]
 FOUR_LAYERS = [
     "model.num_layers=4",
     "parallel.world_size=2",
@@ -228,7 +229,7 @@ The run had one step. Its tokens almost filled 3 micro-batches per rank (``micro
         (
             "gpt-oss-20b_1x2",
             150.1,
-            [HALF_GIB_BUCKETS],
+            [*BF16_EXPERTS, HALF_GIB_BUCKETS],
             {"start": 47.0, "sync": 127.1, "rollout": 129.7, "update": 102.4, "optimizer": 57.4},
         ),
         (
@@ -327,7 +328,7 @@ def micro_batch_tokens(tokens: int, ranks: int, limit: int = 16_384) -> int:
 @pytest.mark.parametrize(
     ("name", "overrides", "step_tokens", "tensors", "gpu"),
     [
-        ("gpt-oss-20b_1x2", [], 234_829, 48.5, 60.4),
+        ("gpt-oss-20b_1x2", BF16_EXPERTS, 234_829, 48.5, 60.4),
         ("gpt-oss-20b_1x4", [], 675_725, 42.8, 56.6),
         ("gpt-oss-120b-adapter_1x4", FOUR_LAYERS, 70_519, 11.8, 21.8),
         ("gpt-oss-120b-adapter_1x4", [], 67_774, 24.0, 38.3),
@@ -356,7 +357,7 @@ def test_memory_estimate_of_first_scoring_matches_measurement(
 @pytest.mark.parametrize(
     ("name", "overrides", "measured"),
     [
-        ("gpt-oss-20b_1x2", [HALF_GIB_BUCKETS], 47.5),
+        ("gpt-oss-20b_1x2", [*BF16_EXPERTS, HALF_GIB_BUCKETS], 47.5),
         ("gpt-oss-20b_1x4", [HALF_GIB_BUCKETS], 72.9),
         ("gpt-oss-120b-adapter_1x4", [], 28.7),
         ("gpt-oss-120b-adapter_1x4", FOUR_LAYERS, 12.7),
