@@ -22,6 +22,7 @@ from launch.rollout_plan import AsyncPrediction, predict_async_rollouts
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory import MemoryEstimate, estimate_memory, worst_estimate
+from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 
@@ -215,15 +216,23 @@ def estimate_of(config: RlConfig, gigabytes: float) -> MemoryEstimate:
     return worst_estimate(config.memory_inputs, gigabytes)
 
 
-def loop_estimate(run: str) -> MemoryEstimate:
-    """Return the predicted memory of a run of docs/performance/loop.md."""
+def loop_command(run: str) -> list[str]:
+    """Return the words of a run of docs/performance/loop.md.
+
+    Args:
+        run: name of the run, which may go on after the name in the table of settings.
+    """
     text = section("loop.md", "Reproduce")
     (command,) = commands(text)
-    ((row,),) = ([row for row in table if row["Run"] == run] for table in tables(text))
+    ((row,),) = ([row for row in table if run.startswith(row["Run"])] for table in tables(text))
     (name,) = re.findall(r"\((?:\.\./)*(configs/\S+)\)", row["Configuration (`configs/rl`)"])
     words = [name, *(word for word in command if not CONFIGURATION.fullmatch(word))]
-    words += shlex.split(row["Appended settings"].replace("`", " ").replace(",", " "))
-    return estimate_of(*planned(words))
+    return words + shlex.split(row["Appended settings"].replace("`", " ").replace(",", " "))
+
+
+def loop_estimate(run: str) -> MemoryEstimate:
+    """Return the predicted memory of a run of docs/performance/loop.md."""
+    return estimate_of(*planned(loop_command(run)))
 
 
 LOOP_TABLES = [
@@ -253,12 +262,63 @@ def test_predicted_memory_of_loops_equals_the_plan(heading: str, part: str) -> N
                     assert_shown(shown, phases[row["Phase"]])
 
 
+RECOMMENDED = "configs/untested/rl/gpt-oss-20b_1x4_mxfp4.yaml"
+"""Recommended configuration of the 20B for 4 H200."""
+SAMPLED_SHARE = 185 / 300
+"""Mean sampled tokens of a turn, per token of ``benchmarks.loop --turn-tokens``.
+
+Tokens/s times step, per turn, without prompts and tool outputs: 182 to 192 for 300, and 92 for 150.
+"""
+MOST_DEVIATION = 0.15
+"""Largest deviation of a predicted rollout from the middle of the measured range."""
+
+
+@pytest.mark.parametrize(("heading", "gpu"), [("H200", "H200"), ("H100, 80 GB", "H100")])
+def test_predicted_rollouts_equal_the_plan_and_agree_with_runs(heading: str, gpu: str) -> None:
+    (rows,) = tables(section("loop.md", heading))
+    page = " ".join((PAGES / "loop.md").read_text().split())
+    for row in rows:
+        words = loop_command(row["Run"])
+        shown = row["Rollout, predicted s"]
+        # Rollouts on separate GPUs overlap with the update.
+        assert (shown == "-") == ("2 + 2 H200" in row["Run"])
+        if shown == "-":
+            continue
+        config, gigabytes = planned(words)
+        last = len(words) - 1 - words[::-1].index("--turn-tokens")
+        turn_tokens = SAMPLED_SHARE * int(words[last + 1])
+        hardware = Hardware(gigabytes, gpu)
+        predicted = predict_async_rollouts(config, hardware, turn_tokens=turn_tokens).rollout
+        assert_shown(shown, predicted)
+
+        bounds = [float(bound) for bound in row["Rollout, s"].split("-")]
+        deviation = predicted / (sum(bounds) / len(bounds)) - 1
+        if abs(deviation) > MOST_DEVIATION:
+            sentence = f"{row['Run']}: its rollout is predicted {deviation:.0%} too long"
+            assert sentence in page, "the page names every prediction that is far off"
+
+
 def prediction(words: list[str]) -> tuple[AsyncPrediction, UpdatePrediction, MemoryEstimate]:
     """Return the loop, the full update and the memory that the words of a command describe."""
     config, gigabytes = planned(words)
     inputs = config.memory_inputs
     loop = predict_async_rollouts(config)
     return loop, predict_update(inputs), estimate_of(config, gigabytes)
+
+
+def test_predicted_shipped_configurations_equal_the_plan() -> None:
+    (rows,) = tables(section("loop.md", "Shipped configurations, predicted"))
+    speeds = {}
+    for row in rows:
+        (path,) = re.findall(r"\((?:\.\./)*(configs/\S+)\)", row["Configuration"])
+        loop, _, _ = prediction([path])
+        assert_shown(row["Rollout, s"], loop.rollout)
+        assert_shown(row["Update, s"], loop.training)
+        assert_shown(row["tokens/s/GPU"], loop.tokens_per_second(0))
+        if row["GPUs"] == "4":
+            speeds[path] = loop.tokens_per_second(0)
+    assert max(speeds, key=lambda path: speeds[path]) == RECOMMENDED
+    assert RECOMMENDED in (ROOT / "docs/getting_started/one_node.md").read_text()
 
 
 def test_predicted_steps_of_the_120b_equal_the_plan() -> None:
