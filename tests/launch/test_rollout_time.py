@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from launch import rollout_time
 from launch.cli import app
-from launch.gpus import planned_hardware
-from launch.rollout_plan import AsyncPrediction, async_rollout_plan, predict_async_rollouts
+from launch.rollout_plan import async_rollout_plan, predict_async_rollouts
 from launch.rollout_time import ServerModel, simulate_rollout
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
@@ -28,9 +28,7 @@ LIMITS = [
     "rollout.max_sampled_tokens_per_turn=1024",
     "rollout.max_tokens=4096",
 ]
-BF16 = ["quantization=null", "rollout.engine.quantization=null"]
 MXFP4 = ["quantization=mxfp4", "rollout.engine.quantization=mxfp4"]
-EAGER = ["rollout.engine.prefill_graph_tokens=0"]
 TURN_TOKENS = 185
 """Mean sampled tokens of a turn with ``benchmarks.loop --turn-tokens 300``."""
 STEP_MS = {
@@ -42,105 +40,42 @@ STEP_MS = {
     (True, 256): 8.81,
 }
 """Milliseconds per decoding step of the 20B by MXFP4 and requests (docs/performance/mxfp4.md)."""
+MODEL = GptOssModelConfig(num_layers=24, num_experts=32)
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """One run of ``benchmarks.loop``, mostly from docs/performance/loop.md."""
+@pytest.mark.parametrize(("workers", "measured"), [(4, 40.9), (16, 40.2)])
+def test_rollout_of_full_batches_agrees_with_measured_runs(workers: int, measured: float) -> None:
+    """Two runs of ``benchmarks.loop --turn-tokens 300`` with these settings on 4 H200.
 
-    name: str
-    config: str
-    overrides: list[str]
-    episodes: int
-    workers: int
-    rollout: float
-    """Middle of the measured seconds."""
-    tolerance: float = 0.15
-    turn_tokens: float = TURN_TOKENS
-    gpu: str = "h200"
-
-    def load(self) -> RlConfig:
-        overrides = [
-            *LIMITS,
-            *self.overrides,
-            f"rollout.tasks_per_step={self.episodes // 8}",
-            f"rollout.workers={self.workers}",
-        ]
-        return load_config(CONFIGS / f"rl/{self.config}.yaml", RlConfig, overrides)
-
-    def predict(self) -> AsyncPrediction:
-        config = self.load()
-        return predict_async_rollouts(
-            config, planned_hardware(self.gpu), turn_tokens=self.turn_tokens
-        )
-
-
-RUNS = [
-    MeasuredRun(
-        "20B adapters",
-        "gpt-oss-20b-adapter_1x1",
-        ["rollout.engine.memory_fraction=0.5"],
-        episodes=64,
-        workers=2,
-        rollout=31.5,
-    ),
-    MeasuredRun("20B, 2", "gpt-oss-20b_1x2", BF16 + EAGER, episodes=128, workers=2, rollout=41),
-    # The predicted rollout is 16% too long.
-    MeasuredRun(
-        "20B MXFP4, 2",
-        "gpt-oss-20b_1x2",
-        [],
-        episodes=128,
-        workers=2,
-        rollout=17,
-        tolerance=0.2,
-    ),
-    MeasuredRun("20B, 4", "gpt-oss-20b_1x4", [], episodes=384, workers=4, rollout=37.5),
-    MeasuredRun("20B MXFP4, 4", "gpt-oss-20b_1x4", MXFP4, episodes=1024, workers=4, rollout=40.9),
-    MeasuredRun(
-        "20B MXFP4, 4, 16 workers",
-        "gpt-oss-20b_1x4",
-        MXFP4,
-        episodes=1024,
-        workers=16,
-        rollout=40.2,
-    ),
-    MeasuredRun(
-        "120B adapters, 4",
-        "gpt-oss-120b-adapter_1x4",
-        ["rollout.engine.max_running_requests=64"],
-        episodes=64,
-        workers=4,
-        rollout=19.5,
-        turn_tokens=TURN_TOKENS / 2,  # --turn-tokens 150
-    ),
-    MeasuredRun(
-        "20B adapters, H100",
-        "gpt-oss-20b-adapter_1x1_80gb",
-        [],
-        episodes=64,
-        workers=2,
-        rollout=66.5,
-        gpu="h100",
-    ),
-]
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_predicted_rollout_agrees_with_the_measured_run(run: MeasuredRun) -> None:
-    prediction = run.predict()
-    assert prediction.rollout == pytest.approx(run.rollout, rel=run.tolerance)
+    Runs with fewer episodes are compared on docs/performance/loop.md
+    (benchmarks/tests/test_predicted_figures.py).
+    """
+    overrides = [*LIMITS, *MXFP4, "rollout.tasks_per_step=128", f"rollout.workers={workers}"]
+    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig, overrides)
+    predicted = predict_async_rollouts(config, turn_tokens=TURN_TOKENS).rollout
+    assert predicted == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(("packed", "requests"), list(STEP_MS))
 def test_predicted_decoding_step_agrees_with_the_measured_step(packed: bool, requests: int) -> None:
-    model = RUNS[1].load().model
-    predicted = 1000 * ServerModel(model, packed).step_seconds(requests, context=640)
+    predicted = 1000 * ServerModel(MODEL, packed).step_seconds(requests, context=640)
     assert predicted == pytest.approx(STEP_MS[packed, requests], rel=0.07)
 
 
+def test_simulated_episode_takes_the_sum_of_its_parts() -> None:
+    """One episode of two turns, so no other request shares a step and no batch is full."""
+    server = ServerModel(MODEL, packed=True)
+    result = simulate_rollout(server, [[300, 400]], slots=8, workers=0.5, tool_seconds=3)
+    seconds = 240 / rollout_time.PROMPTS_PER_SECOND + rollout_time.ROLLOUT_EDGES
+    seconds += 2 * server.prefill_seconds(1)
+    seconds += 300 * server.step_seconds(1, 240) + 400 * server.step_seconds(1, 240 + 300 + 13)
+    seconds += rollout_time.WORKER_SECONDS / 0.5 + rollout_time.OUTSIDE_SECONDS + 3
+    assert result.seconds == pytest.approx(seconds)
+    assert result.tokens == 240 + 300 + 13 + 400
+
+
 def test_simulated_server_ends_every_turn_and_counts_all_tokens() -> None:
-    server = ServerModel(RUNS[1].load().model)
+    server = ServerModel(MODEL)
     result = simulate_rollout(server, [[300, 400], [1000]], slots=1, workers=1)
     # Two prompts of 240 tokens, and the output of one tool of 13.
     assert result.tokens == 1700 + 2 * 240 + 13
@@ -149,7 +84,7 @@ def test_simulated_server_ends_every_turn_and_counts_all_tokens() -> None:
 
 
 def test_rollout_is_longer_with_few_workers_or_slow_tools() -> None:
-    server = ServerModel(RUNS[1].load().model, packed=True)
+    server = ServerModel(MODEL, packed=True)
     episodes = [[50, 50, 50]] * 128
 
     def seconds(workers: float, tool_seconds: float = 0.0) -> float:
@@ -166,7 +101,7 @@ def warnings_of(*overrides: str, gigabytes: float | None = H200) -> list[str]:
     return rollout_warnings(config.rollout, config.model, config.dtype, gigabytes)
 
 
-def test_half_empty_batches_are_reported_with_a_value_that_fills_them() -> None:
+def test_half_empty_batches_are_reported_with_a_better_value() -> None:
     (warning,) = warnings_of("rollout.tasks_per_step=63")
     assert "rollout.tasks_per_step=63 gives a server 126 episodes, but 256 fit" in warning
     assert "set rollout.tasks_per_step to up to 128" in warning
@@ -216,7 +151,7 @@ def test_shipped_configuration_fills_its_servers(path: Path) -> None:
     assert warnings == []
 
 
-def test_plan_command_prints_warnings_and_uses_the_length_of_turns() -> None:
+def test_plan_prints_warnings_and_uses_the_length_of_turns() -> None:
     def plan(*arguments: str) -> str:
         path = str(CONFIGS / "untested/rl/gpt-oss-20b_1x4_mxfp4.yaml")
         result = CliRunner().invoke(app, ["plan", path, "--gpu", "h200", *arguments])
