@@ -28,6 +28,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.errors import StartError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
+from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import (
     check_disk,
     checkpoint_bytes,
@@ -35,7 +36,12 @@ from rl_loop.lifecycle.disk_checks import (
     export_bytes,
     kept_adapter_bytes,
 )
-from rl_loop.lifecycle.start_checks import check_data, warn_about_rollouts, warn_about_sampling
+from rl_loop.lifecycle.start_checks import (
+    check_data,
+    check_run_requirements,
+    warn_about_rollouts,
+    warn_about_sampling,
+)
 from tests.support.launch.forked_command import Ended, ForkedCommand
 from tests.support.processor_speed import slowness
 
@@ -469,3 +475,14 @@ def test_half_empty_servers_give_a_warning_at_the_start(
     program.chmod(0o755)
     assert warned(few)
     assert not warned()
+
+
+def test_start_checks_include_the_warnings_about_rollouts(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The test environment has no SGLang, which is checked only where workers run.
+    monkeypatch.setattr(start_checks, "runs_here", lambda: False)
+    overrides = ["rollout.engine={type: sglang}", "rollout.tasks_per_step=1", "gpu_gb=80"]
+    overrides += [f"output_dir={tmp_path}", "initial_weights=null"]
+    check_run_requirements(load_config(Path("tiny_retool"), RlConfig, overrides))
+    assert "rollout.tasks_per_step=1 gives a server" in caplog.text
