@@ -240,7 +240,7 @@ class _Simulation:
     def run(self) -> None:
         """Advance the clock to the end of the last episode."""
         while self.is_running.any() or np.isfinite(self.ready_at).any():
-            free = self.slots - np.count_nonzero(self.is_running)
+            free = self.slots - int(self.is_running.sum())
             waiting = np.flatnonzero(self.ready_at <= self.now)
             if len(waiting) and free:
                 # In the order in which the episodes became ready.
@@ -263,7 +263,7 @@ class _Simulation:
         """Decode until the first turn ends, or until an episode is ready to be admitted."""
         running = self.is_running
         context = float(self.length[running].mean())
-        step = self.server.step_seconds(np.count_nonzero(running), context)
+        step = self.server.step_seconds(int(running.sum()), context)
         steps = int(self.left[running].min())
         next_ready = self.ready_at.min(where=self.ready_at > self.now, initial=np.inf)
         if until_ready and np.isfinite(next_ready):
@@ -274,7 +274,7 @@ class _Simulation:
 
     def _end_turns(self) -> None:
         """Pass the turns that have no tokens left to the rollout workers."""
-        for index in np.flatnonzero(self.is_running & (self.left == 0)):
+        for index in np.flatnonzero(self.is_running & (self.left == 0)).tolist():
             self.is_running[index] = False
             self.turn[index] += 1
             if self.turn[index] < len(self.episodes[index]):

@@ -234,7 +234,7 @@ def test_ranks_are_contiguous_and_engines_fill_free_gpus() -> None:
     )
     assert [plan.ranks for plan in plans] == [list(range(8)), [8, 9, 10, 11]]
     assert [plan.servers for plan in plans] == [[], [0, 1]]
-    assert [plan.workers for plan in plans] == [[], list(range(8))]
+    assert [plan.workers for plan in plans] == [[], list(range(16))]
 
 
 @pytest.mark.parametrize(
