@@ -22,7 +22,7 @@ STALENESS = (0, 1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
-class AsyncPrediction:
+class LoopPrediction:
     """Bounds of the loop's speed, in seconds per step."""
 
     training: float
@@ -79,12 +79,12 @@ class AsyncPrediction:
         return staleness
 
 
-def predict_async_rollouts(
+def predict_loop(
     config: RlConfig,
     hardware: Hardware | None = None,
     tool_seconds: float = 0.0,
     turn_tokens: float | None = None,
-) -> AsyncPrediction:
+) -> LoopPrediction:
     """Predict the bounds of a loop with SGLang servers.
 
     On the trainer's GPUs, servers and trainer alternate. Weight syncs and sleeping and waking of
@@ -126,7 +126,7 @@ def predict_async_rollouts(
     if not engine.shares_trainer_gpus:
         gpus += engine.servers * engine.tensor_parallel
     seconds = fmean(result.seconds for result in results)
-    return AsyncPrediction(
+    return LoopPrediction(
         training=update.step.total * step_tokens / update.tokens,
         engines=min(seconds, fmean(full_batches)),
         rollout=seconds,
@@ -158,7 +158,7 @@ def _seconds_of_full_batches(
     return tokens / running * step + prefills * server.prefill_seconds(REQUESTS_PER_PREFILL)
 
 
-def async_rollout_plan(
+def loop_plan(
     config: RlConfig,
     hardware: Hardware | None = None,
     tool_seconds: float = 0.0,
@@ -179,7 +179,7 @@ def async_rollout_plan(
         return f"rollouts: no prediction for engines of type {engine.type}"
 
     hardware = hardware or configured_hardware(config.gpu_gb)
-    prediction = predict_async_rollouts(config, hardware, tool_seconds, turn_tokens)
+    prediction = predict_loop(config, hardware, tool_seconds, turn_tokens)
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     if turn_tokens is None:
         lengths = (

@@ -29,7 +29,7 @@ from benchmarks.rollouts.simulation import (
     quantile,
     training_speed,
 )
-from launch.rollout_plan import AsyncPrediction
+from launch.rollout_plan import LoopPrediction
 
 SMALL = Workload(groups_per_step=8, samples=4, steps=24)
 EXACT = Costs(
@@ -192,7 +192,7 @@ def test_planned_step_seconds_match_the_simulated_loop() -> None:
 
     turns = simulate(0)
     outcome = turns.run(speed)
-    prediction = AsyncPrediction(
+    prediction = LoopPrediction(
         training=outcome.training_seconds / workload.steps,
         engines=0.0,  # mostly idle
         rollout=turns.mean_rollout_seconds,

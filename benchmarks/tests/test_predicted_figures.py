@@ -18,7 +18,7 @@ import pytest
 from benchmarks.train import adapters, cases
 from launch.gpus import KNOWN_GPUS
 from launch.plan import UpdatePrediction, predict_update
-from launch.rollout_plan import AsyncPrediction, predict_async_rollouts
+from launch.rollout_plan import LoopPrediction, predict_loop
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory import MemoryEstimate, estimate_memory, worst_estimate
@@ -288,7 +288,7 @@ def test_predicted_rollouts_equal_the_plan_and_agree_with_runs(heading: str, gpu
         last = len(words) - 1 - words[::-1].index("--turn-tokens")
         turn_tokens = SAMPLED_SHARE * int(words[last + 1])
         hardware = Hardware(gigabytes, gpu)
-        predicted = predict_async_rollouts(config, hardware, turn_tokens=turn_tokens).rollout
+        predicted = predict_loop(config, hardware, turn_tokens=turn_tokens).rollout
         assert_shown(shown, predicted)
 
         bounds = [float(bound) for bound in row["Rollout, s"].split("-")]
@@ -298,11 +298,11 @@ def test_predicted_rollouts_equal_the_plan_and_agree_with_runs(heading: str, gpu
             assert sentence in page, "the page names every prediction that is far off"
 
 
-def prediction(words: list[str]) -> tuple[AsyncPrediction, UpdatePrediction, MemoryEstimate]:
+def prediction(words: list[str]) -> tuple[LoopPrediction, UpdatePrediction, MemoryEstimate]:
     """Return the loop, the full update and the memory that the words of a command describe."""
     config, gigabytes = planned(words)
     inputs = config.memory_inputs
-    loop = predict_async_rollouts(config)
+    loop = predict_loop(config)
     return loop, predict_update(inputs), estimate_of(config, gigabytes)
 
 

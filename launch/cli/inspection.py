@@ -97,7 +97,7 @@ def plan(
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
     from launch.plan import attention_plan, speed_notes, step_plan
-    from launch.rollout_plan import async_rollout_plan
+    from launch.rollout_plan import loop_plan
     from megatron_gptoss.planning.memory_advice import exceeds_memory, memory_plan
     from rl_loop.config.rollout_advice import rollout_warnings
 
@@ -113,7 +113,7 @@ def plan(
     )
     # Supervised runs have no rollouts.
     if rl is not None:
-        print(async_rollout_plan(rl, hardware, tool_seconds, turn_tokens))
+        print(loop_plan(rl, hardware, tool_seconds, turn_tokens))
         warnings = rollout_warnings(rl.rollout, rl.model, rl.dtype, hardware.gigabytes, turn_tokens)
         for warning in warnings:
             print(f"warning: {warning}")

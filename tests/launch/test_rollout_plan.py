@@ -1,4 +1,4 @@
-"""``gptoss plan`` of asynchronous rollouts, against measurements and the simulator."""
+"""Steps of ``gptoss plan`` with rollouts, and the effect of ``algorithm.max_staleness``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
-from launch.rollout_plan import (
-    AsyncPrediction,
-    async_rollout_plan,
-    predict_async_rollouts,
-)
+from launch.rollout_plan import LoopPrediction, loop_plan, predict_loop
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 
@@ -24,12 +20,12 @@ def load(path: Path) -> RlConfig:
     return load_config(path, RlConfig)
 
 
-def prediction_of(*, training: float, engines: float, rollout: float) -> AsyncPrediction:
-    return AsyncPrediction(training, engines, rollout, tokens_per_gpu=900.0)
+def prediction_of(*, training: float, engines: float, rollout: float) -> LoopPrediction:
+    return LoopPrediction(training, engines, rollout, tokens_per_gpu=900.0)
 
 
 def plan_of(config: RlConfig) -> str:
-    return async_rollout_plan(config)
+    return loop_plan(config)
 
 
 def test_staleness_helps_until_trainer_or_engines_are_saturated() -> None:
@@ -59,14 +55,14 @@ def test_idle_time_is_step_time_minus_work() -> None:
 def test_tokens_per_gpu_count_trainer_and_server_gpus() -> None:
     """512 episodes use about half of their 16,384 tokens, on 4 trainer GPUs and 4 servers."""
     config = load(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml")
-    prediction = predict_async_rollouts(config)
+    prediction = predict_loop(config)
     assert prediction.tokens_per_gpu == pytest.approx(512 * 16_384 / 2 / 8, rel=0.1)
 
 
 def test_colocated_engines_add_no_gpus() -> None:
     """128 episodes use about half of their 16,384 tokens. 4 GPUs both decode and train."""
     config = load(CONFIGS / "rl/gpt-oss-120b-adapter_1x4.yaml")
-    prediction = predict_async_rollouts(config)
+    prediction = predict_loop(config)
     assert prediction.tokens_per_gpu == pytest.approx(128 * 16_384 / 2 / 4, rel=0.1)
     seconds = prediction.rollout + prediction.training
     assert prediction.step_seconds(0) == seconds

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from launch import rollout_time
 from launch.cli import app
-from launch.rollout_plan import async_rollout_plan, predict_async_rollouts
+from launch.rollout_plan import loop_plan, predict_loop
 from launch.rollout_time import ServerModel, simulate_rollout
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory_advice import Hardware
@@ -52,7 +52,7 @@ def test_rollout_of_full_batches_agrees_with_measured_runs(workers: int, measure
     """
     overrides = [*LIMITS, *MXFP4, "rollout.tasks_per_step=128", f"rollout.workers={workers}"]
     config = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig, overrides)
-    predicted = predict_async_rollouts(config, turn_tokens=TURN_TOKENS).rollout
+    predicted = predict_loop(config, turn_tokens=TURN_TOKENS).rollout
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
@@ -171,10 +171,8 @@ def test_plan_prints_warnings_and_uses_the_length_of_turns() -> None:
 def test_plan_for_h100_uses_its_decoding_rate() -> None:
     path = CONFIGS / "untested/rl/gpt-oss-20b_1x8_80gb.yaml"
     config = load_config(path, RlConfig)
-    slow, fast = (
-        predict_async_rollouts(config, Hardware(84.9, gpu)) for gpu in ("NVIDIA H100 80GB", "H200")
-    )
+    slow, fast = (predict_loop(config, Hardware(84.9, gpu)) for gpu in ("NVIDIA H100 80GB", "H200"))
     assert 1.3 < slow.rollout / fast.rollout < 1.43
     assert slow.training == fast.training
-    plan = async_rollout_plan(config, Hardware(84.9, "NVIDIA H100 80GB"))
+    plan = loop_plan(config, Hardware(84.9, "NVIDIA H100 80GB"))
     assert plan.startswith("a step at H100 rates (rollout) and H200 rates (update) with 256 ")
