@@ -41,6 +41,8 @@ class PolicyTransformerConfig(TransformerConfig):
     quantization: Quantization | None = None
     """Number format of the experts, or with an adapter of their frozen base; None for
     ``params_dtype``."""
+    unmerged_experts: bool = False
+    """Whether experts multiply by their base and adapters separately, see ``unmerged_product``."""
 
     # Deliberate faults for ablations.
     router_noise: float = 0.0

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear, adapter_settings, sharded_state
 from megatron_gptoss.layers.adapters import EXPERT_LINEARS, LowRank
 from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
+from megatron_gptoss.layers.unmerged import unmerged_product
 from megatron_gptoss.transformer_config import (
     PolicyTransformerConfig,
     parameter_device,
@@ -86,6 +87,11 @@ class AdaptedExpertLinear(AdaptedLinear):
         """Scale of the update."""
         return 0.0 if self.adapter is None else self.adapter.adapters.scale
 
+    @property
+    def is_merged(self) -> bool:
+        """True if products use merged weights."""
+        return not self.config.unmerged_experts
+
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank], in the model's dtype; rank 0 without adapter."""
         if self.adapter is not None:
@@ -95,7 +101,12 @@ class AdaptedExpertLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the product [rows, out] of x [rows, in], and the bias [out], in the dtype of x."""
-        return self.multiply(x), self.bias
+        if self.is_merged:
+            return self.multiply(x), self.bias
+
+        a, b = self.factors()
+        read_base = lambda: self.read_base()[None].to(x.dtype)  # noqa: E731
+        return unmerged_product(x, a[None], b[None], read_base, [len(x)], self.scale), self.bias
 
     def sharded_state_dict(
         self,

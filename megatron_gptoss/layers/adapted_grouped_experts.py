@@ -1,10 +1,10 @@
 """Experts with a frozen base and adapters, all experts of a rank in one grouped product.
 
-The merged weights of all experts are computed in memory that all layers share, and computed again
-for the backward pass. A layer keeps only its base, in bf16 or MXFP4, and its adapters.
+The merged or dequantized weights of all experts are computed in memory that all layers share, and computed again for
+the backward pass. A layer keeps only its base, in bf16 or MXFP4, and its adapters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from megatron_gptoss.layers.merge import merge, merge_packed
 from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.layers.scratch_memory import BufferLease, scratch_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
+from megatron_gptoss.layers.unmerged import unmerged_product
 
 
 class AdaptedGroupedExperts(AdaptedExperts, StackedExperts):
-    """All experts of this rank, computed with merged weights in grouped GEMMs.
+    """All experts of this rank, computed in grouped GEMMs.
 
     Modules and parameters are those of AdaptedExperts. Checkpoints and converters therefore have
     one set of names.
@@ -68,9 +69,9 @@ class AdaptedExpertStack:
             _arrange(tensors)
 
     def multiply(self, x: Tensor, row_counts: Sequence[int], with_bias: bool = False) -> Tensor:
-        """Compute x W'^T, with the merged weight W' of each row's expert.
+        """Compute x W'^T, with the adapted weight W' of each row's expert.
 
-        Differentiable in x and the adapters, see ``merged_linear``.
+        Differentiable in x and the adapters, see ``merged_linear`` and ``unmerged_product``.
 
         Args:
             x: [rows, in] in the model's dtype, sorted by expert.
@@ -80,8 +81,13 @@ class AdaptedExpertStack:
         Returns:
             [rows, out] in the dtype of x.
         """
-        # A and B are arguments of the function, because autograd tracks only tensors among them.
         a, b = self.factors()
+        if not self.is_merged:
+            biases = self.biases() if with_bias else None
+            read_base = self._base_reader(a, b)
+            return unmerged_product(x, a, b, read_base, row_counts, self.scale, biases)
+
+        # A and B are arguments of the function, because autograd tracks only tensors among them.
         product: Tensor = _MergedGroupedLinear.apply(x, a, b, self, row_counts, with_bias)
         return product
 
@@ -108,6 +114,11 @@ class AdaptedExpertStack:
         """Scale of the updates."""
         return self.linears[0].scale
 
+    @property
+    def is_merged(self) -> bool:
+        """True if products use merged weights."""
+        return self.linears[0].is_merged
+
     def merged(self, a: Tensor, b: Tensor, scale: float) -> BufferLease:
         """Merge the base with updates in scratch memory.
 
@@ -130,6 +141,27 @@ class AdaptedExpertStack:
             _, weights = (self._stacked(tensors) for tensors in self._tensors())
             merge(weights, a, b, scale, out=lease.tensor)
         return lease
+
+    def _base_reader(self, a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns the base [experts, out, in] in the dtype of the factors.
+
+        Args:
+            a: [experts, rank, in], whose values are not used.
+            b: [experts, out, rank], whose values are not used.
+        """
+        # A merge of rank 0 is the base.
+        empty = (a.detach()[:, :0], b.detach()[:, :, :0], 0.0)
+        lease: BufferLease | None = None
+
+        def read_base() -> Tensor:
+            nonlocal lease
+            weights = None if lease is None else lease.read()
+            if weights is None:
+                lease = self.merged(*empty)
+                weights = lease.tensor
+            return weights
+
+        return read_base
 
     def _tensors(self) -> list[list[Tensor]]:
         """Return the lists of tensors to stack: biases, and bf16 weights or blocks and scales."""

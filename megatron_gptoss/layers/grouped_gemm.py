@@ -18,6 +18,7 @@ def multiply_by_weights(
     weights: Tensor,
     row_counts: Sequence[int],
     biases: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Compute x W^T + bias with the weight and bias of each row's expert.
 
@@ -26,12 +27,16 @@ def multiply_by_weights(
         weights: [experts, out, in], of the dtype of x.
         row_counts: rows per expert.
         biases: [experts, out]; None to add nothing.
+        sums: [rows, out] of the dtype of x, contiguous. Added before the result is rounded, and overwritten. None to
+            add nothing.
 
     Returns:
         [rows, out], of the dtype of x.
     """
     if _is_grouped(x):
-        return _transformer_engine(x, weights, row_counts, "TN", biases)
+        return _transformer_engine(x, weights, row_counts, "TN", biases, sums)
+    if sums is not None:
+        return _add_products(x, weights.mT, row_counts, biases, sums)
 
     out = x.new_empty(len(x), weights.shape[1])
     for expert, rows in enumerate(_spans(row_counts)):
@@ -41,19 +46,24 @@ def multiply_by_weights(
     return out
 
 
-def multiply_by_transposed_weights(x: Tensor, weights: Tensor, row_counts: Sequence[int]) -> Tensor:
+def multiply_by_transposed_weights(
+    x: Tensor, weights: Tensor, row_counts: Sequence[int], sums: Tensor | None = None
+) -> Tensor:
     """Compute x W with the weight of each row's expert.
 
     Args:
         x: [rows, out], contiguous, sorted by expert.
         weights: [experts, out, in], of the dtype of x.
         row_counts: rows per expert.
+        sums: [rows, in], see ``multiply_by_weights``.
 
     Returns:
         [rows, in], of the dtype of x.
     """
     if _is_grouped(x):
-        return _transformer_engine(x, weights, row_counts, "NN")
+        return _transformer_engine(x, weights, row_counts, "NN", sums=sums)
+    if sums is not None:
+        return _add_products(x, weights, row_counts, None, sums)
     return project(x, weights, row_counts)
 
 
@@ -144,6 +154,28 @@ def add_outer_products(
         total += left[rows].t() @ right[rows]
 
 
+def _add_products(
+    x: Tensor, factors: Tensor, row_counts: Sequence[int], biases: Tensor | None, sums: Tensor
+) -> Tensor:
+    """Add x F + bias to ``sums`` in fp32 or wider, and round once. Return ``sums``.
+
+    Args:
+        x: [rows, in], sorted by expert.
+        factors: [experts, in, out].
+        row_counts: rows per expert.
+        biases: [experts, out]; None to add nothing.
+        sums: [rows, out].
+    """
+    # Products of narrow dtypes on a CPU are rounded before a sum, so the operands are converted.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    for expert, rows in enumerate(_spans(row_counts)):
+        total = torch.addmm(sums[rows].to(wide), x[rows].to(wide), factors[expert].to(wide))
+        if biases is not None:
+            total += biases[expert]
+        sums[rows] = total
+    return sums
+
+
 def _is_grouped(x: Tensor) -> bool:
     """Return True if all experts are one call."""
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
@@ -155,6 +187,7 @@ def _transformer_engine(
     row_counts: Sequence[int],
     layout: str,
     biases: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T for layout "TN" or x W for "NN", like Transformer Engine's GroupedLinear.
 
@@ -164,15 +197,16 @@ def _transformer_engine(
         row_counts: rows per expert.
         layout: "TN" or "NN".
         biases: [experts, out]; None to add nothing.
+        sums: [rows, out] or [rows, in]. Receives the result, which includes its values; None to allocate it.
     """
     from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
     # The letters are those of cuBLAS: column-major, weight first.
     columns = weights.shape[1] if layout == "TN" else weights.shape[2]
-    out = x.new_empty(len(x), columns)
-    options: dict[str, Any] = {}
+    out = x.new_empty(len(x), columns) if sums is None else sums
+    options: dict[str, Any] = {"accumulate": sums is not None}
     if biases is not None:
-        options = {"bias": list(biases.unbind()), "use_bias": True}
+        options |= {"bias": list(biases.unbind()), "use_bias": True}
     general_grouped_gemm(
         list(weights.unbind()),
         list(x.split(list(row_counts))),
