@@ -55,6 +55,15 @@ call(1, kind="first", y=None)
 call(1, kind="first", x=torch.zeros(64, 2).T)
 call(1, kind="first", precision_config=S(weight_scale=None))
 call(0, kind="first")
+adapted = S(weight_scale=S(storage=S(layout=HopperMXScaleLayout(), data=torch.zeros(1, 1, 1))))
+adapted.gptoss_adapter = "an adapter"
+call(130, kind="first", precision_config=adapted)
+call(130, kind="second", precision_config=adapted)
+call(0, kind="first", precision_config=adapted)
+try:
+    call(1, kind="first", precision_config=adapted, gammas=torch.zeros(2))
+except RuntimeError as error:
+    print(error)
 """
 
 
@@ -63,11 +72,11 @@ def test_moe_kernel_takes_only_small_batches_of_moe_layers(tmp_path: Path) -> No
     write_modules(tmp_path, {LAYER: theirs})
     lines = run_with_plugin("-c", PROGRAM, packages=tmp_path).splitlines()
     assert [line.strip() for line in lines] == [
-        "first 1 ('ours', ['swiglu'])",
-        "first 128 ('ours', ['swiglu'])",
+        "first 1 ('ours', ['adapter', 'swiglu'])",
+        "first 128 ('ours', ['adapter', 'swiglu'])",
         "first 130 theirs",
-        "second 1 ('ours', ['gates']) ([1, 2, 64], [1, 64])",
-        "second 128 ('ours', ['gates']) ([128, 2, 64], [128, 64])",
+        "second 1 ('ours', ['adapter', 'gates']) ([1, 2, 64], [1, 64])",
+        "second 128 ('ours', ['adapter', 'gates']) ([128, 2, 64], [128, 64])",
         "second 130 theirs",
         "second 1 gammas theirs",
         "first 1 gammas theirs",
@@ -75,6 +84,11 @@ def test_moe_kernel_takes_only_small_batches_of_moe_layers(tmp_path: Path) -> No
         "first 1 x theirs",
         "first 1 precision_config theirs",
         "first 0 theirs",
+        # with adapters, which triton_kernels would leave out
+        "first 130 precision_config ('ours', ['adapter', 'swiglu'])",
+        "second 130 precision_config ('ours', ['adapter', 'gates']) ([130, 2, 64], [130, 64])",
+        "first 0 precision_config theirs",
+        "a product of MXFP4 experts would leave out their adapters",
     ]
 
 
@@ -85,7 +99,16 @@ def test_moe_kernel_equals_dequantized_products() -> None:
     assert said == "both products are what they mean\n"
 
 
-def test_moe_kernel_has_four_variants_for_hopper() -> None:
+def test_moe_kernel_adds_adapters_as_the_trainer_does() -> None:
+    """Both GEMMs with adapters are what they mean, and at most 2% of outputs differ from training."""
+    said = run_with_plugin(
+        "-m", "tests.support.rl_loop.engines.adapted_experts_interpreted", interpreted=True
+    )
+    share = float(said.removeprefix("largest share of different outputs: "))
+    assert share <= 0.02, share
+
+
+def test_moe_kernel_has_eight_variants_for_hopper() -> None:
     assert (
         run_with_plugin("-m", "tests.support.rl_loop.engines.expert_matmul_compiled")
         == "compiled\n"

@@ -19,7 +19,9 @@ step has 1/6 fewer instructions. A multiprocessor holds 4 programs with few rows
 with little register spilling. This was the fastest variant for both GEMMs of a layer on an H200
 (docs/design/mxfp4_kernels.md).
 
-triton_kernels computes larger prefills and all other GEMMs.
+triton_kernels computes larger prefills and all other GEMMs. It cannot add an adapter's product
+before the activation. Matrices with unmerged adapters (``gptoss_adapted_moe``) therefore use this
+kernel for any number of tokens.
 """
 
 # Triton interprets parameter annotations, so its kernels have none.
@@ -32,6 +34,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from gptoss_adapted_moe import ADAPTER, FACTORS, ExpertAdapter, project, start_sums, to_bf16
 from gptoss_expert_routing import sum_experts
 from gptoss_expert_values import scaled_values
 from gptoss_moe_occupancy import has_plugin_layout, scales_of_program
@@ -95,6 +98,7 @@ def multiply(
     *,
     swiglu: Swiglu | None = None,
     gates: Tensor | None = None,
+    adapter: ExpertAdapter | None = None,
 ) -> None:
     """Multiply tokens with the matrices of their experts.
 
@@ -113,12 +117,22 @@ def multiply(
             Second GEMM: [entries, outputs], in the order of the tokens.
         swiglu: activation of the first GEMM. Rows of gate and up alternate in its matrices.
         gates: [entries], sorted by expert. Gates of the second GEMM.
+        adapter: unmerged adapters of the matrices.
     """
     assert (swiglu is None) != (gates is None)
     outputs = bias.shape[1]
     columns = triton.cdiv(outputs, COLUMNS)
     program = program_for(len(entries), routes.n_expts_tot)
     grid = (routes.n_blocks(len(entries), program.rows) * columns,)
+    placement = _placement(routes.expt_data, program.rows)
+
+    # Without adapters, None removes the code that reads these arguments.
+    parts = factors = None
+    scale = 0.0
+    if adapter is not None:
+        rows, gathers = program.rows, gates is None
+        low = project(x, adapter, routes, entries, placement, rows=rows, gathers=gathers)
+        parts, factors, scale = low.parts, adapter.b, adapter.scale
 
     _multiply_kernel[grid](
         x,
@@ -128,7 +142,11 @@ def multiply(
         out,
         entries,
         gates,
-        *_placement(routes.expt_data, program.rows),
+        *placement,
+        parts,
+        factors,
+        scale,
+        len(entries),
         routes.n_expts_tot,
         outputs,
         columns,
@@ -139,6 +157,7 @@ def multiply(
         0.0 if swiglu is None else swiglu.limit,
         SIZE=x.shape[1],
         TOP_K=routes.n_expts_act,
+        PARTS=0 if parts is None else len(parts),
         COLUMNS=COLUMNS,
         INPUTS=INPUTS,
         **program.options,
@@ -160,7 +179,8 @@ def _placement(ragged: Any, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 # These arguments are slices of larger tensors with any alignment. Without specialization one kernel
 # serves all alignments.
 @triton.jit(
-    do_not_specialize_on_alignment=["entries", "gates", "sizes", "starts", "blocks", "schedule"]
+    do_not_specialize=["total"],
+    do_not_specialize_on_alignment=["entries", "gates", "sizes", "starts", "blocks", "schedule"],
 )
 def _multiply_kernel(
     x,
@@ -174,6 +194,10 @@ def _multiply_kernel(
     starts,
     blocks,
     schedule,
+    parts,
+    factors,
+    scale,
+    total,
     experts,
     outputs,
     columns,
@@ -185,6 +209,7 @@ def _multiply_kernel(
     limit,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -209,15 +234,17 @@ def _multiply_kernel(
     scale_at = scale_at.to(tl.uint32)
     scales += expert * scale_rows * scale_bytes
     bias += expert * outputs
+    if factors is not None:
+        factors += expert * outputs * FACTORS
 
     # fmt: off
     rest = (x, values, value_at, scales, scale_at, bias, out, entries, gates, start, first, size, outputs,
-            scale_bytes, column * COLUMNS, alpha, limit)
+            scale_bytes, column * COLUMNS, alpha, limit, (parts, factors, scale, total))
     # fmt: on
     if BLOCK_ROWS == 16:
-        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K, PARTS)
     else:
-        _multiply_left_rows(rest, size - first, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_left_rows(rest, size - first, COLUMNS, SIZE, INPUTS, TOP_K, PARTS)
 
 
 @triton.jit
@@ -240,16 +267,17 @@ def _multiply_left_rows(
     SIZE: tl.constexpr,
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Multiply up to 64 of the ``left`` (remaining) tokens of an expert, in steps of 16 rows."""
     if left <= 16:
-        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_rows(rest, 16, 0, COLUMNS, SIZE, INPUTS, TOP_K, PARTS)
     elif left <= 32:
-        _multiply_rows(rest, 32, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_rows(rest, 32, 0, COLUMNS, SIZE, INPUTS, TOP_K, PARTS)
     elif left <= 48:
-        _multiply_rows(rest, 32, 16, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_rows(rest, 32, 16, COLUMNS, SIZE, INPUTS, TOP_K, PARTS)
     else:
-        _multiply_rows(rest, 64, 0, COLUMNS, SIZE, INPUTS, TOP_K)
+        _multiply_rows(rest, 64, 0, COLUMNS, SIZE, INPUTS, TOP_K, PARTS)
 
 
 @triton.jit
@@ -261,6 +289,7 @@ def _multiply_rows(
     SIZE: tl.constexpr,
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Multiply ROWS + MORE_ROWS tokens of an expert, from ``first`` on, with a block of columns.
 
@@ -269,19 +298,21 @@ def _multiply_rows(
     """
     # fmt: off
     (x, values, value_at, scales, scale_at, bias, out, entries, gates, start, first, size, outputs,
-     scale_bytes, first_column, alpha, limit) = rest
+     scale_bytes, first_column, alpha, limit, adapter) = rest
     # fmt: on
     HALF: tl.constexpr = INPUTS // 2
     row = first + tl.arange(0, ROWS)
     x_at = _places_of(entries, gates, start + row % size, SIZE, HALF, TOP_K)
-    sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    sums = _first_sums(adapter, start + row % size, first_column, outputs, COLUMNS, PARTS)
     # Placeholders that are not used if MORE_ROWS is 0.
     further_at = x_at
     further_sums = sums
     if MORE_ROWS:
         further = first + ROWS + tl.arange(0, MORE_ROWS)
         further_at = _places_of(entries, gates, start + further % size, SIZE, HALF, TOP_K)
-        further_sums = tl.zeros((COLUMNS, MORE_ROWS), dtype=tl.float32)
+        further_sums = _first_sums(
+            adapter, start + further % size, first_column, outputs, COLUMNS, PARTS
+        )
 
     at = (value_at, x_at, further_at)
     place = tl.arange(0, INPUTS)
@@ -308,6 +339,18 @@ def _multiply_rows(
         _store(further_sums, bias, out, entries, gates, start + further, further < size, outputs, first_column,
                alpha, limit)
     # fmt: on
+
+
+@triton.jit
+def _first_sums(adapter, entry, first_column, outputs, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the sums before the first input: fp32 [COLUMNS, entries], the update or zeros."""
+    parts, factors, scale, total = adapter
+    if factors is None:
+        return tl.zeros((COLUMNS, entry.shape[0]), dtype=tl.float32)
+    else:
+        return start_sums(
+            parts, factors, scale, entry, total, first_column, outputs, PARTS, COLUMNS
+        )
 
 
 @triton.jit
@@ -377,7 +420,7 @@ def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_colu
         row = tl.load(entries + entry, mask=is_entry, other=0)
 
     is_inside = is_entry[:, None] & (column < width)[None, :]
-    tl.store(out + row[:, None] * width + column[None, :], result.to(tl.bfloat16), mask=is_inside)
+    tl.store(out + row[:, None] * width + column[None, :], to_bf16(result), mask=is_inside)
 
 
 # -- calls by SGLang -------------------------------------------------------------------------------
@@ -407,29 +450,40 @@ def with_small_batch_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
         gates: Any = options.get("gammas")
         activation: Any = options.get("fused_activation")
         y: Any = options.get("y")
+        adapter: ExpertAdapter | None = getattr(config, ADAPTER, None)
         is_ours = (
             config is not None
             and has_plugin_layout(config)
             and y is not None
             and x.is_contiguous()
             and y.is_contiguous()
-            and 0 < len(routing_data.gate_scal) <= MAX_TOKENS_PER_EXPERT * routing_data.n_expts_tot
+            and len(routing_data.gate_scal) > 0
+            and (adapter is not None or _has_few_tokens(routing_data))
         )
         is_first = gather is not None and activation is not None and gates is None
         is_second = scatter is not None and activation is None and gates is not None
         if not is_ours or not (is_first or is_second):
+            if adapter is not None and len(routing_data.gate_scal) > 0:
+                raise RuntimeError("a product of MXFP4 experts would leave out their adapters")
             return original(x, w, bias, routing_data, **options)
 
         matrices = (w.storage.data.mT, config.weight_scale.storage.data.mT, bias)
         if gather is not None:
             swiglu = Swiglu(*activation.fn_args)
-            multiply(x, *matrices, routing_data, gather.src_indx, y, swiglu=swiglu)
+            matrices_and_routes = (*matrices, routing_data, gather.src_indx)
+            multiply(x, *matrices_and_routes, y, swiglu=swiglu, adapter=adapter)
             return y
 
         entries, width = scatter.dst_indx, y.shape[-1]
         of_experts = y.new_empty(len(entries), width)
-        multiply(x, *matrices, routing_data, entries, of_experts, gates=gates)
+        matrices_and_routes = (*matrices, routing_data, entries)
+        multiply(x, *matrices_and_routes, of_experts, gates=gates, adapter=adapter)
         sum_experts(of_experts.view(-1, routing_data.n_expts_act, width), y.view(-1, width))
         return y
 
     return matmul_ogs
+
+
+def _has_few_tokens(routes: Any) -> bool:
+    """Return True if this kernel is faster than triton_kernels for a ``RoutingData``."""
+    return len(routes.gate_scal) <= MAX_TOKENS_PER_EXPERT * routes.n_expts_tot

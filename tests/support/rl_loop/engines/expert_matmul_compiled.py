@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import gptoss_adapted_moe as adapted
 import gptoss_hopper_layout as layout
 import gptoss_small_batch_moe as matmul
 import torch
@@ -19,7 +20,7 @@ SPILLED = 16
 """Limit of spilled memory per thread in bytes: a few values that the loop does not need."""
 
 
-def multiply(tokens: int, *, is_first: bool) -> None:
+def multiply(tokens: int, *, is_first: bool, has_adapter: bool = False) -> None:
     """Call a GEMM on the CPU. It reads only the shapes of its tensors."""
     entries = tokens * TOP_K
     outputs = 2 * WIDTH if is_first else WIDTH
@@ -37,6 +38,11 @@ def multiply(tokens: int, *, is_first: bool) -> None:
     kind: dict[str, Any] = {"gates": torch.empty(entries, dtype=torch.bfloat16)}
     if is_first:
         kind = {"swiglu": matmul.Swiglu(1.702, 7.0)}
+    if has_adapter:
+        factors = {"dtype": torch.bfloat16}
+        a = torch.empty(EXPERTS, adapted.RANK, WIDTH, **factors)
+        b = torch.empty(EXPERTS, outputs, adapted.RANK, **factors)
+        kind["adapter"] = adapted.ExpertAdapter(a, b, scale=4.0)
     matmul.multiply(
         torch.empty(tokens if is_first else entries, WIDTH, dtype=torch.bfloat16),
         torch.empty(EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2), **bytes_of),
@@ -52,20 +58,29 @@ def multiply(tokens: int, *, is_first: bool) -> None:
 def main() -> None:
     kernel = Compiling(matmul._multiply_kernel)
     matmul._multiply_kernel = kernel
+    projection = Compiling(adapted._project_kernel)
+    adapted._project_kernel = projection
     for tokens, limit in ((64, 128), (256, 168)):
         for is_first in (True, False):
-            multiply(tokens, is_first=is_first)
-            used = kernel.resources[-1]
-            assert used.registers <= limit and used.spilled <= SPILLED, (tokens, is_first, used)
-            # Holds for either assembler (docs/quantization.md).
-            assert used.loops and not any(loop.hazards for loop in used.loops), used
+            for has_adapter in (False, True):
+                multiply(tokens, is_first=is_first, has_adapter=has_adapter)
+                used = kernel.resources[-1]
+                call = (tokens, is_first, has_adapter, used)
+                assert used.registers <= limit and used.spilled <= SPILLED, call
+                # Holds for either assembler (docs/quantization.md).
+                assert used.loops and not any(loop.hazards for loop in used.loops), call
+            used = projection.resources[-1]
+            assert used.spilled == 0 and not any(loop.hazards for loop in used.loops), used
 
     # Numbers of tokens with other divisors use the same kernels.
-    known = {used.variant for used in kernel.resources}
-    assert len(known) == 4
+    variants = lambda: {used.variant for used in (*kernel.resources, *projection.resources)}  # noqa: E731
+    known = variants()
+    assert len({used.variant for used in kernel.resources}) == 8
+    assert len({used.variant for used in projection.resources}) == 4
     for tokens in (1, 7, 63, 65, 300):
-        multiply(tokens, is_first=tokens % 2 == 0)
-    assert {used.variant for used in kernel.resources} == known
+        for has_adapter in (False, True):
+            multiply(tokens, is_first=tokens % 2 == 0, has_adapter=has_adapter)
+    assert variants() == known
     print("compiled")
 
 
