@@ -6,7 +6,7 @@ may instead hold ``model--00001-of-00007.safetensors`` and so on without an inde
 read when a directory is opened.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -377,6 +377,7 @@ def write_hf_directory(
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
     quantized: bool = False,
+    further_shapes: Mapping[str, Shape] | None = None,
     on_written: Callable[[str, FileRange], object] | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> None:
@@ -385,12 +386,14 @@ def write_hf_directory(
     Args:
         directory: directory to write.
         config: model configuration.
-        named_tensors: all weights, with ``written_shapes``, written in their order and dtypes.
+        named_tensors: all weights, with ``written_shapes`` and ``further_shapes``, written in their
+            order and dtypes.
         extras: tokenizer, generation settings and token ids to write; none by default.
         eos_token_ids: end tokens that replace those of ``extras``, if any are given.
         max_shard_bytes: maximum size of a file. A larger tensor gets a file alone.
         overwrite: whether to replace an existing directory, after the new one is complete.
         quantized: whether ``named_tensors`` has expert matrices as MXFP4 blocks and scales.
+        further_shapes: shapes of tensors besides those of the model, by name.
         on_written: called with stored name and byte range of every written tensor.
         check: called with the unfinished directory after all files are written. It raises
             ConversionError if they are wrong.
@@ -403,7 +406,7 @@ def write_hf_directory(
     with new_directory(Path(directory), overwrite) as partial:
         shards = ShardWriter(
             partial,
-            expected=written_shapes(config, quantized),
+            expected=written_shapes(config, quantized) | dict(further_shapes or {}),
             max_bytes=max_shard_bytes,
         )
         for name, tensor in named_tensors:

@@ -46,6 +46,10 @@ class SyncPlan:
     """Whether to compare checksums of a sample afterwards."""
     packed: bool = False
     """True if experts are sent as MXFP4 blocks and scales, to servers that hold this format."""
+    expert_adapter_rank: int | None = None
+    """Rank of expert adapters that are sent beside the blocks and scales, to servers that do not
+    merge them. None: adapters are merged, or experts have none.
+    """
     # repr=False keeps the key out of logs and errors.
     api_key: str | None = field(default=None, repr=False)
     """Key of the servers. None if they have none."""

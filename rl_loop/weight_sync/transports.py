@@ -9,7 +9,7 @@ import base64
 import io
 import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions, set_sharing_strategy
 
 from converters.hf_directory import write_hf_directory
+from converters.hf_layouts import Shape
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.rendezvous import file_store, tcp_store
 from rl_loop.cluster.group_authentication import authenticate_groups
@@ -64,8 +65,16 @@ async def send_by_disk(
     tensors: NamedTensors,
     config: ModelConfig,
     servers: WeightServers,
+    further_shapes: Mapping[str, Shape],
 ) -> None:
-    """Write a checkpoint and let servers load it. For machines that share only a disk."""
+    """Write a checkpoint and let servers load it. For machines that share only a disk.
+
+    Args:
+        tensors: tensors to write.
+        config: configuration of the weights.
+        servers: servers, with the plan of the sync.
+        further_shapes: shapes of tensors besides those of the model, by name.
+    """
     directory = servers.plan.directory
     # Writing takes long and would block the event loop, which runs the requests to the servers.
     await asyncio.to_thread(
@@ -75,6 +84,7 @@ async def send_by_disk(
         tensors,
         overwrite=True,
         quantized=servers.plan.packed,
+        further_shapes=further_shapes,
     )
     await servers.load_directory(directory)
 

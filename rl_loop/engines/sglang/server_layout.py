@@ -76,10 +76,17 @@ PACKED_EXPERT_PARAMETERS = {
 
 The plugin hashes them in the format in which they were sent, each rank its shard.
 """
+EXPERT_ADAPTERS = {
+    "w13_lora_a": "gate_up_proj.lora_A",
+    "w13_lora_b": "gate_up_proj.lora_B",
+    "w2_lora_a": "down_proj.lora_A",
+    "w2_lora_b": "down_proj.lora_B",
+}
+"""Name in a sync by the plugin's name, for the factors of unmerged adapters."""
 
 
 def sampled_parameters(
-    config: ModelConfig, version: int, *, packed: bool = False
+    config: ModelConfig, version: int, *, packed: bool = False, adapted: bool = False
 ) -> dict[str, list[str]]:
     """Choose parameters to compare after sync ``version``: one layer, and one outside the layers.
 
@@ -89,6 +96,7 @@ def sampled_parameters(
         config: configuration of the model.
         version: version of the weights.
         packed: whether experts' matrices are MXFP4.
+        adapted: whether experts have unmerged adapters.
 
     Returns:
         {SGLang's parameter: names of the Hugging Face tensors that it consists of}.
@@ -103,7 +111,11 @@ def sampled_parameters(
     parameters = {chosen: [chosen]}
 
     layer = f"model.layers.{version % config.num_layers}"
-    return parameters | _LAYER_PARAMETERS[type(config)](config, layer, packed)
+    parameters |= _LAYER_PARAMETERS[type(config)](config, layer, packed)
+    if adapted:
+        for name, source in EXPERT_ADAPTERS.items():
+            parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
+    return parameters
 
 
 def _gpt_oss_layer(config: GptOssModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
@@ -154,6 +166,7 @@ class SglangLayout:
         server_info: dict[str, Any],
         *,
         packed: bool = False,
+        adapted: bool = False,
     ) -> None:
         """Describe servers.
 
@@ -162,9 +175,11 @@ class SglangLayout:
             ranks: tensor-parallel ranks of each server.
             server_info: a server's response to /server_info.
             packed: whether experts' matrices are MXFP4.
+            adapted: whether experts have unmerged adapters.
         """
         self._config = config
         self._packed = packed
+        self._adapted = adapted
         self._ranks = ranks
         self._info = server_info
 
@@ -176,7 +191,9 @@ class SglangLayout:
         """
         sources: dict[str, list[str]] = {}
         for version in versions:
-            sources |= sampled_parameters(self._config, version, packed=self._packed)
+            sources |= sampled_parameters(
+                self._config, version, packed=self._packed, adapted=self._adapted
+            )
         if self._info["ep_size"] > 1 or self._info["enable_dp_attention"]:
             # With these options the shards of all other parameters are not known here.
             for name in list(sources):
@@ -202,6 +219,8 @@ class SglangLayout:
 
     def _dtype(self, parameter: str) -> torch.dtype:
         """Return the dtype in which SGLang holds a parameter."""
+        if parameter.endswith(tuple(EXPERT_ADAPTERS)):
+            return torch.bfloat16
         if self._packed and ".experts.w" in parameter and not parameter.endswith("_bias"):
             return torch.uint8
         if parameter.endswith("_weight_bias"):
@@ -251,9 +270,13 @@ class SglangLayout:
         per_rank = -(-self._config.intermediate_size // BLOCK // self._ranks) * BLOCK
         first = rank * per_rank
         last = min(first + per_rank, self._config.intermediate_size)
-        if "w13_weight" in parameter:
+        if "w13_weight" in parameter or parameter.endswith("w13_lora_b"):
             # Rows of gate and up alternate.
             return part[:, 2 * first : 2 * last]
+        if parameter.endswith("w2_lora_a"):
+            return part[:, :, first:last]
+        if parameter.endswith(("w13_lora_a", "w2_lora_b")):
+            return part
         if parameter.endswith("_bias"):
             return torch.zeros_like(part) if rank else part
         return part[:, :, first // BLOCK : last // BLOCK]

@@ -172,7 +172,10 @@ class SglangServers:
     async def layout(self) -> SglangLayout:
         server_info = (await self.call("/server_info", None))[0]
         plan = self.plan
-        return SglangLayout(self._model, plan.tensor_parallel, server_info, packed=plan.packed)
+        has_adapters = plan.expert_adapter_rank is not None
+        return SglangLayout(
+            self._model, plan.tensor_parallel, server_info, packed=plan.packed, adapted=has_adapters
+        )
 
     async def checksums(self) -> list[list[RankChecksums]]:
         answers = await self.call("/weights_checker", {"action": "checksum"})

@@ -12,6 +12,8 @@ wait for every step of 2,880 inputs. Therefore several programs share the inputs
 # Triton interprets parameter annotations, so its kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
+import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ MANY_ROWS_PART = 6 * INPUTS
 """Inputs of a program with many rows, of which there are more programs."""
 ADAPTER = "gptoss_adapter"
 """Attribute of a matrix's PrecisionConfig with its ``ExpertAdapter``."""
+SETTINGS = "GPTOSS_EXPERT_ADAPTER"
+"""Environment variable with the fields of ``AdapterSettings`` as a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,52 @@ class ExpertAdapter:
     """bf16 [experts, outputs, RANK], with zeros after the adapter's rank."""
     scale: float
     """Scale s of the update."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Settings of all expert adapters of a server."""
+
+    rank: int
+    """Rank of the adapters, at most RANK."""
+    scale: float
+    """Scale s of their updates."""
+
+    @classmethod
+    def of_environment(cls) -> "AdapterSettings | None":
+        """Return the settings of this process; None for a server without unmerged adapters.
+
+        Raises:
+            ValueError: if the rank is not supported.
+        """
+        text = os.environ.get(SETTINGS)
+        if text is None:
+            return None
+        settings = cls(**json.loads(text))
+        if not 0 < settings.rank <= RANK:
+            raise ValueError(
+                f"{SETTINGS}: ranks from 1 to {RANK} are supported, not {settings.rank}"
+            )
+        return settings
+
+
+def allocate_adapter(
+    settings: AdapterSettings, shape: tuple[int, int, int], device: torch.device
+) -> ExpertAdapter:
+    """Allocate adapters of zeros for one of a layer's two matrices.
+
+    Args:
+        settings: settings of the server.
+        shape: experts, rows and inputs of the matrices, with SGLang's padding.
+        device: device of the factors.
+    """
+    experts, rows, inputs = shape
+    place: Any = {"dtype": torch.bfloat16, "device": device}
+    return ExpertAdapter(
+        a=torch.zeros(experts, RANK, inputs, **place),
+        b=torch.zeros(experts, rows, RANK, **place),
+        scale=settings.scale,
+    )
 
 
 @dataclass(frozen=True)

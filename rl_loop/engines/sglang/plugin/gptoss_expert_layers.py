@@ -1,9 +1,11 @@
 """MoE layers of SGLang 0.5.17 with experts in the layouts of triton_kernels."""
 
+from dataclasses import replace
 from typing import Any
 
 import gptoss_hopper_layout as layout
 import torch
+from gptoss_adapted_moe import ADAPTER, AdapterSettings, allocate_adapter
 from gptoss_expert_storage import BLOCK, ExpertShard, LayerExperts
 from torch import Tensor
 
@@ -111,7 +113,19 @@ def take_over(layer: Any, method: Any) -> LayerExperts:
 
     # SGLang does not compute with these parameters, but would load into them silently.
     del layer.w13_weight_scale, layer.w2_weight_scale
-    return experts
+    settings = AdapterSettings.of_environment()
+    return experts if settings is None else _with_adapters(experts, method, settings)
+
+
+def _with_adapters(experts: LayerExperts, method: Any, settings: AdapterSettings) -> LayerExperts:
+    """Allocate adapters for both matrices of a layer, and let their GEMMs add them."""
+    storage = dict(experts.storage)
+    for name in ("w13", "w2"):
+        shape = (experts.count, *experts.shape(f"{name}_weight", padded=True))
+        adapter = allocate_adapter(settings, shape, experts.storage[f"{name}_weight"].device)
+        setattr(getattr(method, f"{name}_precision_config"), ADAPTER, adapter)
+        storage |= {f"{name}_lora_a": adapter.a, f"{name}_lora_b": adapter.b}
+    return replace(experts, storage=storage, adapter_rank=settings.rank)
 
 
 def _intermediate_size(layer: Any) -> int:

@@ -32,6 +32,17 @@ SOURCES = {
 The trainer's side has an equal table (``server_layout``), which this process cannot import.
 """
 
+ADAPTER_SOURCES = {
+    "w13_lora_a": "gate_up_proj.lora_A",
+    "w13_lora_b": "gate_up_proj.lora_B",
+    "w2_lora_a": "down_proj.lora_A",
+    "w2_lora_b": "down_proj.lora_B",
+}
+"""Name in a sync by name of an unmerged adapter's factor, for servers that have adapters.
+
+A is [experts, rank, inputs] and B is [experts, outputs, rank], with the rows of the matrix.
+"""
+
 
 class WrongWeights(ValueError):
     """A tensor of a sync does not fit the server's model. The message names the tensor."""
@@ -74,14 +85,23 @@ class ExpertShard:
         if source.endswith("_blocks"):
             whole = whole.flatten(-2)
         if source.startswith("gate_up"):
-            # Rows of gate and up alternate.
+            # Rows of gate and up alternate. Each rank has all inputs, and with them the whole A.
+            if source.endswith("lora_A"):
+                return whole
             return whole[:, 2 * self.first : 2 * self.last]
 
         if source == "down_proj_bias":
             # The outputs of the ranks are summed, so only one rank adds the bias.
             return whole if self.is_first_rank else torch.zeros_like(whole)
 
-        # Inputs are sharded. A byte of blocks holds 2 of them, a scale belongs to 32.
+        # Inputs are sharded. Each rank has all outputs, and with them the whole B. The ranks'
+        # products are summed after B.
+        if source.endswith("lora_B"):
+            return whole
+        if source.endswith("lora_A"):
+            return whole[:, :, self.first : self.last]
+
+        # A byte of blocks holds 2 inputs, a scale belongs to 32.
         columns = 2 if source.endswith("_blocks") else BLOCK
         return whole[:, :, self.first // columns : self.last // columns]
 
@@ -98,7 +118,8 @@ class LayerExperts:
     storage: dict[str, Tensor]
     """Memory by SGLang's name.
 
-    Values and scales: contiguous uint8 [experts, *storage shape]. Biases: fp32.
+    Values and scales: contiguous uint8 [experts, *storage shape]. Biases: fp32. With adapters:
+    ``ADAPTER_SOURCES``, bf16 with rows, columns and ranks padded by zeros.
     """
     shard: ExpertShard
     intermediate_size: int
@@ -106,6 +127,13 @@ class LayerExperts:
     hidden_size: int
     padded_intermediate_size: int
     """Intermediate size on this rank, with SGLang's padding."""
+    adapter_rank: int | None = None
+    """Rank of the unmerged adapters; None without them."""
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Name in a sync by name in ``storage``, after ``prefix``."""
+        return SOURCES if self.adapter_rank is None else SOURCES | ADAPTER_SOURCES
 
     @property
     def count(self) -> int:
@@ -118,6 +146,8 @@ class LayerExperts:
             rows, inputs = self.hidden_size, self.intermediate_size
         if name.endswith("_bias"):
             return self.count, rows
+        if name in ADAPTER_SOURCES:
+            return self.count, *self._factor_shape(name, (rows, inputs))
         if name.endswith("_scale"):
             return self.count, rows, inputs // BLOCK
         return self.count, rows, inputs // BLOCK, BLOCK // 2
@@ -129,12 +159,19 @@ class LayerExperts:
             return self.hidden_size, inner
         return 2 * inner, self.hidden_size
 
+    def _factor_shape(self, name: str, matrix: tuple[int, int]) -> tuple[int, int]:
+        """Return the shape of an adapter's factor for a matrix of these rows and inputs."""
+        rows, inputs = matrix
+        assert self.adapter_rank is not None
+        return (self.adapter_rank, inputs) if name.endswith("_a") else (rows, self.adapter_rank)
+
     def load(self, name: str, whole: Tensor) -> Tensor | None:
         """Write a tensor into the memory that the server computes with. Does not wait for the GPU.
 
         Args:
             name: SGLang's name of the tensor.
-            whole: tensor of all ranks, [*whole_shape(name)]. uint8, or floats for biases.
+            whole: tensor of all ranks, [*whole_shape(name)]. uint8, or floats for biases and
+                adapters.
 
         Returns:
             For scales: the largest byte, a uint8 scalar on the device of the storage. The caller
@@ -143,11 +180,12 @@ class LayerExperts:
         Raises:
             WrongWeights: if shape or dtype differ from the model's.
         """
-        source = SOURCES[name]
+        source = self.sources[name]
         is_bias = name.endswith("_bias")
-        fits = whole.dtype.is_floating_point if is_bias else whole.dtype == torch.uint8
+        is_float = is_bias or name in ADAPTER_SOURCES
+        fits = whole.dtype.is_floating_point if is_float else whole.dtype == torch.uint8
         if not fits or tuple(whole.shape) != self.whole_shape(name):
-            expected = "floats" if is_bias else "uint8"
+            expected = "floats" if is_float else "uint8"
             raise WrongWeights(
                 f"{self.prefix}{source} has {whole.dtype} {list(whole.shape)}, but the server "
                 f"expects {expected} {list(self.whole_shape(name))}"
@@ -160,6 +198,9 @@ class LayerExperts:
         if is_bias:
             storage.zero_()
             storage[:, : part.shape[1]].copy_(part)
+        elif name in ADAPTER_SOURCES:
+            storage.zero_()
+            storage[:, : part.shape[1], : part.shape[2]].copy_(part)
         elif name.endswith("_scale"):
             rows, inputs = self.shape(name, padded=True)
             layout.swizzle_scales(part, (rows, inputs // BLOCK), storage)
@@ -175,13 +216,20 @@ class LayerExperts:
         Returns:
             The part, and the number of padding elements that differ from those that ``load``
             writes. Blocks are uint8 [experts, rows, inputs / 2], scales uint8 [experts, rows,
-            inputs / 32], biases fp32 [experts, rows].
+            inputs / 32], biases fp32 [experts, rows], factors of adapters bf16.
         """
         # Read from the kernels' memory, not from a copy, because the hash must cover that memory.
         storage = self.storage[name]
         rows, inputs = self.shape(name)
         if name.endswith("_bias"):
             return storage[:, :rows].contiguous(), int(storage[:, rows:].count_nonzero())
+
+        if name in ADAPTER_SOURCES:
+            rows, columns = self._factor_shape(name, (rows, inputs))
+            part = storage[:, :rows, :columns].contiguous()
+            # Bits, because a negative zero is stale, too.
+            bits = [tensor.view(torch.int16).count_nonzero() for tensor in (storage, part)]
+            return part, int(bits[0] - bits[1])
 
         if name.endswith("_scale"):
             padded_rows, padded_inputs = self.shape(name, padded=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gptoss_expert_storage import MAX_SCALE, SOURCES, LayerExperts, WrongWeights
+from gptoss_expert_storage import MAX_SCALE, LayerExperts, WrongWeights
 from torch import Tensor
 
 
@@ -30,14 +30,14 @@ class SyncedModel:
             experts = getattr(getattr(module, "quant_method", None), "gptoss_experts", None)
             if experts is not None:
                 self._add_experts(f"{prefix}.", experts)
-                names -= {f"{prefix}.{name}" for name in SOURCES}
+                names -= {f"{prefix}.{name}" for name in experts.sources}
         for name in names:
             self._others |= set(_sources_of(name))
 
     def _add_experts(self, prefix: str, experts: LayerExperts) -> None:
         named = replace(experts, prefix=prefix)
         self.experts.append(named)
-        for name, source in SOURCES.items():
+        for name, source in named.sources.items():
             self._destinations[f"{prefix}{source}"] = (named, name)
 
     def begin_sync(self) -> None:
@@ -96,7 +96,7 @@ class SyncedModel:
         """Return hashes of the experts' tensors in their original format, by SGLang's names."""
         checksums = {}
         for experts in self.experts:
-            for name in SOURCES:
+            for name in experts.sources:
                 tensor, wrong = experts.read(name)
                 checksum = hash_tensor(tensor)
                 if wrong:
