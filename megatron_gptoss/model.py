@@ -66,6 +66,7 @@ def build_model(
     check_quantization("quantization", quantization, model)
     if adapter is not None:
         adapter.check_ranks(model)
+        adapter.check_base(quantization)
 
     config = build_transformer_config(
         model,

@@ -41,8 +41,6 @@ class PolicyTransformerConfig(TransformerConfig):
     quantization: Quantization | None = None
     """Number format of the experts, or with an adapter of their frozen base; None for
     ``params_dtype``."""
-    unmerged_experts: bool = False
-    """Whether experts multiply by their base and adapters separately, see ``unmerged_product``."""
 
     # Deliberate faults for ablations.
     router_noise: float = 0.0
@@ -58,6 +56,11 @@ class PolicyTransformerConfig(TransformerConfig):
     def trained_quantization(self) -> Quantization | None:
         """Format that experts are trained through; None if their weights are used as they are."""
         return self.quantization if self.adapter is None else None
+
+    @property
+    def has_unmerged_experts(self) -> bool:
+        """True if experts multiply by their base and adapters separately, see ``unmerged_product``."""
+        return self.adapter is not None and not self.adapter.merge_experts
 
     @property
     def has_mxfp4_base(self) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks.sglang.servers import (
     server_settings,
     total_gpu_memory,
 )
+from converters.expert_adapters import expert_adapter_shapes
 from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -49,6 +51,8 @@ class Variant:
     """Index of the GPU among the visible ones."""
     log: Path
     """Log file of the server."""
+    expert_adapter_rank: int | None
+    """Rank of unmerged expert adapters; None for a server without them."""
 
 
 @asynccontextmanager
@@ -128,7 +132,8 @@ def prepare(
     quantization = options.quantization if packed else None
     settings = server_settings(options, attention, arguments, quantization)
     server = make_server(options, settings, config, directory, log, variation)
-    return Variant(name, server, make_engine(server, config), packed, gpu, log)
+    engine = make_engine(server, config)
+    return Variant(name, server, engine, packed, gpu, log, variation.expert_adapter_rank)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -176,16 +181,40 @@ async def send_random_weights(
             directory=scratch / "weights",
             compare=way.packed,
             packed=way.packed,
+            expert_adapter_rank=way.expert_adapter_rank,
         )
         weights = random_weights(config, device)
         if options.quantization:
             weights = quantized_weights(weights, packed=way.packed)
+        if way.expert_adapter_rank is not None:
+            weights = chain(weights, random_adapters(config, way.expert_adapter_rank, device))
         await send_weights(weights, config, plan)
         await way.server.end_sync(status.incarnation, 1)
 
     if options.device != "cpu":
         torch.cuda.empty_cache()
     return time.perf_counter() - began
+
+
+def random_adapters(
+    config: GptOssModelConfig, rank: int, device: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield bf16 factors of expert adapters: A as PEFT initializes it, B as after 100 steps of 1e-5.
+
+    Args:
+        config: configuration of the model.
+        rank: rank of the adapters.
+        device: device of the tensors.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    for name, shape in expert_adapter_shapes(config, rank).items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if name.endswith("lora_A"):
+            limit = shape[-1] ** -0.5
+            tensor.uniform_(-limit, limit, generator=generator)
+        else:
+            tensor.normal_(0, 1e-3, generator=generator)
+        yield name, tensor
 
 
 def quantized_weights(

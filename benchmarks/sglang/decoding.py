@@ -32,8 +32,10 @@ With ``--quantization mxfp4`` the servers are ``bf16`` (with this project's sett
 * ``bf16_rounded_logits`` and ``mxfp4_rounded_logits`` round logits to bf16 (without
   ``rollout.engine.fp32_logits``).
 * ``mxfp4_sglang_fp32_logits`` computes logits with SGLang's ``--enable-fp32-lm-head``.
+* ``mxfp4_adapters`` adds unmerged adapters of rank 8 in the expert GEMMs.
 
-All servers get the same weights with MXFP4 values. They are compared first: log-probs of one text,
+All servers get the same weights with MXFP4 values. Servers with adapters also get random adapters. They are compared
+first: log-probs of one text,
 and the experts of its tokens. With ``--separate-gpus``, each server has its own GPU, for models of which
 one GPU cannot hold two.
 
@@ -119,6 +121,7 @@ QUANTIZED_VARIANTS = {
     "bf16_rounded_logits": BF16_LOGITS,
     "mxfp4_rounded_logits": BF16_LOGITS,
     "mxfp4_sglang_fp32_logits": SGLANG_FP32_LOGITS,
+    "mxfp4_adapters": Variation(expert_adapter_rank=8),
 }
 """Servers with ``--quantization mxfp4``: differences from the default server."""
 COMPARED_TOKENS = 512

@@ -19,6 +19,10 @@ from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServe
 
 PATCHES = "GPTOSS_SGLANG_PATCHES"
 """Environment variable with the plugin's patches of a server, separated by commas."""
+EXPERT_ADAPTER = "GPTOSS_EXPERT_ADAPTER"
+"""Environment variable with rank and scale of a server's unmerged expert adapters, as JSON."""
+ADAPTER_SCALE = 4.0
+"""Scale of the adapters: alpha 32 divided by the 20B's expert rank 8."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Variation:
     """Patches of the plugin to disable."""
     arguments: tuple[str, ...] = ()
     """Additional arguments of the server's command."""
+    expert_adapter_rank: int | None = None
+    """Rank of unmerged expert adapters; None for a server without them."""
 
 
 NONE = Variation()
@@ -114,7 +120,7 @@ def make_server(
         config: configuration of the model.
         directory: directory for the model's configuration.
         log: log file of the server.
-        variation: environment variables and patches to remove.
+        variation: environment variables and patches to remove, and adapters to add.
     """
     on_gpu = options.device != "cpu"
     if on_gpu:
@@ -143,6 +149,9 @@ def make_server(
     environment |= settings.environment
     for name in variation.without_variables:
         environment.pop(name, None)
+    if variation.expert_adapter_rank is not None:
+        adapters = {"rank": variation.expert_adapter_rank, "scale": ADAPTER_SCALE}
+        environment[EXPERT_ADAPTER] = json.dumps(adapters)
     if variation.without_patches:
         patches = environment[PATCHES].split(",")
         environment[PATCHES] = ",".join(

@@ -27,22 +27,23 @@ def test_adapter_benchmark_prints_a_row_for_every_case(
     out = tmp_path / "results.jsonl"
     arguments = (
         "--tiny --layers 2 --experts 4 --rank 8 --length 24 --sequences 2 --micro-batches 2 "
-        f"--steps 3 --cases mxfp4 bf16 full --out {out}"
+        f"--steps 3 --cases mxfp4 bf16 full unmerged --out {out}"
     )
     monkeypatch.setattr("sys.argv", ["adapter_step.py", *arguments.split()])
     torch.manual_seed(0)
     adapter_step.main()
 
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [result["case"] for result in results] == ["mxfp4", "bf16", "full"]
-    packed, dense, full = results
+    assert [result["case"] for result in results] == ["mxfp4", "bf16", "full", "unmerged"]
+    packed, dense, full, unmerged = results
+    assert unmerged["trained_parameters"] == packed["trained_parameters"]
     assert all(result["tokens"] == 2 * 2 * 24 for result in results)
     assert packed["trained_parameters"] == dense["trained_parameters"]
     assert full["trained_parameters"] > 3 * packed["trained_parameters"]
     # With random weights, the loss is that of guessing among 128 tokens.
     assert all(result["losses"][0] == pytest.approx(4.85, abs=0.3) for result in results)
 
-    *_, title, line, first, second, third = capsys.readouterr().out.splitlines()
+    *_, title, line, first, second, third, _ = capsys.readouterr().out.splitlines()
     assert title.count("|") == line.count("|") == first.count("|") == third.count("|")
     assert first.startswith("| mxfp4 | 1 | 2 | 96 |") and first.endswith("| 1.00 |")
     assert second.startswith("| bf16 | 1 | 2 | 96 |")

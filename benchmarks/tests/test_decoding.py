@@ -212,6 +212,7 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
         "bf16_rounded_logits": False,
         "mxfp4_rounded_logits": True,
         "mxfp4_sglang_fp32_logits": True,
+        "mxfp4_adapters": True,
     }
     packed = "mxfp4_experts,ptxas_override,fused_routing,moe_occupancy,small_batch_moe,fast_abort"
     kernels = ",fused_sampling,fused_window_attention"
@@ -231,6 +232,7 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
         "bf16_rounded_logits": f"fast_abort{kernels}",
         "mxfp4_rounded_logits": packed + kernels,
         "mxfp4_sglang_fp32_logits": packed + kernels,
+        "mxfp4_adapters": packed + defaults,
     }
 
 

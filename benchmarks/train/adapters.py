@@ -9,10 +9,11 @@
     python -m benchmarks.train adapters --tiny            # on a CPU, a test of the command
 
 Needs one GPU, or several with expert parallelism (``--expert``). The cases ``mxfp4`` and ``bf16``
-train adapters on a base in this format. The case ``full`` trains all parameters, for a comparison
-on few layers. Weights are random, tokens are uniform, and routing follows from them. Every case is
-built, warmed up by 2 steps and timed in the same process. One more step is profiled for the share
-of merging (dequantizing the base and adding the adapters).
+train adapters on a base in this format. The case ``unmerged`` has a base in MXFP4, and its experts
+are not merged. The case ``full`` trains all parameters, for a comparison on few layers. Weights are
+random, tokens are uniform, and routing follows from them. Every case is built, warmed up by 2 steps
+and timed in the same process. One more step is profiled for the share of merging (dequantizing the
+base and adding the adapters).
 
 Prints a table. ``--out FILE`` appends a JSON object per case. Every rank has its own micro-batches.
 Speeds are per GPU, and memory is the maximum over the GPUs.
@@ -82,7 +83,8 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("mode", nargs="?", default="steps", choices=["steps", "gemms"])
-    add("--cases", nargs="+", default=["mxfp4", "bf16"], choices=["mxfp4", "bf16", "full"])
+    kinds = ["mxfp4", "bf16", "unmerged", "full"]
+    add("--cases", nargs="+", default=["mxfp4", "bf16"], choices=kinds)
     add("--layers", type=int, default=24)
     add("--experts", type=int, default=32)
     add("--length", type=int, default=4096, help="tokens of every sequence")
@@ -215,8 +217,13 @@ def adapter_and_base(
     """Return the adapters (None to train all weights) and the format of the base of a case."""
     if case == "full":
         return None, None
-    adapter = AdapterConfig(rank=args.rank, alpha=32, expert_rank=args.expert_rank)
-    return adapter, "mxfp4" if case == "mxfp4" else None
+    adapter = AdapterConfig(
+        rank=args.rank,
+        alpha=32,
+        expert_rank=args.expert_rank,
+        merge_experts=case != "unmerged",
+    )
+    return adapter, None if case == "bf16" else "mxfp4"
 
 
 def predicted_peak(

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config.model import AdapterTarget, ModelConfig
+from megatron_gptoss.config.model import AdapterTarget, ModelConfig, Quantization
 from megatron_gptoss.config.strict_model import StrictModel
 
 PART_OF_TARGET = {
@@ -38,6 +38,11 @@ class AdapterConfig(StrictModel):
     """Weights with adapters: q, k, v, o (projections of attention), experts (gate, up and down
     projections), router, embedding, head (output layer).
     """
+    merge_experts: bool = True
+    """Multiply by expert weights that are merged with their adapters and rounded to the model's precision. false:
+    multiply by the base and by the adapters separately, which keeps updates that are small relative to the base. Needs
+    ``quantization: mxfp4`` and ``experts`` among the targets. Servers then need ``rollout.engine.quantization: mxfp4``.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -51,7 +56,15 @@ class AdapterConfig(StrictModel):
                 f"adapter.expert_rank ({self.expert_rank}) has no effect: adapter.targets "
                 "does not have experts"
             )
+        if not self.merge_experts and "experts" not in self.targets:
+            raise ValueError(
+                "adapter.merge_experts (false) has no effect: adapter.targets does not have experts"
+            )
         return self
+
+    def unmerged_expert_rank(self, model: ModelConfig) -> int | None:
+        """Return the rank of expert updates that are not merged in ``model``; None if all are merged."""
+        return None if self.merge_experts else self.rank_of_experts(model)
 
     def trained_parts(self) -> set[str]:
         """Return the parts of the model that have adapters, as in PART_OF_TARGET."""
@@ -137,6 +150,18 @@ class AdapterConfig(StrictModel):
             "expert_rank": str(self.rank_of_experts(model)) if has_experts else "none",
             "alpha": str(self.alpha),
         }
+
+    def check_base(self, quantization: Quantization | None) -> None:
+        """Raise ValueError if adapters cannot stay unmerged on a base in this format.
+
+        Args:
+            quantization: format of the experts of the base; None for the model's precision.
+        """
+        if not self.merge_experts and quantization is None:
+            raise ValueError(
+                "adapter.merge_experts (false) supports only a base in MXFP4, but quantization is null. Set "
+                "quantization=mxfp4, or leave merge_experts out"
+            )
 
     def check_ranks(self, model: ModelConfig) -> None:
         """Raise ValueError if ``model`` lacks a target or a target is smaller than the rank.

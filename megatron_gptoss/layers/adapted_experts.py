@@ -90,7 +90,7 @@ class AdaptedExpertLinear(AdaptedLinear):
     @property
     def is_merged(self) -> bool:
         """True if products use merged weights."""
-        return not self.config.unmerged_experts
+        return not self.config.has_unmerged_experts
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank], in the model's dtype; rank 0 without adapter."""

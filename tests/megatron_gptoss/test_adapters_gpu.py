@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from converters.expert_adapters import sent_factors
 from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import split_qkv
 from gptoss_kernels import mxfp4
@@ -40,6 +41,7 @@ WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab
 ADAPTER = AdapterConfig(
     rank=8, alpha=12, expert_rank=4, targets=("q", "k", "v", "o", "experts", "router")
 )
+UNMERGED = ADAPTER.model_copy(update={"merge_experts": False})
 SAMPLES = documents([300, 41, 700], vocab_size=8192)
 TOKENS = int(SAMPLES.loss_tokens.sum())
 
@@ -122,6 +124,24 @@ def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in export_hf_weights(model, WIDE)}
 
 
+@torch.no_grad()
+def unmerged_weights(
+    base: dict[str, torch.Tensor], model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Return the exported weights, with fp32 sums of base and updates for experts."""
+    weights = exported(model)
+    for name, factors in named_adapters(model):
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.experts\.adapters\.(\w+)", name)
+        if match is None:
+            continue
+        layer, target = int(match[1]), match[2]
+        # [experts, in, out] in the row order of Hugging Face
+        (a_name, a), (_, b) = sent_factors(layer, target, factors.a, factors.b)
+        weight = a_name.removesuffix(".lora_A")
+        weights[weight] = base[weight].float() + factors.scale * (b.float() @ a.float()).mT
+    return weights
+
+
 def trainer(model: torch.nn.Module, **settings: Any) -> PolicyTrainer:
     return PolicyTrainer(model, OptimizerConfig(**{"clip_grad": 1e9, **settings}))
 
@@ -146,12 +166,19 @@ def test_grouped_gemms_equal_fp64_gemms_of_each_expert(rows: list[int], rank: in
     a = draw(8, rank, 2880) / 50
     b = draw(8, 5760, rank) / 50
     narrow = draw(total, rank)
+    sums = {"x": draw(total, 5760), "grad": draw(total, 2880)}
 
     # NaN in freed memory shows an expert GEMM that leaves out an expert
     torch.full((8 * 5760 * 2880,), torch.nan, device="cuda", dtype=torch.bfloat16)
     found = {
         "x W^T + bias": grouped_gemm.multiply_by_weights(x, weights, rows, biases),
         "dY W": grouped_gemm.multiply_by_transposed_weights(grad, weights, rows),
+        "sums + x W^T + bias": grouped_gemm.multiply_by_weights(
+            x, weights, rows, biases, sums=sums["x"].clone()
+        ),
+        "sums + dY W": grouped_gemm.multiply_by_transposed_weights(
+            grad, weights, rows, sums=sums["grad"].clone()
+        ),
         "x A^T": grouped_gemm.project(x, a.mT, rows),
         "dY B": grouped_gemm.project(grad, b, rows),
         "dB": grouped_gemm.outer_products(grad, narrow, rows),
@@ -165,6 +192,12 @@ def test_grouped_gemms_equal_fp64_gemms_of_each_expert(rows: list[int], rank: in
             wide["x"], wide["weights"], rows, wide["biases"]
         ),
         "dY W": grouped_gemm.multiply_by_transposed_weights(wide["grad"], wide["weights"], rows),
+        "sums + x W^T + bias": grouped_gemm.multiply_by_weights(
+            wide["x"], wide["weights"], rows, wide["biases"], sums=sums["x"].double()
+        ),
+        "sums + dY W": grouped_gemm.multiply_by_transposed_weights(
+            wide["grad"], wide["weights"], rows, sums=sums["grad"].double()
+        ),
         "x A^T": grouped_gemm.project(wide["x"], wide["a"].mT, rows),
         "dY B": grouped_gemm.project(wide["grad"], wide["b"], rows),
         "dB": grouped_gemm.outer_products(wide["grad"], narrow.double(), rows),
@@ -193,6 +226,45 @@ def test_scores_are_those_of_the_exported_weights(
     print("ours:", relative(ours, exact), "plain bf16:", relative(theirs, exact))
     assert relative(ours, exact) < 1.2 * relative(theirs, exact)
     assert relative(unmerged, exact) > 3 * relative(ours, exact)
+
+
+def test_unmerged_scores_are_those_of_the_sums_in_fp32(base: dict[str, torch.Tensor]) -> None:
+    """An update of 1e-3 of the weights changes the scores as in fp32. Merged, it loses a part."""
+    batch = build_batch(SAMPLES).to("cuda")
+    model = adapted(base, adapter=UNMERGED)
+    weights = unmerged_weights(base, model)
+    exact = exact_scores(weights)
+    found = {"unmerged": trainer(model).score([batch])[0]}
+    found["merged"] = trainer(adapted(base)).score([batch])[0]
+    found["base"] = trainer(plain(base)).score([batch])[0]
+    errors = {name: relative(scores, exact) for name, scores in found.items()}
+    print("errors:", errors)
+    assert errors["unmerged"] < 1.2 * errors["merged"]
+    assert errors["base"] > 3 * errors["unmerged"]
+
+
+def test_unmerged_experts_train_like_merged_experts(base: dict[str, torch.Tensor]) -> None:
+    """Gradients of both models differ by rounding only, with and without recomputation."""
+    batch = build_batch(SAMPLES).to("cuda")
+    gradients = []
+    for adapter, recompute in (
+        (ADAPTER, ()),
+        (UNMERGED, ()),
+        (UNMERGED, ("moe", "layernorm")),
+        (UNMERGED, ("moe_act",)),
+    ):
+        ours = trainer(adapted(base, recompute=recompute, adapter=adapter))
+        ours.train_step([batch], mean_cross_entropy(TOKENS), learning_rate=1e-9)
+        found = {}
+        for name, single in single_adapters(ours.module):
+            for factor, gradient in single.gradients.items():
+                found[f"{name}.{factor}"] = gradient.clone()
+        gradients.append(found)
+    merged, *unmerged = gradients
+    for found in unmerged:
+        errors = {name: relative(found[name], expected) for name, expected in merged.items()}
+        print("largest differences:", sorted(errors.items(), key=lambda item: -item[1])[:3])
+        assert max(errors.values()) < 0.1, max(errors, key=errors.__getitem__)
 
 
 @pytest.mark.parametrize(

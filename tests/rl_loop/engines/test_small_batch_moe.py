@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
-from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from tests.support.rl_loop.engines.expert_layer_process import hashes_of_products, runs_that_differ
 from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 
@@ -101,9 +102,7 @@ def test_moe_kernel_equals_dequantized_products() -> None:
 
 def test_moe_kernel_adds_adapters_as_the_trainer_does() -> None:
     """Both GEMMs with adapters are what they mean, and at most 2% of outputs differ from training."""
-    said = run_with_plugin(
-        "-m", "tests.support.rl_loop.engines.adapted_experts_interpreted", interpreted=True
-    )
+    said = run_with_plugin("-m", "tests.support.rl_loop.engines.adapted_experts", interpreted=True)
     share = float(said.removeprefix("largest share of different outputs: "))
     assert share <= 0.02, share
 
@@ -119,6 +118,16 @@ def test_mxfp4_servers_use_the_moe_kernel() -> None:
     patches = SglangConfig(quantization="mxfp4").environment["GPTOSS_SGLANG_PATCHES"].split(",")
     assert "small_batch_moe" in patches
     assert "small_batch_moe" not in SglangConfig().environment["GPTOSS_SGLANG_PATCHES"]
+
+
+@pytest.mark.gpu
+def test_moe_kernel_adds_adapters_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreted test with the real kernels and Transformer Engine's grouped GEMMs, also for a prefill."""
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    adapted_experts = importlib.import_module("tests.support.rl_loop.engines.adapted_experts")
+    share = adapted_experts.largest_share_on_gpu()
+    print(f"largest share of different outputs: {share:.5f}")
+    assert share <= 0.02, share
 
 
 @pytest.mark.gpu
