@@ -56,14 +56,16 @@ class WeightGathering:
         own_contents = RankContents(
             dtypes=self.local.sent_dtypes(),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            packed_bases=self.local.packed_bases(),
         )
         self._planner = GatheringPlanner(
             config,
             ranks=self._gather_on_hosts(own_contents),
             tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+            adapter=chunks_of(model)[0].config.adapter,
         )
-        # Plans depend on the receivers only, so every weight sync reuses them.
-        self._plans: dict[tuple[tuple[int, ...], bool], WeightGatherPlan] = {}
+        # Plans depend on these arguments only, so every weight sync reuses them.
+        self._plans: dict[tuple[tuple[int, ...], bool, bool], WeightGatherPlan] = {}
 
     def begin(
         self,
@@ -71,6 +73,7 @@ class WeightGathering:
         *,
         transposed: bool = False,
         packed: bool = False,
+        adapters_only: bool = False,
         paced: bool = False,
     ) -> "GatheredWeights":
         """Begin to gather all weights on the global ranks ``receivers``. Collective.
@@ -79,7 +82,10 @@ class WeightGathering:
             receivers: global ranks that receive the weights.
             transposed: see ``names.hf_tensors``.
             packed: whether MXFP4-trained experts are yielded as blocks and scales, under the names
-                of ``hf_layouts.mxfp4_shapes``, instead of as values.
+                of ``hf_layouts.mxfp4_shapes``, instead of as values. If adapters of experts are not
+                merged, their base in MXFP4 is yielded, and their factors (``expert_adapters``)
+                follow all weights.
+            adapters_only: whether to yield only these factors and the weights with merged adapters.
             paced: whether ranks wait for each other before every message. Tensors to send are made
                 before the wait. For slow receivers, such as one that writes to a disk.
 
@@ -91,7 +97,7 @@ class WeightGathering:
         # Allocate before the first message: a failure between two messages would block other
         # ranks.
         try:
-            plan = self.plan(tuple(receivers), packed=packed)
+            plan = self.plan(tuple(receivers), packed=packed, adapters_only=adapters_only)
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
             reason = f"rank {dist.get_rank()} has no memory for weights of other ranks: {error}"
@@ -160,16 +166,21 @@ class WeightGathering:
                     raise ConversionError(f"{name}: two ranks hold different copies")
         return digests
 
-    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> WeightGatherPlan:
+    def plan(
+        self, receivers: tuple[int, ...], *, packed: bool, adapters_only: bool = False
+    ) -> WeightGatherPlan:
         """Return the plan for a set of receivers. Plans are cached.
 
         Args:
             receivers: global ranks.
             packed: see ``begin``.
+            adapters_only: see ``begin``.
         """
-        key = (receivers, packed)
+        key = (receivers, packed, adapters_only)
         if key not in self._plans:
-            self._plans[key] = self._planner.plan(receivers, packed=packed)
+            self._plans[key] = self._planner.plan(
+                receivers, packed=packed, adapters_only=adapters_only
+            )
         return self._plans[key]
 
     def wait_for_all_ranks(self) -> None:

@@ -5,17 +5,18 @@ communication.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched, groupby, islice
 
 import torch
 
 from converters.errors import ConversionError
+from converters.expert_adapters import factor_mappings, is_changed, is_factor
 from converters.mapping import ParameterMapping, Shape
 from converters.mxfp4_tensors import packed_shapes, shape_with_scales, stored_names
 from converters.names import parameter_mappings
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 
 STACK_BYTES = 1 << 28
 """Maximum size of an expert stack in one message. Bounds the receive buffer."""
@@ -29,6 +30,8 @@ class RankContents:
     """Dtype by global parameter name; uint8 for parameters that are sent as MXFP4."""
     tensor_rank: int
     """Tensor-parallel rank."""
+    packed_bases: frozenset[str] = frozenset()
+    """Names of experts whose base is sent as MXFP4 to receivers that hold MXFP4. Their adapters are then sent, too."""
 
     def holds(self, mapping: ParameterMapping, shard: int | None) -> bool:
         """Return True if the rank has the shard of a parameter (None: all of it)."""
@@ -70,7 +73,7 @@ class WeightGatherStep:
     mapping: ParameterMapping
     """The parameter; of a stack, the first expert's."""
     is_quantized: bool
-    """True if the parameter is trained through MXFP4 and sent as MXFP4."""
+    """True if the parameter is sent as MXFP4."""
     messages: list[ShardMessage | None]
     """One message per tensor-parallel shard; None if every receiver has the shard.
 
@@ -106,7 +109,11 @@ class GatheringPlanner:
     """Plans the messages for any set of receivers."""
 
     def __init__(
-        self, config: ModelConfig, ranks: Sequence[RankContents], tensor_parallel: int
+        self,
+        config: ModelConfig,
+        ranks: Sequence[RankContents],
+        tensor_parallel: int,
+        adapter: AdapterConfig | None = None,
     ) -> None:
         """Create a planner.
 
@@ -114,25 +121,30 @@ class GatheringPlanner:
             config: model configuration.
             ranks: contents of every rank, by global rank.
             tensor_parallel: tensor-parallel size.
+            adapter: settings of the adapters; None if all weights are trained.
         """
         self._config = config
+        self._adapter = adapter
         self._ranks = ranks
         self._tensor_parallel = tensor_parallel
 
-    def plan(self, receivers: tuple[int, ...], *, packed: bool) -> WeightGatherPlan:
+    def plan(
+        self, receivers: tuple[int, ...], *, packed: bool, adapters_only: bool = False
+    ) -> WeightGatherPlan:
         """Return all messages that bring the weights to ``receivers``.
 
         Args:
             receivers: global ranks.
-            packed: whether receivers want MXFP4-trained experts as blocks and scales.
+            packed: whether receivers want MXFP4 experts as blocks and scales, and unmerged adapters.
+            adapters_only: whether receivers have the weights that training does not change.
 
         Raises:
             ConversionError: naming a parameter of which a part is on no rank.
         """
         steps: list[WeightGatherStep] = []
-        mappings = iter(parameter_mappings(self._config).values())
+        mappings = iter(self._sent(packed, adapters_only))
         for mapping in mappings:
-            is_quantized = self._is_quantized(mapping)
+            is_quantized = self._is_quantized(mapping, packed)
             if packed and self._is_stacked(mapping, is_quantized):
                 # The same parameter of the other experts follows in the table.
                 experts = [mapping, *islice(mappings, self._config.num_experts - 1)]
@@ -142,11 +154,26 @@ class GatheringPlanner:
                 steps.append(WeightGatherStep(mapping, is_quantized, messages))
         return WeightGatherPlan(receivers, steps)
 
+    def _sent(self, packed: bool, adapters_only: bool) -> Iterator[ParameterMapping]:
+        """Yield the parameters to send, and the factors of unmerged adapters if receivers take them."""
+        for mapping in parameter_mappings(self._config).values():
+            if not adapters_only or is_changed(mapping, self._unmerged_adapter()):
+                yield mapping
+        if packed and any(rank.packed_bases for rank in self._ranks):
+            rank = self._unmerged_adapter().rank_of_experts(self._config)
+            yield from factor_mappings(self._config, rank)
+
+    def _unmerged_adapter(self) -> AdapterConfig:
+        """Return the settings of adapters that are not merged."""
+        assert self._adapter is not None
+        assert not self._adapter.merge_experts
+        return self._adapter
+
     @staticmethod
     def _is_stacked(mapping: ParameterMapping, is_quantized: bool) -> bool:
         """Return True for the first of the experts whose parameters are sent together."""
         # Unquantized matrices are sent one by one: with merged adapters, they need memory.
-        is_small = is_quantized or len(mapping.shape) == 1
+        is_small = is_quantized or len(mapping.shape) == 1 or is_factor(mapping)
         return mapping.expert == 0 and len(mapping.hf_names) == 1 and is_small
 
     def _stack_steps(
@@ -162,7 +189,7 @@ class GatheringPlanner:
         # About 40 kernels and messages per expert would take longer than the transfer itself.
         shapes = self._stacked_shapes(experts[0], is_quantized)
         # Ask for the first expert only, because experts do not differ in dtype.
-        dtype = self._ranks[self._find_source(experts[0], None)].dtypes[experts[0].name]
+        dtype = self._sent_dtype(experts[0], is_quantized, self._find_source(experts[0], None))
         expert_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
         # At least 1, for experts that exceed the bound alone.
         most = max(1, STACK_BYTES // expert_bytes)
@@ -215,7 +242,7 @@ class GatheringPlanner:
             source = self._find_source(mapping, shard)
             message = ShardMessage(
                 source=source,
-                dtype=self._ranks[source].dtypes[mapping.name],
+                dtype=self._sent_dtype(mapping, is_quantized, source),
                 shape=self._sent_shape(mapping, is_quantized),
                 offset=offset,
             )
@@ -223,11 +250,18 @@ class GatheringPlanner:
             offset = message.end
         return messages
 
-    def _is_quantized(self, mapping: ParameterMapping) -> bool:
+    def _is_quantized(self, mapping: ParameterMapping, packed: bool) -> bool:
+        if packed and any(mapping.name in rank.packed_bases for rank in self._ranks):
+            return True
         # Only ranks that hold the parameter know whether it is trained through MXFP4.
         dtypes = (rank.dtypes.get(mapping.name) for rank in self._ranks)
         # ``LocalWeights.sent_dtypes`` marks MXFP4-trained experts with this dtype.
         return torch.uint8 in dtypes
+
+    def _sent_dtype(
+        self, mapping: ParameterMapping, is_quantized: bool, source: int
+    ) -> torch.dtype:
+        return torch.uint8 if is_quantized else self._ranks[source].dtypes[mapping.name]
 
     def _sent_shape(self, mapping: ParameterMapping, is_quantized: bool) -> Shape:
         shape = mapping.local_shape(self._tensor_parallel)

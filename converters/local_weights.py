@@ -3,7 +3,8 @@
 Megatron numbers layers and experts per rank, the table numbers them over the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,12 +21,20 @@ from converters.mxfp4_tensors import (
     packed_parts,
     row_order,
     stacked_in_bf16,
+    stored_names,
 )
 from converters.names import global_name, parameter_mappings
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.model import chunks_of
-from megatron_gptoss.weights import LocalWeight, QuantizedWeight, named_weights
+from megatron_gptoss.weights import (
+    ExpertFactor,
+    LocalWeight,
+    QuantizedWeight,
+    UnmergedWeight,
+    named_expert_factors,
+    named_weights,
+)
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -40,15 +49,10 @@ def find_local_weights(
         ConversionError: naming a parameter that the table does not have.
     """
     table = parameter_mappings(config)
-    # Megatron gives every expert-parallel rank consecutive experts, in rank order.
-    experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
-    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
-
     local = {}
     for chunk in chunks_of(model):
-        first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron counts from 1
         for name, weight in named_weights(chunk):
-            full_name = global_name(name, first_layer, first_expert)
+            full_name = _global_name(name, chunk, config)
             if config.tied_embeddings and full_name == OUTPUT_LAYER:
                 # Copy of the embedding on the last pipeline stage.
                 full_name = EMBEDDING
@@ -62,6 +66,15 @@ def find_local_weights(
     return [(mapping, local[name]) for name, mapping in table.items() if name in local]
 
 
+def _global_name(name: str, chunk: Any, config: ModelConfig) -> str:
+    """Return the name in the whole model of a module or weight of a chunk."""
+    # Megatron gives every expert-parallel rank consecutive experts, in rank order.
+    experts = config.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    first_layer = chunk.decoder.layers[0].layer_number - 1  # Megatron counts from 1
+    return global_name(name, first_layer, first_expert)
+
+
 class LocalWeights:
     """Reads this rank's weights in the form in which they are sent to other ranks."""
 
@@ -70,6 +83,11 @@ class LocalWeights:
         self._mappings = [mapping for mapping, _ in local]
         self._weights = {mapping.name: weight for mapping, weight in local}
         self._places = {mapping.name: i for i, mapping in enumerate(self._mappings)}
+        self._factors = {
+            _global_name(name, chunk, config): factor
+            for chunk in chunks_of(model)
+            for name, factor in named_expert_factors(chunk)
+        }
 
     def sent_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in which every weight is sent, by global parameter name.
@@ -80,7 +98,17 @@ class LocalWeights:
         dtypes = {}
         for name, weight in self._weights.items():
             dtypes[name] = torch.uint8 if isinstance(weight, QuantizedWeight) else weight.dtype
+        # Factors have the dtype of the weights that they change.
+        dtypes |= {name: factor.read().dtype for name, factor in self._factors.items()}
         return dtypes
+
+    def packed_bases(self) -> frozenset[str]:
+        """Return the global parameter names of experts whose adapters are not merged.
+
+        Receivers that hold MXFP4 get the base as blocks and scales. Others get merged weights.
+        """
+        weights = self._weights.items()
+        return frozenset(name for name, weight in weights if isinstance(weight, UnmergedWeight))
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
         """Return this rank's shard of a parameter in the form in which it is sent.
@@ -117,20 +145,44 @@ class LocalWeights:
         One batch of kernels serves all experts.
 
         Args:
-            mappings: entries of one matrix or bias of neighboring experts, in order.
-            quantized: whether the matrix is trained through MXFP4. The result then has blocks and
-                scales.
+            mappings: entries of one matrix, bias or adapter factor of neighboring experts, in order.
+            quantized: whether the matrix is trained through MXFP4 or is a base in MXFP4. The result
+                then has blocks and scales.
 
         Returns:
             Parts [experts, ...] of the Hugging Face tensors.
         """
         names = [mapping.name for mapping in mappings]
+        if quantized and isinstance(self._weights[names[0]], UnmergedWeight):
+            return self._stack_of_bases(mappings[0], names)
         if quantized:
             return pack_stack(mappings[0], self._unrounded(names))
 
-        stack = torch.stack([self._weights[name].read() for name in names])
+        known: Mapping[str, LocalWeight | ExpertFactor] = self._weights
+        if names[0] in self._factors:
+            known = self._factors
+        stack = torch.stack([known[name].read() for name in names])
         order = row_order(mappings[0], stack.device)
         return {mappings[0].hf_names[0]: stack[:, order]}
+
+    def _stack_of_bases(
+        self, mapping: ParameterMapping, names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return the stacked blocks and scales of bases in MXFP4, by stored name.
+
+        Args:
+            mapping: entry of the first expert's matrix.
+            names: global parameter names.
+        """
+        packed = []
+        for name in names:
+            weight = self._weights[name]
+            assert isinstance(weight, UnmergedWeight)
+            packed.append(weight.read_packed())
+        order = row_order(mapping, packed[0][0].device)
+        stored = stored_names(mapping.hf_names[0])
+        parts = zip(*packed, strict=True)
+        return {name: torch.stack(part)[:, order] for name, part in zip(stored, parts, strict=True)}
 
     def mxfp4_digests(self) -> Digests:
         """Return digests of this rank's MXFP4-trained experts."""

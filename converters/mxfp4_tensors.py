@@ -72,7 +72,7 @@ def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
     """Return the row of a Megatron parameter for each output of its Hugging Face tensor.
 
     Args:
-        mapping: entry of one expert's matrix or bias, with one Hugging Face tensor.
+        mapping: entry of one expert's matrix, bias or adapter factor, with one Hugging Face tensor.
         device: device of the result.
 
     Returns:
@@ -85,8 +85,8 @@ def row_order(mapping: ParameterMapping, device: torch.device) -> torch.Tensor:
         return order
     # Send row numbers through the table's own transform, so that both cannot disagree.
     [order] = mapping.to_hf(rows[:, None])
-    # The transform of a matrix also transposes: [out, 1] becomes [1, out].
-    return order[0]
+    # The transform of an expert's matrix also transposes: [out, 1] becomes [1, out].
+    return order.flatten()
 
 
 def matrices_at_once(shape: Shape) -> int:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_gptoss.layers.adapted_experts import AdaptedExpertLinear
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
@@ -142,6 +143,45 @@ class AdaptedWeight:
         return self.layer.merged_weight()
 
 
+@dataclass(frozen=True)
+class UnmergedWeight(AdaptedWeight):
+    """Weight of an expert whose base and adapter are multiplied separately. ``read`` merges both."""
+
+    def read_packed(self) -> tuple[Tensor, Tensor]:
+        """Return the base in MXFP4.
+
+        Returns:
+            Blocks [out, in / 32, 16] uint8 and scales [out, in / 32] uint8, in the memory of the base.
+        """
+        base = self.layer.weight
+        assert isinstance(base, Mxfp4Weight)
+        return base.blocks, base.scales
+
+
+@dataclass(frozen=True)
+class ExpertFactor:
+    """Factor of one expert's unmerged adapter."""
+
+    layer: AdaptedExpertLinear
+    """Layer of the expert."""
+    name: str
+    """``a`` or ``b``."""
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Return A [rank, in] or B [out, rank], in the memory and dtype of the parameter."""
+        a, b = self.layer.factors()
+        return a if self.name == "a" else b
+
+
+def named_expert_factors(chunk: torch.nn.Module) -> Iterator[tuple[str, ExpertFactor]]:
+    """Yield the factors of unmerged adapters in a model chunk, by the name of their layer and factor."""
+    for prefix, module in chunk.named_modules():
+        if isinstance(module, AdaptedExpertLinear) and not module.is_merged:
+            for name in ("a", "b"):
+                yield f"{prefix}.{name}", ExpertFactor(module, name)
+
+
 def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, LocalWeight]]:
     """Yield the weights of a model chunk with their names.
 
@@ -152,7 +192,9 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, LocalWeight]]:
         if isinstance(module, LowRank | Mxfp4Weight):
             continue
         # A packed weight is not a parameter, so these weights are found by their layer.
-        if isinstance(module, AdaptedLinear):
+        if isinstance(module, AdaptedExpertLinear) and not module.is_merged:
+            yield f"{prefix}.weight", UnmergedWeight(module)
+        elif isinstance(module, AdaptedLinear):
             yield f"{prefix}.weight", AdaptedWeight(module)
         if isinstance(module, QuantizedExpertLinear):
             yield f"{prefix}.weight", QuantizedWeight(module)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters.expert_adapters import sent_factors
+from converters.gathering import WeightGathering
 from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import split_qkv
 from gptoss_kernels import mxfp4
@@ -130,15 +130,12 @@ def unmerged_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the exported weights, with fp32 sums of base and updates for experts."""
     weights = exported(model)
-    for name, factors in named_adapters(model):
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.mlp\.experts\.adapters\.(\w+)", name)
-        if match is None:
-            continue
-        layer, target = int(match[1]), match[2]
-        # [experts, in, out] in the row order of Hugging Face
-        (a_name, a), (_, b) = sent_factors(layer, target, factors.a, factors.b)
-        weight = a_name.removesuffix(".lora_A")
-        weights[weight] = base[weight].float() + factors.scale * (b.float() @ a.float()).mT
+    sent = dict(WeightGathering(model, WIDE).begin(packed=True))
+    scale = UNMERGED.alpha / UNMERGED.rank_of_experts(WIDE)
+    for name in base:
+        if f"{name}.lora_A" in sent:
+            a, b = sent[f"{name}.lora_A"], sent[f"{name}.lora_B"]
+            weights[name] = base[name].float() + scale * (b.float() @ a.float()).mT
     return weights
 
 
