@@ -29,6 +29,7 @@ from benchmarks.sglang.servers import (
 from converters.expert_adapters import expert_adapter_shapes
 from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
+from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
@@ -181,7 +182,7 @@ async def send_random_weights(
             directory=scratch / "weights",
             compare=way.packed,
             packed=way.packed,
-            expert_adapter_rank=way.expert_adapter_rank,
+            adapter=unmerged_adapter(way.expert_adapter_rank),
         )
         weights = random_weights(config, device)
         if options.quantization:
@@ -194,6 +195,13 @@ async def send_random_weights(
     if options.device != "cpu":
         torch.cuda.empty_cache()
     return time.perf_counter() - began
+
+
+def unmerged_adapter(rank: int | None) -> AdapterConfig | None:
+    """Return the settings of expert adapters of a rank; None without a rank."""
+    if rank is None:
+        return None
+    return AdapterConfig(expert_rank=rank, targets=("experts",), merge_experts=False)
 
 
 def random_adapters(

@@ -37,6 +37,7 @@ def send_gathered(
             sender.ranks,
             transposed=sender.transposed,
             packed=sender.packed,
+            adapters_only=sender.adapters_only,
             # With several receivers, the broadcasts of the tensors already synchronize the ranks.
             paced=len(sender.ranks) == 1,
         )

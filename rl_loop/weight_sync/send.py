@@ -12,13 +12,11 @@ import traceback
 from collections import deque
 
 from converters.errors import GatheringFailed
-from converters.expert_adapters import expert_adapter_shapes
-from converters.hf_directory import written_shapes
-from converters.hf_layouts import Shape
 from megatron_gptoss.config import ModelConfig
 from rl_loop.weight_sync.checksums import WeightSample
 from rl_loop.weight_sync.expected import ExpectedTensors
-from rl_loop.weight_sync.servers import SyncPlan, WeightServers
+from rl_loop.weight_sync.servers import WeightServers
+from rl_loop.weight_sync.shapes import synced_shapes, unmerged_shapes
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 from rl_loop.weight_sync.transports import (
     NamedTensors,
@@ -76,8 +74,7 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers
     # A chain of generators: tensors are gathered, checked, hashed and sent one bucket at a time.
     # Nothing happens before ``_transfer`` requests the first tensor.
     described = f"a {config.model_type} model with {config.num_layers} layers"
-    shapes = written_shapes(config, plan.packed) | _adapter_shapes(config, plan)
-    expected = ExpectedTensors(shapes, described)
+    expected = ExpectedTensors(synced_shapes(config, plan), described)
     tensors: NamedTensors = expected.checked(named)
     sample: WeightSample | None = None
     if plan.compare:
@@ -92,13 +89,6 @@ async def _sync(named: NamedTensors, config: ModelConfig, servers: WeightServers
 
     # Last, so that a server that responds with the version has passed all other steps.
     await servers.publish(plan.version)
-
-
-def _adapter_shapes(config: ModelConfig, plan: SyncPlan) -> dict[str, Shape]:
-    """Return the shapes of the expert adapters that are sent unmerged, by name."""
-    if plan.expert_adapter_rank is None:
-        return {}
-    return expert_adapter_shapes(config, plan.expert_adapter_rank)
 
 
 def _compared_versions(config: ModelConfig, servers: WeightServers) -> range:
@@ -121,7 +111,7 @@ async def _transfer(tensors: NamedTensors, config: ModelConfig, servers: WeightS
 
     await servers.begin_transfer()
     if plan.transport == "disk":
-        await send_by_disk(tensors, config, servers, _adapter_shapes(config, plan))
+        await send_by_disk(tensors, config, servers, unmerged_shapes(config, plan))
     elif plan.transport in ("nccl", "gloo"):
         await server_group.broadcast(buckets(tensors, plan.bucket_bytes), servers)
     else:

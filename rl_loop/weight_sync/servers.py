@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from megatron_gptoss.config import AdapterConfig
 from rl_loop.weight_sync.checksums import RankChecksums, ServerLayout
 
 TransportName = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk", "none"]
@@ -46,10 +47,13 @@ class SyncPlan:
     """Whether to compare checksums of a sample afterwards."""
     packed: bool = False
     """True if experts are sent as MXFP4 blocks and scales, to servers that hold this format."""
-    expert_adapter_rank: int | None = None
-    """Rank of expert adapters that are sent beside the blocks and scales, to servers that do not
-    merge them. None: adapters are merged, or experts have none.
+    adapter: AdapterConfig | None = None
+    """Adapters of experts that are sent in addition to blocks and scales, to servers that do not merge them.
+
+    None: adapters are merged, or experts have none.
     """
+    adapters_only: bool = False
+    """True if only these adapters and the weights with merged adapters are sent, to servers that have all others."""
     # repr=False keeps the key out of logs and errors.
     api_key: str | None = field(default=None, repr=False)
     """Key of the servers. None if they have none."""

@@ -45,6 +45,11 @@ class WeightSender(Protocol):
         """True if ``send`` expects quantized experts as blocks and scales, by stored name."""
         ...
 
+    @property
+    def adapters_only(self) -> bool:
+        """True if ``send`` expects only unmerged adapters and the weights with merged adapters."""
+        ...
+
     def send(self, named: "Iterable[tuple[str, torch.Tensor]]", rank: int) -> None:
         """Send all tensors from one trainer rank to its engines.
 

@@ -17,6 +17,7 @@ from rl_loop.engines.sglang.server_layout import SglangLayout
 from rl_loop.weight_sync.checksums import RankChecksums
 from rl_loop.weight_sync.send import send_to_servers
 from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan
+from rl_loop.weight_sync.shapes import synced_shapes
 
 BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"
@@ -67,6 +68,11 @@ class SglangSender:
     @property
     def packed(self) -> bool:
         return any(plan.packed for plan in self.plans.values())
+
+    @property
+    def adapters_only(self) -> bool:
+        # One gathering serves all plans.
+        return all(plan.adapters_only for plan in self.plans.values())
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         """Send the weights of ``rank`` to its servers.
@@ -124,8 +130,12 @@ class SglangServers:
             await self.call("/weights_checker", {"action": BEGIN_SYNC})
 
     async def end_transfer(self) -> None:
-        if self.plan.packed:
-            await self.call("/weights_checker", {"action": END_SYNC})
+        if not self.plan.packed:
+            return
+        action = END_SYNC
+        if self.plan.adapters_only:
+            action += f":{len(synced_shapes(self._model, self.plan))}"
+        await self.call("/weights_checker", {"action": action})
 
     async def join_group[T](self, places: Sequence[GroupPlace], work: Callable[[], T]) -> T:
         bodies = [
@@ -172,7 +182,7 @@ class SglangServers:
     async def layout(self) -> SglangLayout:
         server_info = (await self.call("/server_info", None))[0]
         plan = self.plan
-        has_adapters = plan.expert_adapter_rank is not None
+        has_adapters = plan.adapter is not None
         return SglangLayout(
             self._model, plan.tensor_parallel, server_info, packed=plan.packed, adapted=has_adapters
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.expert_adapters import expert_adapter_shapes
+from converters.expert_adapters import changed_names, expert_adapter_shapes
+from megatron_gptoss.config import AdapterConfig
 from rl_loop.engines.sglang.server_layout import EXPERT_ADAPTERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
@@ -27,6 +28,9 @@ from tests.support.rl_loop.packed_server import (
 )
 
 RANK = 3
+ADAPTER = AdapterConfig(
+    rank=8, expert_rank=RANK, targets=("q", "router", "experts"), merge_experts=False
+)
 PREFIX = "model.layers.0.mlp.experts."
 
 
@@ -72,7 +76,7 @@ def test_servers_hold_the_adapters_that_were_sent(
 
     async def work(server: PackedServer) -> None:
         plan = plan_for(server.url, ranks, transport=transport, directory=tmp_path / "weights")
-        plan = replace(plan, expert_adapter_rank=RANK)
+        plan = replace(plan, adapter=ADAPTER)
         everything = replace(plan, transport="none")
         await send_weights(weights().items(), MODEL, plan)
         await send_weights(weights().items(), MODEL, everything)
@@ -126,12 +130,12 @@ def test_gemms_of_a_layer_get_the_loaded_adapters() -> None:
 
 
 @pytest.mark.parametrize("name", list(EXPERT_ADAPTERS))
-def test_stale_padding_of_an_adapter_is_named(name: str) -> None:
+def test_wrong_padding_of_an_adapter_is_named(name: str) -> None:
     async def work(server: PackedServer) -> None:
-        plan = replace(plan_for(server.url, ranks=2), expert_adapter_rank=RANK)
+        plan = replace(plan_for(server.url, ranks=2), adapter=ADAPTER)
         await send_weights(weights().items(), MODEL, plan)
         server.synced[1].experts[0].storage[name][0, -1, -1] = 1
-        with pytest.raises(WeightMismatch, match=r"stale padding: 1 elements"):
+        with pytest.raises(WeightMismatch, match=r"wrong padding: 1 elements"):
             await send_weights(weights().items(), MODEL, replace(plan, transport="none"))
 
     run_with_server(2, work)
@@ -142,7 +146,7 @@ def test_missing_adapter_is_named_and_the_server_does_not_serve() -> None:
 
     async def work(server: PackedServer) -> None:
         some = {name: tensor for name, tensor in weights().items() if name != lost}
-        plan = replace(plan_for(server.url), expert_adapter_rank=RANK)
+        plan = replace(plan_for(server.url), adapter=ADAPTER)
         with pytest.raises(WeightMismatch, match=f"the first is {lost}"):
             await send_weights(some.items(), MODEL, plan)
         # A trainer that sends no adapters.
@@ -173,3 +177,52 @@ def test_rank_above_16_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPTOSS_EXPERT_ADAPTER", json.dumps({"rank": 17, "scale": 4.0}))
     with pytest.raises(ValueError, match="ranks from 1 to 16 are supported, not 17"):
         ServedModel(MODEL)
+
+
+def adapters_alone(seed: int) -> dict[str, torch.Tensor]:
+    """Return a sync without the base: adapters, and weights with merged adapters of ``seed``."""
+    merged = mxfp4_weights(seed)
+    return {name: merged[name] for name in changed_names(MODEL, ADAPTER)} | adapters(seed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sync_of_adapters_keeps_the_base(ranks: int) -> None:
+    async def work(server: PackedServer) -> None:
+        plan = replace(plan_for(server.url, ranks), adapter=ADAPTER)
+        await send_weights(weights().items(), MODEL, plan)
+        await send_weights(adapters_alone(2).items(), MODEL, replace(plan, adapters_only=True))
+        expected = weights() | adapters_alone(2)
+        await send_weights(expected.items(), MODEL, replace(plan, transport="none"))
+        with pytest.raises(WeightMismatch, match="differs in"):
+            await send_weights(weights().items(), MODEL, replace(plan, transport="none"))
+
+    run_with_server(ranks, work)
+
+
+def test_sync_of_adapters_needs_the_base_first() -> None:
+    async def work(server: PackedServer) -> None:
+        plan = replace(plan_for(server.url), adapter=ADAPTER, adapters_only=True)
+        with pytest.raises(SyncFailed, match="came before one with all tensors"):
+            await send_weights(adapters_alone(2).items(), MODEL, plan)
+
+    run_with_server(1, work)
+
+
+@pytest.mark.parametrize("lost", [f"{PREFIX}down_proj.lora_B", "model.layers.0.mlp.router.weight"])
+def test_sync_of_adapters_notices_a_lost_tensor(lost: str) -> None:
+    """Both sides count the tensors. Here the server loses one that the trainer has sent."""
+
+    async def work(server: PackedServer) -> None:
+        plan = replace(plan_for(server.url), adapter=ADAPTER)
+        await send_weights(weights().items(), MODEL, plan)
+        some = replace(plan, adapters_only=True)
+        sent = {name: tensor for name, tensor in adapters_alone(2).items() if name != lost}
+        with pytest.raises(WeightMismatch, match=f"the first is {lost}"):
+            await send_weights(sent.items(), MODEL, some)
+
+        load = server._load
+        server._load = lambda tensors: load({k: v for k, v in tensors.items() if k != lost})
+        with pytest.raises(SyncFailed, match="the sync is incomplete"):
+            await send_weights(adapters_alone(2).items(), MODEL, some)
+
+    run_with_server(1, work)

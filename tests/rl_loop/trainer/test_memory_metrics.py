@@ -68,6 +68,7 @@ class Sender:
     ranks = (0,)
     transposed = False
     packed = False
+    adapters_only = False
 
     def __init__(self, gpu: ScriptedGpu, fails: bool = False) -> None:
         self.gpu = gpu

@@ -30,6 +30,7 @@ class Sender:
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
     transposed = False
     packed = False
+    adapters_only = False
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         for name, tensor in named:

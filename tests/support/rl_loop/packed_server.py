@@ -142,8 +142,8 @@ class PackedServer(LocalServer):
                 if action == plugin.BEGIN_SYNC:
                     synced.begin_sync()
                 else:
-                    assert action == plugin.END_SYNC
-                    synced.end_sync()
+                    assert action.startswith(plugin.END_SYNC)
+                    synced.end_sync(plugin.sent_tensors(action))
         except expert_storage.WrongWeights as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, "message": "Success."})

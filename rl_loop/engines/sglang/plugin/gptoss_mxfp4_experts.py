@@ -44,7 +44,8 @@ BEGIN_SYNC = "gptoss_begin_sync"
 END_SYNC = "gptoss_end_sync"
 """Actions of ``/weights_checker``: clear the record of received tensors, and check it.
 
-The check raises unless all tensors have come, with scales that the kernels support.
+The check raises unless all tensors have come, with scales that the kernels support. "END_SYNC:N" ends a sync of N
+tensors that leaves out those that training does not change.
 """
 
 
@@ -123,7 +124,7 @@ def _install_checker() -> None:
 
     @wraps(original_handle)
     def handle(self: Any, action: str, *arguments: Any, **options: Any) -> Any:
-        if action not in (BEGIN_SYNC, END_SYNC):
+        if not _is_of_sync(action):
             return original_handle(self, action, *arguments, **options)
         known = synced(self._get_model())
         if known is None:
@@ -131,7 +132,7 @@ def _install_checker() -> None:
         if action == BEGIN_SYNC:
             known.begin_sync()
         else:
-            known.end_sync()
+            known.end_sync(sent_tensors(action))
         return None
 
     @wraps(original_checksum)
@@ -147,6 +148,17 @@ def _install_checker() -> None:
     checker._compute_checksum = compute_checksum
 
 
+def _is_of_sync(action: str) -> bool:
+    """Return True for BEGIN_SYNC and END_SYNC, with or without a number."""
+    return action.partition(":")[0] in (BEGIN_SYNC, END_SYNC)
+
+
+def sent_tensors(action: str) -> int | None:
+    """Return the number of tensors in an END_SYNC action; None if it has none."""
+    number = action.partition(":")[2]
+    return int(number) if number else None
+
+
 def _install_answers_of_all_ranks() -> None:
     """Let BEGIN_SYNC and END_SYNC succeed only if every tensor-parallel rank succeeds."""
     from sglang.srt.managers.scheduler_components import weight_updater
@@ -157,7 +169,7 @@ def _install_answers_of_all_ranks() -> None:
     @wraps(original_check)
     def check_weights(self: Any, request: Any) -> Any:
         answer = original_check(self, request)
-        if request.action not in (BEGIN_SYNC, END_SYNC):
+        if not _is_of_sync(request.action):
             return answer
 
         # SGLang returns only the first rank's result, also for endpoints that load weights. Errors

@@ -22,6 +22,8 @@ class SyncedModel:
         self._received: set[str] = set()
         # By the name of a scale tensor: its largest byte. It stays on the GPU until the sync ends.
         self._largest_scales: dict[str, Tensor] = {}
+        # True after a sync with all tensors. Later ones may leave out those that training does not change.
+        self._is_complete = False
 
         # The parameters without those of the experts.
         names = {name for name, _ in model.named_parameters()}
@@ -45,8 +47,12 @@ class SyncedModel:
         self._received.clear()
         self._largest_scales.clear()
 
-    def end_sync(self) -> None:
+    def end_sync(self, sent: int | None = None) -> None:
         """Check that all tensors have come since ``begin_sync``, with scales that kernels support.
+
+        Args:
+            sent: number of tensors of a sync without those that training does not change. It has all
+                unmerged adapters. None: all tensors of the model must have come.
 
         Raises:
             WrongWeights: if a tensor is missing or has a scale above ``MAX_SCALE``.
@@ -57,12 +63,23 @@ class SyncedModel:
         self.begin_sync()
 
         _check_scales(largest_scales)
-        missing = sorted((self._others | self._destinations.keys()) - received)
+        if sent is not None and not self._is_complete:
+            raise WrongWeights("a sync without the base came before one with all tensors")
+        expected = self._others | self._destinations.keys()
+        if sent is not None:
+            adapters = (name for name in self._destinations if name.endswith(("lora_A", "lora_B")))
+            expected = set(adapters)
+        missing = sorted(expected - received)
         if missing:
             raise WrongWeights(
                 f"the sync is incomplete: {len(missing)} tensors are missing, the first is "
                 f"{missing[0]}"
             )
+        if sent is not None and len(received) != sent:
+            raise WrongWeights(
+                f"the sync is incomplete: {sent} tensors were sent, but {len(received)} came"
+            )
+        self._is_complete = True
 
     def load_experts(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Load the experts' tensors of ``weights`` and yield the others.
