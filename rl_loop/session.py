@@ -486,6 +486,7 @@ def backend_context(config: RunConfig) -> BackendContext:
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
         quantization=config.trained_quantization,
+        adapter=config.unmerged_adapter,
     )
 
 

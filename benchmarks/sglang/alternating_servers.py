@@ -25,11 +25,11 @@ from benchmarks.sglang.servers import (
     make_server,
     server_settings,
     total_gpu_memory,
+    unmerged_adapter,
 )
 from converters.expert_adapters import expert_adapter_shapes
 from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
-from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from rl_loop.engines.sglang.engine import SglangEngine
@@ -114,7 +114,9 @@ def prepare(
     if options.device != "cpu":
         graphs = [str(count) for count in sorted(options.running)]
         arguments += ["--cuda-graph-bs", *graphs]
-        needs = ServerNeeds.of(config, "bf16", 1, packed=packed)
+        rank = variation.expert_adapter_rank
+        adapter = None if rank is None else unmerged_adapter(rank)
+        needs = ServerNeeds.of(config, "bf16", 1, packed=packed, adapter=adapter)
         wanted_bytes = needs.weights + options.cache_gb * 1e9
         fraction = wanted_bytes / free_gpu_memory(options)
         arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
@@ -174,6 +176,7 @@ async def send_random_weights(
         device = "cpu" if options.device == "cpu" else f"cuda:{way.gpu}"
         status = await way.server.status()
         await way.server.begin_sync(status.incarnation)
+        rank = way.expert_adapter_rank
         plan = SyncPlan(
             urls=(status.url,),
             version=1,
@@ -182,26 +185,19 @@ async def send_random_weights(
             directory=scratch / "weights",
             compare=way.packed,
             packed=way.packed,
-            adapter=unmerged_adapter(way.expert_adapter_rank),
+            adapter=None if rank is None else unmerged_adapter(rank),
         )
         weights = random_weights(config, device)
         if options.quantization:
             weights = quantized_weights(weights, packed=way.packed)
-        if way.expert_adapter_rank is not None:
-            weights = chain(weights, random_adapters(config, way.expert_adapter_rank, device))
+        if rank is not None:
+            weights = chain(weights, random_adapters(config, rank, device))
         await send_weights(weights, config, plan)
         await way.server.end_sync(status.incarnation, 1)
 
     if options.device != "cpu":
         torch.cuda.empty_cache()
     return time.perf_counter() - began
-
-
-def unmerged_adapter(rank: int | None) -> AdapterConfig | None:
-    """Return the settings of expert adapters of a rank; None without a rank."""
-    if rank is None:
-        return None
-    return AdapterConfig(expert_rank=rank, targets=("experts",), merge_experts=False)
 
 
 def random_adapters(

@@ -11,18 +11,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_gptoss.config import Quantization
+from megatron_gptoss.config import AdapterConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import SglangEngine
+from rl_loop.engines.sglang.fleet import adapter_environment
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 
 PATCHES = "GPTOSS_SGLANG_PATCHES"
 """Environment variable with the plugin's patches of a server, separated by commas."""
-EXPERT_ADAPTER = "GPTOSS_EXPERT_ADAPTER"
-"""Environment variable with rank and scale of a server's unmerged expert adapters, as JSON."""
-ADAPTER_SCALE = 4.0
-"""Scale of the adapters: alpha 32 divided by the 20B's expert rank 8."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,8 @@ def make_server(
     for name in variation.without_variables:
         environment.pop(name, None)
     if variation.expert_adapter_rank is not None:
-        adapters = {"rank": variation.expert_adapter_rank, "scale": ADAPTER_SCALE}
-        environment[EXPERT_ADAPTER] = json.dumps(adapters)
+        adapter = unmerged_adapter(variation.expert_adapter_rank)
+        environment |= adapter_environment(config, adapter)
     if variation.without_patches:
         patches = environment[PATCHES].split(",")
         environment[PATCHES] = ",".join(
@@ -177,6 +174,11 @@ async def wait_until_healthy(server: SglangServer) -> float:
             raise SystemExit(status.fault)
         await asyncio.sleep(0.5)
     return time.monotonic() - began
+
+
+def unmerged_adapter(rank: int) -> AdapterConfig:
+    """Return the settings of unmerged adapters of experts only, of a rank."""
+    return AdapterConfig(expert_rank=rank, targets=("experts",), merge_experts=False)
 
 
 def server_gpus(options: argparse.Namespace) -> list[str]:

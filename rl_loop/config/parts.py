@@ -93,6 +93,12 @@ class TrainerConfig(PolicyConfig):
         return self.quantization if self.adapter is None else None
 
     @property
+    def unmerged_adapter(self) -> AdapterConfig | None:
+        """Value of ``adapter`` if experts are not merged with their adapters, else None."""
+        is_unmerged = self.adapter is not None and not self.adapter.merge_experts
+        return self.adapter if is_unmerged else None
+
+    @property
     def objective(self) -> AlgorithmConfig:
         """Objective of updates. Supervised runs have the default, without additional models."""
         return AlgorithmConfig()

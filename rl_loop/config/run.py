@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from megatron_gptoss.config import ModelConfig, OptimizerConfig, check_quantization
+from megatron_gptoss.config import AdapterConfig, ModelConfig, OptimizerConfig, check_quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
@@ -98,6 +98,20 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             return
 
         self.adapter.check_ranks(self.model)
+        self.adapter.check_base(self.quantization)
+        self._check_unmerged_rank(self.adapter)
+
+    def _check_unmerged_rank(self, adapter: AdapterConfig) -> None:
+        """Refuse expert adapters of a rank that packed servers do not support."""
+        engine = self.rollout.engine
+        rank = adapter.rank_of_experts(self.model)
+        if engine.packs_experts and not adapter.merge_experts and rank > engine.max_unmerged_rank:
+            raise ValueError(
+                f"adapter.expert_rank ({rank}) exceeds {engine.max_unmerged_rank}, the largest rank of unmerged "
+                f"adapters on {engine.type} servers with rollout.engine.quantization="
+                f"{engine.experts_format}. Lower it, or set adapter.merge_experts=true and leave "
+                "rollout.engine.quantization out."
+            )
 
     def _check_dense(self) -> None:
         """Refuse settings that have no effect on a model without experts and sinks."""
@@ -144,15 +158,17 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         """Refuse a format that the engine does not support, and noise on packed experts."""
         engine = self.rollout.engine
         check_quantization("rollout.engine.quantization", engine.experts_format, self.model)
-        # Packed servers get the bits of quantized training. They cannot quantize other weights.
-        if engine.packs_experts and self.trained_quantization is None:
-            trained = "quantization is null"
+        # Packed servers get the bits of quantized training or of a base. They cannot quantize other weights.
+        exists = self.trained_quantization is not None or self.unmerged_adapter is not None
+        if engine.packs_experts and not exists:
+            trained, remedy = "quantization is null", "train all weights with quantization=mxfp4"
             if self.adapter is not None:
-                trained = "an adapter changes the values of merged experts"
+                trained = "adapter.merge_experts (true) changes the values of experts"
+                remedy = "set quantization=mxfp4 and adapter.merge_experts=false"
             raise ValueError(
                 f"rollout.engine.quantization ({engine.experts_format}): {engine.type} servers "
                 f"can hold only experts that were trained in this format, and {trained}. Leave "
-                "it out, or train all weights with quantization=mxfp4."
+                f"it out, or {remedy}."
             )
 
         noise = self.ablation.engine_noise
@@ -217,7 +233,9 @@ class RlConfig(RunConfig):
             longest_sequence=self.rollout.max_tokens,
             auxiliary_models=auxiliary_models,
             # Colocated servers take memory of the trainer's GPUs. Others take none.
-            engine=self.rollout.engine.memory_on_trainer_gpus(self.model, self.dtype),
+            engine=self.rollout.engine.memory_on_trainer_gpus(
+                self.model, self.dtype, self.unmerged_adapter
+            ),
             mini_batches=self.algorithm.mini_batches,
         )
         return inputs.with_sequences(self.rollout.tasks_per_step * self.rollout.samples_per_task)
@@ -237,7 +255,25 @@ class RlConfig(RunConfig):
         self._check_staleness()
         self._check_algorithm_needs()
         self._check_external_agents()
+        self._check_unmerged_experts()
         return self
+
+    def _check_unmerged_experts(self) -> None:
+        """Refuse engines with another policy than unmerged training, and ``keep_weights`` without effect."""
+        engine = self.rollout.engine
+        if engine.keeps_weights and self.unmerged_adapter is None:
+            raise ValueError(
+                "rollout.engine.keep_weights: weight syncs send all weights unless adapter.merge_experts is false. "
+                "Leave it out."
+            )
+        # Merging in fp32 loses less than training can notice.
+        if self.unmerged_adapter is None or engine.packs_experts or self.dtype == "fp32":
+            return
+        raise ValueError(
+            f"adapter.merge_experts (false): {engine.type} engines would hold merged experts in {self.dtype}, which "
+            "is another policy than the trained one. Set rollout.engine.type=sglang and "
+            "rollout.engine.quantization=mxfp4, or adapter.merge_experts=true."
+        )
 
     def _check_lengths(self) -> None:
         longest = self.rollout.max_tokens

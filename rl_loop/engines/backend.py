@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from megatron_gptoss.config import ModelConfig, Quantization, StrictModel
+from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization, StrictModel
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from megatron_gptoss.user_error import UserError
 from rl_loop.weight_sync.source import WeightSource
@@ -78,12 +78,15 @@ class EngineConfig(StrictModel):
         processes = self.server_processes
         return processes is not None and processes.share_trainer_gpus
 
-    def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
+    def memory_on_trainer_gpus(
+        self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None = None
+    ) -> EngineMemory | None:
         """Return the memory of the engine on each trainer GPU. None if it shares none.
 
         Args:
             model: configuration of the model.
             dtype: precision of the engine's weights, "fp32" or "bf16".
+            adapter: adapters that the engine holds unmerged. None without them.
         """
         return None
 
@@ -117,6 +120,16 @@ class EngineConfig(StrictModel):
         """
         return False
 
+    @property
+    def max_unmerged_rank(self) -> int:
+        """Largest rank of expert adapters that the engine adds without merging. 0: it needs merged weights."""
+        return 0
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if engines on the trainer's GPUs keep their weights while the trainer works."""
+        return False
+
     def check_machine(self) -> None:
         """Check the requirements of the engine before anything is started.
 
@@ -148,6 +161,8 @@ class BackendContext:
     ``WeightSource.weights`` returns the values of the format and ``mxfp4_weights`` the bits. An
     engine may hold either.
     """
+    adapter: AdapterConfig | None = None
+    """Adapters that engines add to experts without merging. None if experts are merged or have no adapters."""
 
 
 class EngineWorkers(Protocol):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from megatron_gptoss.config import ModelConfig, Quantization
+from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
@@ -50,8 +50,10 @@ class ExternalEngineConfig(EngineConfig):
     def server_processes(self) -> ServerProcesses | None:
         return self.settings().server_processes
 
-    def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
-        return self.settings().memory_on_trainer_gpus(model, dtype)
+    def memory_on_trainer_gpus(
+        self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None = None
+    ) -> EngineMemory | None:
+        return self.settings().memory_on_trainer_gpus(model, dtype, adapter)
 
     @property
     def scores_at_any_temperature(self) -> bool:
@@ -68,6 +70,14 @@ class ExternalEngineConfig(EngineConfig):
     @property
     def packs_experts(self) -> bool:
         return self.settings().packs_experts
+
+    @property
+    def max_unmerged_rank(self) -> int:
+        return self.settings().max_unmerged_rank
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.settings().keeps_weights
 
     def check_machine(self) -> None:
         self.settings().check_machine()

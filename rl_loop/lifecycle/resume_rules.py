@@ -168,6 +168,7 @@ RULES: dict[str, ResumeRule] = {
     "rollout.engine.deterministic": SAMPLING,
     "rollout.engine.env": SAMPLING,
     "rollout.engine.fp32_logits": SAMPLING,
+    "rollout.engine.keep_weights": LAYOUT,
     "rollout.engine.max_batch_size": LAYOUT,
     "rollout.engine.max_running_requests": LAYOUT,
     "rollout.engine.memory_fraction": LAYOUT,

@@ -10,12 +10,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gptoss.config import ModelConfig, Quantization
+from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
+    MAX_ADAPTER_RANK,
     WORKING_BYTES,
     ServerNeeds,
     settled_gpus,
@@ -129,8 +130,12 @@ class SglangConfig(EngineConfig):
     """
     quantization: Quantization | None = None
     """Format of the servers' experts. null: bf16, which represents MXFP4 values exactly. mxfp4:
-    packed, 1/3 of the memory, Hopper GPUs only. Needs ``quantization: mxfp4`` without
-    ``adapter``.
+    packed, 1/3 of the memory, Hopper GPUs only. Needs ``quantization: mxfp4``, and with ``adapter``
+    also ``adapter.merge_experts: false``.
+    """
+    keep_weights: bool = False
+    """Keep the weights of colocated servers in GPU memory while the trainer works. Syncs of unmerged adapters
+    (``adapter.merge_experts: false``) then leave out the base.
     """
     colocated: bool = False
     """Run the servers on the trainer's GPUs. They release their memory while the trainer works."""
@@ -167,7 +172,22 @@ class SglangConfig(EngineConfig):
         self._check_prefill_graphs()
         # Raises ValueError for a value that is not a number.
         windowed_cache_share(self.arguments)
+        self._check_kept_weights()
         return self
+
+    def _check_kept_weights(self) -> None:
+        if not self.keep_weights:
+            return
+        if not self.colocated:
+            raise ValueError(
+                "rollout.engine.keep_weights applies to colocated servers only. Other servers never release their "
+                "weights. Leave it out"
+            )
+        if self.weight_sync == "disk":
+            raise ValueError(
+                "rollout.engine.keep_weights has no effect with weight_sync=disk, which sends all weights. Leave it "
+                "out, or set weight_sync=cuda_ipc"
+            )
 
     def _check_access(self) -> None:
         # Options may be written as "--name=value".
@@ -255,6 +275,19 @@ class SglangConfig(EngineConfig):
         return self.quantization is not None
 
     @property
+    def max_unmerged_rank(self) -> int:
+        return MAX_ADAPTER_RANK if self.packs_experts else 0
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.keep_weights
+
+    @property
+    def holds_base(self) -> bool:
+        """True if servers still have their weights at the next sync, and the transport can leave them out."""
+        return self.weight_sync != "disk" and (self.keep_weights or not self.colocated)
+
+    @property
     def uses_fused_sampling(self) -> bool:
         """True if servers sample in one pass over the logits.
 
@@ -303,7 +336,9 @@ class SglangConfig(EngineConfig):
             share_trainer_gpus=self.colocated,
         )
 
-    def memory_on_trainer_gpus(self, model: ModelConfig, dtype: str) -> EngineMemory | None:
+    def memory_on_trainer_gpus(
+        self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None = None
+    ) -> EngineMemory | None:
         if not self.colocated:
             return None
 
@@ -313,12 +348,15 @@ class SglangConfig(EngineConfig):
         shares_model = self.tensor_parallel > 1
         if shares_model:
             asleep += TENSOR_PARALLEL_ASLEEP_BYTES * self.tensor_parallel
+        weights = self._needs(model, dtype, adapter).weights
+        if self.keep_weights:
+            # A sync needs no further memory for them.
+            asleep += weights
+            weights = 0
         return EngineMemory(
             awake_fraction=self.memory_fraction,
             asleep_bytes=asleep,
-            weight_bytes=ServerNeeds.of(
-                model, dtype, self.tensor_parallel, packed=self.packs_experts
-            ).weights,
+            weight_bytes=weights,
             sync_bytes=RECEIVING_BYTES,
             working_bytes=WORKING_BYTES,
             bucket_bytes=self.resolved_bucket_bytes,
@@ -454,6 +492,7 @@ class SglangConfig(EngineConfig):
         *,
         routed_experts: bool,
         seed: int,
+        adapter: AdapterConfig | None = None,
     ) -> Command:
         """Return a function that builds the arguments of a server whenever it starts.
 
@@ -463,6 +502,7 @@ class SglangConfig(EngineConfig):
             dtype: precision of weights and cache, "fp32" or "bf16".
             routed_experts: whether servers report the experts of every token.
             seed: seed of the servers.
+            adapter: adapters that servers add without merging. None without them.
 
         Returns:
             The function. It raises NotEnoughGpuMemory if ``memory_fraction`` does not fit the GPU.
@@ -494,7 +534,7 @@ class SglangConfig(EngineConfig):
         def build(host: str, port: int) -> list[str]:
             # The user's arguments come last, because the last value of a repeated option counts.
             # At every start, because a restarted server may find other free memory.
-            place = self._place_and_memory(index, model, dtype)
+            place = self._place_and_memory(index, model, dtype, adapter)
             return [*words, *flags, *place, *self.arguments, "--host", host, "--port", str(port)]
 
         return build
@@ -526,7 +566,14 @@ class SglangConfig(EngineConfig):
             "--flashinfer-allreduce-fusion-backend" in argument for argument in self.arguments
         )
 
-    def _place_and_memory(self, index: int, model: Path, dtype: str) -> list[str]:
+    def _needs(self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None) -> ServerNeeds:
+        return ServerNeeds.of(
+            model, dtype, self.tensor_parallel, packed=self.packs_experts, adapter=adapter
+        )
+
+    def _place_and_memory(
+        self, index: int, model: Path, dtype: str, adapter: AdapterConfig | None
+    ) -> list[str]:
         """Return the options for the GPUs of server ``index`` and for its share of their memory."""
         environment = inherited_environment() | self.environment
         gpus = [] if "cpu" in self.arguments else settled_gpus(environment)
@@ -543,10 +590,7 @@ class SglangConfig(EngineConfig):
         fraction = self.memory_fraction
         if gpus:
             its_gpus = gpus[first : first + self.tensor_parallel]
-            architecture = read_hf_config(model)
-            needs = ServerNeeds.of(
-                architecture, dtype, self.tensor_parallel, packed=self.packs_experts
-            )
+            needs = self._needs(read_hf_config(model), dtype, adapter)
             fraction = static_fraction(fraction, its_gpus, needs)
         return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
 

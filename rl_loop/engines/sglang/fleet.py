@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import ray
 
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
 from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
 from rl_loop.cluster.ray_session import LOOPBACK, local_directory
@@ -62,6 +63,9 @@ DISK_TIMEOUT_FACTOR = 15
 """Factor between the time limit for reading all weights from a disk and that for one bucket."""
 
 KEY_BYTES = 32
+
+EXPERT_ADAPTER = "GPTOSS_EXPERT_ADAPTER"
+"""Environment variable of servers: rank and scale of unmerged adapters (``gptoss_adapted_moe`` of the plugin)."""
 
 ANSWER_SECONDS = 60.0
 """Seconds within which an actor must respond. Its methods return at once."""
@@ -118,6 +122,7 @@ class SglangFleet:
         """Create the actors. Their servers start with the first status request (``ready``)."""
         self._settings = settings
         self._model = context.model
+        self._adapter = context.adapter
         self._directory = context.directory
         self.api_key = secrets.token_hex(KEY_BYTES)
         """Key of all servers. Without it a server serves only health checks."""
@@ -127,10 +132,11 @@ class SglangFleet:
         self._current: CurrentWeights | None = None
         self._canary: Canary | None = None
 
-        # Incarnations of servers that have released their memory, and of servers whose checksums
-        # were compared once.
+        # Incarnations of servers that have released their memory, of servers whose checksums were
+        # compared once, and of servers that hold the base of unmerged adapters.
         self._paused: set[int] = set()
         self._compared: set[int] = set()
+        self._with_base: set[int] = set()
 
         # Locked while the trainer updates the weights that ``recover_engines`` would send.
         self._updating = Lock()
@@ -161,10 +167,11 @@ class SglangFleet:
                 context.dtype,
                 routed_experts=context.routed_experts,
                 seed=context.seed,
+                adapter=context.adapter,
             )
             actor = actor_class.options(**placement_options(ENGINE_SERVER, index)).remote(
                 command,
-                settings.environment,
+                settings.environment | adapter_environment(context.model, context.adapter),
                 self._directory / f"server_{index}.log",
                 start_seconds=settings.start_seconds,
                 memory_fault=partial(memory_fault, fraction=settings.memory_fraction),
@@ -350,13 +357,18 @@ class SglangFleet:
         self._paused.clear()
 
         # Weights first: the trainer uses memory while it sends, which the caches may need later.
-        self._change_memory(paused, "/resume_memory_occupation", ["weights"])
+        if not self._settings.keep_weights:
+            self._change_memory(paused, "/resume_memory_occupation", ["weights"])
         # Servers whose weights were never compared are compared in any case.
         is_due = version % comparison_interval(self._model.num_layers) == 0
         compare = is_due or not incarnations <= self._compared
-        self._send(servers, compare=compare)
+        # A comparison covers the base, too, and therefore needs all tensors.
+        adapters_only = not compare and incarnations <= self._with_base
+        self._send(servers, compare=compare, adapters_only=adapters_only)
         # Only after the sync has succeeded, so that a failed comparison is repeated.
         self._compared |= incarnations
+        if self._adapter is not None and self._settings.holds_base:
+            self._with_base |= incarnations
         self._change_memory(paused, "/resume_memory_occupation", ["kv_cache", "cuda_graph"])
 
         self._compare_with_canary(tuple(status.url for status in servers.values()))
@@ -366,6 +378,7 @@ class SglangFleet:
         servers: dict[Any, ServerStatus],
         *,
         compare: bool,
+        adapters_only: bool = False,
         transport: TransportName | None = None,
     ) -> None:
         assert self._current is not None
@@ -391,6 +404,8 @@ class SglangFleet:
                 seconds=seconds,
                 compare=compare,
                 packed=self._settings.packs_experts,
+                adapter=self._adapter,
+                adapters_only=adapters_only,
                 api_key=self.api_key,
             )
             for rank, its_urls in urls.items()
@@ -515,7 +530,8 @@ class SglangFleet:
     async def _put_to_sleep(self, client: SglangClient) -> str | None:
         """Free a server's memory. Return the error, None if there was none."""
         seconds = self._settings.sync_seconds
-        tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
+        kept = () if self._settings.keep_weights else ("weights",)
+        tags = {"tags": ["kv_cache", *kept, "cuda_graph"]}
         try:
             # First, because running requests use the memory that is released next.
             await client.call("/pause_generation", {"mode": "abort"}, seconds=seconds)
@@ -550,6 +566,19 @@ class SglangFleet:
             return list(await asyncio.gather(*map(call_one, urls)))
 
         return asyncio.run(call_all())
+
+
+def adapter_environment(model: ModelConfig, adapter: AdapterConfig | None) -> dict[str, str]:
+    """Return the environment variables of servers that add expert adapters without merging.
+
+    Args:
+        model: configuration of the model.
+        adapter: settings of the adapters. None for servers without them.
+    """
+    if adapter is None:
+        return {}
+    rank = adapter.rank_of_experts(model)
+    return {EXPERT_ADAPTER: json.dumps({"rank": rank, "scale": adapter.alpha / rank})}
 
 
 def _ask(reference: Any) -> Any:

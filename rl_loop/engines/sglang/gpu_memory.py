@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.nvidia_smi import NvidiaSmiMissing, memory_bytes, query_gpus
 from rl_loop.engines.backend import EngineUnavailable
@@ -49,6 +49,8 @@ FUSED_TOKENS = 2048
 """
 BLOCK = 32
 """MXFP4 values that share a scale."""
+MAX_ADAPTER_RANK = 16
+"""Largest rank of unmerged expert adapters: ``RANK`` of the plugin's ``gptoss_adapted_moe``."""
 PACKED_LOADING_BYTES = 250_000_000
 """Rounding by torch's allocator that SGLang counts as part of MXFP4 weights.
 
@@ -124,6 +126,7 @@ class ServerNeeds:
         *,
         packed: bool = False,
         windowed_share: float = WINDOWED_CACHE_SHARE,
+        adapter: AdapterConfig | None = None,
     ) -> "ServerNeeds":
         """Estimate the memory of a server.
 
@@ -133,6 +136,7 @@ class ServerNeeds:
             tensor_parallel: GPUs of the server.
             packed: whether the experts' matrices are MXFP4.
             windowed_share: tokens in the cache of windowed layers, per token of other layers.
+            adapter: adapters that the server adds without merging. None without them.
         """
         element = bytes_of(dtype)
         windowed = model.layer_types.count("sliding_attention")
@@ -145,6 +149,8 @@ class ServerNeeds:
             # MXFP4 packs only the experts.
             weights -= _expert_values(model) * element // tensor_parallel
             weights += mxfp4_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
+        if adapter is not None:
+            weights += expert_adapter_bytes(model, tensor_parallel)
 
         # Process groups exist before SGLang reads the free memory, so they belong to the context.
         context = CONTEXT_BYTES
@@ -205,6 +211,17 @@ def mxfp4_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
     inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
     matrices = [(2 * inner, model.hidden_size), (model.hidden_size, inner)]
     of_expert = sum(_mxfp4_matrix_bytes(rows, inputs) for rows, inputs in matrices)
+    return model.num_layers * model.num_experts * of_expert
+
+
+def expert_adapter_bytes(model: ModelConfig, tensor_parallel: int) -> int:
+    """Return the bytes of a rank's unmerged expert adapters, which servers pad to rank 16.
+
+    0.35 GB for the 20B with 1 rank. A rank has all inputs of gate and up, and all outputs of down.
+    """
+    inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
+    rows_and_columns = (2 * inner + model.hidden_size) + (model.hidden_size + inner)
+    of_expert = 2 * MAX_ADAPTER_RANK * rows_and_columns
     return model.num_layers * model.num_experts * of_expert
 
 

@@ -260,7 +260,8 @@ def test_quantization_is_a_key_of_every_run(kind: type[RunConfig]) -> None:
         (["rollout.engine={type: sglang, quantization: mxfp4}"],
          "hold only experts that were trained in this format, and quantization is null"),
         (["rollout.engine={type: sglang, quantization: mxfp4}", "quantization=mxfp4", "adapter={rank: 4}"],
-         "and an adapter changes the values of merged experts. Leave it out"),
+         "and adapter.merge_experts (true) changes the values of experts. Leave it out, or set "
+         "quantization=mxfp4 and adapter.merge_experts=false"),
         (["rollout.engine={type: sglang, arguments: [--quantization=mxfp4]}"],
          "rollout.engine.arguments: --quantization is not supported, because SGLang would ignore weight syncs"),
     ],
@@ -270,6 +271,53 @@ def test_quantization_that_cannot_work_is_refused_with_its_key(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
+
+
+UNMERGED = [
+    "quantization=mxfp4",
+    "adapter={rank: 4, merge_experts: false}",
+    "dtype=bf16",
+    "rollout.engine={type: sglang, quantization: mxfp4}",
+]
+
+
+def test_unmerged_adapters_train_beside_mxfp4_servers() -> None:
+    config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, UNMERGED)
+    assert config.unmerged_adapter == config.adapter
+    assert config.trained_quantization is None
+    merged = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, ["adapter={rank: 4}"])
+    assert merged.unmerged_adapter is None
+    # In fp32 an embedded engine may hold merged weights, and supervised training needs no engine.
+    options = ["dtype=fp32", "rollout.engine={type: embedded, quantization: null}"]
+    load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*UNMERGED, *options])
+    load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, UNMERGED[:3])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["quantization=null"],
+         "adapter.merge_experts (false) supports only a base in MXFP4, but quantization is null"),
+        (["adapter={rank: 4, targets: [q], merge_experts: false}"],
+         "adapter.merge_experts (false) has no effect: adapter.targets does not have experts"),
+        (["rollout.engine={type: embedded}"],
+         "adapter.merge_experts (false): embedded engines would hold merged experts in bf16"),
+        (["rollout.engine.quantization=null"],
+         "adapter.merge_experts (false): sglang engines would hold merged experts in bf16"),
+        (["adapter={rank: 4, expert_rank: 17, merge_experts: false}"],
+         "adapter.expert_rank (17) exceeds 16, the largest rank of unmerged adapters"),
+        (["rollout.engine.keep_weights=true"],
+         "rollout.engine.keep_weights applies to colocated servers only"),
+        (["rollout.engine={type: sglang, quantization: mxfp4, colocated: true, keep_weights: true, weight_sync: disk}"],
+         "rollout.engine.keep_weights has no effect with weight_sync=disk"),
+        (["rollout.engine={type: sglang, quantization: mxfp4, colocated: true, keep_weights: true}",
+          "adapter=null"],
+         "rollout.engine.keep_weights: weight syncs send all weights unless adapter.merge_experts is false"),
+    ],
+)  # fmt: skip
+def test_unmerged_adapters_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, [*UNMERGED, *overrides])
 
 
 def test_bf16_servers_may_hold_values_of_quantized_runs() -> None:
