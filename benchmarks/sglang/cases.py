@@ -46,6 +46,7 @@ from benchmarks.sglang.decoding import measure_decoding
 from benchmarks.sglang.interruptions import Load, measure_interruptions
 from benchmarks.sglang.rollout_load import measure_rollouts
 from benchmarks.sglang.servers import (
+    Variation,
     make_engine,
     make_server,
     model_config,
@@ -55,6 +56,8 @@ from benchmarks.sglang.servers import (
 )
 from benchmarks.sglang.trainer import RandomTrainer
 from converters.hf_directory import write_hf_directory
+from megatron_gptoss.config import AdapterConfig
+from megatron_gptoss.model import chunks_of
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
@@ -100,7 +103,10 @@ class Bench:
             self.arguments, self.attention, quantization=self.arguments.quantization
         )
         log = self.arguments.log or self.scratch / "server.log"
-        server = make_server(self.arguments, settings, self.model_config, self.scratch, log)
+        variation = Variation(expert_adapter_rank=self.arguments.expert_adapter_rank)
+        server = make_server(
+            self.arguments, settings, self.model_config, self.scratch, log, variation
+        )
         try:
             self.emit("start", seconds=await wait_until_healthy(server))
 
@@ -138,6 +144,11 @@ class Bench:
         memory = await self.memory_of_sync(server, mebibytes)
         compared = [await self.sync_once(server, mebibytes) for _ in range(rounds)]
         seconds = [await self.sync_once(server, mebibytes, compare=False) for _ in range(rounds)]
+        figures: dict[str, Any] = {}
+        # With several ranks, those without a server gather all weights each time.
+        if self.adapter is not None and self.arguments.expert_parallel == 1:
+            some = [await self.sync_adapters(server, mebibytes) for _ in range(rounds)]
+            figures["adapters_only_median"] = float(np.median(some))
 
         began = time.perf_counter()
         sent = 0
@@ -158,6 +169,7 @@ class Bench:
             seconds_median=float(np.median(seconds)),
             with_checksums_median=float(np.median(compared)),
             export_alone=export_seconds,
+            **figures,
             server_gpu_extra_gb=memory.server / 1e9,
             sender_extra_gb=memory.sender / 1e9,
             link_gbps=self.link(),
@@ -183,12 +195,22 @@ class Bench:
             sender = torch.cuda.max_memory_allocated() - sender_before
         return SyncMemory(server=server_peak - server_before, sender=sender)
 
-    async def sync_once(self, server: SglangServer, mebibytes: int, compare: bool = True) -> float:
+    async def sync_adapters(self, server: SglangServer, mebibytes: int) -> float:
+        """Send adapters and weights with merged adapters, and return the seconds."""
+        return await self.sync_once(server, mebibytes, compare=False, adapters_only=True)
+
+    async def sync_once(
+        self,
+        server: SglangServer,
+        mebibytes: int,
+        compare: bool = True,
+        adapters_only: bool = False,
+    ) -> float:
         """Send the trainer's weights and return the seconds."""
         status = await server.status()
         self.version += 1
         await server.begin_sync(status.incarnation)
-        plan = self.plan(status.url, mebibytes, compare)
+        plan = replace(self.plan(status.url, mebibytes, compare), adapters_only=adapters_only)
         began = time.perf_counter()
         await self.trainer.send(plan)
         seconds = time.perf_counter() - began
@@ -205,7 +227,14 @@ class Bench:
             directory=self.scratch / "weights",
             compare=compare,
             packed=self.packed,
+            adapter=self.adapter,
         )
+
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        """Settings of the unmerged adapters; None without them."""
+        config: AdapterConfig | None = chunks_of(self.trainer.model)[0].config.adapter
+        return config
 
     async def compare_all_checksums(self, server: SglangServer) -> None:
         """Compare the checksums of all parameters with the trainer's."""
@@ -619,6 +648,11 @@ def parse_arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("cases", nargs="+", choices=CASES)
     option("--quantization", choices=["mxfp4"], help="of the experts, in trainer and server")
+    option(
+        "--expert-adapter-rank",
+        type=int,
+        help="gap, turns, sync, sleep: rank of unmerged expert adapters in trainer and server",
+    )
     option("--layers", type=int, default=4)
     option("--attention", nargs="+", default=["fa3"])
     option("--transport", default="cuda_ipc", choices=TRANSPORTS)
@@ -708,6 +742,9 @@ def main() -> None:
         raise SystemExit("gap is for a trainer of one rank, which scores alone")
     if arguments.server_tensor_parallel > 1 and {"decode", "rollouts"} & set(arguments.cases):
         raise SystemExit("decode and rollouts are for servers of one GPU")
+
+    if arguments.expert_adapter_rank is not None and arguments.quantization is None:
+        raise SystemExit("--expert-adapter-rank is for --quantization mxfp4")
 
     with tempfile.TemporaryDirectory() as scratch:
         if "layouts" in arguments.cases:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from benchmarks.train.random_adapters import draw_adapted_model
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
 from megatron_gptoss import distributed
-from megatron_gptoss.config import ParallelConfig, Quantization
+from megatron_gptoss.config import AdapterConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from rl_loop.cluster.placement import free_port
@@ -50,7 +51,7 @@ class RandomTrainer:
 
         The next call may follow after an error. Raises the errors of ``send_weights``.
         """
-        weights = self._rank.begin_gathering()
+        weights = self._rank.begin_gathering(adapters_only=plan.adapters_only)
         try:
             await send_weights(_in_bf16(weights), self.config, plan)
         finally:
@@ -81,14 +82,28 @@ class _TrainerRank:
         ranks = options.expert_parallel
         parallel = ParallelConfig(world_size=ranks, expert=ranks)
         distributed.initialize(parallel, rank, port=port)
-        self.model = random_model(config, parallel, options.quantization)
+        rank_of_experts = options.expert_adapter_rank
+        adapter = None
+        if rank_of_experts is not None:
+            # Attention has merged adapters, as in a run.
+            adapter = AdapterConfig(expert_rank=rank_of_experts, merge_experts=False)
+        self.model = random_model(config, parallel, options.quantization, adapter)
         self._gathering = WeightGathering(self.model, config)
         self._transposed = options.transport == "cuda_ipc"
         self._packed = options.quantization is not None
 
-    def begin_gathering(self) -> GatheredWeights:
-        """Start to gather all weights on rank 0. Collective."""
-        return self._gathering.begin(transposed=self._transposed, packed=self._packed, paced=True)
+    def begin_gathering(self, *, adapters_only: bool = False) -> GatheredWeights:
+        """Start to gather all weights on rank 0. Collective.
+
+        Args:
+            adapters_only: whether to leave out weights that training does not change.
+        """
+        return self._gathering.begin(
+            transposed=self._transposed,
+            packed=self._packed,
+            adapters_only=adapters_only,
+            paced=True,
+        )
 
 
 def _take_part(
@@ -105,9 +120,15 @@ def random_model(
     config: GptOssModelConfig,
     parallel: ParallelConfig,
     quantization: Quantization | None,
+    adapter: AdapterConfig | None = None,
 ) -> torch.nn.Module:
     """Return this rank's part of a bf16 model with normally distributed weights. Norms are 1."""
-    model = build_model(config, parallel, torch.bfloat16, quantization=quantization)
+    model = build_model(
+        config, parallel, torch.bfloat16, adapter=adapter, quantization=quantization
+    )
+    if adapter is not None:
+        draw_adapted_model(model)
+        return model
 
     # Replicated parameters are equal on all ranks. Experts differ.
     torch.manual_seed(0)

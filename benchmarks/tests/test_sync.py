@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -14,8 +16,9 @@ PARAMETERS = 33
 """Number of checksums per rank of the server: 3 outside the layers and 15 in each layer."""
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 def test_server_ranks_get_all_trainer_weights_also_after_faults(
-    tmp_path: Path,
+    adapters: bool, tmp_path: Path
 ) -> None:
     stub = f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}"
     program = [sys.executable, "-m", "benchmarks.sglang", "sync", "faults", "--device", "cpu"]
@@ -23,6 +26,8 @@ def test_server_ranks_get_all_trainer_weights_also_after_faults(
     program += ["--transport", "shared_memory", "--bucket-mib", "1"]
     program += ["--server-tensor-parallel", "2", "--expert-parallel", "2"]
     program += ["--pythonpath", stub, "--log", str(tmp_path / "log")]
+    if adapters:
+        program += ["--expert-adapter-rank", "3"]
     done = subprocess.run(
         program,
         cwd=ROOT,
@@ -42,4 +47,6 @@ def test_server_ranks_get_all_trainer_weights_also_after_faults(
     errors = [line["error"] for line in lines if line["case"] == "fault"]
     assert [error.split(":")[0] for error in errors] == ["SyncFailed", "WeightMismatch"]
     after_start, after_faults = (line for line in lines if line["case"] == "checksums")
-    assert after_start["parameters"] == after_faults["parameters"] == [PARAMETERS] * 2
+    # Each layer has two more pairs of factors.
+    parameters = PARAMETERS + 8 if adapters else PARAMETERS
+    assert after_start["parameters"] == after_faults["parameters"] == [parameters] * 2
