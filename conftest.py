@@ -83,6 +83,7 @@ LONGEST = [
     "tests/rl_loop/gateway/test_agents_sdk.py",
     "tests/rl_loop/gateway/test_workers.py",
     "tests/rl_loop/engines/test_small_batch_moe.py",
+    "tests/rl_loop/engines/test_served_adapters.py",
 ]
 """Files of 12 s of processor time or more without START_RAY, the longest first. A long file must not start last,
 because one process would run it alone."""

@@ -18,12 +18,13 @@ from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
 from converters.peft_format import (
     BASE_KEY,
+    MERGE_KEY,
     WEIGHTS_FILE,
     AdapterMapping,
     PeftDirectory,
     adapter_mappings,
 )
-from converters.peft_settings import CONFIG_FILE, peft_config
+from converters.peft_settings import CONFIG_FILE, EXPERTS, peft_config
 from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import DTYPES
@@ -57,6 +58,10 @@ class CheckpointAdapters:
         """Adapter settings, and the digest of the base model."""
         self.mappings = list(adapter_mappings(self.model, self.adapter))
         self._reader = TorchDistReader(path, unfinished)
+
+    def rounds(self, kind: str) -> bool:
+        """Return True if the trainer rounded merged weights of a kind."""
+        return self.adapter.merge_experts or kind not in EXPERTS
 
     def read(self, mapping: AdapterMapping) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the factors A [rank, in] and B [out, rank]; those of experts are stacked."""
@@ -216,7 +221,10 @@ def export_adapter(
         settings = peft_config(source.model, source.adapter, base)
         (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2))
         # The digest lets a merge reject another base.
-        writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected, {BASE_KEY: source.base})
+        metadata = {BASE_KEY: source.base}
+        if not source.adapter.merge_experts:
+            metadata[MERGE_KEY] = "false"
+        writer = SafetensorsWriter(partial / WEIGHTS_FILE, expected, metadata)
         for mapping in source.mappings:
             factors = mapping.to_peft(*source.read(mapping))
             for name, factor in zip(mapping.names, factors, strict=True):

@@ -311,8 +311,8 @@ class _Merger:
             mapping: entry of the parameter.
             kind: kind of adapter.
             weight: [out, in].
-            updates: receives the loss by rounding if PEFT trained the adapter. PEFT does not round
-                merged weights, but this project's trainer does.
+            updates: receives the loss by rounding if the trainer did not round merged weights of
+                this kind.
 
         Returns:
             The merged weight, [out, in].
@@ -327,8 +327,7 @@ class _Merger:
             b = b[mapping.expert]
         # The trainer's own function, so that the merged weight has the bits of the forward pass.
         merged = merge_in_pieces(weight, a, b, adapter.scale)
-        # Only this project's checkpoints and exports have a digest of the base.
-        if self._adapters.base is None:
+        if not self._adapters.rounds(kind):
             update = adapter.scale * (b.float() @ a.float())
             error = (merged.float() - weight.float()) - update
             updates.append(UpdateLoss(float(error.square().sum()), float(update.square().sum())))

@@ -36,6 +36,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_KEY = "megatron_gptoss.base_digest"
 """Key of the safetensors metadata with the digest of the base. PEFT ignores it."""
+MERGE_KEY = "megatron_gptoss.merge_experts"
+"""Key of the safetensors metadata: "false" if the trainer did not merge expert adapters. PEFT ignores it."""
 
 _PEFT_MODULES = TARGETS | {
     "router": "model.layers.{layer}.mlp.router",
@@ -255,8 +257,13 @@ class PeftDirectory:
         self._weights = SafetensorsFile(self._file)
         self.base: str | None = self._weights.metadata.get(BASE_KEY)
         """Digest of the base, written by ``export_adapter``; None if PEFT wrote the file."""
+        self._merges_experts = self._weights.metadata.get(MERGE_KEY) != "false"
         self.mappings = self._find_mappings()
         self._check_tensors()
+
+    def rounds(self, kind: str) -> bool:
+        """Return True if the trainer rounded merged weights of a kind. PEFT does not."""
+        return self.base is not None and (self._merges_experts or kind not in EXPERTS)
 
     @property
     def base_name(self) -> str | None:
@@ -354,6 +361,8 @@ class PeftDirectory:
         # Leave expert_rank null if the default gives the same rank, as most configurations do.
         if expert_rank and expert_rank != config.rank_of_experts(self._model):
             config = config.model_copy(update={"expert_rank": expert_rank})
+        if not self._merges_experts:
+            config = config.model_copy(update={"merge_experts": False})
         try:
             config.check_ranks(self._model)
         except ValueError as error:

@@ -214,7 +214,7 @@ class MergeReport:
         lines = [f"warning: {warning}" for warning in self.warnings]
         lines += self._quantization_lines()
 
-        # Only adapters of PEFT have such losses, because PEFT does not round the merged weight.
+        # Adapters of PEFT and unmerged experts have such losses: they were trained without rounding merged weights.
         if self.updates:
             total = UpdateLoss()
             for update in self.updates.values():

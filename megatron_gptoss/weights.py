@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gptoss.layers.adapted_experts import AdaptedExpertLinear
@@ -180,6 +181,30 @@ def named_expert_factors(chunk: torch.nn.Module) -> Iterator[tuple[str, ExpertFa
         if isinstance(module, AdaptedExpertLinear) and not module.is_merged:
             for name in ("a", "b"):
                 yield f"{prefix}.{name}", ExpertFactor(module, name)
+
+
+@torch.no_grad()
+def lost_by_merging(model: torch.nn.Module) -> float:
+    """Return the share of unmerged expert updates that rounded merged weights lose. Collective.
+
+    The share is the norm of the error divided by the norm of all updates; 0 without updates.
+
+    Args:
+        model: model of any parallel layout.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    for module in model.modules():
+        if isinstance(module, AdaptedExpertLinear) and not module.is_merged:
+            a, b = module.factors()
+            update = module.scale * (b.float() @ a.float())
+            # ``float`` copies the base, whose memory the merge overwrites.
+            base = module.read_base().float()
+            error = module.merged_weight().float() - base - update
+            sums += torch.stack([error.square().sum(), update.square().sum()])
+    # Each expert is on the same number of ranks, so replicas do not change the ratio.
+    dist.all_reduce(sums)
+    error_sum, update_sum = sums.tolist()
+    return float((error_sum / update_sum) ** 0.5) if update_sum else 0.0
 
 
 def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, LocalWeight]]:

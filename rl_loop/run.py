@@ -30,7 +30,7 @@ from rl_loop.session import (
     training_of,
 )
 from rl_loop.tracking.metrics import MetricName, StepMetrics
-from rl_loop.tracking.model_card import write_model_card
+from rl_loop.tracking.model_card import LOST_BY_MERGING, write_model_card
 from rl_loop.tracking.progress import ProgressFactory, silent
 from rl_loop.tracking.run_directory import (
     RunDirectory,
@@ -95,10 +95,10 @@ def run_sft(
                 sequences_per_step=config.sequences_per_step,
             )
         _check_not_interrupted(config, session, done)
-        if config.exports:
-            _export(config, session)
-
         figures = data.summary() | _last_losses(session.run)
+        exported = _export(config, session) if config.exports else {}
+        if config.unmerged_adapter is not None:
+            figures |= exported
         seconds = round(session.checkpointer.seconds, 1)
         session.run.write_summary(steps=done, **figures, seconds=seconds)
         # Full training on demonstrations writes no export. The card quotes the summary, so it comes
@@ -338,7 +338,7 @@ def _interrupt_message(config: RlConfig, session: RunSession, done: int) -> str:
 
 def _export(
     config: RunConfig, session: RunSession, engine_digests: dict[str, str] | None = None
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Write the Hugging Face checkpoint and, if there are any, the separate adapters.
 
     Args:
@@ -366,6 +366,17 @@ def _export(
         export_trained_adapter(
             session.run.checkpoints, session.run.adapter, base=config.initial_weights
         )
+    if config.unmerged_adapter is not None:
+        lost = session.trainer.lost_by_merging()
+        logger.info(
+            "%s has merged experts in %s, which lose %.1f%% of their adapters' updates by rounding. %s has the trained "
+            "model: its adapters are exact",
+            session.run.export,
+            config.dtype,
+            100 * lost,
+            session.run.adapter,
+        )
+        return {LOST_BY_MERGING: lost}
     return {} if config.trained_quantization is None else {"packed_experts_equal": packed_experts}
 
 

@@ -23,6 +23,10 @@ PARSERS = {
 """Options with which SGLang and vLLM parse a chat format."""
 
 
+LOST_BY_MERGING = "export_lost_by_merging"
+"""Name of a figure in ``summary.json``: share of unmerged expert updates that the export lost by rounding."""
+
+
 @dataclass(frozen=True)
 class ModelCardFacts:
     """Facts about a run for the card, from its configuration."""
@@ -68,7 +72,7 @@ def model_card(training: ModelCardFacts, figures: Mapping[str, Any], has_templat
     sections = [
         f"---\n{header}\n---",
         f"# {training.name}",
-        _origin(training),
+        _origin(training, figures.get(LOST_BY_MERGING)),
         f"## Data\n\n{_data(training)}",
         f"## Results\n\n{_table(figures)}",
         f"## Serving\n\n{_serving(training, has_template)}",
@@ -92,7 +96,14 @@ def _family(training: ModelCardFacts) -> str:
     return training.model.model_type.replace("_", "-")
 
 
-def _origin(training: ModelCardFacts) -> str:
+def _origin(training: ModelCardFacts, lost: float | None) -> str:
+    """Describe the training.
+
+    Args:
+        training: facts about the run.
+        lost: share of the adapters' updates of experts that this model lost by rounding. None if training merged
+            experts.
+    """
     base = "random weights"
     if training.initial_weights is not None:
         base = f"`{training.initial_weights}`"
@@ -105,7 +116,14 @@ def _origin(training: ModelCardFacts) -> str:
         f"{KINDS[training.command]} with megatron-gptoss {package_version()}. {what}, in "
         f"{training.dtype}, seed {training.seed}."
     )
-    return "\n\n".join(filter(None, [made, training.algorithm]))
+    merged = ""
+    if lost is not None:
+        merged = (
+            "Experts were trained without merging their adapters. This model has merged experts, and rounding to "
+            f"{training.dtype} lost {lost:.1%} of the adapters' updates of experts. The adapters of the run, in PEFT's "
+            "format, are the trained model."
+        )
+    return "\n\n".join(filter(None, [made, merged, training.algorithm]))
 
 
 def _data(training: ModelCardFacts) -> str:

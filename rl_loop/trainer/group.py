@@ -99,6 +99,11 @@ class TrainerGroup:
     def mxfp4_digests(self) -> Digests:
         return self._all("mxfp4_digests")
 
+    def lost_by_merging(self) -> float:
+        """Return the share of unmerged expert updates that an export with merged weights loses."""
+        share: float = self._all("lost_by_merging")
+        return share
+
     def export(self, export: WeightExport) -> None:
         """Write all weights to a Hugging Face directory, from rank 0."""
         # Without this, Ray's store would hold a tokenizer of 28 MB for every rank.

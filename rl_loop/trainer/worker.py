@@ -30,6 +30,7 @@ from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.scorer import LogProbScorer, alignment, gather_parameters
 from megatron_gptoss.step_results import LossFunction, StepStatistics
 from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.weights import lost_by_merging
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import (
     distillation_objective,
@@ -430,6 +431,11 @@ class TrainerWorker:
         """Return digests of all quantized experts, as the ranks hold them."""
         gather_parameters(self.trainer.model)
         return self._gathering.mxfp4_digests()
+
+    def lost_by_merging(self) -> float:
+        """Return the share of unmerged expert updates that an export with merged weights loses."""
+        gather_parameters(self.trainer.model)
+        return lost_by_merging(self.model)
 
     def export(self, export: WeightExport) -> None:
         """Gather all weights, one tensor at a time, and write a Hugging Face directory on rank 0.

@@ -19,7 +19,7 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.live import export_hf_weights
 from converters.merge_adapter import merge_adapter
 from converters.names import hf_shapes
-from converters.peft_format import WEIGHTS_FILE
+from converters.peft_format import WEIGHTS_FILE, PeftDirectory
 from converters.reports import MergeLoss, MergeReport
 from converters.safetensors_files import SafetensorsWriter
 from gptoss_kernels import mxfp4
@@ -28,6 +28,7 @@ from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.trainer import PolicyTrainer
+from megatron_gptoss.weights import lost_by_merging
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.support.megatron_gptoss.reference import save_checkpoint
@@ -68,6 +69,32 @@ def test_merged_weights_are_those_of_the_trainer(
         directory = HfDirectory(merged)
         for name, tensor in export_hf_weights(model, MODEL):
             assert torch.equal(directory.get(name), tensor.to(DTYPES[dtype])), name
+
+
+def test_merge_reports_the_loss_of_unmerged_experts(base: Path, tmp_path: Path) -> None:
+    """Checkpoint and PEFT's format give the same report. Attention was trained merged, and loses nothing."""
+    adapter = ADAPTER.model_copy(update={"merge_experts": False})
+    model = adapted_model(
+        ParallelConfig(), adapter, torch.bfloat16, b_std=1e-3, quantization="mxfp4"
+    )
+    checkpoint = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
+    export_adapter(checkpoint, tmp_path / "peft")
+    assert not PeftDirectory(tmp_path / "peft", MODEL).adapter.merge_experts
+
+    reports = [
+        merge_adapter(base, source, tmp_path / f"merged {number}", dtype="bf16")
+        for number, source in enumerate((checkpoint, tmp_path / "peft"))
+    ]
+    assert reports[0] == reports[1]
+    assert all(".experts." in name for name in reports[0].updates)
+    errors, updates = (
+        sum(getattr(loss, name) for loss in reports[0].updates.values())
+        for name in ("squared_error", "squared_update")
+    )
+    lost = (errors / updates) ** 0.5
+    assert lost > 0.1
+    assert f"loses {lost:.1%} of the adapter's updates" in str(reports[0])
+    assert lost_by_merging(model) == pytest.approx(lost, rel=1e-3)
 
 
 def merged_in_bf16(base: Path, adapter: Path, root: Path) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from rl_loop.export import CHAT_TEMPLATE_FILE, export_policy
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import TinyVocabulary
 from rl_loop.session import training_of
-from rl_loop.tracking.model_card import model_card
+from rl_loop.tracking.model_card import LOST_BY_MERGING, model_card
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.rl_loop.prompts import SHORT_PROMPT
 
@@ -126,6 +126,9 @@ def test_model_card_names_base_model_results_and_serve_commands() -> None:
     assert "sglang.launch_server --model-path" in body and "vllm serve" in body
     assert "no chat template" not in body
     assert "no chat template" in model_card(training_of(config), {}, has_template=False)
+
+    adapted = model_card(training_of(config), {LOST_BY_MERGING: 0.384}, has_template=True)
+    assert "lost 38.4% of the adapters' updates" in adapted and "lost" not in card
 
     tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
     assert "vllm" not in model_card(training_of(tiny), {}, has_template=True)

@@ -1,0 +1,31 @@
+"""Unmerged adapters from training steps to log-probs of a server, with the plugin's storage and kernels on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.rl_loop.plugin_process import run_with_plugin
+
+
+@pytest.fixture(scope="module")
+def gaps() -> dict[str, dict[str, float]]:
+    program = "tests.support.rl_loop.engines.served_adapters"
+    said = run_with_plugin("-m", program, interpreted=True)
+    found: dict[str, dict[str, float]] = json.loads(said.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_server_has_the_log_probs_of_the_trainer(
+    step: int, gaps: dict[str, dict[str, float]]
+) -> None:
+    """In fp32 both compute the same sums. The first sync has the base, the others have not."""
+    assert gaps[f"step {step}"]["largest"] < 1e-5
+    # The server's rounding to bf16: 2**-9 of each expert's output, in 2 layers.
+    assert gaps[f"step {step}, rounded"]["mean"] < 4e-3
+
+
+def test_log_probs_differ_until_the_sync(gaps: dict[str, dict[str, float]]) -> None:
+    assert gaps["before the sync"]["mean"] > 0.1
