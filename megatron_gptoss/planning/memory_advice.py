@@ -264,6 +264,8 @@ def _summary(inputs: MemoryInputs, hardware: Hardware) -> str:
     if inputs.adapter is not None:
         base = inputs.quantization or "bf16"
         text += f", adapters of rank {inputs.adapter.rank} on a base in {base}"
+        if not inputs.adapter.merge_experts:
+            text += ", experts not merged"
     elif inputs.quantization is not None:
         text += f", experts trained through {inputs.quantization}"
     for optimizer in inputs.auxiliary_models:

@@ -84,7 +84,7 @@ class StepTime:
     merging: float = 0.0
     """Merging of adapters or rounding of weights, before the forward and the backward pass."""
     adapters: float = 0.0
-    """Gradients of the adapters' factors."""
+    """Gradients of the adapters' factors, and sums of products of unmerged experts."""
 
     @property
     def total(self) -> float:
@@ -149,7 +149,7 @@ def predict_step(
         parameters=_data_parallel_seconds(parallel, trained, 2),
         optimizer=_optimizer_seconds(parallel, trained, optimizer),
         merging=layer_passes * _weight_preparation_seconds(model, parallel, adapter, quantization),
-        adapters=layer_passes * _factor_gradient_seconds(model, parallel, adapter, local_tokens),
+        adapters=layer_passes * _factor_seconds(model, parallel, adapter, local_tokens),
     )
 
 
@@ -259,8 +259,9 @@ def _merging_seconds(
         projection = hidden * model.query_size / parallel.tensor
         seconds += _merge_seconds(projection, adapter.rank, "bf16")
 
-    # The same kernel dequantizes MXFP4 experts, with or without adapters.
-    expert_rank = adapter.rank_of_experts(model) if "experts" in targets else 0
+    # The same kernel dequantizes MXFP4 experts, with or without adapters. Unmerged experts are only dequantized.
+    merges = adapter.merge_experts and "experts" in targets
+    expert_rank = adapter.rank_of_experts(model) if merges else 0
     if expert_rank or quantization is not None:
         experts = model.num_experts / parallel.expert
         # Gate, up and down: three matrices of [intermediate, hidden].
@@ -283,13 +284,13 @@ def _merge_seconds(values: float, rank: int, base: str) -> float:
     return max(moving, computing)
 
 
-def _factor_gradient_seconds(
+def _factor_seconds(
     model: ModelConfig,
     parallel: ParallelConfig,
     adapter: AdapterConfig | None,
     local_tokens: float,
 ) -> float:
-    """Return the seconds for the gradients of A and B of one layer, per micro-batch."""
+    """Return the seconds for narrow products with A and B of one layer, per micro-batch."""
     # dB = dY^T (x A^T) and dA = (dY B)^T x are narrow products. Their time is that of reading x
     # twice and dY twice.
     if adapter is None:
@@ -307,6 +308,10 @@ def _factor_gradient_seconds(
         load = EXPERT_LOAD if parallel.expert > 1 else 1.0
         rows = local_tokens * model.experts_per_token * load
         values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
+        if not adapter.merge_experts:
+            # The update of each output is written, and read by the product with the base. The backward pass does the
+            # same with the gradient of each input. The outputs of both passes have as many values as above.
+            values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
     return 2 * 2 * values / MEMORY_BANDWIDTH
 
 

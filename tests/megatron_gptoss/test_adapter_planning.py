@@ -243,6 +243,24 @@ def test_merge_time_is_linear_in_adapter_rank() -> None:
     assert dense < 0.1 * dequantising
 
 
+def test_unmerged_experts_are_only_dequantized() -> None:
+    """The rank costs no time. Each value of both GEMMs' outputs and gradients is written and read once more."""
+    lengths = [4096] * 4
+
+    def step(rank: int, *, merge: bool) -> StepTime:
+        adapter = AdapterConfig(expert_rank=rank, targets=("experts",), merge_experts=merge)
+        return predict_step(
+            GPT_OSS_20B, ParallelConfig(), OptimizerConfig(), lengths, 1, adapter, "mxfp4"
+        )
+
+    low, high, merged = step(8, merge=False), step(16, merge=False), step(8, merge=True)
+    assert low.merging == high.merging < merged.merging
+    rows = 4 * 4096 * 4
+    moved = 2 * 2 * 24 * rows * (2880 + 5760 + 2880 + 2880)
+    assert low.adapters - merged.adapters == pytest.approx(moved / MEMORY_BANDWIDTH)
+    assert replace(low, merging=0, adapters=0) == replace(merged, merging=0, adapters=0)
+
+
 def test_full_training_merges_nothing_and_computes_all_gradients() -> None:
     adapted = predicted_step()
     full = predicted_step(None, adapter=None)
