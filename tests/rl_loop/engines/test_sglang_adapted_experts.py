@@ -5,9 +5,7 @@ The plugin's code runs as in a server, in main memory.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +17,13 @@ from megatron_gptoss.config import AdapterConfig
 from rl_loop.engines.sglang.server_layout import EXPERT_ADAPTERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
-from tests.rl_loop.engines.test_sglang_packed_experts import MODEL, mxfp4_weights, plan_for
 from tests.support.rl_loop.packed_server import (
     PackedServer,
     ServedModel,
     SyncedModel,
     expert_storage,
 )
+from tests.support.rl_loop.packed_sync import MODEL, mxfp4_weights, plan_for, run_with_server
 
 RANK = 3
 ADAPTER = AdapterConfig(
@@ -49,18 +47,6 @@ def adapters(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return mxfp4_weights(1) | adapters(seed)
-
-
-def run_with_server(ranks: int, work: Callable[[PackedServer], Awaitable[None]]) -> None:
-    async def main() -> None:
-        server = PackedServer(MODEL, ranks)
-        await server.start()
-        try:
-            await work(server)
-        finally:
-            await server.stop()
-
-    asyncio.run(main())
 
 
 def test_trainer_and_server_name_adapters_equally() -> None:

@@ -5,7 +5,6 @@ The plugin's code runs as in a server, in main memory. Its Triton kernels run in
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
@@ -23,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from converters.mxfp4_tensors import pack_experts
-from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from gptoss_kernels import mxfp4
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -35,7 +32,6 @@ from rl_loop.engines.sglang.gpu_memory import ServerNeeds, mxfp4_expert_bytes
 from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
-from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
 from tests.support.distributed import free_port, run_distributed
 from tests.support.rl_loop.packed_server import (
@@ -46,24 +42,12 @@ from tests.support.rl_loop.packed_server import (
     layout,
     plugin,
 )
+from tests.support.rl_loop.packed_sync import MODEL, mxfp4_weights, plan_for, run_with_server
 from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
-MODEL = GptOssModelConfig(
-    num_layers=2, num_experts=3, experts_per_token=2, hidden_size=96, intermediate_size=192, num_attention_heads=4,
-    num_key_value_heads=2, head_size=16, vocab_size=640, max_length=1024,
-)  # fmt: skip
-"""Model whose rows and blocks do not fill the layouts.
-
-With two ranks, a rank has 96 of 192 intermediate columns, padded to 128.
-"""
 ODD_SHAPES = [(2, 160, 176), (1, 64, 64), (2, 33, 17), (1, 520, 48)]
-
-
-def mxfp4_weights(seed: int) -> dict[str, torch.Tensor]:
-    get = random_hf_weights(MODEL, seed)
-    return pack_experts({name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)})
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -241,30 +225,6 @@ def test_five_blocks_are_sharded_as_three_and_two() -> None:
 
 
 # -- syncs ----------------------------------------------------------------------------------------
-
-
-def plan_for(url: str, ranks: int = 1, **changes: Any) -> SyncPlan:
-    plan = SyncPlan(
-        urls=(url,),
-        version=2,
-        transport="shared_memory",
-        tensor_parallel=ranks,
-        bucket_bytes=20_000,
-        packed=True,
-    )
-    return replace(plan, **changes)
-
-
-def run_with_server(ranks: int, work: Callable[[PackedServer], Any]) -> None:
-    async def main() -> None:
-        server = PackedServer(MODEL, ranks)
-        await server.start()
-        try:
-            await work(server)
-        finally:
-            await server.stop()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -32,13 +32,13 @@ FEW_ROWS_PART = 3 * INPUTS
 MANY_ROWS_PART = 6 * INPUTS
 """Inputs of a program with many rows, of which there are more programs."""
 ADAPTER = "gptoss_adapter"
-"""Attribute of a matrix's PrecisionConfig with its ``ExpertAdapter``."""
+"""Attribute of a matrix's PrecisionConfig with its ``ServedAdapter``."""
 SETTINGS = "GPTOSS_EXPERT_ADAPTER"
 """Environment variable with the fields of ``AdapterSettings`` as a JSON object."""
 
 
 @dataclass(frozen=True)
-class ExpertAdapter:
+class ServedAdapter:
     """Adapters of one of a layer's two expert matrices, for all experts.
 
     Addresses never change, because CUDA graphs contain them.
@@ -81,7 +81,7 @@ class AdapterSettings:
 
 def allocate_adapter(
     settings: AdapterSettings, shape: tuple[int, int, int], device: torch.device
-) -> ExpertAdapter:
+) -> ServedAdapter:
     """Allocate adapters of zeros for one of a layer's two matrices.
 
     Args:
@@ -91,7 +91,7 @@ def allocate_adapter(
     """
     experts, rows, inputs = shape
     place: Any = {"dtype": torch.bfloat16, "device": device}
-    return ExpertAdapter(
+    return ServedAdapter(
         a=torch.zeros(experts, RANK, inputs, **place),
         b=torch.zeros(experts, rows, RANK, **place),
         scale=settings.scale,
@@ -104,12 +104,12 @@ class Projection:
 
     parts: Tensor
     """fp32 [parts, entries, RANK]. Their sum is x A^T."""
-    adapter: ExpertAdapter
+    adapter: ServedAdapter
 
 
 def project(
     x: Tensor,
-    adapter: ExpertAdapter,
+    adapter: ServedAdapter,
     routes: Any,
     entries: Tensor,
     placement: tuple[Tensor, Tensor, Tensor, Tensor],

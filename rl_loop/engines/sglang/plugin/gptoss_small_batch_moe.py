@@ -34,7 +34,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from gptoss_adapted_moe import ADAPTER, FACTORS, ExpertAdapter, project, start_sums, to_bf16
+from gptoss_adapted_moe import ADAPTER, FACTORS, ServedAdapter, project, start_sums, to_bf16
 from gptoss_expert_routing import sum_experts
 from gptoss_expert_values import scaled_values
 from gptoss_moe_occupancy import has_plugin_layout, scales_of_program
@@ -98,7 +98,7 @@ def multiply(
     *,
     swiglu: Swiglu | None = None,
     gates: Tensor | None = None,
-    adapter: ExpertAdapter | None = None,
+    adapter: ServedAdapter | None = None,
 ) -> None:
     """Multiply tokens with the matrices of their experts.
 
@@ -450,7 +450,7 @@ def with_small_batch_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
         gates: Any = options.get("gammas")
         activation: Any = options.get("fused_activation")
         y: Any = options.get("y")
-        adapter: ExpertAdapter | None = getattr(config, ADAPTER, None)
+        adapter: ServedAdapter | None = getattr(config, ADAPTER, None)
         is_ours = (
             config is not None
             and has_plugin_layout(config)

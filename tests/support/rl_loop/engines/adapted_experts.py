@@ -72,7 +72,7 @@ class Factors:
         pad = torch.nn.functional.pad
         missing = adapted.RANK - LAYER_RANK
         a, b = pad(self.a, (0, 0, 0, missing)), pad(self.b, (0, missing))
-        self.memory = adapted.ExpertAdapter(place.tensor(a), place.tensor(b), LAYER_SCALE)
+        self.memory = adapted.ServedAdapter(place.tensor(a), place.tensor(b), LAYER_SCALE)
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return the update's product without any rounding."""

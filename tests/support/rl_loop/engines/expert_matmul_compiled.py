@@ -42,7 +42,7 @@ def multiply(tokens: int, *, is_first: bool, has_adapter: bool = False) -> None:
         factors = {"dtype": torch.bfloat16}
         a = torch.empty(EXPERTS, adapted.RANK, WIDTH, **factors)
         b = torch.empty(EXPERTS, outputs, adapted.RANK, **factors)
-        kind["adapter"] = adapted.ExpertAdapter(a, b, scale=4.0)
+        kind["adapter"] = adapted.ServedAdapter(a, b, scale=4.0)
     matmul.multiply(
         torch.empty(tokens if is_first else entries, WIDTH, dtype=torch.bfloat16),
         torch.empty(EXPERTS, *layout.value_storage_shape(outputs, WIDTH // 2), **bytes_of),
