@@ -17,10 +17,11 @@ from converters.hf_layouts import Shape
 from converters.mapping import ParameterMapping, identity, single_part
 from converters.names import parameter_mappings
 from megatron_gptoss.config import AdapterConfig, ModelConfig
-from megatron_gptoss.layers.adapters import EXPERT_LINEARS
 
 MATRICES = {"gate_up": "gate_up_proj", "down": "down_proj"}
 """Hugging Face's name of each expert matrix, by adapter name."""
+_LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
+"""Megatron's name of each expert matrix. Equals ``EXPERT_LINEARS``, whose module imports Megatron."""
 
 _TARGETS = {
     "self_attention.linear_qkv.weight": ("q", "k", "v"),
@@ -85,8 +86,8 @@ def factor_name(layer: int, expert: int, target: str, factor: str) -> str:
         target: "gate_up" or "down".
         factor: "a" or "b".
     """
-    linear = EXPERT_LINEARS[target]
-    return f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{linear}.{factor}"
+    experts = f"decoder.layers.{layer}.mlp.experts.local_experts"
+    return f"{experts}.{expert}.{_LINEARS[target]}.{factor}"
 
 
 def is_factor(mapping: ParameterMapping) -> bool:
