@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
+from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import LocalEngine, ServeOptions, serve, served_settings
@@ -236,6 +237,7 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
         )
         return evaluate.write_records(requests, groups, output)
 
+    check_loads_merged_weights(config)
     # Unreadable weights are reported before engines start.
     loaded = evaluate.load_weights(weights or config.initial_weights, config.dtype)
     with ExitStack() as stack:
@@ -247,6 +249,20 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
         stack.callback(rollouts.close)
         groups = evaluate.run_with_engines(requests, rollouts, loaded)
     return evaluate.write_records(requests, groups, output)
+
+
+def check_loads_merged_weights(config: RunConfig) -> None:
+    """Refuse servers for unmerged adapters in commands that load a merged export.
+
+    Raises:
+        ConfigError: such servers would round merged weights to MXFP4.
+    """
+    if config.unmerged_adapter is not None and config.rollout.engine.packs_experts:
+        raise ConfigError(
+            "adapter.merge_experts (false): evaluation and serving load the merged export, which servers with "
+            f"rollout.engine.quantization={config.rollout.engine.experts_format} would round. Add "
+            "adapter.merge_experts=true rollout.engine.quantization=null"
+        )
 
 
 def run_server(
@@ -269,6 +285,7 @@ def run_server(
         ConversionError: there are no weights.
         ServeError: the server cannot listen on the address.
     """
+    check_loads_merged_weights(config)
     # These import torch.
     from rl_loop.evaluation.evaluate import load_weights
     from rl_loop.rollout.worker import model_shape

@@ -13,10 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
+from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments.base import final
-from rl_loop.run import run_evaluation
+from rl_loop.gateway.serve import ServeOptions
+from rl_loop.run import check_loads_merged_weights, run_evaluation, run_server
 from rl_loop.session import build_tasks
 from rl_loop.tasks.evaluation_records import read_evaluation
 from rl_loop.tasks.source import TaskMixture
@@ -112,3 +114,23 @@ def test_baseline_that_is_not_an_evaluation_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["eval", str(CONFIG), "--baseline", str(tmp_path / "x.jsonl")])
     assert result.exit_code == 1
     assert "x.jsonl: not the episodes of an evaluation" in result.output
+
+
+def test_merged_export_is_not_rounded_for_mxfp4_servers(tmp_path: Path) -> None:
+    """The servers of an unmerged run would round merged weights. The message has overrides that load."""
+    unmerged = [
+        *SMALL,
+        "model.hidden_size=64",
+        "model.intermediate_size=64",
+        "quantization=mxfp4",
+        "adapter={rank: 4, merge_experts: false}",
+        "dtype=bf16",
+        "rollout.engine={type: sglang, quantization: mxfp4}",
+    ]
+    config = load_config(CONFIG, RlConfig, unmerged)
+    remedy = ["adapter.merge_experts=true", "rollout.engine.quantization=null"]
+    with pytest.raises(ConfigError, match=" ".join(remedy)):
+        run_evaluation(config, tmp_path, tmp_path / "episodes.jsonl")
+    with pytest.raises(ConfigError, match=" ".join(remedy)):
+        run_server(config, ServeOptions(), print, tmp_path)
+    check_loads_merged_weights(load_config(CONFIG, RlConfig, [*unmerged, *remedy]))
