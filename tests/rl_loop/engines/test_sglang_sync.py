@@ -21,8 +21,10 @@ import ray
 import torch
 from safetensors.torch import save_file
 
+from converters.expert_adapters import changed_names, expert_adapter_shapes
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
+from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
@@ -47,6 +49,7 @@ from rl_loop.weight_sync.source import WeightMismatch
 from rl_loop.weight_sync.transports import buckets
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
+from tests.support.rl_loop import packed_sync
 from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
 from tests.support.rl_loop.sglang_protocol import (
     VOCAB,
@@ -623,3 +626,57 @@ def test_episodes_continue_their_prefix_after_server_deaths(
             for place in range(span.start, span.end):
                 assert ids[place] == next_token(prefix_state(ids[:place], digests[span.version]))
     assert max(len(episode.weight_versions) for episode in episodes) > 1
+
+
+UNMERGED = AdapterConfig(rank=8, expert_rank=3, targets=("q", "experts"), merge_experts=False)
+
+
+class AdapterTrainer(Trainer):
+    """Trainer rank 0 of a run with unmerged adapters on a base of seed 1."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        changed = changed_names(packed_sync.MODEL, UNMERGED)
+        merged = packed_sync.mxfp4_weights(seed)
+        generator = torch.Generator().manual_seed(seed)
+        shapes = expert_adapter_shapes(packed_sync.MODEL, 3)
+        self.adapters = {name: merged[name] for name in changed}
+        self.adapters |= {
+            name: torch.randn(shape, generator=generator).bfloat16()
+            for name, shape in shapes.items()
+        }
+        self.everything = packed_sync.mxfp4_weights(1) | self.adapters
+        self.only_adapters: list[bool] = []
+
+    def send_weights(self, sender: SglangSender) -> None:
+        self.only_adapters.append(sender.adapters_only)
+        self.named = self.adapters if sender.adapters_only else self.everything
+        super().send_weights(sender)
+
+
+def test_restarted_server_gets_base_and_adapters(config: RlConfig, tmp_path: Path) -> None:
+    """Real processes: a sync of everything, one of adapters, a killed server, and a comparison of all tensors."""
+    settings = config.rollout.engine.model_copy(update={"quantization": "mxfp4"})
+    context = BackendContext(packed_sync.MODEL, "bf16", 0, tmp_path / "engine", adapter=UNMERGED)
+    fleet = SglangFleet(settings, context)
+    try:
+        fleet.ready()
+        fleet.sync(AdapterTrainer(1), 1)
+        trainer = AdapterTrainer(2)
+        fleet.sync(trainer, 2)
+        assert trainer.only_adapters == [True]
+        fleet.compare()
+        kill_first_server(fleet)
+        wait_until(lambda: states(fleet)[0] == (ServerState.UNSYNCED, None))
+        fleet.recover_engines()
+        assert trainer.only_adapters == [True, False, False]
+        assert states(fleet) == [(ServerState.SYNCED, 2)] * 2
+        fleet.compare()
+
+        # The comparison covers the base that no sync of adapters has sent.
+        name = "model.layers.1.mlp.experts.down_proj_blocks"
+        trainer.everything[name] = trainer.everything[name] ^ 1
+        with pytest.raises(WeightMismatch, match=name):
+            fleet.compare()
+    finally:
+        fleet.close()
