@@ -20,7 +20,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port, run_distributed
-from tests.support.megatron_gptoss.adapted import MODEL, adapted_model, single_adapters
+from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, single_adapters
 from tests.support.megatron_gptoss.reference import (
     documents,
     float64_training,
@@ -43,8 +43,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor+expert": {"tensor": 2, "expert": 2},
     "tensor+expert, grouped": {"tensor": 2, "expert": 2},
     "context": {"context": 2},
+    "tensor+expert, grouped, unmerged": {"tensor": 2, "expert": 2},
+    "pipeline, unmerged": {"pipeline": 2},
 }
-PACKED = {"expert, four bits", "tensor, four bits", "tensor+expert, grouped"}
+UNMERGED = {"tensor+expert, grouped, unmerged", "pipeline, unmerged"}
+"""Layouts whose experts are not merged. In fp32 they are the same model."""
+PACKED = {"expert, four bits", "tensor, four bits", "tensor+expert, grouped", *UNMERGED}
 """Layouts whose base is stored in MXFP4."""
 Gradients = dict[str, torch.Tensor]
 
@@ -67,12 +71,14 @@ def train(
     quantization: Quantization | None = None,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
+    merge_experts: bool = True,
 ) -> dict[str, Any]:
     distributed.initialize(parallel, rank, port=port)
     try:
         # expert GEMMs as on GPUs
+        adapter = ADAPTER.model_copy(update={"merge_experts": merge_experts})
         model = adapted_model(
-            parallel, dtype=dtype, quantization=quantization, moe_grouped_gemm=grouped
+            parallel, adapter, dtype, quantization=quantization, moe_grouped_gemm=grouped
         )
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
         batches = local_batches(SAMPLES, 64, parallel)
@@ -104,6 +110,7 @@ def train_every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
             port,
             grouped="grouped" in name,
             quantization="mxfp4" if name in PACKED else None,
+            merge_experts=name not in UNMERGED,
         )
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
     }
