@@ -52,7 +52,7 @@ class Variant:
     """Index of the GPU among the visible ones."""
     log: Path
     """Log file of the server."""
-    expert_adapter_rank: int | None
+    expert_adapter_rank: int | None = None
     """Rank of unmerged expert adapters; None for a server without them."""
 
 
