@@ -71,8 +71,8 @@ class SglangSender:
 
     @property
     def adapters_only(self) -> bool:
-        # One gathering serves all plans.
-        return all(plan.adapters_only for plan in self.plans.values())
+        # One gathering serves all plans, so they agree.
+        return any(plan.adapters_only for plan in self.plans.values())
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:
         """Send the weights of ``rank`` to its servers.
