@@ -111,6 +111,7 @@ class RlTasks(Protocol):
     """Training and held-out tasks: a TaskMixture."""
 
     unusable: list[str]
+    """Reasons for tasks that were left out at the start, such as a prompt that is too long."""
 
     def train(self, position: int, count: int) -> list[Task]: ...
 
@@ -218,7 +219,11 @@ class RlLoop:
         return self.state.step
 
     def run_step(self, step: int) -> None:
-        """Run one step. The trainer has weights ``step`` before and ``step + 1`` afterwards."""
+        """Run one step. The trainer has weights ``step`` before and ``step + 1`` afterwards.
+
+        Output, metrics and recorded episodes name a step by the weights after it: ``step + 1``.
+        Held-out episodes have the number of their weights: ``step``.
+        """
         record = self.recorder.begin_step(step)
         # Before the episodes: tokens of the weights that the update starts from have a ratio of 1.
         self.sync_engines(step, record)
@@ -253,7 +258,8 @@ class RlLoop:
         Episodes that run ahead continue with the new weights.
 
         Raises:
-            CanaryError: engines that are compared here, such as SGLang, differ from the trainer.
+            CanaryError: engines that are compared here, such as SGLang, differ from the trainer by
+                more than the tolerance.
         """
         with record.timed("sync"):
             self.rollouts.sync_weights(self.trainer, version)
@@ -295,7 +301,8 @@ class RlLoop:
         """Wait for the comparison of the engines with the trainer.
 
         Raises:
-            CanaryError: they differ. Episodes since the sync are neither trained on nor recorded.
+            CanaryError: they differ by more than the tolerance (``weight_sync.canary``). Episodes
+                since the sync are neither trained on nor recorded.
         """
         with record.timed("sync"):
             assert self._sync_check is not None

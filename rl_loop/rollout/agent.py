@@ -72,7 +72,8 @@ async def run_episode(
             ``rollout.purification`` makes another one.
 
     Raises:
-        UnusablePrompt: the prompt leaves no room for an answer.
+        UnusablePrompt: the prompt leaves no room for an answer. The worker skips the task (metric
+            ``rollout/skipped_tasks``).
     """
     name = f"{task_id}/{seed}"
     episode = Episode(
