@@ -186,9 +186,11 @@ def findings(found: list[Door], loot: Path) -> list[str]:
     loot.chmod(0o777)
     described = json.dumps([asdict(door) for door in found])
     command = [sys.executable, __file__, str(loot)]
-    results = _run([*command, "user"], described)
-    with _network_namespace() as (inside, machine):
-        results += _run([*inside, *command, machine], described)
+    # Both attackers mostly wait for sockets that do not respond, so they run at the same time.
+    with _network_namespace() as (inside, machine), ThreadPoolExecutor(2) as pool:
+        commands = [[*command, "user"], [*inside, *command, machine]]
+        attacks = pool.map(lambda attack: _run(attack, described), commands)
+        results = [success for successes in attacks for success in successes]
     results += [f"a program of an attacker ran: {path.name}" for path in loot.iterdir()]
     return sorted(set(results))
 
@@ -290,9 +292,14 @@ def _try_door(door: Door, place: str, loot: Path, grpc: Any) -> list[str]:
     successes = []
     if not is_user and door.is_loopback:
         successes.append(f"{door}: reached from the network")
-    successes += _try_http(door, host, loot)
-    successes += _try_grpc(door, host, grpc)
-    return successes + _try_store(door, host)
+    # At the same time, because a silent socket takes the time limit of every protocol.
+    with ThreadPoolExecutor(3) as pool:
+        attacks = [
+            pool.submit(_try_http, door, host, loot),
+            pool.submit(_try_grpc, door, host, grpc),
+            pool.submit(_try_store, door, host),
+        ]
+        return successes + [success for attack in attacks for success in attack.result()]
 
 
 def _try_unix(door: Door) -> list[str]:
@@ -315,8 +322,9 @@ def _connects(host: str, port: int) -> bool:
 
 def _try_http(door: Door, host: str, loot: Path) -> list[str]:
     origin = f"http://{host}:{door.port}"
-    if _status(f"{origin}/health") is None and _status(f"{origin}/") is None:
-        return []  # no HTTP
+    with ThreadPoolExecutor(2) as pool:
+        if list(pool.map(_status, [f"{origin}/health", f"{origin}/"])) == [None, None]:
+            return []  # no HTTP
 
     successes = []
     for path in PATHS:
