@@ -56,6 +56,7 @@ LONGEST = [
     "tests/test_open_doors.py",
     "tests/rl_loop/agents/test_programs.py",
     "tests/megatron_gptoss/test_parallel_layouts.py",
+    "tests/test_docs.py",
     "tests/rl_loop/rollout/test_pool_stream.py",
     "tests/rl_loop/rollout/test_asynchronous_steps.py",
     "tests/rl_loop/algorithms/test_algorithms_end_to_end.py",
@@ -84,6 +85,7 @@ LONGEST = [
     "tests/rl_loop/gateway/test_workers.py",
     "tests/rl_loop/engines/test_small_batch_moe.py",
     "tests/rl_loop/engines/test_served_adapters.py",
+    "tests/rl_loop/engines/test_fused_sampling.py",
 ]
 """Files of 12 s of processor time or more without START_RAY, the longest first. A long file must not start last,
 because one process would run it alone."""
