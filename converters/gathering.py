@@ -100,7 +100,10 @@ class WeightGathering:
             plan = self.plan(tuple(receivers), packed=packed, adapters_only=adapters_only)
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
-            reason = f"rank {dist.get_rank()} has no memory for weights of other ranks: {error}"
+            reason = (
+                f"rank {dist.get_rank()} cannot allocate {plan.buffer_bytes / 1e9:.1f} GB for weights "
+                f"that other ranks send: {error}"
+            )
 
         # Tell all ranks before the first message. A rank that continued alone would wait forever.
         for failure in self._gather_on_hosts(reason):
@@ -163,7 +166,10 @@ class WeightGathering:
         for rank_digests in self._gather_on_hosts(self.local.mxfp4_digests()):
             for name, digest in rank_digests.items():
                 if digests.setdefault(name, digest) != digest:
-                    raise ConversionError(f"{name}: two ranks hold different copies")
+                    raise ConversionError(
+                        f"{name}: the copies of two ranks differ, although replicas must be equal. "
+                        "Continue from the last checkpoint with --resume"
+                    )
         return digests
 
     def plan(

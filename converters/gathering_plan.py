@@ -274,5 +274,6 @@ class GatheringPlanner:
             if contents.holds(mapping, shard):
                 return rank
         raise ConversionError(
-            f"parameter {mapping.name}: no rank holds shard {shard or 0}, so the layout is broken"
+            f"parameter {mapping.name}: no rank holds its tensor-parallel shard {shard or 0}, so the "
+            "model does not have the layout of its process groups"
         )

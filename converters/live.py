@@ -91,8 +91,8 @@ def _parts(
         # Check before slicing: slices of a tensor with more experts would load without an error.
         if tuple(tensor.shape) != expected:
             raise ConversionError(
-                f"tensor {name} has shape {list(tensor.shape)}, but the model configuration needs "
-                f"{list(expected)}"
+                f"tensor {name} has shape {list(tensor.shape)}, but the model configuration requires "
+                f"{list(expected)}. Use the configuration of these weights"
             )
         if mapping.expert is None:
             parts.append(tensor)

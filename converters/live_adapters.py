@@ -56,11 +56,14 @@ def load_adapter(model: torch.nn.Module, config: ModelConfig, source: Adapters) 
 def _check_same_settings(model: torch.nn.Module, source: Adapters, config: ModelConfig) -> None:
     chunk: Any = model[0] if isinstance(model, torch.nn.ModuleList) else model
     if chunk.config.adapter is None:
-        raise ConversionError(f"{source.path}: the model was built without adapters")
+        raise ConversionError(
+            f"{source.path}: holds adapters, but the model was built without adapters. Set adapter"
+        )
 
     difference = chunk.config.adapter.difference(source.adapter, config)
     if difference is not None:
         key, own, theirs = difference
         raise ConversionError(
-            f"{source.path}: {key} of the adapter is {theirs}, but {own} in the model"
+            f"{source.path}: the adapters have {key}={theirs}, but the model was built with "
+            f"{key}={own}. Set {key}={theirs}"
         )

@@ -375,6 +375,6 @@ def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: 
     if not nearest(defined_values(blocks, scales), quantized.exact, scales):
         raise ConversionError(
             f"{directory}: the MXFP4 values of {mapping.hf_names[0]}, expert {mapping.expert}, are "
-            "not the nearest ones to the merged weights, because the codec of this machine is "
-            "wrong. Nothing was kept"
+            "not the nearest ones to the merged weights, so quantization gave a wrong result on this "
+            "machine. Nothing was kept. Merge on another machine"
         )

@@ -95,7 +95,10 @@ class _ImportComparison:
 
         # Names and shapes of all parameters follow from the configuration, so compare it first.
         if self._written.config != self.source.config:
-            raise ConversionError(f"{self._final}: its model configuration differs from {hf_dir}")
+            raise ConversionError(
+                f"{self._final}: the written model configuration differs from that of {hf_dir}. Nothing "
+                "was kept. Convert again"
+            )
         # A sample reads few chunks. Place and length of all of them are cheap to check.
         self._written.check_chunk_ranges()
 
@@ -250,7 +253,10 @@ class _ExportComparison:
         for name, part in mapping.named_parts(expected).items():
             where.file = self._written.file_of(name)
             where.require_same(name, parts[name], part)
-        raise ConversionError(f"{mapping.name}: the two directions of the name table disagree")
+        raise ConversionError(
+            f"parameter {mapping.name}: export and import of this parameter do not invert each other. "
+            "Nothing was kept. Correct its entry in the name table (converters/families)"
+        )
 
     def _compare_mxfp4(
         self, name: str, expert: int, matrix: torch.Tensor, where: "_Location"
@@ -274,8 +280,9 @@ class _ExportComparison:
         is_exact = torch.equal(defined, exact.float())
         if (loss.changed == 0 and not is_exact) or not nearest(defined, exact, scales):
             raise ConversionError(
-                f"{where}: the MXFP4 values are not the nearest ones to {self.source.path}, "
-                "because the codec of this machine is wrong. Nothing was kept"
+                f"{where}: the MXFP4 values are not the nearest ones to {self.source.path}, so "
+                "quantization gave a wrong result on this machine. Nothing was kept. Convert on another "
+                "machine"
             )
         return loss
 

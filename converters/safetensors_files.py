@@ -156,7 +156,9 @@ def _read_header(file: Any, path: Path) -> _Header:
     # A damaged length would otherwise read or allocate any number of bytes.
     (length,) = struct.unpack("<Q", file.read(LENGTH_BYTES))
     if length > MAX_HEADER_BYTES:
-        raise ValueError(f"header of {length:,} bytes")
+        raise ValueError(
+            f"{path}: the header declares {length:,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed"
+        )
     tensors = parse_json(file.read(length), path)
     metadata = tensors.pop("__metadata__", None) or {}
     return _Header(tensors, metadata, data_start=LENGTH_BYTES + length)

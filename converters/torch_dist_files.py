@@ -267,7 +267,10 @@ class TorchDistReader:
             ConversionError: if there is no such key.
         """
         if key not in self._tensors:
-            raise ConversionError(f"{self.directory}: key {key} is missing")
+            raise ConversionError(
+                f"{self.directory}: key {key} is missing. Check that gptoss_config.json belongs to this "
+                "checkpoint"
+            )
         return tuple(self._tensors[key].size)
 
     def get(self, key: str, leading_index: Shape, shape: Shape) -> torch.Tensor:
@@ -299,7 +302,10 @@ class TorchDistReader:
 
         # Chunks of one element do not overlap, so counting values finds a missing chunk.
         if filled != result.numel():
-            raise ConversionError(f"{self.directory}: {key}{list(leading_index)} is incomplete")
+            raise ConversionError(
+                f"{self.directory}: {METADATA_FILE} places only {filled:,} of the {result.numel():,} "
+                f"values of {key}{list(leading_index)} in files. Copy the checkpoint again"
+            )
         return result
 
     def file_of(self, key: str, leading_index: Shape) -> str:
@@ -429,7 +435,8 @@ class TorchDistReader:
         # An intact archive may still hold another tensor than the metadata says.
         if tensor.shape != chunk.sizes:
             raise ConversionError(
-                f"{path}: {key} has shape {list(tensor.shape)}, not {list(chunk.sizes)}"
+                f"{path}: the stored part of {key} has shape {list(tensor.shape)}, but {METADATA_FILE} "
+                f"says {list(chunk.sizes)}. Copy the checkpoint again"
             )
         return tensor
 

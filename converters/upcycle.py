@@ -206,7 +206,10 @@ def upcycle(
     renamed = harmony_tokens(extras) if options.harmony else None
     ids = torch.tensor(tokens[: config.max_length])
     if len(ids) < 2:
-        raise ConversionError("text: needs at least two tokens to measure activations")
+        raise ConversionError(
+            f"the calibration text must have at least 2 tokens to measure activations, got {len(ids)}. "
+            "Use a longer text"
+        )
 
     with torch.no_grad():
         measured = measure(source, config, options, ids, measure_progress)
@@ -267,18 +270,18 @@ def upcycled_config(source: HfDirectory, options: UpcycleOptions) -> GptOssModel
     where = source.path / "config.json"
     if not isinstance(dense, DenseModelConfig):
         raise ConversionError(
-            f"{where}: model_type {dense.model_type} is no dense model. Upcycle a Llama or Qwen2 "
-            "model"
+            f"{where}: model_type is {dense.model_type}, but only dense models can be upcycled. Use a "
+            "Llama or Qwen2 model"
         )
     if dense.rope_scaling is not None:
         raise ConversionError(
-            f"{where}: rope_scaling {dense.rope_scaling.rope_type} cannot be expressed in GPT-OSS. "
-            "Only models with plain rotary embeddings can be upcycled"
+            f"{where}: rope_scaling has rope_type {dense.rope_scaling.rope_type!r}, which GPT-OSS cannot "
+            "represent. Use a model without rope_scaling"
         )
     if options.experts_per_token > options.num_experts:
         raise ConversionError(
-            f"experts per token: {options.experts_per_token} exceeds the {options.num_experts} "
-            "experts"
+            f"experts_per_token ({options.experts_per_token}) exceeds num_experts "
+            f"({options.num_experts}). Lower experts_per_token"
         )
 
     # GPT-OSS always uses YaRN. With these bounds, its ramp covers no channel, so all frequencies stay

@@ -156,8 +156,8 @@ def _difference(name: str, expected: torch.Tensor, actual: torch.Tensor) -> Tens
     # Pieces of different shapes would pair unrelated elements.
     if expected.shape != actual.shape:
         raise ConversionError(
-            f"tensor {name} has shape {list(expected.shape)} on one side and "
-            f"{list(actual.shape)} on the other"
+            f"tensor {name} has shape {list(expected.shape)} in the Hugging Face directory and "
+            f"{list(actual.shape)} in the checkpoint. Compare two forms of one model"
         )
 
     largest = 0.0

@@ -114,6 +114,6 @@ def _cannot_be_written(final: Path, error: OSError) -> DirectoryError:
     parent = next(path for path in final.absolute().parents if path.exists())
     free_mib = shutil.disk_usage(parent).free >> 20
     return DirectoryError(
-        f"{error.filename or final}: cannot be written ({error.strerror or error}); {free_mib} MiB "
-        f"are free in {parent}. {final} is as it was"
+        f"{error.filename or final}: cannot be written ({error.strerror or error}). {free_mib} MiB are "
+        f"free in {parent}. {final} is unchanged"
     )

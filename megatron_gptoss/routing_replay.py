@@ -76,7 +76,8 @@ class LayerReplay:
         queue = self.pending_recompute if self.is_recomputing else self.pending
         if not queue:
             raise RuntimeError(
-                f"routing replay: the router of layer {self.layer} routes a micro-batch twice"
+                f"routing replay: the router of layer {self.layer} was called for more micro-batches than "
+                "there are recorded routes. Record the routes before every forward pass"
             )
 
         # The recomputation must use the same experts. Otherwise its activations would not match the
@@ -106,8 +107,9 @@ class LayerReplay:
         if prescribed is not None:
             if prescribed.shape != chosen.shape:
                 raise ValueError(
-                    f"routing replay: layer {self.layer} routes {tuple(chosen.shape)} "
-                    f"[tokens, top_k] and was given {tuple(prescribed.shape)}"
+                    f"routing replay: the recorded routes of layer {self.layer} have the shape "
+                    f"{list(prescribed.shape)} [tokens, top_k], but the router needs "
+                    f"{list(chosen.shape)}"
                 )
             is_prescribed = prescribed[:, :1] >= 0
             routes = torch.where(is_prescribed, prescribed, chosen)
@@ -174,9 +176,9 @@ class RoutingReplay:
         for layer in self.layers:
             if layer.pending or layer.pending_recompute:
                 raise RuntimeError(
-                    f"routing replay: layer {layer.layer} left routes of "
-                    f"{len(layer.pending)} micro-batches unused, "
-                    f"and of {len(layer.pending_recompute)} in recomputation"
+                    f"routing replay: the router of layer {layer.layer} has not used the recorded routes "
+                    f"of {len(layer.pending)} micro-batches in the forward pass, and of "
+                    f"{len(layer.pending_recompute)} in recomputation"
                 )
 
     def agreement(self) -> dict[str, float]:

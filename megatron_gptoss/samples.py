@@ -113,7 +113,9 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         for sequence, owner in zip(sequences, names, strict=True):
             unknown = sequence.keys() - TOKEN_COLUMNS.keys() - {ROUTES}
             if unknown:
-                raise ColumnError(f"column {min(unknown)} of {owner} is not declared")
+                raise ColumnError(
+                    f"column {min(unknown)} of {owner} is not declared. Declare it in TokenColumns"
+                )
         lengths = [len(sequence.get("token_ids", ())) for sequence in sequences]
         columns: dict[str, Any] = {
             name: _join_column(name, sequences, names, lengths) for name in TOKEN_COLUMNS
@@ -125,7 +127,8 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         if any(has_routes) and not all(has_routes):
             without = names[has_routes.index(False)]
             raise ColumnError(
-                f"{without} has no routed_experts and others have; a batch needs all or none"
+                f"column routed_experts of {without} is missing, but other sequences have it. Give it for "
+                "all sequences of a batch, or for none"
             )
 
         return cls(
@@ -147,7 +150,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         """
         for name in columns or ():
             if name not in TOKEN_COLUMNS and name != ROUTES:
-                raise ColumnError(f"there is no column {name!r}")
+                raise ColumnError(f"column {name} is not declared. Declare it in TokenColumns")
 
         present = self.columns
         wanted = [name for name in present if columns is None or name in columns]
@@ -191,12 +194,14 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         offsets = self.offsets
         if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0:
             raise ColumnError(
-                f"offsets must be int64 [n + 1] from 0, got {offsets.dtype} {offsets}"
+                f"offsets must be int64 [sequences + 1] and begin with 0, got {offsets.dtype} {offsets}"
             )
         if self.names and len(self.names) != len(self):
-            raise ColumnError(f"{len(self.names)} names for {len(self)} sequences")
+            raise ColumnError(f"names has {len(self.names)} entries for {len(self)} sequences")
         if self.episodes is not None and self.episodes.shape != (len(self),):
-            raise ColumnError(f"episodes has {list(self.episodes.shape)}, expected [{len(self)}]")
+            raise ColumnError(
+                f"episodes has shape {list(self.episodes.shape)}, expected [{len(self)}]"
+            )
 
         empty = np.diff(offsets) < 1
         if empty.any():
@@ -204,15 +209,18 @@ class TrainingSamples(TokenColumns[np.ndarray]):
 
     def _check_routes(self, routes: Sequence[Any]) -> None:
         if len(routes) != len(self):
-            raise ColumnError(f"routed_experts of {len(routes)} sequences, expected {len(self)}")
+            raise ColumnError(
+                f"column routed_experts has {len(routes)} entries for {len(self)} sequences"
+            )
         for i, (row, length) in enumerate(zip(routes, self.lengths, strict=True)):
             check_route_array(row, int(length), self.name_of(i))
             # Rows of one batch are joined, so they agree in all but their length.
             first = routes[0]
             if row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
                 raise ColumnError(
-                    f"column routed_experts of {self.name_of(i)} is {row.dtype} {list(row.shape)}, "
-                    f"that of {self.name_of(0)} {first.dtype} {list(first.shape)}"
+                    f"column routed_experts of {self.name_of(i)} is {row.dtype} {list(row.shape)}, but "
+                    f"{first.dtype} {list(first.shape)} for {self.name_of(0)}. Layers, top_k and dtype "
+                    "must be equal in a batch"
                 )
 
     @property

@@ -121,7 +121,7 @@ def require_column[Array](columns: Mapping[str, Array], name: str) -> Array:
     if name not in TOKEN_COLUMNS:
         raise ColumnError(f"column {name} is not declared. Declare it in TokenColumns")
     place = TOKEN_COLUMNS[name].filled_by
-    raise ColumnError(f"column {name} is missing, and has to be filled by the {place}")
+    raise ColumnError(f"column {name} is missing. The {place} must fill it")
 
 
 def column_bytes(*filled_by: str) -> int:
@@ -194,5 +194,8 @@ def as_column(name: str, values: Any, tokens: int, owner: str) -> np.ndarray:
     if dtype.kind == "i" and tokens > 0:
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
-            raise ColumnError(f"column {name} of {owner} holds numbers that are no {dtype}")
+            raise ColumnError(
+                f"column {name} of {owner} holds numbers from {array.min()} to {array.max()}, which "
+                f"{dtype} cannot represent"
+            )
     return array.astype(dtype)

@@ -248,9 +248,8 @@ class PolicyTrainer(LogProbScorer):
                 names += rank_names
 
         return (
-            f"the gradients of {len(names)} parameters are not finite, "
-            f"from {names[0]} to {names[-1]}; "
-            "the backward pass carries NaN towards the input, so look at the last one first"
+            f"the gradients of {len(names)} parameters are not finite. The first is {names[0]}, the last "
+            f"is {names[-1]}. Begin with the last one, because NaN spreads from there to earlier layers"
         )
 
     def _measure_speed(
@@ -365,8 +364,8 @@ def reduce_scalars(
         differing = sorted(set(names) ^ set(scalars))
         if differing:
             raise ValueError(
-                f"metrics of a loss: {', '.join(differing)} missing in some micro-batches. Return "
-                "the same names for every micro-batch, with 0 if there is nothing to sum"
+                f"loss metrics {', '.join(differing)} are missing in some micro-batches. Return all "
+                "names for every micro-batch, with 0 if there is nothing to sum"
             )
     if not names:
         return {}

@@ -126,7 +126,7 @@ def parse_json(content: bytes | str, path: Path) -> Any:
         return json.loads(content, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise UntrustedFileError(
-            f"{path}: not valid JSON (nested too deep). Copy or download it again"
+            f"{path}: the JSON has too many nested levels to be parsed. Copy or download it again"
         ) from None
     except ValueError as error:
         raise UntrustedFileError(

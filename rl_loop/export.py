@@ -127,9 +127,9 @@ def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, byte
     if extras is not None and extras.files:
         return extras.files
     logger.warning(
-        "the export has no tokenizer and no chat template, because %s has none. Copy the files "
-        "of the base model to the export",
-        source or "nothing that the run began with",
+        "the export has no tokenizer and no chat template, because %s. Copy the files of the base "
+        "model to the export",
+        f"{source} has none" if source else "the run began with random weights",
     )
     return {}
 

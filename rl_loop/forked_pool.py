@@ -140,14 +140,18 @@ class ForkedPool:
                     if control is None or self._is_healthy(closings, control):
                         raise
                     raise PoolFailure(
-                        f"{self._name} does not answer its control question: {control!r:.500}"
+                        f"{self._name} answers no question within its limits, not even the control "
+                        f"question {control!r:.500}. The machine may be overloaded"
                     ) from None
 
             # Text of a policy or a client must not be able to cause a PoolFailure.
             is_well = self._is_healthy(closings, self.control if control is None else control)
             if is_well and out_of_memory_kills() == killed_before:
-                raise CallLimitExceeded("two processes died while working on it")
-        raise PoolFailure(f"{self._name}: two processes died while working on {question!r:.500}")
+                raise CallLimitExceeded("processing it crashed two worker processes")
+        raise PoolFailure(
+            f"{self._name}: two worker processes died. Their question was {question!r:.500}. Memory may "
+            "be short"
+        )
 
     def ask_async(self, question: Any, control: Any = None) -> Awaitable[Any]:
         """Call ``ask`` on a thread and return an awaitable of the answer."""

@@ -130,7 +130,7 @@ class CircuitBreaker:
         else:
             self._streak += len(group.invalid)
         if self._max_streak is not None and self._streak >= self._max_streak:
-            limit = f"{self._streak} in a row; the limit is {self._max_streak}"
+            limit = f"{self._streak} in a row, and the limit is {self._max_streak}"
             raise InfrastructureOutage(self._message(limit))
 
     def check_share(self) -> None:

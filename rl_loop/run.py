@@ -407,8 +407,8 @@ def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
 
     if config.model.num_parameters > MAX_DECODED_PARAMETERS:
         logger.info(
-            "%s: a sample of its weights was compared with the trainer, but its answers were "
-            "not, because %.1f billion parameters are too many for the CPU of this machine",
+            "%s: sampled weights of the export equal the trainer's. Answers were not compared, because "
+            "%.1f billion parameters are too many for a CPU",
             session.run.export,
             config.model.num_parameters / 1e9,
         )

@@ -179,8 +179,8 @@ def read_written(path: Path) -> WrittenConversations:
     # A long line has the same remedy.
     except ValueError as error:
         raise DataError(
-            f"{path}, line {len(questions) + 1}: is not a conversation of this command ({error}). "
-            "Name a new file"
+            f"{path}, line {len(questions) + 1}: this command did not write the line ({error}). Name a "
+            "new file"
         ) from None
     return WrittenConversations(questions, size)
 
@@ -198,7 +198,7 @@ def _question_of(line: bytes) -> str:
             return str(user["content"])
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise ValueError("not one question and one answer")
+    raise ValueError("it must have one question and one answer")
 
 
 def _missing(

@@ -57,7 +57,8 @@ async def call_user_code[T](function: Callable[[], T], name: str) -> T:
     """
     if _hanging[name] >= MAX_HUNG_CALLS:
         raise TooManyHungCalls(
-            f"{name}: {MAX_HUNG_CALLS} calls have not returned. Add a time limit to this function"
+            f"{name}: {MAX_HUNG_CALLS} calls have not returned, so no further call is started. Add a time "
+            "limit to this function"
         )
 
     loop = asyncio.get_running_loop()
@@ -117,7 +118,9 @@ class _Call:
             self._is_abandoned = True
             _hanging[self._name] += 1
             hanging = _hanging[self._name]
-        logger.warning("%s does not return; %d of its calls are hanging", self._name, hanging)
+        logger.warning(
+            "%s did not return within its time limit. Its hanging calls: %d", self._name, hanging
+        )
 
     def _hand_over(self, value: Any, error: BaseException | None) -> None:
         # The caller was cancelled.

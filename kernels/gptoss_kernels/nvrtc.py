@@ -273,7 +273,9 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise RuntimeError(f"{name} not found: it comes with torch's nvidia-cuda-nvrtc package")
+    raise RuntimeError(
+        f"{name} not found. Install nvidia-cuda-nvrtc, a dependency of torch, or use backend='reference'"
+    )
 
 
 def _nvrtc_version() -> str:

@@ -107,13 +107,13 @@ def check_adapters(path: Path, model: torch.nn.Module) -> None:
         if saved is None:
             return
         raise CheckpointError(
-            f"checkpoint {path} holds adapters, but all parameters of this model are trained. "
-            "Load it with the same adapter settings"
+            f"checkpoint {path} holds adapters, but adapter is null in this run. Set adapter as in the "
+            "run that saved the checkpoint"
         )
     if saved is None:
         raise CheckpointError(
-            f"checkpoint {path} holds a whole model, but this model trains adapters. Load it as "
-            "the base by initial_weights"
+            f"checkpoint {path} holds a whole model, but this run trains adapters. Export it (gptoss "
+            "convert export), and set initial_weights to the export"
         )
 
     # The settings first: comparing them is instant, and the digest reads the whole base.
@@ -138,7 +138,8 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
     if difference is not None:
         key, own, theirs = difference
         raise CheckpointError(
-            f"checkpoint {path} was saved with {key}={theirs}, but the configuration has {own}"
+            f"checkpoint {path} was saved with {key}={theirs}, but the configuration has {own}. Set "
+            f"{key}={theirs}, or start a new run"
         )
 
 

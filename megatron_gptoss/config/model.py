@@ -89,7 +89,7 @@ class ModelConfig(StrictModel, ABC):
         # The validator runs for every field, and most fields have no bound.
         bound = UPPER_BOUNDS.get(info.field_name or "")
         if bound is not None and value > bound:
-            raise ValueError(f"exceeds {bound:,}, the maximum")
+            raise ValueError(f"exceeds the maximum of {bound:,}")
         return value
 
     @model_validator(mode="after")
@@ -251,6 +251,7 @@ def check_layer_types(raw: dict[str, Any], config: ModelConfig, where: str) -> N
     if layer_types not in (None, config.layer_types):
         kinds = " and ".join(dict.fromkeys(config.layer_types))
         raise ValueError(
-            f"{where}: layer_types must be {kinds} in turn for num_hidden_layers "
-            f"({config.num_layers}) layers, got {str(layer_types)[:200]}"
+            f"{where}: layer_types must repeat {kinds} for num_hidden_layers "
+            f"({config.num_layers}) layers, got {str(layer_types)[:200]}. Models with another order are "
+            "not supported"
         )

@@ -18,12 +18,13 @@ def check_quantization(key: str, quantization: Quantization | None, model: Model
         return
     if quantization not in model.quantizations:
         raise ValueError(
-            f"{key} {quantization}: a {model.model_type} model has no experts to hold it"
+            f"{key} is {quantization}, a format of experts, but a {model.model_type} model has no "
+            "experts. Set it to null"
         )
     for name in ("hidden_size", "intermediate_size"):
         size = getattr(model, name)
         if size % 32:
             raise ValueError(
-                f"{key} {quantization} needs {name} ({size}) to be a multiple of 32, the values "
-                "that share a scale"
+                f"{key} is {quantization}, which needs a multiple of 32 as {name}, but {name} is {size}. "
+                f"Set {key} to null"
             )

@@ -37,7 +37,7 @@ class Mxfp4Weight(torch.nn.Module):
         """
         super().__init__()
         if columns % BLOCK:
-            raise ValueError(f"rows of {columns} values cannot be cut into blocks of {BLOCK}")
+            raise ValueError(f"columns must be a multiple of {BLOCK} for MXFP4, got {columns}")
 
         # Buffers instead of parameters: they move with the model, and no optimizer sees them.
         self.shape = torch.Size((rows, columns))

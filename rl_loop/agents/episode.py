@@ -168,7 +168,7 @@ class AgentRunner:
         captured = await run_in_thread(session.trajectories, task_id)
         if not captured:
             function = environment.external_agent().function
-            what = f"{function} returned without a turn of the policy"
+            what = f"{function} returned without a request to the policy"
             raise InfrastructureFailure("environment", what, function)
         sequences = [trajectory for _, trajectory in captured]
         return session.episode.conclude(sequences, result, ending)
@@ -233,7 +233,7 @@ async def outcome_of(
     if not has_returned or ending.reason not in (FinishReason.STOP, FinishReason.LENGTH):
         return await guard.outcome(ending)
     function = guard.environment.external_agent().function
-    what = f"{function} returned no reward and posted none"
+    what = f"{function} returned no reward and posted none to the gateway"
     raise InfrastructureFailure("checker", what, function)
 
 

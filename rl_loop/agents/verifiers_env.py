@@ -46,7 +46,10 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
     environment = await _served(task["env"])
     chosen = next(islice(environment.taskset, task["index"], None), None)
     if chosen is None:
-        reason = f"{_name(task['env'])} has no task {task['index']}"
+        reason = (
+            f"{_name(task['env'])}: its task set has no task with index {task['index']}. Write the rows "
+            "again from this task set"
+        )
         raise InfrastructureFailure("environment", reason)
 
     # verifiers reads API keys from environment variables. Every episode has its own key, so it

@@ -163,7 +163,10 @@ def read_weights(directory: Path) -> WeightSet:
     opened = HfDirectory(directory)
     # HfDirectory also reads dense models, which have no sinks and no experts to check.
     if not isinstance(opened.config, GptOssModelConfig):
-        raise CertifyError(f"{directory}: model_type is {opened.config.model_type}, not gpt_oss")
+        raise CertifyError(
+            f"{directory}: model_type is {opened.config.model_type}, expected gpt_oss. Only GPT-OSS "
+            "models can be certified"
+        )
     tensors = {name: opened.get(name) for name in opened.names()}
     return WeightSet(opened.config, tensors, directory)
 

@@ -44,7 +44,7 @@ def check_encodes_text(
         ids = vocabulary.encode_text(text)
         # Some tokenizers drop bytes without a token.
         if not ids:
-            raise ValueError(f"the text {text!r} is encoded as no token")
+            raise ValueError(f"the text {text!r} is encoded as an empty list of tokens")
         if not special.isdisjoint(ids):
             found = min(special.intersection(ids))
             raise ValueError(f"the text {text[:40]!r} is encoded as the special token {found}")

@@ -434,11 +434,12 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
     except ValidationError as error:
         # For a file of the other command, one sentence is better than a list of unknown keys.
         _reject_other_kind(path, kind, error)
-        mistakes = [
-            f"  {_key_of(mistake)}: {_explain(mistake, kind)}" for mistake in error.errors()
-        ]
-        listed = "\n".join(mistakes)
-        raise ConfigError(f"{path} is not a valid {kind.__name__}:\n{listed}") from None
+        listed = ""
+        for mistake in error.errors():
+            key = _key_of(mistake)
+            # Messages about several sections begin with their keys.
+            listed += f"\n  {key}{': ' if key else ''}{_explain(mistake, kind)}"
+        raise ConfigError(f"{path}: the configuration is invalid:{listed}") from None
 
 
 def _reject_other_kind(path: Path, kind: type[StrictModel], error: ValidationError) -> None:
@@ -480,18 +481,22 @@ def read_yaml(path: Path) -> Any:
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory. Name the YAML file.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: the YAML is nested too deeply") from None
+        raise ConfigError(
+            f"{path}: the YAML has too many nested levels to be parsed. Remove levels"
+        ) from None
     except (YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+        raise ConfigError(f"{path}: not a YAML file that can be read ({error})") from None
     if not OmegaConf.is_dict(tree):
-        raise ConfigError(f"{path}: the file does not contain a mapping of keys to values")
+        raise ConfigError(
+            f"{path}: the file contains no `key: value` lines at its top level. Name a configuration"
+        )
     return tree
 
 
 def _key_of(error: Any) -> str:
-    """Return the key of an error, without pydantic's tags of unions."""
+    """Return the key of an error, without pydantic's tags of unions. Empty for the top level."""
     parts = [str(part) for part in error["loc"]]
-    return ".".join(part for part in parts if not part.startswith(TAG)) or "(top level)"
+    return ".".join(part for part in parts if not part.startswith(TAG))
 
 
 def _explain(error: Any, kind: type[StrictModel]) -> str:

@@ -331,9 +331,9 @@ class RlConfig(RunConfig):
 
             if self.vocabulary == "tiny" and self.vocabulary_data is None:
                 raise ValueError(
-                    "vocabulary tiny cannot include the texts of the agent of "
-                    f"tasks.sources.{name}. Set vocabulary_data to the conversations that the "
-                    "policy was fine-tuned on."
+                    "vocabulary=tiny is made from texts that are known before the run, but the "
+                    f"external agent of tasks.sources.{name} sends its own texts. Set vocabulary_data "
+                    "to the conversations that the policy was fine-tuned on."
                 )
             if self.rollout.purification is not None:
                 raise ValueError(

@@ -322,7 +322,7 @@ def _mixture(config: DataConfig) -> SourceMixture:
     for number, name in enumerate(config.sources):
         if number not in taken:
             raise DataError(
-                f"data.sources.{name}.weight ({weights[number]}) is less than 1/{2 * BLOCK} of all "
-                "weights, and it would never be used. Increase it"
+                f"data.sources.{name}.weight ({weights[number]}) is less than 1/{2 * BLOCK} of the sum of "
+                "all weights, so no conversation of this source would be used. Increase it"
             )
     return mixture

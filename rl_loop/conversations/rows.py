@@ -76,7 +76,7 @@ class RawRow:
         except UnicodeDecodeError as error:
             reason = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
         except RecursionError:
-            reason = "not JSON that can be read: it is nested too deeply"
+            reason = "the JSON has too many nested levels to be parsed"
         raise ConversationError(reason)
 
     def fingerprint(self) -> bytes:

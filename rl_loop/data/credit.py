@@ -235,7 +235,10 @@ def _kl_penalties(
     assert config.kl is not None
     assert samples.rollout_log_probs is not None
     if samples.reference_log_probs is None:
-        raise ValueError("kl.apply_to=reward needs reference_log_probs")
+        raise ValueError(
+            "algorithm.kl.apply_to=reward needs the column reference_log_probs. Compute it before the "
+            "advantages"
+        )
 
     is_sampled = samples.loss_mask[start:end]
     rollout = torch.from_numpy(samples.rollout_log_probs[start:end][is_sampled]).double()
@@ -263,7 +266,10 @@ def _assign_generalized_advantages(
         gae: settings of the estimator.
     """
     if samples.values is None:
-        raise ValueError("advantage gae needs the values of the critic")
+        raise ValueError(
+            "algorithm.advantage gae needs the column values. Let the critic compute it before the "
+            "advantages"
+        )
 
     bounds = list(pairwise(samples.offsets.tolist()))
     token_rewards = None

@@ -54,8 +54,8 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     # Training would take these tokens for newer than the weights that are updated.
     if newest > version:
         raise OffPolicyError(
-            f"task {trajectory.task_id}: the engine reports weights {newest}, but the newest "
-            f"weights are {version}"
+            f"task {trajectory.task_id}: the engine reports weight version {newest}, but the trainer "
+            f"has only sent versions up to {version}. Correct the engine's weight_versions"
         )
     staleness = _staleness(trajectory, version)
     oldest = 0 if staleness is None else int(staleness.max())
@@ -80,8 +80,9 @@ def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> d
     if config.routing_replay == "R3":
         if trajectory.routed_experts is None:
             raise ValueError(
-                f"task {trajectory.task_id}: algorithm.routing_replay=R3 needs routes, but the "
-                "episode has none"
+                f"task {trajectory.task_id}: algorithm.routing_replay=R3 needs the expert routes of the "
+                "engine, but the episode has none. Set routing_replay=none, or use an engine that "
+                "returns routes"
             )
         columns[ROUTES] = trajectory.routed_experts
     return columns

@@ -204,7 +204,10 @@ class Trajectory(TokenColumns[np.ndarray]):
         """
         # Such an episode says nothing about the policy.
         if self.invalid is not None:
-            raise self._error(f"is invalid ({self.invalid.component}: {self.invalid.reason})")
+            raise self._error(
+                "it ended with an infrastructure failure and cannot be trained on "
+                f"({self.invalid.component}: {self.invalid.reason})"
+            )
 
         # Checked where the episode ends, because a NaN in the loss would not name the episode.
         for name, column in self.columns.items():

@@ -46,7 +46,8 @@ def check_parquet(path: Path) -> None:
         raise _too_much(size, limit, f"declares {declared:,}")
     if metadata.num_rows > max(ALWAYS_ALLOWED_ROWS, size):
         raise ValueError(
-            f"{metadata.num_rows:,} rows in {size:,} bytes cannot be text. The file was not read"
+            f"the file declares {metadata.num_rows:,} rows in only {size:,} bytes, so it may be "
+            "damaged or malicious. The file was not read"
         )
 
     # Declared sizes can be wrong, so decode the file within limits of memory and time.
@@ -104,6 +105,6 @@ def check_archive(path: Path) -> None:
             # Without compression, no member is larger than its archive.
             if member.file_size > size:
                 raise ValueError(
-                    f"{member.filename} would decompress to {member.file_size:,} bytes, but the "
-                    f"archive has {size:,}. This program writes archives without compression"
+                    f"{member.filename} would decompress to {member.file_size:,} bytes, more than the "
+                    f"{size:,} bytes of the archive. Write the archive without compression"
                 )

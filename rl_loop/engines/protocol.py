@@ -227,7 +227,9 @@ def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelS
     """
     try:
         if result.request_id not in (None, request.request_id):
-            raise _InvalidResult(f"the result belongs to request {result.request_id}")
+            raise _InvalidResult(
+                f"the engine returned the result of another request ({result.request_id})"
+            )
         _check_tokens(request.sampling, result, shape.vocabulary_size)
         _check_versions(result)
         if request.return_routed_experts and result.output_ids:
@@ -326,13 +328,12 @@ def _check_versions(result: GenerateResult) -> None:
     for span in result.weight_versions:
         if span.start != end or span.end <= span.start:
             raise _InvalidResult(
-                f"the spans of weight versions {result.weight_versions} are not adjacent"
+                f"weight_versions {result.weight_versions} has a gap or an overlap between spans"
             )
         end = span.end
     if end != len(result.output_ids):
         raise _InvalidResult(
-            f"the spans of weight versions cover {end} tokens, but the engine returned "
-            f"{len(result.output_ids)}"
+            f"weight_versions covers {end} tokens, but the engine returned {len(result.output_ids)}"
         )
 
 
@@ -344,7 +345,10 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
             "the engine returned no routed experts, but the request asked for them"
         )
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
-        raise _InvalidResult("routed experts are not uint8 or int16 [tokens, layers, top_k]")
+        found = f"{getattr(routes, 'dtype', type(routes).__name__)} {list(np.shape(routes))}"
+        raise _InvalidResult(
+            f"routed experts are {found}, expected uint8 or int16 [tokens, layers, top_k]"
+        )
 
     # An unknown size fits every array.
     expected = (tokens, shape.layers or routes.shape[1], shape.top_k or routes.shape[2])
@@ -373,8 +377,8 @@ def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:
     """
     if routes.dtype == np.uint8 and experts > unknown_route(routes.dtype):
         raise RuntimeError(
-            f'routed experts are uint8, which has no free value for "not known" with {experts} '
-            f"experts; expected {route_dtype(experts)}"
+            f"routed experts are uint8, but with {experts} experts uint8 has no free value that marks "
+            f"unknown routes. Return {route_dtype(experts)}"
         )
 
     # Compare pairs instead of sorting, which takes ten times as long for the few experts of a

@@ -71,7 +71,7 @@ def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Ar
             return candidate
 
     # 1 in 8 problems is held out, so 1,000 misses in a row do not happen.
-    raise RuntimeError(f"no problem {index} of split {split} found")
+    raise RuntimeError(f"problem {index}: 1,000 candidates were all outside of split {split!r}")
 
 
 def split_of(expression: str) -> Split:

@@ -114,7 +114,10 @@ def checker_class(name: str) -> Any:
     if name in ifeval_checkers():
         return ifeval_checkers()[name]
     if name not in ifbench_checkers():
-        raise ValueError(f"neither IFEval nor IFBench has a constraint {name!r}")
+        raise ValueError(
+            f"constraint {name!r} is unknown. Use a constraint of IFEval or IFBench, such as "
+            "length_constraints:number_words"
+        )
     return ifbench_checkers()[name]
 
 

@@ -106,8 +106,10 @@ class InstructionEnvironment(Environment):
             task = _compose(f"{split}-{index}", rng, options)
             if task is not None:
                 return task
-        asked = f"{options.constraints} x {options.turns} constraints of {options.checkers}"
-        raise ValueError(f"{asked} are incompatible")
+        raise ValueError(
+            f"checkers {', '.join(options.checkers)} exclude each other, so no prompt has constraints="
+            f"{options.constraints} in each of turns={options.turns}. Lower them, or add checkers"
+        )
 
     @classmethod
     def from_record(cls, record: dict[str, Any], name: str, options: Any) -> Task | None:
@@ -124,8 +126,10 @@ class InstructionEnvironment(Environment):
                 return None
             if missing:
                 command = f"python -m nltk.downloader {' '.join(missing)}"
-                hint = f"{command} (or leave such rows out: skip_unavailable: true)"
-                raise ValueError(f"{constraint.name} needs data of NLTK: {hint}")
+                raise ValueError(
+                    f"{constraint.name} needs NLTK data that is not installed. Run `{command}`, or set "
+                    "skip_unavailable: true to leave such rows out"
+                )
 
         messages = [{"role": "user", "content": text_in(record, "prompt")}]
         metadata = {"turns": [_as_json(constraints)], "user": []}

@@ -201,8 +201,10 @@ async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolResult:
         InfrastructureFailure: if no server has the tool, or the call fails.
     """
     if name not in tools:
-        raise InfrastructureFailure("tool", f"no server has the tool {name}")
+        raise InfrastructureFailure("tool", f"the tool servers have no tool {name!r}")
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
-        raise InfrastructureFailure("environment", f"{name} needs a JSON object, not {kind}")
+        raise InfrastructureFailure(
+            "environment", f"the arguments of {name} must be a JSON object, not {kind}"
+        )
     return await tools.call(name, arguments)

@@ -186,7 +186,7 @@ class OpenEnvSession:
             raise _lost(self._options, f"lost the connection: {describe(error)}") from error
         # Other types mean that the connection is closed or broken.
         if answer.type is not aiohttp.WSMsgType.TEXT:
-            reason = f"answered a {kind} with {answer.type.name.lower()} instead of text"
+            reason = f"answered the message {kind!r} with a {answer.type.name.lower()} frame, expected text"
             raise _lost(self._options, reason)
         return self._read(answer.data)
 
@@ -254,7 +254,11 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         first = await self._session.reset(arguments)
         # After another observation, the recorded actions would have another meaning.
         if self._first is not None and first != self._first:
-            raise failure_of(self.options, "returned a different observation at reset")
+            raise failure_of(
+                self.options,
+                "returned another observation at a second reset, so recorded actions cannot be "
+                "repeated. Set replay: false",
+            )
         self._first = first
         # The policy has read the tools in its prompt, so keep them for the whole episode.
         if not self._tools:

@@ -127,7 +127,7 @@ async def run_at_endpoint(
     finished = [group.result() for group in groups]
     for group in finished:
         if group.skipped is not None:
-            logger.warning("skipped in the evaluation: %s", group.skipped)
+            logger.warning("the evaluation skipped a task: %s", group.skipped)
     return finished
 
 

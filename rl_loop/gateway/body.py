@@ -60,7 +60,7 @@ def parse_json(body: bytes) -> Any:
     try:
         value = json.loads(body)
     except RecursionError:
-        raise ApiError(400, "invalid_request", "the body is nested too deeply") from None
+        raise ApiError(400, "invalid_request", "the body has too many nested levels") from None
     except ValueError as error:
         message = f"the body is not valid JSON: {error}"
         raise ApiError(400, "invalid_request", message) from None

@@ -67,7 +67,7 @@ class ReadJob[AnyCall: HasTurnRequest]:
             call.request.prepare()
         # ``parse_json`` checks the body. A schema may also be too deep for ``canonical_value``.
         except RecursionError:
-            raise ApiError(400, "invalid_request", "the body is nested too deeply") from None
+            raise ApiError(400, "invalid_request", "the body has too many nested levels") from None
         return call
 
 

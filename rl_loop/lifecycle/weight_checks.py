@@ -206,7 +206,7 @@ def _compare_models(
     # Compared field by field, so that the message can name all differences.
     ours = model.model_dump(exclude=NOT_COMPARED)
     different = [
-        f"{name} is {theirs.get(name)} there and {value} in the configuration"
+        f"{name} is {theirs.get(name)} there, but {value} in `model`"
         for name, value in ours.items()
         if theirs.get(name) != value
     ]
@@ -219,4 +219,4 @@ def _compare_models(
 
 def _not_described(key: str, file: Path, error: Exception) -> StartError:
     first_line = str(error).strip().splitlines()[0]
-    return StartError(f"{key}: {file} does not describe a model: {first_line}")
+    return StartError(f"{key}: {file} has no valid model configuration ({first_line})")

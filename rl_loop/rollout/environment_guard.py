@@ -70,7 +70,7 @@ class EnvironmentGuard:
         try:
             await asyncio.wait_for(self.environment.close(), CLOSE_SECONDS)
         except Exception as error:
-            logger.warning("%s.close() of %s: %s", self.name, task_id, describe(error))
+            logger.warning("%s.close() failed for task %s: %s", self.name, task_id, describe(error))
 
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
         """Run ``Environment.step`` within the time of the episode.
@@ -83,7 +83,7 @@ class EnvironmentGuard:
         except (InfrastructureFailure, OutOfTime):
             raise
         except Exception as error:
-            raise InfrastructureFailure("environment", f"step: {describe(error)}") from error
+            raise InfrastructureFailure("environment", f"step(): {describe(error)}") from error
 
         # Rewards count only at the end, so only the end is checked for a finite reward.
         if isinstance(result, StepResult) and not result.done:

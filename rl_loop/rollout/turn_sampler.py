@@ -102,7 +102,7 @@ class TurnSampler:
             elif not self.clock.is_over:
                 if idle_aborts == len(ABORT_PAUSES):
                     name = f"{self.episode}/{turn}/{len(sampled.output_ids)}"
-                    what = f"aborted {idle_aborts + 1} times in a row without a token"
+                    what = f"the engine aborted it {idle_aborts + 1} times in a row before its first token"
                     raise EngineFault(name, what)
                 await self.clock.pause(ABORT_PAUSES[idle_aborts])
                 idle_aborts += 1
@@ -247,7 +247,10 @@ class TurnSampler:
         await asyncio.wait({running}, timeout=ABORT_SECONDS)
         await end_task(asking)
         if not running.done():
-            what = f"it ended neither in time nor within {ABORT_SECONDS:g} s of its abort"
+            what = (
+                "it exceeded the time of the episode, and the engine did not end it within "
+                f"{ABORT_SECONDS:g} s after an abort"
+            )
             raise EngineFault(request_id, what)
 
 

@@ -112,7 +112,10 @@ async def _play_opened(environment: Environment, script: ScriptedPolicy) -> Play
             messages = script.send(result)
     except StopIteration:
         task_id = environment.task.task_id
-        raise ValueError(f"the script of task {task_id} ends before its episode") from None
+        raise ValueError(
+            f"task {task_id}: {type(environment).__name__}.solve ended before step() returned done=True. "
+            "Yield messages until the episode is done"
+        ) from None
 
 
 # ---- episodes in tokens

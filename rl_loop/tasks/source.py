@@ -253,7 +253,7 @@ class TaskSource:
         self.held_out = [task for task in self.held_out if is_usable(task)]
         mask = [True] if self._data is None else [is_usable(task) for task in self._data]
         if not self.held_out or not any(mask):
-            reason = "no prompt leaves tokens for an answer. Increase rollout.max_tokens"
+            reason = "every prompt is as long as rollout.max_tokens or longer. Increase it"
             raise TaskFileError(f"tasks.sources.{self.name}: {reason}")
 
         if self._data is not None:
@@ -274,9 +274,14 @@ class TaskSource:
 
         contaminated = find_contaminated((prompt_text(task) for task in self._data), held_out)
         if any(contaminated):
-            count = f"{sum(contaminated)} of {len(contaminated)} training tasks are left out"
-            reason = f"they share {SHARED_WORDS} words in a row, or a shorter question, with a held-out task"
-            logger.warning("tasks.sources.%s: %s: %s", self.name, count, reason)
+            logger.warning(
+                "tasks.sources.%s: %d of %d training tasks are left out, because they share %d words in "
+                "a row, or a shorter question, with a held-out task",
+                self.name,
+                sum(contaminated),
+                len(contaminated),
+                SHARED_WORDS,
+            )
         self._data.keep([not gives_away for gives_away in contaminated])
         self._kept_orders = {}
 
@@ -342,8 +347,10 @@ class TaskSource:
             task = self._generate("train", index + (attempt << 32))
             if prompt_text(task) not in self._excluded and self._is_usable(task):
                 return task
-        few = "almost no task that is not held out and has a prompt shorter than rollout.max_tokens"
-        raise TaskFileError(f"tasks.sources.{self.name}: the generator creates {few}")
+        raise TaskFileError(
+            f"tasks.sources.{self.name}: {ATTEMPTS} generated tasks in a row were held-out tasks, or had a "
+            "prompt longer than rollout.max_tokens. Generate more different tasks, or increase it"
+        )
 
     def _read(self, split: Split, place: str) -> TaskData:
         """Read task data. Ids contain the source and the split, so they are unique in a run."""

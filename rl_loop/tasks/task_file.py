@@ -290,11 +290,14 @@ def _explain(error: Exception, record: Any, environment: str) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}"
     if isinstance(error, RecursionError):
-        return "not JSON that can be read: maximum recursion depth exceeded"
+        return "the JSON has too many nested levels to be parsed"
     # Usual for data whose columns have other names.
     if isinstance(error, KeyError):
         keys = ", ".join(map(str, record or ())) or "no keys"
-        return f"{environment} misses {error}; the row has {keys}"
+        return (
+            f"environment {environment} needs the key {error}, but the row has {keys}. Rename columns "
+            "with `columns`"
+        )
     if isinstance(error, ValueError):
         return str(error)
     return f"{environment}.from_record cannot read it: {type(error).__name__}: {error}"

@@ -128,7 +128,9 @@ def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
     """
     # Further ids would belong to the next write.
     if table.num_rows >= IDS_PER_WRITE:
-        raise ValueError(f"{table.num_rows:,} episodes in one write, the most is {IDS_PER_WRITE:,}")
+        raise ValueError(
+            f"one write has {table.num_rows:,} episodes, but must have fewer than {IDS_PER_WRITE:,}"
+        )
     directory.mkdir(exist_ok=True)
     path = _path_of(directory, number, number)
     atomic_write_bytes(path, _to_parquet([table]))

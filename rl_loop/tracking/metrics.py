@@ -150,7 +150,8 @@ class StepMetrics:
         # meaning.
         if before and before.description != scalar.description:
             raise ValueError(
-                f"metric {name}: {scalar.description} cannot be merged with {before.description}"
+                f"metric {name} was added as {before.description} and as {scalar.description}. Use one "
+                "kind for a name"
             )
         self.scalars[name] = before.merged(scalar) if before else scalar
 

@@ -145,8 +145,8 @@ def _serving(training: ModelCardFacts, has_template: bool) -> str:
     ours = "With this project, from the directory of the run:\n\n```\ngptoss serve RUN\n```"
     if not training.has_released_vocabulary:
         return (
-            f"{ours}\n\nIts vocabulary is a small one of its own, which no other server's parser knows; "
-            "transformers loads model and tokenizer."
+            f"{ours}\n\nThe vocabulary was made for this run, so the parsers of other servers do not "
+            "support it. transformers can load model and tokenizer."
         )
 
     sglang, vllm = PARSERS[training.chat_format]
@@ -157,7 +157,7 @@ def _serving(training: ModelCardFacts, has_template: bool) -> str:
     missing = ""
     if not has_template:
         missing = (
-            "\n\nThere is no chat template in this directory, as the run did not begin with a Hugging Face directory: "
-            "copy tokenizer files and `chat_template.jinja` of the base model here first."
+            "\n\nThis directory has no chat template, because the run did not begin with a Hugging Face "
+            "directory. First copy the tokenizer files and `chat_template.jinja` of the base model here."
         )
     return f"{ours}\n\nWith SGLang or vLLM:\n\n{others}{missing}"

@@ -52,14 +52,14 @@ def _reason(values: dict[str, float], gradients: Sequence[float]) -> str:
     # No gradient norm means that no optimizer step was taken.
     if not gradients:
         return (
-            "every token is masked, so the policy is not updated. With rollout.truncated_episodes mask, episodes "
-            f"that a limit ends are left out ({_endings(values)}): raise the limits, or set it to "
-            "penalize"
+            "no token is in the loss, so the policy is not updated. rollout.truncated_episodes=mask "
+            f"leaves out episodes that reach a limit ({_endings(values)}). Increase the limits, or set "
+            "it to penalize"
         )
     if values.get(MetricName.GROUPS_WITHOUT_SIGNAL) != 1:
         return (
-            "the gradient is exactly 0 though some tasks have a signal. Look at correction/dropped_* and "
-            "clip_fraction for what leaves tokens out, and at ablation.freeze"
+            "the gradient is exactly 0, although rewards differ within some tasks. The metrics "
+            "correction/dropped_* and clip_fraction show which tokens are left out. Also check ablation.freeze"
         )
 
     return explain_no_signal(values)
@@ -73,10 +73,11 @@ def explain_no_signal(values: Mapping[str, float]) -> str:
         f"(mean reward {reward:.3f}, {_endings(values)})"
     )
     if values.get(MetricName.ACCURACY, 0.0) >= 1:
-        return f"{finding}. The policy solves everything: use harder tasks, or stop here"
+        return f"{finding}. The policy solves all tasks. Use harder tasks, or stop the run"
     return (
-        f"{finding}. A policy that never succeeds cannot learn from rewards: show it how first (gptoss sft), use "
-        "easier tasks or more rollout.samples_per_task, or look at whole episodes with gptoss report"
+        f"{finding}. A policy that never succeeds cannot learn from rewards. Fine-tune it on "
+        "demonstrations first (gptoss sft), use easier tasks, or increase rollout.samples_per_task. "
+        "`gptoss report` shows whole episodes"
     )
 
 

@@ -108,8 +108,9 @@ def check_mxfp4_experts(
         name = first_difference(digests, written)
         if name is not None:
             raise ConversionError(
-                f"{directory}: {name} has other MXFP4 bits ({written.get(name, 'none')}) than "
-                f"{side} ({digests.get(name, 'none')}). The export was not written"
+                f"{directory}: the MXFP4 values of {name} differ from those of {side} (digest "
+                f"{written.get(name, 'none')}, expected {digests.get(name, 'none')}). The export was not "
+                "written. Write it again with --resume"
             )
 
 

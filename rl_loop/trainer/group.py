@@ -120,8 +120,8 @@ class TrainerGroup:
         # Before the call: a rank that does not exist would never send, and its engine would wait.
         if max(sender.ranks) >= world:
             raise ValueError(
-                f"rank {max(sender.ranks)} must send weights, but there are only {world} trainer "
-                "ranks. Engines on the trainer's GPUs need one rank per GPU"
+                f"trainer rank {max(sender.ranks)} must send weights to an engine on its GPU, but "
+                f"parallel.world_size is {world}. Use one trainer rank per GPU of the engines"
             )
         self._all("send_weights", sender)
 
@@ -265,6 +265,6 @@ class TrainerGroup:
             arguments: further arguments, equal for all ranks.
         """
         if not self._positions:
-            raise RuntimeError(f"{method}: TrainerGroup.ready has not been called")
+            raise RuntimeError(f"TrainerGroup.ready must be called before {method}")
         calls = [(inputs[position.data], *arguments) for position in self._positions]
         return self.ranks.call(method, calls, result_ranks)

@@ -190,7 +190,10 @@ class TrainerWorker:
         (batches,) = inputs.pack(alignment())
         if mini_batch.is_empty:
             count = len(mini_batch.loss_tokens)
-            raise ValueError(f"none of the {count} samples has a token in the loss")
+            raise ValueError(
+                f"none of the {count} samples of the step has a token in the loss. Check the weights of "
+                "messages (docs/data.md)"
+            )
         # Normalized by the tokens of all ranks, not of this one.
         loss_tokens = int(mini_batch.loss_tokens.sum())
         loss = sft_objective(loss_tokens)

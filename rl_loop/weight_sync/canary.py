@@ -213,8 +213,8 @@ def _describe_gap(
     )
     cause = _possible_cause(rounding, tolerance.dtype)
     return (
-        f"{differ} {cause} The run has not trained on this version, and the last checkpoint is "
-        "valid."
+        f"{differ} {cause} The run has not trained on this version. Correct the cause, then continue "
+        "from the last checkpoint with --resume."
     )
 
 
@@ -229,9 +229,8 @@ def _possible_cause(rounding: float | None, dtype: str) -> str:
     if dtype == "fp32":
         return f"{different}."
     return (
-        f"{different}, or rounding to {dtype} changes the log-probs by as much. Run `gptoss "
-        "doctor --engine` with dtype=fp32. If its canary is below 1e-3, rounding is the "
-        "cause, and canary_tolerance must be larger."
+        f"{different}, or the cause is rounding to {dtype}. Run `gptoss doctor --engine` with "
+        "dtype=fp32. If its canary is below 1e-3, the cause is rounding. Increase canary_tolerance then."
     )
 
 
@@ -255,9 +254,9 @@ def check_mxfp4_experts(trainer: CheckedTrainer, engines: CheckedEngines, versio
         name = first_difference(expected, found)
         if name is not None:
             raise CanaryError(
-                f"after syncing weights {version}, rollout worker {worker} has other bits of "
-                f"{name} ({found.get(name, 'none')}) than the trainer "
-                f"({expected.get(name, 'none')}). The run has not trained on this version, and "
-                "the last checkpoint is valid."
+                f"tensor {name}: its MXFP4 values on rollout worker {worker} differ from those of the "
+                f"trainer after the sync of weights {version} (digest {found.get(name, 'none')}, "
+                f"expected {expected.get(name, 'none')}). The run has not trained on this version. "
+                "Continue from the last checkpoint with --resume."
             )
     return expected

@@ -83,4 +83,6 @@ class ExpectedTensors:
 
         missing = self.missing()
         if missing:
-            raise WeightMismatch(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+            raise WeightMismatch(
+                f"tensor {missing[0]} is missing ({len(missing)} tensors of {self._model} were not sent)"
+            )

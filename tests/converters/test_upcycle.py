@@ -248,10 +248,10 @@ def test_tokenizers_without_room_for_harmony_are_rejected(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("gpt_oss", "model_type gpt_oss is no dense model"),
-        ("rope", "rope_scaling linear cannot be expressed in GPT-OSS"),
-        ("experts", "experts per token: 5 exceeds the 4 experts"),
-        ("text", "text: needs at least two tokens"),
+        ("gpt_oss", "model_type is gpt_oss, but only dense models"),
+        ("rope", "rope_scaling has rope_type 'linear', which GPT-OSS cannot"),
+        ("experts", "experts_per_token .5. exceeds num_experts .4."),
+        ("text", "calibration text must have at least 2 tokens"),
     ],
 )
 def test_unsuitable_sources_are_rejected(case: str, message: str, tmp_path: Path) -> None:

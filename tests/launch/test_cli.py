@@ -229,7 +229,7 @@ def test_broken_yaml_names_the_file(command: ForkedCommand, tmp_path: Path) -> N
     broken.write_text("name: [unclosed\n")
     result = command.run("rl", str(broken))
     assert result.returncode == 1
-    assert "broken.yaml: cannot be read as YAML" in result.stderr
+    assert "broken.yaml: not a YAML file that can be read" in result.stderr
 
 
 def test_a_directory_is_no_configuration(tmp_path: Path) -> None:

@@ -169,7 +169,10 @@ def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
         ("model.model_type=mamba", "model: model_type is 'mamba', expected one of gpt_oss, llama"),
         ("model.num_key_value_heads=7", r"num_attention_heads \(40\) must be a multiple"),
         ("model.num_experts=4", "model.num_experts: Input should be 0"),
-        ("quantization=mxfp4", "quantization mxfp4: a qwen2 model has no experts"),
+        (
+            "quantization=mxfp4",
+            "quantization is mxfp4, a format of experts, but a qwen2 model has no experts",
+        ),
         ("adapter={rank: 4}", "adapter.targets: q of a qwen2 model cannot be adapted"),
     ],
 )

@@ -190,9 +190,9 @@ def test_other_adapters_are_rejected(
 
 def test_model_without_adapters_rejects_adapter_checkpoint(saved: tuple[Path, list[float]]) -> None:
     model = build_model(MODEL, ParallelConfig())
-    with pytest.raises(CheckpointError, match="holds adapters, but all parameters of this model"):
+    with pytest.raises(CheckpointError, match="holds adapters, but adapter is null in this run"):
         load_checkpoint(saved[0], PolicyTrainer(model, OptimizerConfig()))
-    with pytest.raises(CheckpointError, match="holds adapters, but all parameters of this model"):
+    with pytest.raises(CheckpointError, match="holds adapters, but adapter is null in this run"):
         load_model_weights(saved[0], model)
 
 
@@ -201,9 +201,7 @@ def test_complete_checkpoint_is_not_loaded_as_adapters(tmp_path: Path) -> None:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1)
     path = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
-    with pytest.raises(
-        CheckpointError, match="holds a whole model, but this model trains adapters"
-    ):
+    with pytest.raises(CheckpointError, match="holds a whole model, but this run trains adapters"):
         load_checkpoint(path, trainer())
 
 

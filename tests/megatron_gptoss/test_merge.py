@@ -181,5 +181,5 @@ def test_merge_rejects_values_that_mxfp4_cannot_hold() -> None:
 
 
 def test_merge_rejects_rows_of_incomplete_blocks() -> None:
-    with pytest.raises(ValueError, match="rows of 48 values cannot be cut into blocks of 32"):
+    with pytest.raises(ValueError, match="columns must be a multiple of 32 for MXFP4, got 48"):
         Mxfp4Weight(2, 48)

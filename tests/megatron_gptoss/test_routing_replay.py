@@ -385,13 +385,15 @@ def test_unused_or_reused_routes_are_errors(one_rank: dict[str, Any]) -> None:
     layer = LayerReplay(Router(recompute=False), 3)
     layer.pending.append(None)
     layer.take()
-    with pytest.raises(RuntimeError, match="layer 3 routes a micro-batch twice"):
+    with pytest.raises(
+        RuntimeError, match="layer 3 was called for more micro-batches than there are recorded"
+    ):
         layer.take()
     replay = RoutingReplay(torch.nn.Module())
     replay.layers = [layer]
     replay.check_consumed()
     layer.pending.append(None)
-    with pytest.raises(RuntimeError, match="left routes of 1 micro-batches unused"):
+    with pytest.raises(RuntimeError, match="has not used the recorded routes of 1 micro-batches"):
         replay.check_consumed()
 
 

@@ -140,7 +140,7 @@ def test_greedy_comparison_is_skipped_for_large_models(caplog: pytest.LogCapture
     session: Any = SimpleNamespace(run=SimpleNamespace(export=Path("runs/large/export")))
     with caplog.at_level(logging.INFO):
         assert run._compare_answers(config, session) == {}
-    assert "runs/large/export: a sample of its weights was compared" in caplog.text
+    assert "runs/large/export: sampled weights of the export equal" in caplog.text
     assert "20.9 billion parameters" in caplog.text
 
     tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)

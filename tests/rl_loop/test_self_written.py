@@ -134,7 +134,7 @@ def test_complete_file_is_not_changed(tmp_path: Path) -> None:
 def test_file_with_other_content_is_kept(content: str, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(content, encoding="latin-1")
-    with pytest.raises(DataError, match=r"out\.jsonl, line 1: is not a conversation"):
+    with pytest.raises(DataError, match=r"out\.jsonl, line 1: this command did not write the line"):
         write_conversations(model, out, 3, OPTIONS)
     assert out.read_text(encoding="latin-1") == content
 

@@ -31,7 +31,9 @@ class CompletionsServer(CertifySubject):
             self._model = models["data"][0]["id"]
         except (LookupError, TypeError) as error:
             self.close()
-            raise SubjectFailed(f"{self._url}/models names no model: {error!r}") from error
+            raise SubjectFailed(
+                f"{self._url}/models: the response contains no model name ({error!r})"
+            ) from error
         except SubjectFailed:
             self.close()
             raise
@@ -60,7 +62,9 @@ class CompletionsServer(CertifySubject):
         try:
             choice: dict[str, Any] = answer["choices"][0]
         except (LookupError, TypeError) as error:
-            raise SubjectFailed(f"{self._url}/completions answered no choice: {answer}") from error
+            raise SubjectFailed(
+                f"{self._url}/completions: the response contains no choices ({answer})"
+            ) from error
         return choice
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:

@@ -54,7 +54,10 @@ class SglangSubject(CertifySubject):
             raise SubjectFailed(str(error)) from error
         # Responses of other servers lack the fields that are read here.
         except (LookupError, TypeError, ValueError) as error:
-            raise SubjectFailed(f"{self._url} does not answer like SGLang: {error!r}") from error
+            raise SubjectFailed(
+                f"{self._url}: the response lacks a field of SGLang ({error!r}). Give the URL of an "
+                "SGLang server"
+            ) from error
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score prompts without the prefix cache. Include routes if the server returns them."""
@@ -121,7 +124,7 @@ class SglangSubject(CertifySubject):
             entries = self._run(self._entries(body, "input_token_logprobs"))
         except SubjectFailed as error:
             # For example with --skip-tokenizer-init.
-            raise UnsupportedOperation(f"{self.name} takes no text: {error}") from error
+            raise UnsupportedOperation(f"{self.name} does not tokenize text: {error}") from error
         return [entry[1] for entry in entries]
 
     def update(self, directory: Path) -> None:

@@ -248,8 +248,8 @@ class TransformersEngine:
             if len(faults) > MAX_REPORTED_FAULTS:
                 shown += f"; and {len(faults) - MAX_REPORTED_FAULTS} more"
             raise WeightMismatch(
-                f"weights {version} do not fit the model of the rollout engine; the engine keeps "
-                f"its earlier weights: {shown}"
+                f"weights {version} do not fit the model of the rollout engine, which keeps its earlier "
+                f"weights. Faults: {shown}"
             )
 
         # All requests first, because the cache can be dropped only if no sequence is running.
@@ -284,7 +284,10 @@ class TransformersEngine:
             # Digests cover the bits, but the engine computes with the values.
             values = _values(self._packed[blocks_name], self._packed[scales_name])
             if not torch.equal(parameter, values.to(parameter.dtype)):
-                raise RuntimeError(f"{name}: the values in the engine differ from its MXFP4 bits")
+                raise RuntimeError(
+                    f"{name}: the engine computes with values that differ from the MXFP4 blocks and "
+                    "scales that it received"
+                )
         return stack_digests(self._packed.items())
 
     async def close(self) -> None:

@@ -93,7 +93,8 @@ def drop_root() -> None:
 
     if os.getresuid() != (NOBODY,) * 3 or os.getresgid() != (NOBODY,) * 3:
         raise PermissionError(
-            f"the sandbox server runs as {os.getresuid()}/{os.getresgid()}, not as nobody"
+            f"the sandbox server must run as user and group {NOBODY} (nobody), but its ids are "
+            f"{os.getresuid()} and {os.getresgid()}"
         )
 
 

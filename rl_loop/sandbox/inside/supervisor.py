@@ -141,7 +141,7 @@ def start_program(
         os.waitpid(program, 0)
         reason = (
             setup.decode("utf-8", "replace")
-            or "the process of the program exited before it was set up"
+            or "the child process exited before it could start the program"
         )
         raise CallFailed(reason)
     return program, output_read

@@ -174,7 +174,7 @@ def test_rewards_over_http_sum_and_replace_those_of_equal_name(tiny: Harmony) ->
     ("name", "component", "reason"),
     [
         ("silent", "checker", "returned no reward and posted none"),
-        ("idle", "environment", "returned without a turn of the policy"),
+        ("idle", "environment", "returned without a request to the policy"),
         ("wrong_parts", "checker", "returned the reward parts score, tone. Expected: score"),
         ("broken", "environment", "ConnectionError: the database is away"),
         ("exiting", "environment", "SystemExit: enough"),

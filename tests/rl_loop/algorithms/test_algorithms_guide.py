@@ -293,5 +293,5 @@ def test_metrics_that_some_micro_batches_lack_are_an_error() -> None:
     """Ranks sum metrics by position, so all micro-batches need the same names."""
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     for batches in ([{"a": one}, {"a": one, "b": two}], [{"a": one, "b": two}, {"a": one}]):
-        with pytest.raises(ValueError, match="metrics of a loss: b missing"):
+        with pytest.raises(ValueError, match="loss metrics b are missing"):
             reduce_scalars(batches, torch.distributed.ReduceOp.SUM)

@@ -130,7 +130,7 @@ def test_a_server_with_another_model_is_not_certified(prepared: Prepared) -> Non
         subject.close()
     assert failed(results) == {"agreement", "window", "decoding"}
     assert not causes(results)
-    assert "does not answer like SGLang" in results["decoding"].summary
+    assert "the response lacks a field of SGLang" in results["decoding"].summary
 
 
 def test_the_command_writes_text_json_and_html(

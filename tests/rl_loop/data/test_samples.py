@@ -73,7 +73,7 @@ def test_sampled_tokens_have_staleness_and_spliced_ones_none() -> None:
 
 def test_future_weight_versions_are_rejected() -> None:
     for config in (ON_POLICY, STALE):
-        with pytest.raises(OffPolicyError, match="task a: the engine reports weights 6"):
+        with pytest.raises(OffPolicyError, match="task a: the engine reports weight version 6"):
             to_samples(groups(episode("b", 4), episode("a", 5, version=6)), config, version=5)
 
 
@@ -95,7 +95,7 @@ def test_routes_are_passed_unchanged_and_missing_ones_are_named() -> None:
     assert to_samples(groups(with_routes), ON_POLICY, version=5).routed_experts is None
     with pytest.raises(
         ValueError,
-        match=r"task b: algorithm\.routing_replay=R3 needs routes, but the episode has none",
+        match=r"task b: algorithm\.routing_replay=R3 needs the expert routes of the engine",
     ):
         to_samples(groups(with_routes, episode("b", 5)), replayed, version=5)
 

@@ -273,7 +273,7 @@ def test_text_before_a_thought_marker_is_checked() -> None:
         ({**row("punctuation:no_comma"), "prompt": None}, "'prompt' must be text"),
         (
             row("punctuation:no_colons"),
-            "neither IFEval nor IFBench has a constraint 'punctuation:no_colons'",
+            "constraint 'punctuation:no_colons' is unknown",
         ),
     ],
 )

@@ -462,8 +462,13 @@ def test_judge_reads_the_state_of_the_servers(harmony: Harmony) -> None:
     ("options", "setup", "component", "reason"),
     [
         ({"setup_tool": "open_with"}, {"amount": "much"}, "tool", "setup_tool open_with: "),
-        ({"setup_tool": "open_with"}, 3, "environment", "open_with needs a JSON object, not int"),
-        ({"setup_tool": "fly"}, {}, "tool", "no server has the tool fly"),
+        (
+            {"setup_tool": "open_with"},
+            3,
+            "environment",
+            "the arguments of open_with must be a JSON object, not int",
+        ),
+        ({"setup_tool": "fly"}, {}, "tool", "the tool servers have no tool 'fly'"),
         ({"twice": True}, {}, "tool", "tool servers bank and shop both have a tool 'balance'"),
     ],
 )
@@ -568,7 +573,7 @@ def test_failure_to_close_an_environment_keeps_its_episode(
     monkeypatch.setattr(McpEnvironment, "close", close)
     trajectory = play(harmony, make_task({"bank": IN_PROCESS}), final(harmony, "7"))
     assert trajectory.reward == 1.0
-    assert "McpEnvironment.close() of t: RuntimeError: it stays open" in caplog.text
+    assert "McpEnvironment.close() failed for task t: RuntimeError: it stays open" in caplog.text
 
 
 def test_task_without_an_answer_raises_an_error() -> None:

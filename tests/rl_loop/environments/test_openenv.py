@@ -391,7 +391,10 @@ def test_tasks_have_unique_numbers_and_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "what"),
-    [(2, "number': 3} gave a different result"), (12, "returned a different observation at reset")],
+    [
+        (2, "number': 3} gave a different result"),
+        (12, "returned another observation at a second reset"),
+    ],
 )
 def test_game_with_another_replay_is_an_infrastructure_failure(
     served: Served, seed: int, what: str

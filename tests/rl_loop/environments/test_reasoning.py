@@ -128,7 +128,7 @@ def test_scorer_that_hangs_on_the_right_answer_is_a_failure(
 ) -> None:
     pool = processes(monkeypatch, "never_scored")
     with pytest.raises(
-        InfrastructureFailure, match="the scorer does not answer its control question"
+        InfrastructureFailure, match="the scorer answers no question within its limits"
     ):
         asyncio.run(judge(r"\boxed{1}"))
     pool.close()

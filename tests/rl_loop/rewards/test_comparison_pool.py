@@ -186,14 +186,14 @@ def test_answer_that_crashes_the_checker_is_wrong(patient_pool) -> None:
 def test_checker_failure_when_machine_out_of_memory(patient_pool, monkeypatch) -> None:
     counts = iter((3, 4))
     monkeypatch.setattr(forked_pool, "out_of_memory_kills", lambda: next(counts))
-    with pytest.raises(CheckerFailure, match="two processes died"):
+    with pytest.raises(CheckerFailure, match="two worker processes"):
         kill_busy_workers(patient_pool, times=2)
     monkeypatch.undo()
 
 
 def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch) -> None:
     monkeypatch.setattr(patient_pool.processes, "control", ())  # no pair
-    with pytest.raises(CheckerFailure, match="two processes died"):
+    with pytest.raises(CheckerFailure, match="two worker processes"):
         kill_busy_workers(patient_pool, times=2)
     monkeypatch.undo()
 

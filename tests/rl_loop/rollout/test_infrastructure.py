@@ -124,7 +124,7 @@ def check_invalid(episode: Trajectory, component: str) -> None:
     assert episode.invalid.reason
     assert math.isnan(episode.reward)
     assert episode.excluded
-    with pytest.raises(ValueError, match="is invalid"):
+    with pytest.raises(ValueError, match="it ended with an infrastructure failure"):
         to_samples([TrajectoryGroup("t", [episode])], AlgorithmConfig(), version=0)
 
 
@@ -826,7 +826,7 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
-    with pytest.raises(InfrastructureOutage, match=r"20 in a row; the limit is 20"):
+    with pytest.raises(InfrastructureOutage, match=r"20 in a row, and the limit is 20"):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
 
 

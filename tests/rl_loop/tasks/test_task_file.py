@@ -158,15 +158,15 @@ NOT_A_TASK = {
         with_(task_id="first"),
         "task_id 'first' is not unique, also in line 1",
     ),
-    "endless brackets": ("[" * 100_000, "recursion"),
+    "endless brackets": ("[" * 100_000, "too many nested levels"),
     "bytes": (b"\xff\xfe", "not UTF-8: byte 0 is 0xff"),
     "neither a task nor a problem": (
         '{"color": 1}',
-        "ReToolEnvironment misses 'question'; the row has color",
+        "environment ReToolEnvironment needs the key 'question', but the row has color",
     ),
     "no answer": (
         '{"question": "1+1?"}',
-        "ReToolEnvironment misses 'answer'; the row has question",
+        "environment ReToolEnvironment needs the key 'answer', but the row has question",
     ),
     "an answer that is a list": (
         '{"question": "1+1?", "answer": [2]}',
@@ -179,7 +179,10 @@ NOT_A_TASK = {
     "verl without messages": (verl([]), "'prompt' must be text or a list of messages"),
     "verl with a number": (verl(3), "'prompt' must be text or a list of messages, not int"),
     "verl with an unknown role": (verl([{"role": "critic", "content": "x"}]), "(role 'critic')"),
-    "verl without ground truth": ('{"prompt": "x", "reward_model": {}}', "misses 'ground_truth'"),
+    "verl without ground truth": (
+        '{"prompt": "x", "reward_model": {}}',
+        "needs the key 'ground_truth'",
+    ),
     "verl with a text for the reward": (
         '{"prompt": "x", "reward_model": "rule"}',
         "'reward_model' must be an object",

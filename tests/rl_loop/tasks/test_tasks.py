@@ -222,7 +222,7 @@ def test_bad_task_file_is_reported_before_heavy_imports(tmp_path: Path) -> None:
     )
     message, imported = result.stdout.splitlines()
     assert message.startswith(
-        f"{tmp_path / 'bad.jsonl'}, line 1: ReToolEnvironment misses 'answer'"
+        f"{tmp_path / 'bad.jsonl'}, line 1: environment ReToolEnvironment needs the key 'answer'"
     )
     assert imported == "[]"
 
@@ -302,7 +302,8 @@ def test_bad_record_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     )
     bad = f"{{environment: gsm8k, held_out_path: '{tmp_path / 'bad.jsonl'}', weight: 0}}"
     with pytest.raises(
-        TaskFileError, match=r"bad\.jsonl, line 3: Gsm8kEnvironment misses 'answer'"
+        TaskFileError,
+        match=r"bad\.jsonl, line 3: environment Gsm8kEnvironment needs the key 'answer'",
     ):
         source(f"tasks.sources.other={bad}")
 
@@ -334,7 +335,9 @@ def test_tasks_with_too_long_prompts_are_left_out_and_named(
 
     for path, other in ((train, held_out), (held_out, train)):
         write(path, ["1 " * 3000])
-        with pytest.raises(TaskFileError, match=r"tasks\.sources\.retool: no prompt leaves tokens"):
+        with pytest.raises(
+            TaskFileError, match=r"tasks\.sources\.retool: every prompt is as long as"
+        ):
             rl_source(f"{place}.train_path={train}", f"{place}.held_out_path={held_out}")
         write(other, ["x?"])
 

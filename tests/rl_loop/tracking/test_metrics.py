@@ -47,7 +47,7 @@ def test_metric_with_two_reductions_is_an_error() -> None:
     metrics = StepMetrics(step=0)
     metrics.add_mean("reward", 1.0, 2, over="sequences")
     with pytest.raises(
-        ValueError, match="reward: max over sequences cannot be merged with mean over sequences"
+        ValueError, match="reward was added as mean over sequences and as max over sequences"
     ):
         metrics.add("reward", 1.0, "max", "sequences")
 

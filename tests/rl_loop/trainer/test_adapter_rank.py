@@ -190,7 +190,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
     ("changes", "message"),
     [
         (["initial_weights=null", "quantization=null"], "was trained on another base"),
-        (["adapter.alpha=9"], "adapter.alpha of the adapter is 8.0, but 9.0 in the model"),
+        (["adapter.alpha=9"], "adapter.alpha=8.0, but the model was built with adapter.alpha=9.0"),
     ],
 )
 def test_initial_adapter_of_another_base_or_settings_is_rejected(
@@ -206,7 +206,7 @@ def test_initial_adapter_of_another_base_or_settings_is_rejected(
     [
         (["initial_weights=null", ADAPTER], "holds adapters of another base"),
         ([ADAPTER, "adapter.alpha=9"], "adapter.alpha=8.0, but the configuration has 9.0"),
-        ([], "holds adapters, but all parameters of this model are trained"),
+        ([], "holds adapters, but adapter is null in this run"),
     ],
 )
 def test_resume_with_another_base_or_adapter_is_rejected(

@@ -254,7 +254,7 @@ def test_score_before_ready_is_an_error() -> None:
     trainer = TrainerGroup(
         settings_of(1), RecordingRanks([RankPosition(data=0, returns_results=True)])
     )
-    with pytest.raises(RuntimeError, match=r"score: TrainerGroup.ready has not been called"):
+    with pytest.raises(RuntimeError, match=r"TrainerGroup.ready must be called before score"):
         trainer.score(samples_of([6]))
 
 

@@ -87,7 +87,7 @@ def test_canary_tolerance_fits_dtype_and_rounding_unless_given(
     ("dtype", "rounding", "says"),
     [
         ("fp32", None, "2.00e-01.* They do not compute the same model. The run has not trained"),
-        ("bf16", None, "They do not compute the same model, or rounding to bf16 changes"),
+        ("bf16", None, "They do not compute the same model, or the cause is rounding to bf16"),
         (
             "bf16",
             0.01,
