@@ -27,6 +27,7 @@ from rl_loop.environments import Task, make_offline_environment
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_rollout_metrics
 from scripts.reference import API, configuration_page
+from tests.support.forked_workers import python_with_forks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -296,9 +297,17 @@ def test_mcp_example_plays_its_episode_and_loads(tmp_path: Path) -> None:
     assert config.tasks.sources["shop"].environment == "mcp"
 
 
+# ---- the pages about tasks and one step
+
+
+def named_blocks(page: str) -> dict[str, str]:
+    """Return the code blocks of a page that have a file name."""
+    return dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```", page, flags=re.S | re.M))
+
+
 def test_tasks_page_writes_its_rows_and_configurations_load(tmp_path: Path) -> None:
     page = (ROOT / "docs/tasks.md").read_text()
-    files = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```", page, flags=re.S | re.M))
+    files = named_blocks(page)
     printed = run_python(files.pop("make_tasks.py"), tmp_path)
     assert f"```\n{printed}" in page
     assert (tmp_path / "train.jsonl").read_text().splitlines()[0] in page
@@ -306,6 +315,61 @@ def test_tasks_page_writes_its_rows_and_configurations_load(tmp_path: Path) -> N
         (tmp_path / name).write_text(text)
         load_run_config(tmp_path / name, "sft" if "_sft" in name else "rl", None)
     assert len(files) == 4
+
+
+def output_blocks(page: str) -> list[str]:
+    """Return the code blocks of a page without a language."""
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", page, flags=re.S | re.M)
+    return [text for language, text in blocks if not language]
+
+
+def run_gptoss(*words: str, directory: Path) -> str:
+    """Run ``gptoss`` in a directory as a user would, and return its output."""
+    done = subprocess.run(
+        [*python_with_forks(), "-m", "launch", *words],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Return True if a page shows this output. Durations and the places of "..." may differ."""
+    pattern = re.escape(shown).replace(re.escape("..."), "(?:.|\n)*")
+    pattern = re.sub(r"\d+:\d\d", r"\\d+:\\d\\d", pattern)
+    pattern = re.sub(r"(tokens/s\\ )[\d,]+", r"\1[\\d,]+", pattern)
+    return re.fullmatch(pattern, printed) is not None
+
+
+@pytest.mark.slow
+def test_one_step_page_shows_what_its_programs_print(tmp_path: Path) -> None:
+    """Run all commands and programs of docs/one_step.md, as a reader would."""
+    tasks = (ROOT / "docs/tasks.md").read_text()
+    page = (ROOT / "docs/one_step.md").read_text()
+    files = named_blocks(tasks) | named_blocks(page)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    run_python(files["make_tasks.py"], tmp_path)
+    fine_tuning = run_gptoss("sft", "pens_sft.yaml", directory=tmp_path)
+    step = run_gptoss("rl", "pens.yaml", "name=one_step", "training.steps=1", directory=tmp_path)
+    programs = [name for name in named_blocks(page) if name != "read_step.py"]
+    printed = {name: run_python(files[name], tmp_path) for name in programs}
+
+    assert re.search(r"computed (\S+), recorded \1$", printed["show_group.py"], flags=re.M)
+    (loss,) = re.findall(r"step 1/1 .* loss (\S+)", step)
+    assert printed["show_loss.py"].startswith(f"loss {loss} over ")
+
+    # The last bits of a sum decide some tokens. Equal losses of a fine-tuning show equal kernels.
+    if not any(is_shown(shown, fine_tuning) for shown in output_blocks(tasks)):
+        pytest.skip("the pages have the numbers of another processor")
+    _, *outputs = output_blocks(page)
+    for shown, actual in zip(outputs, [step, *printed.values()], strict=True):
+        assert is_shown(shown, actual), actual
 
 
 def test_metrics_page_names_metrics_of_the_code() -> None:
