@@ -7,7 +7,7 @@ import torch
 from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
 from converters.names import parameter_mappings
-from converters.pipeline import Progress, ordered_map
+from converters.ordered_map import Progress, ordered_map
 from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 
 

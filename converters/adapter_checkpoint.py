@@ -16,6 +16,7 @@ from converters.errors import ConversionError, check_directory_exists
 from converters.hf_directory import HfDirectory
 from converters.mapping import Shape
 from converters.megatron_checkpoint import read_model_config
+from converters.ordered_map import Progress
 from converters.peft_format import (
     BASE_KEY,
     MERGE_KEY,
@@ -25,7 +26,6 @@ from converters.peft_format import (
     adapter_mappings,
 )
 from converters.peft_settings import CONFIG_FILE, EXPERTS, peft_config
-from converters.pipeline import Progress
 from converters.safetensors_files import SafetensorsWriter
 from converters.torch_dist import DTYPES
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter, check_not_run

@@ -24,7 +24,7 @@ from converters.mapping import NamedParts, ParameterMapping
 from converters.model_extras import ModelExtras, read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
-from converters.pipeline import Progress, ordered_map
+from converters.ordered_map import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import MergeLoss, MergeReport, UpdateLoss
 from converters.torch_dist import DTYPES, ExportFormat

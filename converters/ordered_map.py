@@ -1,4 +1,4 @@
-"""Parallel map over many tensors, whose results are used in order."""
+"""Parallel map over many tensors that yields the results in order."""
 
 import os
 from collections import deque
@@ -20,8 +20,9 @@ def ordered_map[Item, Result](
 ) -> Generator[Result, None, None]:
     """Yield ``function`` of every item in order, computed with one thread per core.
 
-    Reading and converting overlap with the caller's work. At most one more result than there are
-    threads is pending, which bounds memory. An error is raised in place of its result.
+    Reading and converting overlap with the caller's work. The number of pending results is at most
+    the number of threads plus 1, which limits memory. An error of a call is raised when its result
+    is due.
 
     Args:
         function: called in a thread.
@@ -44,14 +45,14 @@ def ordered_map[Item, Result](
                 return
 
         try:
-            # The loop below starts one more, so that no thread is idle while the caller works.
+            # The loop below starts one more call, so that no thread is idle while the caller works.
             for _ in range(threads):
                 start_next()
             for item in items:
                 start_next()
                 yield pending.popleft().result()
 
-                # After the caller has used the result, so that progress includes the writing.
+                # The caller has used the result, so progress includes the time of writing it.
                 done_bytes += size(item)
                 if progress is not None:
                     progress(done_bytes, total_bytes)

@@ -38,8 +38,8 @@ from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_export import quantize
 from converters.mxfp4_tensors import stored_names
 from converters.names import parameter_mappings
+from converters.ordered_map import Progress, ordered_map
 from converters.parameter_selection import ComparedParameters, remember_layer
-from converters.pipeline import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import ExportReport, QuantizationLoss, ReadBackResult
 from megatron_gptoss.config import ModelConfig

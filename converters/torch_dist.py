@@ -36,9 +36,9 @@ from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.model_extras import EXTRAS_FOLDER, ModelExtras, copy_extras, read_extras
 from converters.mxfp4_export import quantize
 from converters.names import parameter_mappings, stack_experts
+from converters.ordered_map import Progress, ordered_map
 from converters.page_cache import StreamedPages, read_window, write_window
 from converters.parameter_selection import ComparedParameters, select_parameters
-from converters.pipeline import Progress, ordered_map
 from converters.read_back import check_export, check_import, export_kind
 from converters.reports import Check, ExportReport, QuantizationLoss, ReadBackResult
 from converters.torch_dist_files import Shape, TorchDistWriter

@@ -37,7 +37,7 @@ from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.mapping import NamedTensor
 from converters.model_extras import ModelExtras, read_extras
 from converters.names import hf_shapes
-from converters.pipeline import Progress
+from converters.ordered_map import Progress
 from converters.reference.decoder import Decoder
 from converters.reference.dense import DenseEquations, HuggingFaceDense
 from converters.reference.gpt_oss import SWISH_SLOPE, swiglu

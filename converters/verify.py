@@ -13,7 +13,7 @@ from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
 from converters.names import hf_shapes, parameter_mappings
-from converters.pipeline import Progress, ordered_map
+from converters.ordered_map import Progress, ordered_map
 from converters.reference.decoder import compare_stages
 
 TOLERANCE = 1e-4
