@@ -1,4 +1,4 @@
-"""Steps of supervised fine-tuning."""
+"""Loop of supervised fine-tuning."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,13 +14,13 @@ from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer.checkpointer import Checkpointer
 
 DISTILLATION_METRICS = "distillation/"
-"""Prefix of a distillation loss's sums over the tokens in the loss."""
+"""Prefix of the names of metrics that the distillation loss returns."""
 TEACHER_VALIDATION_LOSS = "validation/teacher_loss"
-"""Metric of the teacher's cross-entropy."""
+"""Name of the metric for the cross-entropy of the teacher."""
 
 
 class SftTrainer(Protocol):
-    """Trainer that takes optimizer steps and computes log-probs: a TrainerGroup."""
+    """Interface of the trainer that this loop needs. TrainerGroup implements it."""
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics: ...
 
@@ -38,15 +38,15 @@ def train_supervised(
     steps: int,
     sequences_per_step: int,
 ) -> int:
-    """Run all steps that are left, and measure the validation loss in between and at the end.
+    """Run the remaining steps. Measure the validation loss regularly and at the end.
 
     Args:
         trainer: takes the steps.
         data: samples for steps and validation.
         recorder: writes metrics.
-        checkpointer: saves the run, and knows the step to continue from.
-        steps: steps in the run.
-        sequences_per_step: number of sequences that are validated at a time.
+        checkpointer: saves the run. Its state has the number of completed steps.
+        steps: number of steps of the whole run.
+        sequences_per_step: sequences of a step, and of a forward pass in validation.
 
     Returns:
         Number of completed steps. It is below ``steps`` if the run was interrupted or the data is
@@ -76,10 +76,10 @@ def train_supervised(
 
         # Set before ``end_step``, which may save the state.
         state.data = data.state()
-        ends = checkpointer.end_step(data_exhausted=data.exhausted)
-        # ``end_step`` returns True at the end of steps or data, too. Only an interrupted run skips
-        # the final validation, because its resume takes it.
-        interrupted = ends and state.step < steps and not data.exhausted
+        is_last = checkpointer.end_step(data_exhausted=data.exhausted)
+        # The step is also the last one if no steps or no data are left. An interrupted run skips the
+        # final validation, because the resumed run measures it.
+        interrupted = is_last and state.step < steps and not data.exhausted
 
     if data.validation and not interrupted:
         record = recorder.begin_step(state.step)
@@ -94,29 +94,29 @@ def add_validation_loss(
     validation: Mapping[str, TrainingSamples],
     sequences_at_a_time: int,
 ) -> None:
-    """Measure the cross-entropy, in nats per token in the loss, in total and for each source.
+    """Measure the cross-entropy of all sources and of each source, in nats per token in the loss.
 
-    With a teacher, also measure the teacher's.
+    If there is a teacher, also measure the cross-entropy of the teacher for all sources.
 
     Args:
-        record: gets the metrics.
+        record: receives the metrics.
         trainer: computes log-probs.
         validation: validation samples by source.
-        sequences_at_a_time: maximum sequences of one pass.
+        sequences_at_a_time: maximum number of sequences in a forward pass.
     """
     with record.timed_evaluation("validate"):
         for name, samples in validation.items():
             total, tokens = 0.0, 0
-            # Ray's store has space for the sequences of one step.
+            # Ray's object store may not have space for more sequences than those of one step.
             for first in range(0, len(samples), sequences_at_a_time):
                 part = samples.take(range(first, min(len(samples), first + sequences_at_a_time)))
                 log_probs = trainer.score(part)[part.loss_mask]
                 # An fp32 sum over many tokens would lose digits.
                 total -= float(log_probs.sum(dtype=np.float64))
                 tokens += len(log_probs)
-                of_teacher = trainer.teacher_score(part)
-                if of_teacher is not None:
-                    loss = -float(of_teacher[part.loss_mask].sum(dtype=np.float64))
+                teacher_log_probs = trainer.teacher_score(part)
+                if teacher_log_probs is not None:
+                    loss = -float(teacher_log_probs[part.loss_mask].sum(dtype=np.float64))
                     record.evaluation.add_mean(
                         TEACHER_VALIDATION_LOSS, loss, len(log_probs), "tokens"
                     )

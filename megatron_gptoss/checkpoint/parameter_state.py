@@ -1,7 +1,7 @@
-"""Hook for the source of the distributed optimizer's state in a checkpoint.
+"""Replacement of Megatron's method that returns the optimizer state for a checkpoint.
 
-For saving and for loading, megatron-core 0.19.2 allocates the whole state of all parameters on a
-rank. ``gathered_state`` and ``streamed_state`` use this hook to avoid that.
+The method of megatron-core 0.19.2 allocates the state of all parameters on one rank, when a
+checkpoint is saved and when it is loaded. ``gathered_state`` and ``streamed_state`` replace it.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,21 +13,21 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 @contextmanager
-def override_parameter_state(make: Callable[..., Any], optimizer: Any) -> Iterator[None]:
-    """Replace ``get_parameter_state_dp_zero``, which ``sharded_state_dict`` calls, in the block.
+def override_parameter_state(replacement: Callable[..., Any], optimizer: Any) -> Iterator[None]:
+    """Within the block, let ``sharded_state_dict`` call another ``get_parameter_state_dp_zero``.
 
     Args:
-        make: replacement. It is called with a distributed optimizer and Megatron's options.
-        optimizer: chain of Megatron optimizers. Only distributed ones change.
+        replacement: function of a distributed optimizer and of the method's arguments.
+        optimizer: chain of Megatron optimizers. Those that are not distributed keep their method.
     """
-    # Attributes of the instances hide the method, so other optimizers of the process are untouched.
+    # Set attributes of instances, not of the class. Other optimizers of the process keep the method.
     distributed = [
         chained
         for chained in optimizer.chained_optimizers
         if isinstance(chained, DistributedOptimizer)
     ]
     for chained in distributed:
-        chained.get_parameter_state_dp_zero = partial(make, chained)
+        chained.get_parameter_state_dp_zero = partial(replacement, chained)
 
     try:
         yield

@@ -280,7 +280,7 @@ def generalized_advantages_in_place(
         delta = np.concatenate([block_values[:, 1:], next_values[:rows, None]], axis=1)
         delta *= gamma
 
-        # The samples whose last token is in this block. Longer ones fill it and go on.
+        # The samples whose last token is in this block. Longer samples fill it and continue.
         ending = np.flatnonzero(lengths[:rows] - begin == counts)
         last_tokens = (ending, counts[ending] - 1)
         if token_rewards is None:

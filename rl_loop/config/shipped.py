@@ -1,27 +1,30 @@
-"""Finds the project's configurations, from any working directory and without a checkout."""
+"""Search for shipped configurations, from any working directory, with or without a checkout."""
 
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "configs"
+"""Folder of configurations in a checkout."""
 INSTALLED = Path("share/gptoss/configs")
-"""Folder of a wheel's configurations, relative to the environment's prefix (``data-files`` in
-pyproject.toml)."""
+"""Folder of configurations in an installation, relative to the prefix of the environment.
+
+``data-files`` in pyproject.toml names it.
+"""
 UNTESTED = "untested"
 """Folder of configurations that have never run. It has folders rl and sft."""
 
 
 def find_config(path: Path, folder: str) -> Path:
-    """Return the file of a configuration: ``path``, or else the shipped file of that name.
+    """Return the file ``path`` if it exists, otherwise the shipped file with this name.
 
     Args:
         path: a file, ``configs/rl/NAME.yaml`` from any working directory, or NAME.
-        folder: shipped folder that is searched for NAME: rl, sft or cluster. The untested
-            configurations of this folder come last.
+        folder: folder of shipped configurations in which to search for NAME: rl, sft or cluster.
+            Tested configurations have precedence over untested ones.
 
     Returns:
-        ``path`` itself if neither exists. Reading it then fails.
+        The file, or ``path`` if there is none. Reading ``path`` then raises an error.
 
     Example:
         >>> find_config(Path("tiny_retool"), "rl").name
@@ -43,17 +46,18 @@ def find_config(path: Path, folder: str) -> Path:
 
 
 def find_section(file: Path, folder: str, name: str) -> Path | None:
-    """Return the file of a section in a configuration, or None if there is none.
-
-    The file next to the configuration comes first: ``../FOLDER/NAME.yaml``, relative to ``file``.
-    Therefore a copy of a shipped configuration finds its sections anywhere.
+    """Return the file that a configuration names as its model or algorithm.
 
     Args:
         file: file of the configuration.
         folder: model or algorithm.
-        name: value of the section's key.
+        name: value of the key ``model`` or ``algorithm``.
+
+    Returns:
+        ``../FOLDER/NAME.yaml`` relative to ``file`` if it exists, otherwise the shipped file. None if
+        neither exists.
     """
-    # A user's own section has precedence over a shipped one of that name.
+    # The shipped file is found from any folder, so a copy of a shipped configuration works anywhere.
     for directory in (file.parent.parent, *shipped_directories()):
         section = directory / folder / f"{name}.yaml"
         if section.is_file():
@@ -70,7 +74,7 @@ def section_names(file: Path, folder: str) -> list[str]:
 
 
 def shipped_directories() -> Iterator[Path]:
-    """Yield the existing folders of shipped configurations: of a checkout, of an installation."""
+    """Yield the folders of shipped configurations that exist, the checkout before the installation."""
     # pip installs the ``data-files`` of a wheel below this path.
     for directory in (CHECKOUT, Path(sysconfig.get_path("data")) / INSTALLED):
         if directory.is_dir():

@@ -45,8 +45,8 @@ class TaskMixture:
         Args:
             config: ``tasks`` of the configuration.
             codec: chat format of the model.
-            max_prompt_tokens: limit of prompts. Tasks at or above it are left out. None without
-                rollouts.
+            max_prompt_tokens: tasks whose prompt has this many tokens or more are left out. None for
+                no limit, in runs without rollouts.
 
         Raises:
             TaskFileError: if data cannot be used.
@@ -59,7 +59,7 @@ class TaskMixture:
 
         self.unusable: list[str] = []
         """Distinct reasons why tasks were left out."""
-        # Before decontamination, because unusable held-out prompts need none.
+        # Before decontamination, because copies of unusable held-out prompts may be trained on.
         if max_prompt_tokens is not None:
             self._leave_out_unusable_prompts(max_prompt_tokens)
 
@@ -71,29 +71,29 @@ class TaskMixture:
                 source.decontaminate(held_out_texts)
 
         weights = [source.config.weight for source in self.sources.values()]
-        # The suffix makes the order of sources independent of the order of data, which has this
-        # seed, too.
+        # The order of the data has the same seed. The suffix makes the order of the sources
+        # independent of it.
         self._mixture = SourceMixture(weights, f"{config.seed}/mixture")
 
     def train(self, position: int, count: int) -> list[Task]:
-        """Return ``count`` training tasks, starting at ``position``. There is no last position.
+        """Return ``count`` training tasks, starting at ``position``. Positions have no upper limit.
 
         Sources are mixed by weight. Data is shuffled in each epoch.
         """
         return [self._train_task(i) for i in range(position, position + count)]
 
     def cursor(self, position: int) -> dict[str, Any]:
-        """Return the used part of the data as JSON, if the next task is the task at ``position``.
+        """Return the state of the data before the task at ``position``, as JSON for a checkpoint.
 
-        The order of the data does not depend on which tasks are left out, and a cursor counts these
-        tasks. Therefore a run that continues from a cursor repeats and loses no task, even if it
-        leaves out other tasks.
+        The state counts rows in the order of the data. This order and these numbers include tasks
+        that are left out. Therefore a resumed run uses every task once, even if it leaves out other
+        tasks than before.
         """
         sources = {}
         for number, (name, source) in enumerate(self.sources.items()):
             if source.total is not None:
                 used = self._mixture.count_before(position, number)
-                sources[name] = {"tasks": source.total, "passed": source.passed(used)}
+                sources[name] = {"tasks": source.total, "used_rows": source.used_rows(used)}
         return {"position": position, "sources": sources}
 
     def continue_from(self, cursor: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class TaskMixture:
                 )
             if saved is not None:
                 used = self._mixture.count_before(cursor["position"], number)
-                source.continue_from(used, saved["passed"])
+                source.continue_from(used, saved["used_rows"])
 
     def held_out(self) -> list[Task]:
         """Return the tasks for evaluation."""
@@ -125,7 +125,7 @@ class TaskMixture:
         names = {"correct", "format_error", "score"}
         for source in self.sources.values():
             if source.held_out:
-                # Environments name their parts only in results. A truncated episode needs no turn.
+                # Only results of an environment name its parts. ``end_truncated`` needs no turn.
                 environment = make_offline_environment(source.held_out[0])
                 names |= environment.end_truncated().reward_parts.keys()
         return names
@@ -143,7 +143,7 @@ class TaskMixture:
         return self.prompt_ids(task) + self.codec.vocabulary.encode_text(answer)
 
     def check_demonstrations(self) -> None:
-        """Run a demonstration of every source's first task, as an expert and as a faulty policy.
+        """Run a correct and a faulty demonstration of the first task of every source.
 
         Raises:
             TaskFileError: if no script can solve a source's tasks.
@@ -152,9 +152,9 @@ class TaskMixture:
         for source in self.sources.values():
             if source.config.weight == 0:
                 continue
-            # A script may work for one of the two only.
-            for expert in (1.0, 0.0):
-                mixture = DemonstrationConfig(correct_share=expert)
+            # A script may be able to write only one of the two kinds.
+            for correct_share in (1.0, 0.0):
+                mixture = DemonstrationConfig(correct_share=correct_share)
                 try:
                     demonstrations_of(source.train(0), self.codec, mixture, "check")
                 except NotImplementedError as error:
@@ -188,7 +188,7 @@ class TaskMixture:
                 self.unusable.append(reason)
             return reason is None
 
-        # All at the start, so that a run does not meet an unusable task hours later.
+        # Check all tasks at the start. Otherwise an unusable task could end the run after hours.
         for source in self.sources.values():
             source.keep_usable(is_usable)
 
@@ -209,7 +209,11 @@ class TaskMixture:
 
 
 class TaskSource:
-    """Tasks of one ``tasks.sources`` item."""
+    """Tasks of one ``tasks.sources`` item.
+
+    The index of a training task counts the tasks of this source that a run trains on. The number of
+    used rows also counts rows that are left out. Both count over all epochs.
+    """
 
     def __init__(self, name: str, config: SourceConfig, tasks: TaskConfig) -> None:
         """Read data, if any, and held-out tasks. Raises TaskFileError if that fails."""
@@ -224,12 +228,12 @@ class TaskSource:
         self._is_usable: Callable[[Task], bool] = lambda task: True
         self._data: TaskData | None = None
         """Training tasks. None if they are generated."""
-        self._passed = 0
-        """Number of positions that earlier attempts used, over all epochs."""
+        self._used_rows_at_start = 0
+        """Used rows when the run was resumed, over all epochs."""
         self._kept_orders: dict[int, list[int]] = {}
         """Results of ``_kept_order`` by epoch."""
         self._offset = 0
-        """Task ``index`` is the (``index`` + offset)-th task that is not left out."""
+        """Task ``index`` has the number ``index`` + offset among the tasks that are not left out."""
 
         if config.train_path is not None:
             self._data = self._read("train", config.train_path)
@@ -253,19 +257,24 @@ class TaskSource:
         self.held_out = [task for task in self.held_out if is_usable(task)]
         mask = [True] if self._data is None else [is_usable(task) for task in self._data]
         if not self.held_out or not any(mask):
-            reason = "every prompt is as long as rollout.max_tokens or longer. Increase it"
-            raise TaskFileError(f"tasks.sources.{self.name}: {reason}")
+            kind = "training" if self.held_out else "held-out"
+            raise TaskFileError(
+                f"tasks.sources.{self.name}: no {kind} task is usable. All prompts have "
+                "rollout.max_tokens or more tokens, or cannot be rendered. Increase "
+                "rollout.max_tokens, or correct the prompts"
+            )
 
         if self._data is not None:
             self._data.keep(mask)
-            # The orders contain the tasks that were just left out.
+            # The cached orders contain the tasks that are left out now.
             self._kept_orders = {}
 
     def decontaminate(self, held_out: list[str]) -> None:
         """Leave out training tasks that contain one of these prompts, and log their number.
 
-        A generated task is left out if it has the same prompt. A task of data is also left out if
-        ``find_contaminated`` finds a copy of a held-out prompt in its question, or the reverse.
+        A generated task is left out if its prompt equals a held-out prompt. A task of a file is also
+        left out if ``find_contaminated`` finds that its question contains a held-out prompt, or that
+        a held-out prompt contains its question.
         """
         self._excluded = frozenset(held_out)
         # Generated tasks are compared when they are generated.
@@ -282,7 +291,7 @@ class TaskSource:
                 len(contaminated),
                 SHARED_WORDS,
             )
-        self._data.keep([not gives_away for gives_away in contaminated])
+        self._data.keep([not is_copy for is_copy in contaminated])
         self._kept_orders = {}
 
     @property
@@ -291,40 +300,41 @@ class TaskSource:
         return None if self._data is None else self._data.total
 
     def place_of(self, index: int) -> int:
-        """Return the position in the data of training task ``index``."""
+        """Return the place of training task ``index`` in the data: a number for ``task_at``."""
         assert self._data is not None
-        # An epoch has the tasks that are not left out, each once.
+        # An epoch has every task once, except those that are left out.
         epoch, rank = divmod(index + self._offset, len(self._data))
         return self._kept_order(epoch)[rank]
 
-    def passed(self, index: int) -> int:
-        """Return the number of used positions, over all epochs, if task ``index`` is the next."""
+    def used_rows(self, index: int) -> int:
+        """Return the number of rows that are used before task ``index``, over all epochs."""
         if index + self._offset == 0:
-            return self._passed
+            return self._used_rows_at_start
         assert self._data is not None
         epoch = (index - 1 + self._offset) // len(self._data)
-        # Everything up to the last used task is used, including tasks that are left out in between.
-        place = self._order(epoch).index(self.place_of(index - 1))
-        # An earlier attempt may have used positions behind its last task.
-        return max(self._passed, epoch * self._data.total + place + 1)
+        # All rows up to the last used task are used, including rows that are left out.
+        last = self._order(epoch).index(self.place_of(index - 1))
+        # Rows after the last used task may be used, too, if they were used before the resume and are
+        # left out now.
+        return max(self._used_rows_at_start, epoch * self._data.total + last + 1)
 
-    def continue_from(self, index: int, passed: int) -> None:
-        """Make task ``index`` the first usable one behind ``passed`` positions."""
+    def continue_from(self, index: int, used_rows: int) -> None:
+        """Make task ``index`` the first task after ``used_rows`` rows that is not left out."""
         assert self._data is not None
-        epoch, offset = divmod(passed, self._data.total)
+        epoch, used_in_epoch = divmod(used_rows, self._data.total)
         kept = set(self._data.places)
-        # Usable tasks of the epoch that come before the position.
-        rank = sum(place in kept for place in self._order(epoch)[:offset])
-        self._passed = passed
+        # Number of used tasks in the epoch that are not left out.
+        rank = sum(place in kept for place in self._order(epoch)[:used_in_epoch])
+        self._used_rows_at_start = used_rows
         self._offset = epoch * len(kept) + rank - index
 
     def _order(self, epoch: int) -> list[int]:
-        """Return the order of an epoch over all positions, including those left out."""
+        """Return the places of all tasks in the order of an epoch, including those left out."""
         assert self._data is not None
         return _shuffled(self._data.total, f"{self.seed}/{epoch}")
 
     def _kept_order(self, epoch: int) -> list[int]:
-        """Return the order of an epoch over the positions that are not left out."""
+        """Return the places of the tasks that are not left out, in the order of an epoch."""
         assert self._data is not None
         if epoch not in self._kept_orders:
             kept = set(self._data.places)
@@ -334,22 +344,23 @@ class TaskSource:
         return self._kept_orders[epoch]
 
     def train(self, index: int) -> Task:
-        """Return training task ``index``. Data is repeated in another order after its last task.
+        """Return training task ``index``. Data is shuffled again after its last task.
 
         Raises:
-            TaskFileError: if the generator gives hardly any usable task.
+            TaskFileError: if ATTEMPTS generated tasks in a row cannot be used.
         """
         if self._data is not None:
             return self._data.task_at(self.place_of(index))
 
         for attempt in range(ATTEMPTS):
-            # Retries use indices far above those of other tasks, so that no task occurs twice.
+            # A retry uses an index far above the indices of other tasks, so that no task occurs twice.
             task = self._generate("train", index + (attempt << 32))
             if prompt_text(task) not in self._excluded and self._is_usable(task):
                 return task
         raise TaskFileError(
-            f"tasks.sources.{self.name}: {ATTEMPTS} generated tasks in a row were held-out tasks, or had a "
-            "prompt longer than rollout.max_tokens. Generate more different tasks, or increase it"
+            f"tasks.sources.{self.name}: {ATTEMPTS} generated tasks in a row were equal to held-out tasks, "
+            "or had prompts of rollout.max_tokens or more tokens. Use options that generate more "
+            "different tasks, or increase rollout.max_tokens"
         )
 
     def _read(self, split: Split, place: str) -> TaskData:
@@ -374,24 +385,25 @@ class TaskSource:
         """Return a boolean per training task: True within the limits, or if it was not evaluated.
 
         Raises:
-            TaskFileError: if no task was evaluated, because then the configuration is wrong.
+            TaskFileError: if no task was evaluated.
         """
-        rates = pass_rates(read_evaluation(limits.episodes))
-        of_rows = [self._pass_rate(row_id, rates) for row_id in data.row_ids]
-        # A file of another evaluation would silently keep every task.
-        if all(rate is None for rate in of_rows):
+        evaluated = pass_rates(read_evaluation(limits.episodes))
+        rates = [self._pass_rate(row_id, evaluated) for row_id in data.row_ids]
+        # With the file of another evaluation, the filter would silently keep every task.
+        if all(rate is None for rate in rates):
             example = f"{self.name}-held_out-{data.row_ids[0]}"
             raise TaskFileError(
-                f"{limits.episodes}: none of the training tasks of tasks.sources.{self.name} was "
-                f"evaluated there, such as {example}. Evaluate train_path as held_out_path of a "
-                "source with the same name"
+                f"{limits.episodes}: contains no training task of tasks.sources.{self.name}, such as "
+                f"the task_id {example}. Evaluate train_path as held_out_path of a source with the "
+                "same name"
             )
-        return [rate is None or limits.minimum <= rate <= limits.maximum for rate in of_rows]
+        return [rate is None or limits.minimum <= rate <= limits.maximum for rate in rates]
 
     def _pass_rate(self, row_id: str, rates: dict[str, float]) -> float | None:
         """Return the pass rate of a row. None if it was not evaluated.
 
-        An evaluation of the file identifies tasks as held out, or by the ids of the rows.
+        In the evaluation, the id of the task is the id of the row, with or without the prefix of
+        held-out tasks.
         """
         return rates.get(f"{self.name}-held_out-{row_id}", rates.get(row_id))
 
@@ -409,7 +421,7 @@ def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
     """Return the reason why a task cannot be run. None if it can.
 
     Raises:
-        TaskFileError: if it has no prompt.
+        TaskFileError: if the environment cannot create its prompt.
     """
     try:
         prompt = prompt_of(make_offline_environment(task))

@@ -388,7 +388,7 @@ def one_epoch(before: RlConfig, after: RlConfig, directory: Path) -> list[str]:
 
     def is_over(tasks: TaskMixture) -> bool:
         following = tasks.cursor(state.next_task + 1)
-        return bool(following["sources"]["gsm8k"]["passed"] > ROWS)
+        return bool(following["sources"]["gsm8k"]["used_rows"] > ROWS)
 
     trained += train(after, directory, state, is_over)
     return trained
