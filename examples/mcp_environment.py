@@ -1,11 +1,14 @@
-"""An environment with a tool of an MCP server, and scripts that use it.
+"""An environment with a tool of an MCP server, and two scripts that answer its tasks.
 
-    python examples/mcp_environment.py           # an expert and a greedy script (PYTHONPATH=.)
+Run it from the root of a checkout with PYTHONPATH=. in the environment:
+
+    python examples/mcp_environment.py           # an expert, and a script that guesses
     python examples/mcp_environment.py --serve   # the server over stdio, for any MCP client
 
-A warehouse has a list of items and their places. The policy has to find an item. The server is an
-ordinary server of the ``mcp`` package. Each episode has its own server for its task. With
-``command`` or ``url`` instead of ``in_process``, the server would be another process or service.
+The policy has to find an item in a warehouse. The tool returns the shelf of the item. The server uses
+the ``mcp`` package. Every episode starts its own server, which knows the item of the episode. A server
+in another process or on another machine is configured with ``command`` or ``url`` instead of
+``in_process``.
 """
 
 import argparse
@@ -92,7 +95,7 @@ def main() -> None:
     for index in range(3):
         task = WarehouseEnvironment.generate("train", 0, index, WarehouseOptions())
         task = replace(task, environment="examples.mcp_environment:WarehouseEnvironment")
-        for name, inject_errors in [("expert", False), ("greedy", True)]:
+        for name, inject_errors in [("expert", False), ("guess", True)]:
             environment = make_offline_environment(task)
             script = environment.solve(task, random.Random(index), inject_errors)
             episode = asyncio.run(play(environment, script))

@@ -148,11 +148,11 @@ def test_custom_environment_rewards_expert_above_greedy_script(
     assert asyncio.run(episode.answer("0")).reward == -1
 
 
-def test_mcp_environment_rewards_expert_above_greedy_script() -> None:
+def test_mcp_environment_rewards_expert_above_guesses() -> None:
     """tests/rl_loop/environments/test_mcp_tools.py tests failures and recovery of the servers."""
     printed = run("mcp_environment")
     assert len(re.findall(r"expert: I look it up\. .* shelf \d+ -> reward \+1\.00", printed)) == 3
-    assert len(re.findall(r"greedy: I guess\. .* -> reward -1\.00", printed)) == 3
+    assert len(re.findall(r"guess: I guess\. .* -> reward -1\.00", printed)) == 3
 
 
 def test_train_example_prints_the_metrics_of_its_runs(tmp_path: Path) -> None:
