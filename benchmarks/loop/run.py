@@ -646,7 +646,7 @@ class Report:
             ("trainer idle", self._trainer_idle, ".1%"),
             ("servers idle", metric("servers/idle"), ".1%"),
             ("requests running on a server", metric("servers/running"), ".1f"),
-            ("age of a trained token, versions", metric("rollout/staleness_mean"), ".2f"),
+            ("staleness of a trained token, versions", metric("rollout/staleness_mean"), ".2f"),
             ("oldest trained token, versions", metric("rollout/staleness_max"), ".0f"),
             ("tokens of a step", self._tokens, ",.0f"),
             (
@@ -765,7 +765,7 @@ COMPARED = (
     "trainer idle",
     "servers idle",
     "requests running on a server",
-    "age of a trained token, versions",
+    "staleness of a trained token, versions",
     "oldest trained token, versions",
     "mismatch k3 with R3",
 )

@@ -460,7 +460,7 @@ class Simulation:
         """Train all steps with a trainer that needs ``seconds_per_token`` per sampled token."""
         engines = self.engines
         trained: list[list[int]] = []
-        ages: dict[int, float] = {}
+        tokens_by_staleness: dict[int, float] = {}
         training_seconds = 0.0
         for step in range(self.workload.steps):
             self._sync(step)
@@ -472,18 +472,25 @@ class Simulation:
             for number in trained[-1]:
                 for episode in self._episodes.pop(number):
                     for version, count in episode.by_version.items():
-                        ages[step - version] = ages.get(step - version, 0.0) + count
+                        tokens_by_staleness[step - version] = (
+                            tokens_by_staleness.get(step - version, 0.0) + count
+                        )
                         tokens += count
             seconds = tokens * seconds_per_token
             training_seconds += seconds
             self._generate_until(engines.now + seconds)
 
-        total = sum(ages.values())
+        total = sum(tokens_by_staleness.values())
         return Outcome(
             seconds=engines.now,
             steps=self.workload.steps,
-            staleness_mean=sum(age * count for age, count in ages.items()) / total,
-            staleness_max=max(age for age, count in ages.items() if count > 0),
+            staleness_mean=sum(
+                staleness * count for staleness, count in tokens_by_staleness.items()
+            )
+            / total,
+            staleness_max=max(
+                staleness for staleness, count in tokens_by_staleness.items() if count > 0
+            ),
             begun=[number for number in self._begun if number not in self._episodes],
             trained=trained,
             training_seconds=training_seconds,

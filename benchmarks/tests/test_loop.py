@@ -190,7 +190,7 @@ def test_staleness_comparison_excludes_pipeline_filling_steps(
     assert (in_turns["steps"], ahead["steps"]) == ("1 of 2", "1 of 3")
     assert (in_turns["trainer idle"], ahead["trainer idle"]) == ("75.0%", "50.0%")
     assert (in_turns["servers idle"], ahead["servers idle"]) == ("25.0%", "0.0%")
-    assert ahead["age of a trained token, versions"] == "0.50"
+    assert ahead["staleness of a trained token, versions"] == "0.50"
     assert (in_turns["**tokens/s/GPU**"], ahead["**tokens/s/GPU**"]) == ("200", "400")
 
 

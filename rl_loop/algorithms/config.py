@@ -163,7 +163,7 @@ class AlgorithmConfig(StrictModel):
     correction: CorrectionConfig = CorrectionConfig()
     """Correction of the mismatch between engine and trainer."""
     max_staleness: int = Field(0, ge=0)
-    """Maximum age of a token in weight versions when it is trained on. Episodes start at most this
+    """Maximum staleness of a token, in weight versions, when it is trained on. Episodes start at most this
     many steps before their update. 0: generation and training alternate. 1: the episodes of a step
     are generated while the trainer updates on the previous step. Higher values help if a few long
     episodes delay every step, as shown by ``seconds/rollout``."""
@@ -268,7 +268,7 @@ class AlgorithmConfig(StrictModel):
         if source == "detach":
             self._check_ratio_of_one()
 
-        # Only a ratio or a correction takes the age of a token into account.
+        # Only a ratio or a correction takes the staleness of a token into account.
         if source == "forward" and self.max_staleness > 0 and not self.correction.active:
             raise ValueError(
                 f"max_staleness ({self.max_staleness}) with old_log_probs=forward ignores the "

@@ -30,9 +30,11 @@ from rl_loop.algorithms.policy_loss import (
 from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import SequenceIndex, sample_weights
 
-AGES = ("fresh", "stale")
-"""Fresh tokens were sampled with the current weights, stale tokens with earlier weights. Each age
-has its own metrics."""
+STALENESS_CLASSES = ("fresh", "stale")
+"""Prefixes of the metrics of fresh and of stale tokens.
+
+Fresh tokens were sampled with the current weights, stale tokens with earlier weights.
+"""
 
 LOSS_METRICS = "policy_loss/"
 """Prefix of the metrics that a policy loss returns in ``PolicyLoss.sums``."""
@@ -139,7 +141,7 @@ def policy_objective(
         sums |= _policy_sums(config, log_probs, entropy, batch, masks, policy, learns)
         sums |= _correction_sums(config, correction, trainer_log_probs, batch, masks)
         if config.max_staleness > 0:
-            sums |= _sums_by_age(trainer_log_probs, policy.ratio, batch, masks)
+            sums |= _sums_by_staleness(trainer_log_probs, policy.ratio, batch, masks)
         sums["loss"] = total
         maxima["ratio/deviation_max"] = _only(learns, (policy.ratio - 1).abs()).max()
         token_values = {"trainer_log_probs": trainer_log_probs, "entropy": entropy.detach()}
@@ -320,12 +322,13 @@ def _correction_sums(
     return sums
 
 
-def _sums_by_age(
+def _sums_by_staleness(
     trainer_log_probs: torch.Tensor, ratio: torch.Tensor, batch: PackedBatch, masks: TokenMasks
 ) -> dict[str, torch.Tensor]:
-    """Return the sums of mismatch (k3), rho and importance ratio of comparable tokens, by age.
+    """Return sums of mismatch (k3), rho and importance ratio over the fresh and the stale tokens.
 
-    Effects of staleness show only in stale tokens. Other faults also show in fresh tokens.
+    Only comparable tokens count. A mismatch that staleness causes is in stale tokens only. A mismatch
+    with another cause is in fresh tokens, too.
     """
     # Samples without the column are all fresh.
     is_stale = torch.zeros_like(masks.comparable)
@@ -337,14 +340,14 @@ def _sums_by_age(
     )
     rho = bounded_exp(log_rho)
     sums: dict[str, torch.Tensor] = {}
-    for age, mask in zip(AGES, (~is_stale, is_stale), strict=True):
+    for staleness, mask in zip(STALENESS_CLASSES, (~is_stale, is_stale), strict=True):
         mask = masks.comparable & mask
         sums |= {
-            f"{age}/tokens": mask.sum(),
-            f"{age}/kl_k3": _only(mask, bounded_expm1(log_rho) - log_rho).sum(),
-            f"{age}/weight": _only(mask, rho).sum(),
-            f"{age}/weight_square": _only(mask, rho.square()).sum(),
-            f"{age}/ratio": _only(mask, ratio).sum(),
+            f"{staleness}/tokens": mask.sum(),
+            f"{staleness}/kl_k3": _only(mask, bounded_expm1(log_rho) - log_rho).sum(),
+            f"{staleness}/weight": _only(mask, rho).sum(),
+            f"{staleness}/weight_square": _only(mask, rho.square()).sum(),
+            f"{staleness}/ratio": _only(mask, ratio).sum(),
         }
     return sums
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
-from rl_loop.algorithms.objectives import AGES, LOSS_METRICS
+from rl_loop.algorithms.objectives import LOSS_METRICS, STALENESS_CLASSES
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.rollout_batch import RlUpdates, RunAhead
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
@@ -20,7 +20,7 @@ PER_TOKEN = ("entropy", "clip_fraction", "ratio/", "correction/", "kl_reference"
 """Name prefixes of sums over all loss tokens."""
 
 USED_SUMS = ("loss", "tokens", "comparable", "sequences", "routes_agreeing", "routes_compared")
-"""Sums of the policy's update that are not plotted under their names."""
+"""Sums of the policy's update that are divisors, or are plotted under another name."""
 
 SPEEDS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
 """Fields of StepStatistics that are None if they were not measured."""
@@ -57,7 +57,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     for name, total in sums.items():
         metrics.add_mean(name, total, len(episodes), "sequences")
 
-    # Average parts that only some environments have over the episodes that have them.
+    # Some parts exist in some environments only. Average them over the episodes that have them.
     known = {"correct", "format_error"}
     parts = {part for episode in episodes for part in episode.reward_parts} - known
     for part in parts:
@@ -68,7 +68,7 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
 
     sequences = [sequence for episode in episodes for sequence in episode.sequences]
     reusable = sum(sequence.reusable_tokens for sequence in sequences)
-    # Episodes of one turn have nothing to reuse, which is no failure of the cache.
+    # Without tokens to reuse, as in episodes of one turn, there is no hit rate.
     if reusable > 0:
         cached = sum(sequence.cached_tokens for sequence in sequences)
         metrics.add_mean("rollout/cache_hit_rate", cached, reusable, "tokens")
@@ -98,10 +98,10 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
     episodes = len(lost) + sum(len(group.trajectories) for group in groups)
 
     name = f"{prefix}/invalid"
-    # Components are plotted with 0, too, so that their curves begin before the first failure.
+    # Plot components without failures as 0, so that their curves begin before the first failure.
     shares = Counter({name: len(lost)} | {f"{name}/{component}": 0 for component in COMPONENTS})
     shares.update(f"{name}/{reason.component}" for reason in invalid)
-    # Plot only causes that occurred, because they have names of servers and functions.
+    # Plot only sources of failures that occurred. They are names of servers and functions.
     shares.update(
         f"{name}/{reason.component}/{_curve_name(reason.failure_source)}"
         for reason in invalid
@@ -115,14 +115,14 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
 
 
 def _curve_name(failure_source: str) -> str:
-    """Return a failing component's name with only the characters that metrics' names may have."""
+    """Replace the characters of a source's name that are not allowed in names of metrics."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", failure_source).strip("_")[:80] or "unnamed"
 
 
 def add_signal_metrics(
     metrics: StepMetrics, groups: Sequence[TrajectoryGroup], samples: TrainingSamples
 ) -> None:
-    """Add the share of groups without a signal: no token in the loss has an advantage.
+    """Add the share of groups without a signal: the advantages of all their loss tokens are 0.
 
     Args:
         metrics: metrics of the step.
@@ -130,7 +130,7 @@ def add_signal_metrics(
         samples: samples of the groups' episodes, in order, with advantages.
     """
     assert samples.advantages is not None
-    silent = 0
+    without_signal = 0
     first = 0
     for group in groups:
         # Samples have the order of the groups' sequences.
@@ -138,9 +138,9 @@ def add_signal_metrics(
         tokens = slice(int(samples.offsets[first]), int(samples.offsets[last]))
         # Advantages of equal rewards are exactly 0, see `rl_loop.algorithms.advantages`.
         has_advantage = samples.advantages[tokens] != 0
-        silent += not (has_advantage & samples.loss_mask[tokens]).any()
+        without_signal += not (has_advantage & samples.loss_mask[tokens]).any()
         first = last
-    metrics.add_mean(MetricName.GROUPS_WITHOUT_SIGNAL, silent, len(groups), "groups")
+    metrics.add_mean(MetricName.GROUPS_WITHOUT_SIGNAL, without_signal, len(groups), "groups")
 
 
 def add_staleness_metrics(
@@ -160,18 +160,18 @@ def add_staleness_metrics(
     metrics.add("rollout/groups_ahead", ahead.groups, "last")
     metrics.add("rollout/groups_ahead_ended", ahead.ended, "last")
 
-    ages = 0
+    staleness = 0
     if samples.staleness is not None:
-        ages = int(samples.staleness[samples.loss_mask].sum())
+        staleness = int(samples.staleness[samples.loss_mask].sum())
     sampled = int(np.count_nonzero(samples.loss_mask))
-    metrics.add_mean("rollout/staleness_mean", ages, sampled, "tokens")
+    metrics.add_mean("rollout/staleness_mean", staleness, sampled, "tokens")
     versions = 0
     for episode in episodes:
         spans = [span for sequence in episode.sequences for span in sequence.weight_versions]
         versions += len({span.version for span in spans})
     metrics.add_mean("rollout/versions_per_episode", versions, len(episodes), "sequences")
-    again = sum(episode.recomputed_tokens for episode in episodes)
-    metrics.add("rollout/recomputed_tokens", again, "sum", "sequences")
+    recomputed = sum(episode.recomputed_tokens for episode in episodes)
+    metrics.add("rollout/recomputed_tokens", recomputed, "sum", "sequences")
 
 
 def add_mismatch_without_replay(
@@ -216,7 +216,7 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
             metrics.add_mean(name, total, sums["comparable"], "tokens")
         elif name.startswith(PER_TOKEN):
             metrics.add_mean(name, total, sums["tokens"], "tokens")
-        elif name not in USED_SUMS and not name.startswith(AGES):
+        elif name not in USED_SUMS and not name.startswith(STALENESS_CLASSES):
             raise ValueError(
                 f"sums of the policy's update: unknown name {name!r}. Return metrics of a loss in "
                 "PolicyLoss.sums, or add the name to rl_loop/tracking/step_metrics.py"
@@ -225,25 +225,27 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
         metrics.add_mean(
             "routing/agreement", sums["routes_agreeing"], sums["routes_compared"], "routes"
         )
-    for age in AGES:
-        _add_metrics_by_age(metrics, age, sums)
+    for staleness in STALENESS_CLASSES:
+        _add_metrics_by_staleness(metrics, staleness, sums)
 
     for name, value in update.maxima.items():
         metrics.add(name, value, "max", "tokens")
     add_optimizer_metrics(metrics, update)
 
 
-def _add_metrics_by_age(metrics: StepMetrics, age: str, sums: Mapping[str, float]) -> None:
-    """Add the metrics of all tokens with one age, if there are any."""
-    tokens = sums.get(f"{age}/tokens", 0)
+def _add_metrics_by_staleness(
+    metrics: StepMetrics, staleness: str, sums: Mapping[str, float]
+) -> None:
+    """Add the metrics of the fresh or the stale tokens, if there are any."""
+    tokens = sums.get(f"{staleness}/tokens", 0)
     if tokens == 0:
         return
     for name in ("kl_k3", "weight", "ratio"):
-        metrics.add_mean(f"{age}/{name}", sums[f"{age}/{name}"], tokens, "tokens")
+        metrics.add_mean(f"{staleness}/{name}", sums[f"{staleness}/{name}"], tokens, "tokens")
 
     # (sum w)^2 / (n sum w^2): 1 if all weights are equal, 1 / n if one token outweighs all others.
-    share = sums[f"{age}/weight"] ** 2 / (tokens * sums[f"{age}/weight_square"])
-    metrics.add_mean(f"{age}/effective_sample_size", share, 1, "updates")
+    share = sums[f"{staleness}/weight"] ** 2 / (tokens * sums[f"{staleness}/weight_square"])
+    metrics.add_mean(f"{staleness}/effective_sample_size", share, 1, "updates")
 
 
 def _add_critic_update(metrics: StepMetrics, update: StepStatistics) -> None:
