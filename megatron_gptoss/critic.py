@@ -21,7 +21,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, model: GPTModel) -> None:
         """Create the head for the last chunk ``model``."""
         super().__init__()
-        # With zeros all initial values are 0, whatever the hidden states are.
+        # With zeros, all initial values are 0 for any hidden states.
         zeros = torch.zeros(
             1,
             model.config.hidden_size,
@@ -53,8 +53,8 @@ def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
 class ValueTrainer(PolicyTrainer):
     """Trainer of a critic. Its loss function takes (values [tokens], batch).
 
-    The value of a token is that of the state before it: the expected return given all earlier
-    tokens. Values are in PackedBatch's label order.
+    The value of a token is the expected return before the token, given all earlier tokens. Values
+    are in the label order of PackedBatch.
     """
 
     def _training_head(self, temperature: float) -> Head:

@@ -15,10 +15,10 @@ class ExtraMissing(UserError):
 def install_command(extra: str, options: str = "") -> str:
     """Return the command that installs an extra.
 
-    The project is on no package index, so pip installs from the checkout or the wheel.
+    pip installs from the checkout or the wheel, because the project is not on a package index.
 
     Args:
-        extra: its name in pyproject.toml.
+        extra: name of the extra in pyproject.toml.
         options: further options of pip, with a blank at the end.
     """
     root = Path(__file__).resolve().parents[1]

@@ -8,8 +8,9 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.certify.model import BEACON
 
 BEACONS = 4
-"""Number of distances between beacons in a text for the window's edge."""
+"""Number of intervals between beacons in a text of kind "window"."""
 PROMPTS = 6
+"""Number of prompts to continue."""
 CONTINUATION = PROMPTS + 4
 """Number of tokens to decode, so that every beacon of ``prompts`` leaves the window."""
 TAIL = 96
@@ -21,7 +22,7 @@ class ProbeText:
     """Token ids with their purpose."""
 
     kind: str
-    """"short", "window" or "long"."""
+    """"short", "window", "long" or "prompt"."""
     ids: tuple[int, ...]
 
 
@@ -36,7 +37,7 @@ class ProbeTexts:
 
     @cached_property
     def short(self) -> list[ProbeText]:
-        """Texts that fit in a window. They show no fault of the window."""
+        """Texts that fit in a window, so that faults of the window do not change them."""
         length = min(self.config.sliding_window, 96)
         return [ProbeText("short", self._draw(length, f"short {i}")) for i in range(3)]
 
@@ -44,13 +45,13 @@ class ProbeTexts:
     def window(self) -> list[ProbeText]:
         """Texts with beacons at a distance of one window plus one token.
 
-        Between two beacons, the last token but one sees the beacon as the oldest of its keys. The
-        last token sees no beacon.
+        The token 2 positions before a beacon attends to the previous beacon as its oldest key. The
+        token 1 position before a beacon attends to no beacon.
         """
         distance = self.config.sliding_window + 1
         texts = []
         for number in range(2):
-            # Two more tokens, so that the last beacon fits into both texts, which begin at 0 and 1.
+            # The first beacon is at position 0 or 1. With 2 more tokens, both texts have a last beacon.
             ids = list(self._draw(BEACONS * distance + 2, f"window {number}"))
             for i in range(number, len(ids), distance):
                 ids[i] = BEACON
@@ -61,7 +62,7 @@ class ProbeTexts:
     def long(self) -> list[ProbeText]:
         """Text that is longer than YaRN's original length.
 
-        Without YaRN (factor 1) a few windows suffice, because no position is special.
+        Without YaRN (factor 1), a few windows are enough, because there is no original length.
         """
         length = self.config.yarn_original_length + TAIL
         if self.config.yarn_factor == 1:
@@ -70,18 +71,19 @@ class ProbeTexts:
 
     @cached_property
     def all(self) -> list[ProbeText]:
-        """All texts, the short ones first."""
+        """All texts except prompts, short texts first."""
         return [*self.short, *self.window, *self.long]
 
     @cached_property
     def prompts(self) -> list[ProbeText]:
-        """Prompts whose continuations cross the window's edge, with one beacon each.
+        """Prompts with one beacon each, which leaves the window while the continuation is decoded.
 
-        One decoded token sees the beacon as the oldest of its keys. The next one does not see it.
+        One decoded token attends to the beacon as its oldest key. The next token does not attend to
+        it.
         """
         texts = []
         for number in range(PROMPTS):
-            # The beacon is the oldest key of the position number + window - 1.
+            # The beacon is the oldest key of position ``number + window - 1``.
             length = max(self.config.sliding_window - 3, PROMPTS)
             ids = list(self._draw(length, f"prompt {number}"))
             ids[number] = BEACON
@@ -92,7 +94,7 @@ class ProbeTexts:
         """Draw random tokens, on average 1 of 12 special."""
         # A string seeds Random by its SHA-512, so texts are equal in all processes.
         rng = random.Random(f"{self.seed}/{name}")
-        # A random beacon would blur the distances that window texts depend on.
+        # Further beacons would change the distances between beacons.
         ordinary = [i for i in range(self.config.vocab_size) if i != BEACON]
         ids = []
         for _ in range(length):

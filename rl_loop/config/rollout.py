@@ -8,8 +8,11 @@ from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.registry import AnyEngineConfig
 
 EPISODES_PER_WORKER = 64
-"""Episodes of a step per rollout worker by default. A turn takes 1 to 3 ms of a worker, in which its
-other episodes wait (docs/performance/parts.md)."""
+"""Episodes of a step for which there is one rollout worker by default.
+
+A turn takes 1 to 3 ms of the worker's time, during which its other episodes wait
+(docs/performance/parts.md).
+"""
 
 
 class RolloutConfig(EpisodeLimits, StrictModel):
@@ -47,15 +50,16 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     ``algorithm.routing_replay: R3``, else false."""
     max_invalid_share: float = Field(0.2, ge=0, lt=1)
     """Maximum share of a step's episodes that infrastructure failures (engine, sandbox, tool,
-    checker) end. Such episodes are left out of training and metrics. Above this share, and after 64
-    of them in sequence, the run ends and names the failing component."""
+    checker) end. Such episodes are left out of training and metrics. The run ends above this share,
+    and after 64 such episodes in groups without a valid episode. The message names the failing
+    component."""
 
     @property
     def worker_count(self) -> int:
         """Number of rollout workers."""
         if self.workers is not None:
             return self.workers
-        # Every engine in a worker has a copy of the weights, and shares the cores with the others.
+        # Every embedded engine needs memory for a copy of the weights, and cores.
         if isinstance(self.engine, EmbeddedConfig):
             return 1
         return -(-self.tasks_per_step * self.samples_per_task // EPISODES_PER_WORKER)

@@ -5,8 +5,8 @@ up channels. Megatron has one matrix per expert, output-major ([out, in]), with 
 before all up channels. In the released models down_proj is square, so a missing transpose would
 pass every shape check.
 
-Names of Megatron parameters are those of SequentialMLP and of the layer norm that Transformer
-Engine fuses into the QKV projection.
+Megatron parameters have the names of SequentialMLP, and of a layer norm that Transformer Engine
+fuses into the QKV projection. Other implementations of the layers are mapped to these names.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,9 +32,9 @@ STATEFUL_MODULES = (
     "self_attention.core_attention",
     "pre_mlp_layernorm",
 )
-"""Modules of a layer with ``_extra_state`` in checkpoints of either layer specification."""
+"""Modules of a layer that have an entry ``_extra_state`` in checkpoints, on CPU and GPU."""
 STATEFUL_EXPERT_MODULES = ("linear_fc1", "linear_fc2")
-"""Modules of every expert with an entry ``_extra_state``."""
+"""Modules of an expert that have an entry ``_extra_state`` in checkpoints."""
 
 
 def mappings(config: GptOssModelConfig) -> Iterator[ParameterMapping]:
@@ -79,7 +79,7 @@ def _mlp_mappings(config: GptOssModelConfig, layer: int) -> Iterator[ParameterMa
     unchanged = partial(unchanged_in_layer, layer)
 
     yield unchanged("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,))
-    # Every rank routes its own tokens, so the router is whole on each.
+    # Not split: every rank routes its own tokens.
     yield unchanged("mlp.router.weight", "mlp.router.weight", (experts, hidden))
     yield unchanged("mlp.router.bias", "mlp.router.bias", (experts,))
 
@@ -105,7 +105,7 @@ def _mlp_mappings(config: GptOssModelConfig, layer: int) -> Iterator[ParameterMa
         to_hf=interleave_gate_up,
     )
 
-    # Down projection. Transposing is its own inverse, and the bias has no other order.
+    # Down projection. A transpose is its own inverse. The bias has the same order on both sides.
     yield from _expert_mappings(
         config,
         layer,
@@ -139,7 +139,7 @@ def _expert_mappings(
     to_megatron: Callable[[torch.Tensor], torch.Tensor],
     to_hf: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[ParameterMapping]:
-    """Yield one parameter per expert; names are without the common prefix of experts."""
+    """Yield one parameter per expert. ``name`` and ``hf_name`` lack the prefix of the layer."""
     for expert in range(config.num_experts):
         yield ParameterMapping(
             name=f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{name}",
