@@ -18,6 +18,13 @@ class ShardWriter:
     """Writes tensors to files of a limited size, and an index if there are several files."""
 
     def __init__(self, directory: Path, expected: Mapping[str, Shape], max_bytes: int) -> None:
+        """Write to an existing directory.
+
+        Args:
+            directory: directory of the files.
+            expected: {stored name: shape} of all tensors to write.
+            max_bytes: maximum size of a file, unless a single tensor is larger.
+        """
         self._directory = directory
         self._expected = expected
         self._max_bytes = max_bytes
@@ -27,6 +34,7 @@ class ShardWriter:
         self._sizes: dict[str, int] = {}
         """Size of each tensor added so far, in bytes."""
         self._dtype: torch.dtype | None = None
+        """Dtype of the first tensor."""
 
     def add(self, name: str, tensor: torch.Tensor) -> FileRange:
         """Append a tensor to the last file, or to a new file if the last one would be too large.
@@ -43,14 +51,15 @@ class ShardWriter:
         """
         if name in self._sizes:
             raise ConversionError(f"tensor {name} was given twice")
-        expected_shape = self._expected.get(name)
-        # An unknown name has no expected shape, so it fails here, too.
-        if tuple(tensor.shape) != expected_shape:
+        if name not in self._expected:
+            raise ConversionError(f"tensor {name} is not part of the model to write")
+        if tuple(tensor.shape) != self._expected[name]:
             raise ConversionError(
-                f"tensor {name} has shape {list(tensor.shape)}, expected {expected_shape}"
+                f"tensor {name} has shape {list(tensor.shape)}, expected "
+                f"{list(self._expected[name])}"
             )
 
-        # Engines load NaN without an error and then sample garbage.
+        # Engines load NaN without an error, and then sample arbitrary tokens.
         require_finite(tensor, name, "the weights to write")
         self._sizes[name] = tensor.nbytes
         self._dtype = self._dtype or tensor.dtype

@@ -1,11 +1,11 @@
-"""Check that text never becomes a special token and is encoded without loss, for vocabularies."""
+"""Check that a vocabulary encodes text without loss, and never as a special token."""
 
 from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-"""Replacement for characters without tokens."""
+"""Character that replaces characters without tokens, U+FFFD."""
 
 
 class TextVocabulary(Protocol):
@@ -32,7 +32,7 @@ def check_encodes_text(
     Args:
         vocabulary: the vocabulary to check.
         special_ids: ids that text must not become.
-        names: names of special tokens, which are plain text within a text.
+        names: spellings of special tokens. In a text, they must be encoded as plain text.
 
     Raises:
         ValueError: if a text becomes a special token or is lost. The error names the text.

@@ -61,8 +61,8 @@ def tiny_vocabulary(size: int, corpus: str) -> TinyChatMlVocabulary:
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
         raise TokenizerError(
-            f"a tiny vocabulary needs {needed} ids for these tasks, but model.vocab_size is "
-            f"{size}. Raise it"
+            f"vocabulary=tiny needs {needed} ids for the texts of these tasks, but "
+            f"model.vocab_size is {size}. Increase it"
         )
 
     # transformers adds these two parts to any tokenizer in a qwen2 directory.

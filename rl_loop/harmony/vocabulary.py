@@ -1,4 +1,4 @@
-"""Token ids: the released models' vocabulary, tiny ones cut from it, and tokenizers of others.
+"""Vocabularies for Harmony: of the released models, of tiny models, and of other tokenizers.
 
 openai-harmony renders and parses in the ids of the released models ("Harmony ids"). A vocabulary
 translates between Harmony ids and the ids of its model. Untrusted text (prompts, tool output) is
@@ -111,9 +111,9 @@ class TinyVocabulary:
     """Vocabulary with the tokens of a corpus, for small models of demos and tests.
 
     The ids are the 256 bytes, then o200k tokens in o200k's order, then the special tokens, then
-    unused ids up to ``size``. Every token comes with the shorter tokens of its byte-pair merges.
-    Therefore text like the corpus is split as GPT-OSS splits it. All other text can be encoded with
-    more tokens.
+    unused ids up to ``size``. If byte-pair merges form a token from shorter tokens, these are in the
+    vocabulary, too. Therefore text like the corpus is split as GPT-OSS splits it. Any other text can
+    be encoded, with more tokens.
     """
 
     def __init__(self, size: int, corpus: str) -> None:
@@ -126,8 +126,8 @@ class TinyVocabulary:
         if unused < 0:
             needed = size - unused
             raise ValueError(
-                f"a tiny vocabulary needs {needed} ids for these tasks, but model.vocab_size is "
-                f"{size}. Raise it"
+                f"vocabulary=tiny needs {needed} ids for the texts of these tasks, but "
+                f"model.vocab_size is {size}. Increase it"
             )
 
         names = [*SPECIAL_TOKENS, *(f"<|unused_{i}|>" for i in range(unused))]
@@ -143,7 +143,7 @@ class TinyVocabulary:
         turn_ends = self.from_harmony([special_id(token) for token in TURN_ENDS])
         self.stop_token_ids: tuple[int, ...] = tuple(turn_ends)
 
-        # Without the special tokens, so that text cannot become one.
+        # This tokenizer has no special tokens, so text cannot become one.
         self._tokenizer = byte_pair_tokenizer(self._bytes)
         check_encodes_text(self, range(first_special, size), names)
 
@@ -253,8 +253,8 @@ def _from_harmony(
 
     Args:
         ids: Harmony ids.
-        specials: the model's id by Harmony id of a special token.
-        encode_text: encoder of all other tokens, whose text is encoded again.
+        specials: {Harmony id of a special token: id in the model}.
+        encode_text: encoder of text, for all other tokens.
     """
     translated: list[int] = []
     for is_special, group in groupby(ids, key=specials.__contains__):
@@ -276,11 +276,12 @@ def make_vocabulary(
     """Return the vocabulary of a model.
 
     Args:
+        kind: vocabulary of the released models, or a tiny one.
         size: number of ids.
-        corpus: text for a tiny vocabulary.
+        corpus: function that returns the text for a tiny vocabulary.
 
     Raises:
-        ValueError: if ``size`` does not fit.
+        ValueError: if ``size`` is not that of the released models, or too small for the corpus.
     """
     # Only a tiny vocabulary needs the corpus, which takes time to collect.
     if kind == "tiny":

@@ -56,8 +56,10 @@ from rl_loop.tracking.run_directory import RunDirectory
 logger = logging.getLogger(__name__)
 
 READ_NOW_BYTES = 20 << 20
-"""Maximum size of task files whose rows the check reads all. Larger files would take too
-long."""
+"""Maximum size of a task file whose rows are all checked, 20 MiB.
+
+Larger files would take too long.
+"""
 
 
 def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None:
@@ -83,7 +85,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
         check_initial_adapter(config.initial_adapter, config.adapter, config.model)
     if isinstance(config, SftConfig) and config.distillation is not None:
         check_teacher(config.distillation.teacher, config)
-    # A resume continues from it. A new run has none, and the check passes.
+    # A resumed run loads this checkpoint. A new run has no checkpoint, so the check passes.
     check_newest_checkpoint(RunDirectory(config.directory))
 
     # Supervised fine-tuning reads either conversations or tasks.
@@ -175,7 +177,8 @@ def _check_chatml(config: RunConfig) -> None:
 def check_tiny_vocabulary(config: RunConfig) -> None:
     """Raise StartError if the initial weights are those of a run with another tiny vocabulary.
 
-    The ids of such a policy would mean other tokens, and it would train without an error.
+    The ids of that run stand for other tokens, so training would continue with a policy that writes
+    meaningless text, without an error.
     """
     weights = config.initial_weights
     if config.vocabulary != "tiny" or weights is None:
@@ -373,8 +376,9 @@ def _read_rows(source: SourceConfig, path: str) -> None:
 def warn_about_sampling(config: RlConfig) -> None:
     """Warn if the log-probs of a run are not those of the sampled distribution.
 
-    Log-probs of the truncated distribution are no solution. Servers and trainer round differently,
-    so a token may be in the set of one and outside of the other's, with a log-prob of -infinity.
+    Log-probs of the truncated distribution would not help. Servers and trainer round differently, so a
+    token may be in the truncated set of the server and not in that of the trainer. Its log-prob
+    would then be -infinity.
     """
     if config.rollout.top_p < 1:
         logger.warning(
@@ -415,7 +419,7 @@ def runs_here() -> bool:
 
 def check_tracking() -> None:
     """Check that enabled trackers are installed, and that MLflow's server answers."""
-    # find_spec looks for a package without its import, which would take seconds.
+    # find_spec finds a package without importing it. An import would take seconds.
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is not None and importlib.util.find_spec("mlflow") is None:
         raise StartError(

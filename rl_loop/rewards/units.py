@@ -1,4 +1,4 @@
-"""Units behind a number. An answer may omit them, but different units are different answers."""
+"""Units after a number. An answer may omit them, but different units are different answers."""
 
 import re
 from collections import Counter

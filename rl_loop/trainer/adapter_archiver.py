@@ -68,8 +68,8 @@ class AdapterArchiver:
     # -- collective calls of the worker -----------------------------------------------------------
 
     def has_failed(self) -> bool:
-        """Return True, on every rank, if adapters are known to be unwritten. Collective."""
-        # The task has ended, so this does not wait. It records the failure.
+        """Return True on every rank if the adapters of a checkpoint could not be written. Collective."""
+        # ``wait`` returns at once, because the task has ended. It records a failure of the task.
         if not self.is_reading():
             self.wait()
         return self._shared_failure() is not None
@@ -90,8 +90,8 @@ class AdapterArchiver:
     def write_missing(self, newest: Path) -> None:
         """Write missing adapters of ``newest`` and of older checkpoints in its folder. Collective.
 
-        An earlier process may have been killed before it wrote them, or may have kept none. Damaged
-        older checkpoints are skipped with a warning.
+        An earlier process may have been killed before it wrote them, or may have had
+        ``training.keep_adapters=false``. Damaged older checkpoints are skipped with a warning.
 
         Args:
             newest: checkpoint that is known to be undamaged.
@@ -101,7 +101,7 @@ class AdapterArchiver:
         """
         if dist.get_rank() == 0:
             for checkpoint in (newest, *earlier_checkpoints(newest)):
-                # Adapters appear in one move when they are complete.
+                # A directory of adapters gets its name only when it is complete.
                 if self._directory(checkpoint).exists():
                     continue
                 damage = None if checkpoint == newest else compare_checksums(checkpoint, 0, 1)

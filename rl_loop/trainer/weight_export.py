@@ -1,4 +1,4 @@
-"""Contents of a policy export, as requested by the driver."""
+"""Request of the driver to export the policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,17 +12,18 @@ from converters.mxfp4_tensors import Digests
 class WeightExport:
     """Contents and directory of an export.
 
-    Like checkpoints, exports are written by the trainer's ranks. A node-local directory is not
-    enough if the driver is on another node.
+    The trainer's first rank writes it. If the driver is on another node, the directory must be on a
+    shared file system.
     """
 
     directory: Path
-    """Replaced if it exists, once the new one is complete."""
+    """Directory of the export. An existing one is replaced after the new one is complete."""
     extras: ModelExtras = field(default_factory=ModelExtras)
     """Tokenizer, chat templates, token ids and generation settings."""
     eos_token_ids: tuple[int, ...] = ()
-    """End tokens of a turn, in place of those of ``extras``."""
+    """Ids of the tokens that end a turn. They replace the ids of ``extras``."""
     packed: bool = False
-    """True to gather and write experts as MXFP4 blocks and scales."""
+    """Whether to gather and write experts as MXFP4 blocks and scales."""
     mxfp4_digests: Mapping[str, Digests] = field(default_factory=dict)
-    """Digests that all packed experts on the disk must have, by the name of their holder."""
+    """Digests of experts in MXFP4 that the written files must have. The keys are "the trainer" and
+    "the engines"."""

@@ -116,7 +116,7 @@ def test_a_full_disk_keeps_the_old_directory_and_names_the_file(
     [
         (lambda w: w.pop(NORM), f"{NORM} is missing"),
         (lambda w: w.update({NORM: torch.ones(3)}), rf"{NORM} has shape \[3\]"),
-        (lambda w: w.update(extra=torch.ones(3)), "extra has shape"),
+        (lambda w: w.update(extra=torch.ones(3)), "extra is not part of the model"),
     ],
 )
 def test_an_incomplete_or_wrong_set_of_tensors_is_not_written(

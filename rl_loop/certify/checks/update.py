@@ -1,4 +1,4 @@
-"""Check of an update of all weights, and back."""
+"""Check of an update to other weights, and of an update back to the first weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def check_update(exam: Examination) -> CheckResult:
         exam, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
     )
 
-    # The updates may have corrected a fault of the initial weights.
+    # Compare with the reference, too. The updates may have corrected a fault of the first loading.
     returned = joined([scored.log_probs for scored in again])
     back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
     summary = f"{result.summary}; after the update back, tokens differ by {back:.1e} nats"
@@ -53,8 +53,8 @@ def check_update(exam: Examination) -> CheckResult:
 
 
 def _sample(candidates: Sequence[ModelFault]) -> list[ModelFault]:
-    """Keep the experts' faults of one expert per layer, to save time."""
-    shown = []
+    """Return the candidates with the faults of only one expert per layer, to save time."""
+    kept = []
     layers = set()
     for fault in candidates:
         if fault.variant.expert_not_updated is not None:
@@ -62,5 +62,5 @@ def _sample(candidates: Sequence[ModelFault]) -> list[ModelFault]:
             if layer in layers:
                 continue
             layers.add(layer)
-        shown.append(fault)
-    return shown
+        kept.append(fault)
+    return kept
