@@ -1,4 +1,4 @@
-"""MXFP4 by its definition (OCP Microscaling Formats 1.0): slow, and without the codec's tables."""
+"""MXFP4 computed from its definition (OCP Microscaling Formats 1.0), slow and without the codec."""
 
 import torch
 
@@ -30,22 +30,22 @@ def defined_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def some_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return the first, the last and two other rows of a matrix [rows, ...]: [4, ...].
 
-    The computation from the definition is slow.
+    The computation from the definition is too slow for all rows.
     """
     rows = torch.linspace(0, len(matrix) - 1, ROWS_BY_DEFINITION).long()
     return matrix[rows]
 
 
 def nearest(values: torch.Tensor, exact: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Return True if MXFP4 ``values`` are, with their scales, the nearest to ``exact``.
+    """Return True if no other MXFP4 values with these scales are nearer to ``exact``.
 
     Args:
-        values: [rows, n * 32].
-        exact: the numbers that were quantized, [rows, n * 32].
+        values: [rows, n * 32] values of the codes.
+        exact: [rows, n * 32] numbers that were quantized.
         scales: uint8 [rows, n].
     """
     unit = _powers(scales)
-    # In units of the block's scale, in which the distances of neighbors are those below.
+    # Divide by the scale of the block, so that the distances of neighboring values are constants.
     error = (values.double() - exact.double()).abs().unflatten(-1, (-1, BLOCK)) / unit
     magnitude = exact.double().abs().unflatten(-1, (-1, BLOCK)) / unit
 

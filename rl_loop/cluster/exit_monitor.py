@@ -15,7 +15,7 @@ import sys
 
 def main() -> None:
     watched, message = int(sys.argv[1]), sys.argv[2]
-    # If both have ended, the watched process counts: its death may have ended the observer.
+    # If both have ended, print the message: the death of the process may have ended the observer.
     ended, _, _ = select.select([watched, sys.stdin.fileno()], [], [])
     if watched in ended:
         os.write(sys.stderr.fileno(), f"{message}\n".encode())

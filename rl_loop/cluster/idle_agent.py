@@ -2,8 +2,8 @@
 
     python idle_agent.py [OPTION OF THE AGENT]...
 
-A raylet starts an agent and exits if the agent does. Ray's agent takes a second of processor time
-for its imports.
+A raylet starts an agent, and exits if the agent exits. Ray's own agent needs a second of CPU time for
+its imports.
 """
 
 import os

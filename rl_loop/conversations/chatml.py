@@ -1,8 +1,8 @@
 """Renders conversations in ChatML, with the tokens that inference would consume and sample.
 
-ChatML shows earlier turns in full, so a conversation is one sample for every ``data.history``.
-The loss covers the sampled tokens: from behind the header of a turn through <|im_end|>. The line
-break behind <|im_end|> belongs to the format and is not in the loss. All calls of one message are
+ChatML shows earlier turns in full, so a conversation is one sample with any ``data.history``. The
+loss covers the sampled tokens of a turn: from the end of its header through <|im_end|>. The line
+break after <|im_end|> belongs to the format and is not in the loss. All calls of one message are
 one turn.
 """
 
@@ -79,7 +79,7 @@ class ChatMlRenderer:
                 if it is too long.
         """
         messages, tools = _read(record, form)
-        # Order first: the checks below compare neighboring messages.
+        # Order the messages first, because the checks below compare neighboring messages.
         entries = _entries(answers_in_order(messages))
         check_conversation(entries, tools)
 
@@ -117,7 +117,7 @@ class ChatMlRenderer:
         """Check that parsing the rendered turn gives the calls of the message.
 
         Raises:
-            ConversationError: if it does not. The message names the file's message.
+            ConversationError: if it does not. The error has the number of the message in the file.
         """
         # Text without calls cannot be misread, because ``_check_text`` refuses the format's markup.
         if not entry.message.calls:

@@ -592,7 +592,8 @@ def test_copied_vocabulary_prints_nothing(
 
 def test_too_small_vocabulary_is_rejected_with_the_needed_size() -> None:
     with pytest.raises(
-        TokenizerError, match=r"needs \d+ ids for the texts of these tasks, but model\.vocab_size is 300"
+        TokenizerError,
+        match=r"needs \d+ ids for the texts of these tasks, but model\.vocab_size is 300",
     ):
         tiny_vocabulary(300, WORDS)
 
