@@ -61,7 +61,10 @@ class ServerProcesses:
     gpus_each: int
     """GPUs per process. 0 for none."""
     share_trainer_gpus: bool = False
-    """True if server i alternates with the trainer ranks from i * gpus_each on, on their GPUs."""
+    """True if servers use the GPUs of trainer ranks, in alternation with them.
+
+    Server i uses the GPUs of ``gpus_each`` ranks, beginning with rank i * ``gpus_each``.
+    """
 
 
 class EngineConfig(StrictModel):
@@ -152,7 +155,7 @@ class BackendContext:
     seed: int
     """Seed of the run. In addition, every request has a separate seed."""
     directory: Path
-    """Directory for files of the backend. All nodes see it."""
+    """Directory for files of the backend. All nodes have access to it."""
     routed_experts: bool = False
     """True if requests ask for the engine's choice of experts for every token."""
     quantization: Quantization | None = None

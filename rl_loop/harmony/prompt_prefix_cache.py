@@ -1,6 +1,6 @@
 """Cache of rendered system messages, developer messages and descriptions of tools.
 
-All sessions of an agent begin with the same ones, which may be pages of tools.
+All conversations of an agent begin with the same messages and tools. Many tools are slow to render.
 """
 
 import threading
@@ -11,8 +11,9 @@ from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool
 
 CACHED_PREFIXES = 64
+"""Maximum number of entries."""
 MAX_PREFIX_TOKENS = 65_536
-"""Maximum number of tokens per entry. Longer ones are rendered for each conversation."""
+"""Maximum number of tokens per entry. Longer prefixes are rendered for each conversation."""
 
 
 class Renderer(Protocol):
@@ -53,13 +54,13 @@ class PromptPrefixCache:
         tools: Sequence[Tool],
         effort: Effort | None,
     ) -> tuple[int, ...]:
-        """Return the tokens up to the first message after the developer's.
+        """Return the tokens before the first message that is not from system or developer.
 
         Args:
             key: key of the other arguments (``TurnRequest.conversation_keys``). None bypasses the
                 cache.
             messages: developer messages.
-            tools: functions for the first of them.
+            tools: functions that the first developer message describes.
             effort: reasoning effort.
 
         Raises:

@@ -2,8 +2,8 @@
 
 The store holds episodes, the inputs of the trainer's ranks and the weights of embedded engines. Ray
 silently writes objects that do not fit to the disk, and a step then takes minutes longer. Therefore
-the size follows from the configuration, with its longest possible episodes, and a run whose step
-cannot fit is refused before it starts.
+the required size is computed from the configuration, for the longest possible episodes. A run whose
+step does not fit is rejected before it starts.
 
 Ray maps the store to a file in /dev/shm, whose pages take memory only after they are written to.
 """
@@ -25,23 +25,31 @@ from rl_loop.config.errors import StartError
 from rl_loop.config.rollout import RolloutConfig
 
 MIN_STORE_BYTES = 512 << 20
-"""Minimum size in bytes, which every machine can provide. If /dev/shm is smaller, as in a
-container, Ray uses a directory on the disk."""
+"""Minimum size of the store in bytes.
+
+Every machine can provide it. If /dev/shm is smaller, as in a container, Ray uses a directory on the
+disk.
+"""
 
 HEAD_ROOM = 1.5
-"""Factor for unusable space. Ray begins to write objects to the disk when the store is 80% full
-(RAY_object_spilling_threshold). Released objects are freed within 1-2 s, and leave gaps."""
+"""Factor for unusable space.
+
+Ray begins to write objects to the disk when the store is 80% full (RAY_object_spilling_threshold).
+Released objects occupy space for 1-2 s, and leave gaps.
+"""
 
 TEXT_BYTES = 5
-"""Bytes per token of the decoded text in an episode's turns, for people."""
+"""Bytes per token of the decoded text in the turns of an episode."""
 
 RETURNED_BYTES = 8
-"""Bytes per token of the trainer's log-prob and the entropy, in fp32, for recorded episodes."""
+"""Bytes per token that the ranks return for recorded episodes: log-prob and entropy in fp32."""
 
 WEIGHT_COPIES = 3
-"""Copies of an embedded engine's weights during a sync. One is the result
-of the trainer's rank, one is for the workers, and one is the earlier version, which the successor
-of a dead worker would load."""
+"""Copies of the weights in the store during a sync to embedded engines.
+
+One is the result of the trainer's rank, and one is for the workers. The third is the earlier version,
+which the replacement of a dead worker would load.
+"""
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -53,8 +61,7 @@ class StoreNeed:
     """Maximum contents of the store at one time, in bytes."""
 
     episodes: int
-    """Maximum number of episodes in the store, of a step, the next one and an evaluation
-    together."""
+    """Maximum number of episodes in the store at one time, of several steps and an evaluation."""
     longest: int
     """Length of the longest episode in tokens."""
     columns: int
@@ -142,12 +149,12 @@ def rl_store_need(
         keys.append("tasks.held_out_tasks")
 
     weight_copies = WEIGHT_COPIES if rollout.engine.takes_tensors else 0
-    # A step also holds the inputs and results of the ranks.
-    shipped = trained * (_shipped_bytes(rollout, algorithm) + RETURNED_BYTES)
+    # The store also holds the inputs and results of the ranks.
+    of_ranks = trained * (_rank_bytes(rollout, algorithm) + RETURNED_BYTES)
     return StoreNeed(
         episodes=episodes,
         longest=rollout.max_tokens,
-        columns=rollout.max_tokens * (episodes * _episode_bytes() + shipped),
+        columns=rollout.max_tokens * (episodes * _episode_bytes() + of_ranks),
         # An evaluation has no routes, because it is not trained on.
         routes=rollout.max_tokens * (episodes - held_out) * _route_bytes(model, rollout),
         weights=weight_copies * _weight_bytes(model, dtype),
@@ -186,7 +193,7 @@ def _episode_bytes() -> int:
     return column_bytes("episode") + TEXT_BYTES
 
 
-def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
+def _rank_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     """Return the bytes per token that the ranks receive and return in all passes over a step."""
     # Columns that the configuration does not use. All other columns count.
     unused: set[str] = set()
@@ -204,12 +211,12 @@ def _shipped_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     if rollout.purification is None:
         unused.add("is_spliced")
 
-    # Episodes of a step with an evaluation are also scored without replay.
+    # Steps with an evaluation are also scored without routing replay.
     if algorithm.routing_replay != "none":
         results.append("old_log_probs")
 
     total = column_bytes("episode", "driver") - _bytes_of(unused) + _bytes_of(results)
-    # Passes before an update in mini-batches assign other sequences to the ranks than the update.
+    # With mini-batches, the passes before the update assign other sequences to the ranks.
     if results and algorithm.mini_batches > 1:
         total += _bytes_of(INPUT_COLUMNS)
     return total

@@ -137,17 +137,17 @@ class RolloutPool:
         self._recovered_at = 0.0
 
         # One thread at a time uses the backend.
-        self._using_backend = Lock()
+        self._backend_lock = Lock()
         self._may_recover = True
 
-        # One thread at a time changes the workers or their weights. Other threads see a successor
+        # One thread at a time changes the workers or their weights. Other threads see a replacement
         # only after it has the current weights.
-        self._changing_workers = RLock()
+        self._workers_lock = RLock()
         self._deaths = RecentDeaths(RESTART_SECONDS)
         self._last_sync: tuple[Any, ...] | None = None
-        """Method and arguments that give a successor's engine the current weights or their
+        """Method and arguments that give a replacement's engine the current weights or their
         version."""
-        self._successor: Any = None
+        self._replacement: Any = None
 
         # Workers that have not answered yet are killed on close without waiting.
         self._has_started = False
@@ -178,7 +178,7 @@ class RolloutPool:
         self._thread.start()
 
     def _call(self, index: int, method: str, *arguments: Any) -> Any:
-        """Call a method of one worker. If the worker is dead, replace it and call the successor."""
+        """Call a method of one worker. If the worker is dead, replace it and call the replacement."""
         while True:
             worker = self._workers[index]
             try:
@@ -189,7 +189,7 @@ class RolloutPool:
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all workers at the same time, and return the results in their order.
 
-        Dead workers are replaced, and their successors are called.
+        Dead workers are replaced, and their replacements are called.
         """
         workers = list(self._workers)
         references = [getattr(worker, method).remote(*arguments) for worker in workers]
@@ -200,7 +200,7 @@ class RolloutPool:
                 answers.append(ray.get(reference))
             except ACTOR_DEATHS as death:
                 self._replace(index, workers[index], death)
-                # The others have answered or still run, so only the successor is called again.
+                # The others have answered or still run, so only the replacement is called again.
                 answers.append(self._call(index, method, *arguments))
         return answers
 
@@ -209,8 +209,8 @@ class RolloutPool:
 
         Does nothing if the other thread has replaced the worker already.
         """
-        with self._changing_workers:
-            # A loop, because a successor may die while it starts.
+        with self._workers_lock:
+            # A loop, because a replacement may die while it starts.
             while self._workers[index] is dead:
                 if self._is_closed:
                     raise PoolClosed
@@ -218,7 +218,7 @@ class RolloutPool:
 
                 logger.warning("rollout worker %d died; replacing it: %s", index, describe(death))
                 try:
-                    self._workers[index] = self._start_successor(index)
+                    self._workers[index] = self._start_replacement(index)
                 except ACTOR_DEATHS as again:
                     death = again
 
@@ -232,15 +232,15 @@ class RolloutPool:
                 "rollout.engine.max_batch_size of embedded engines"
             ) from death
 
-    def _start_successor(self, index: int) -> Any:
+    def _start_replacement(self, index: int) -> Any:
         """Return a new worker with the current weights.
 
         Raises:
             ActorDeath: the worker died. It is one of ACTOR_DEATHS.
             NodeLostError: the node of the worker has died.
         """
-        self._successor = self._create_worker(index)
-        start = self._successor.start.remote()
+        self._replacement = self._create_worker(index)
+        start = self._replacement.start.remote()
         # If the node has died, Ray would wait for another node with its resources without end.
         while not ray.wait([start], timeout=PLACE_SECONDS)[0]:
             check_node(ROLLOUT_WORKER, index)
@@ -249,8 +249,8 @@ class RolloutPool:
         # would mix policies.
         if self._last_sync is not None:
             method, *arguments = self._last_sync
-            ray.get(getattr(self._successor, method).remote(*arguments))
-        return self._successor
+            ray.get(getattr(self._replacement, method).remote(*arguments))
+        return self._replacement
 
     # -- episodes ---------------------------------------------------------------------------------
 
@@ -369,14 +369,14 @@ class RolloutPool:
         if not self._running or time.monotonic() < self._recovered_at + RECOVERY_SECONDS:
             return
         # The driver uses the backend. Try again in the next round.
-        if not self._using_backend.acquire(blocking=False):
+        if not self._backend_lock.acquire(blocking=False):
             return
         try:
             if self._may_recover:
                 self.backend.recover_engines()
         finally:
             self._recovered_at = time.monotonic()
-            self._using_backend.release()
+            self._backend_lock.release()
 
     # -- engines ----------------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class RolloutPool:
         """
         if self._alter_weights is not None:
             source = self._alter_weights(source, version)
-        with self._using_backend:
+        with self._backend_lock:
             self.backend.sync_weights(source, version)
             self._may_recover = True
 
@@ -398,7 +398,7 @@ class RolloutPool:
         """
         # Altered weights are computed from the tensors in ``sync_weights``.
         if self._alter_weights is None:
-            with self._using_backend:
+            with self._backend_lock:
                 self.backend.prepare_sync(source)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -418,8 +418,8 @@ class RolloutPool:
 
     def _sync_workers(self, method: str, *arguments: Any) -> None:
         """Call a method of all workers, and of every later worker before its first use."""
-        with self._changing_workers:
-            # Set first, so that the successor of a worker that dies during the calls gets these
+        with self._workers_lock:
+            # Set first, so that the replacement of a worker that dies during the calls gets these
             # weights.
             self._last_sync = (method, *arguments)
             self._call_all(method, *arguments)
@@ -443,7 +443,7 @@ class RolloutPool:
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:
         """Return the log-probs of ``token_ids[1:]``, in nats, from every engine."""
-        with self._using_backend:
+        with self._backend_lock:
             return self.backend.score(token_ids, temperature)
 
     def rounding_errors(self, token_ids: list[int]) -> list[float | None]:
@@ -451,7 +451,7 @@ class RolloutPool:
 
         The unit is nats per token. None for engines that cannot measure it.
         """
-        with self._using_backend:
+        with self._backend_lock:
             return self.backend.rounding_errors(token_ids)
 
     def mxfp4_digests(self) -> list[Digests]:
@@ -463,12 +463,12 @@ class RolloutPool:
 
         Backends that cannot compare do nothing.
         """
-        with self._using_backend:
+        with self._backend_lock:
             self.backend.compare_weights()
 
     def engine_settings(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the named settings as reported by an engine. Unknown names are left out."""
-        with self._using_backend:
+        with self._backend_lock:
             return self.backend.engine_settings(names)
 
     def pause(self) -> None:
@@ -476,7 +476,7 @@ class RolloutPool:
 
         Does nothing for embedded engines and for servers with their own GPUs.
         """
-        with self._using_backend:
+        with self._backend_lock:
             self.backend.pause()
 
     @contextmanager
@@ -486,7 +486,7 @@ class RolloutPool:
         Recovery stays blocked until the next sync. A recovered engine would have newer weights than
         the others, so the versions within an episode that leaves it could decrease.
         """
-        with self._using_backend:
+        with self._backend_lock:
             self._may_recover = False
         with self.backend.updating_weights(version):
             yield
@@ -513,9 +513,9 @@ class RolloutPool:
         for worker in self._workers:
             ray.kill(worker)
 
-        # The pool's thread may wait for the successor of a dead worker.
-        if self._successor is not None:
-            ray.kill(self._successor)
+        # The pool's thread may wait for the replacement of a dead worker.
+        if self._replacement is not None:
+            ray.kill(self._replacement)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 

@@ -29,7 +29,7 @@ def send_gathered(
         memory for the engines.
 
     Raises:
-        SyncFailed: on every rank, if one has no memory for its part.
+        SyncFailed: on every rank, if a rank cannot allocate memory for the weights of others.
         GatheringFailed: if the ranks can no longer communicate.
     """
     try:
