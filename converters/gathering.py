@@ -101,8 +101,7 @@ class WeightGathering:
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
             reason = (
-                f"rank {dist.get_rank()} cannot allocate {plan.buffer_bytes / 1e9:.1f} GB for weights "
-                f"that other ranks send: {error}"
+                f"rank {dist.get_rank()} cannot allocate memory for weights of other ranks: {error}"
             )
 
         # Tell all ranks before the first message. A rank that continued alone would wait forever.

@@ -253,7 +253,7 @@ def test_gathering_works_again_after_a_failed_rank(
         first_errors = [results[2 * number][0] for results in ranks]
         if fault == "buffer":
             assert all(
-                error.startswith(f"GatheringAborted: rank {broken_rank} has no memory")
+                error.startswith(f"GatheringAborted: rank {broken_rank} cannot allocate memory")
                 for error in first_errors
             )
         else:

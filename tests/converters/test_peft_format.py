@@ -382,7 +382,7 @@ def test_base_copies_in_adapter_must_equal_the_base(
 def test_model_with_other_adapters_rejects_checkpoint(exported: Path) -> None:
     model = adapted_model(ParallelConfig(), ADAPTER.model_copy(update={"alpha": 8.0}))
     with pytest.raises(
-        ConversionError, match=r"adapter.alpha of the adapter is 16.0, but 8.0 in the model"
+        ConversionError, match=r"adapter.alpha=16.0, but the model was built with adapter.alpha=8.0"
     ):
         load_adapter(model, MODEL, PeftDirectory(exported, MODEL))
 
