@@ -363,7 +363,10 @@ KINDS: dict[str, Kind] = {
     ),
     "answer_nan": Kind(order("nan"), is_order=True, must_recover=True),
     "answer_version": Kind(
-        order("version"), is_order=True, must_end=True, named_by=r"engine reports weights \d+"
+        order("version"),
+        is_order=True,
+        must_end=True,
+        named_by=r"engine reports weight version \d+",
     ),
     "answer_twice": Kind(order("twice"), is_order=True, must_recover=True),
 }
