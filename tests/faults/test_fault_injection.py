@@ -312,12 +312,16 @@ class Ended:
             "another cause: gptoss",
         ),
         (
-            Injection("answer_version", 1, outcome="ended", message="engine reports weights 9"),
+            Injection(
+                "answer_version", 1, outcome="ended", message="engine reports weight version 9"
+            ),
             1,
             "",
         ),
         (
-            Injection("answer_version", 1, outcome="ended", message="engine reports weights 9"),
+            Injection(
+                "answer_version", 1, outcome="ended", message="engine reports weight version 9"
+            ),
             0,
             "with status 0",
         ),

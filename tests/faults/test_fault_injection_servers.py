@@ -258,7 +258,7 @@ class Ended:
         ("kill_worker+kill_trainer", "recovered", "", "nothing has noticed it"),
         ("kill_worker+kill_trainer", "ended", "gptoss: trainer rank 0 died", ""),
         ("kill_worker+kill_trainer", "ended", "gptoss: x", "another cause"),
-        ("kill_trainer+answer_version", "ended", "gptoss: engine reports weights 9", ""),
+        ("kill_trainer+answer_version", "ended", "gptoss: engine reports weight version 9", ""),
         # the killed worker may be the one with the false answer
         ("answer_version+kill_worker", "recovered", "", ""),
         ("stop+answer_version", "ended", "gptoss: it hangs", ""),
