@@ -17,7 +17,7 @@ from rl_loop.data.hub import hub_name, is_hub_dataset
 from rl_loop.data.untrusted_data import check_parquet, read_line
 
 BLOCK_BYTES = 1 << 18
-"""Size of a block. A rendering process takes tens of milliseconds for it."""
+"""Size of a block in bytes. A rendering process gets one block at a time."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RawRow:
         raise ConversationError(reason)
 
     def fingerprint(self) -> bytes:
-        """Return bytes that are equal for copies of a record."""
+        """Return bytes that are equal for identical JSON lines, and for other rows with equal values."""
         if isinstance(self.content, bytes):
             return self.content
         # Arrow rows can contain dates, which JSON lacks. Sorted keys make copies equal.

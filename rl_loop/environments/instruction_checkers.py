@@ -224,6 +224,8 @@ def check(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdi
         if isinstance(error, ImportError) or type(error) is LookupError:
             reason = " ".join(str(error).split())[:200]
             raise CheckerFailure(f"{constraint.name} cannot be checked: {reason}") from None
+        # Published checkers raise exceptions on texts that they do not expect, so the text is the
+        # cause. If the episode were invalid, the policy could avoid a bad reward.
         return UNMET
 
 

@@ -10,7 +10,11 @@ from rl_loop.environments.base import Environment
 from rl_loop.infrastructure import describe
 
 MAX_TOKEN_BYTES = 128
-"""Bytes of o200k's longest token, a run of spaces."""
+"""Bytes of o200k's longest token, a run of spaces.
+
+A prompt with more bytes per allowed token is rejected before it is tokenized. Other vocabularies may
+have longer tokens, but texts have far fewer bytes per token.
+"""
 FRAME_TOKENS = 1024
 """Upper bound of the tokens that a codec adds to the texts of a prompt: the system message and some
 headers."""
@@ -59,7 +63,9 @@ class PromptLimit:
             contents = [str(message.get("content")) for message in prompt.messages]
             size = sum(len(text.encode("utf-8", "replace")) for text in contents)
             if size > MAX_TOKEN_BYTES * self._max_tokens:
-                raise self._too_long(task_id, f"at least {size // MAX_TOKEN_BYTES}")
+                raise self._too_long(
+                    task_id, f"{size} bytes, more than {MAX_TOKEN_BYTES} per token"
+                )
             ids = self._codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
         except UnusablePrompt:
             raise
@@ -70,7 +76,7 @@ class PromptLimit:
 
         # At the limit there is no token left for an answer.
         if len(ids) >= self._max_tokens:
-            raise self._too_long(task_id, str(len(ids)))
+            raise self._too_long(task_id, f"{len(ids)} tokens")
         return ids
 
     def fits_without_tokenizing(self, prompt: EpisodePrompt) -> bool:
@@ -82,6 +88,6 @@ class PromptLimit:
         written = sum(len(repr(message).encode()) for message in prompt.messages)
         return written + 2 * described + FRAME_TOKENS < self._max_tokens
 
-    def _too_long(self, task_id: str, tokens: str) -> UnusablePrompt:
-        limit = f"has {tokens} tokens; rollout.max_tokens is {self._max_tokens}"
+    def _too_long(self, task_id: str, length: str) -> UnusablePrompt:
+        limit = f"has {length}; rollout.max_tokens is {self._max_tokens}"
         return UnusablePrompt(f"the prompt of task {task_id} {limit}")

@@ -124,6 +124,7 @@ def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
         The path of the file.
 
     Raises:
+        ValueError: if the table has more rows than one write may have.
         RunWriteError: if it cannot be written. No partial file remains.
     """
     # Further ids would belong to the next write.
