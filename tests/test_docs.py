@@ -121,6 +121,17 @@ def test_documented_commands_are_valid(words: list[str]) -> None:
         load_run_config(ROOT / path, kind, overrides)
 
 
+def test_one_gpu_guide_continues_from_the_base_of_its_chats() -> None:
+    """RL accepts the adapters of SFT only with equal base and adapter settings."""
+    page = ROOT / "docs/getting_started/one_gpu.md"
+    runs = {words[0]: words[1:] for words in commands_in(page) if words[0] in ("sft", "rl")}
+    sft = load_run_config(ROOT / runs["sft"][0], "sft", runs["sft"][1:])
+    rl = load_run_config(ROOT / runs["rl"][0], "rl", runs["rl"][1:])
+    assert rl.initial_adapter == sft.output_dir / sft.name
+    for key in ("model", "initial_weights", "adapter", "quantization"):
+        assert getattr(rl, key) == getattr(sft, key), key
+
+
 CHEAP = {"plan", "config", "--version"}
 RUN = [
     parameter
