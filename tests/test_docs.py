@@ -74,7 +74,7 @@ def test_every_page_is_in_the_index() -> None:
 
 def commands_in(page: Path) -> Iterator[list[str]]:
     """Yield the ``gptoss`` commands in a page's code as lists of words. Skip synopses."""
-    text = page.read_text().replace("\\\n", " ")
+    text = re.sub(r" *\\\n *", " ", page.read_text())
     for line in re.findall(r"^(?: {4,})?((?:\.venv/bin/)?gptoss .*)$", text, flags=re.M):
         command = re.split(r" {2,}#| # | {3,}", line)[0]
         is_synopsis = re.search(r"\[[\w(-]+[ =].*\]|\.\.\.|\|", command)
