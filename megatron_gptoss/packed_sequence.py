@@ -17,7 +17,7 @@ class PackedSequence(PackedSeqParams):
     position_ids: torch.Tensor | None = None
     """[tokens] int64 position of each local token in its sequence."""
     context_layout: ContextLayout | None = None
-    """The rank of each token; None without context parallelism."""
+    """The rank of each token. None if one rank holds the row and no sequences share prefixes."""
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Self:

@@ -3,13 +3,15 @@
 It works for any number of ranks. A few kv heads are gathered at a time while the previous ones are
 computed. Only sequences that are split over ranks are sent. dK and dV return to their owner in
 fp32, and the owner sums them in the order of the ranks.
+
+Segments of sequences that share prefixes are computed like spans of split sequences: their queries
+are the end of a longer range of keys. This also holds for one rank, which sends no messages.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -20,7 +22,9 @@ from gptoss_kernels.sink_attention.functional import (
     attention_forward,
 )
 from gptoss_kernels.sink_attention.layout import AttentionSegments
+from megatron_gptoss.context_parallel.exchange import start_all_gather, start_all_to_all
 from megatron_gptoss.context_parallel.head_groups import head_groups
+from megatron_gptoss.context_parallel.key_gradients import add_in_order, slices_of
 from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
@@ -35,14 +39,19 @@ class KeyGatherPlan:
     It is the maximum of ``shared`` over all ranks, because messages must have equal sizes.
     """
     shared: int
-    """Number of this rank's tokens in split sequences. Its other tokens attend locally."""
+    """Number of this rank's tokens in spans that are not whole. Its other tokens attend locally."""
     split: AttentionSegments
-    """Segments of the spans in split sequences.
+    """Segments of the spans that are not whole.
 
     Queries are the tokens of a span. Keys are all tokens of the sequence up to the span's end.
     """
     keys: Tensor
     """[keys of all spans] int64: index of each key among the gathered tokens."""
+    key_groups: list[slice]
+    """Slices of ``keys`` whose gradients are added together, see ``add_in_order``."""
+    widest_gather: int
+    """Number of tokens for which a gather is sized: all gathered tokens, or all keys if these are
+    more because sequences share prefixes."""
     whole: AttentionSegments
     """Segments of the sequences that only this rank holds."""
 
@@ -156,9 +165,8 @@ class AllGatherAttention(torch.autograd.Function):
                 dq[rows], dkeys, dvalues, group_dsinks = attention_backward(
                     saved, grad_o[rows], plan.split, settings
                 )
-                # At most two spans of a rank see a key, so the order of the sum does not matter.
-                both = torch.stack((dkeys, dvalues), dim=1).to(partial.dtype)
-                partial.index_add_(0, plan.keys, both)
+                both = torch.stack((dkeys, dvalues), dim=1)
+                add_in_order(partial, plan.keys, both, plan.key_groups)
                 dsinks[heads] += group_dsinks
                 del saved, dkeys, dvalues, both
 
@@ -187,7 +195,7 @@ class _GatheredHeads:
         self.v = v
         self.plan = plan
         self.group = group
-        self.remaining = _head_groups_of(q, k, plan, group)
+        self.remaining = _head_groups_of(q, k, plan)
         self.pending = self._start_next()
 
     def __iter__(self) -> "_GatheredHeads":
@@ -223,17 +231,16 @@ class _Gather:
         # `local` is [contributed, 2, kv heads of the group, head_size]. `gathered` stacks it for
         # all ranks. A rank with fewer shared tokens also sends other tokens, which are not used.
         local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
-        self.gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
-        self.work = dist.all_gather_into_tensor(self.gathered, local, group=group, async_op=True)
+        self.exchange = start_all_gather(local, group)
         self.keys = plan.keys
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, [keys of all spans, kv heads of the group, head_size]."""
-        self.work.wait()
+        gathered = self.exchange.wait()
+        del self.exchange
         # Reorder from ranks to the sequence of each span. A key appears once per span that sees it.
-        keys = self.gathered[:, 0].index_select(0, self.keys)
-        values = self.gathered[:, 1].index_select(0, self.keys)
-        del self.gathered
+        keys = gathered[:, 0].index_select(0, self.keys)
+        values = gathered[:, 1].index_select(0, self.keys)
         return keys, values
 
 
@@ -242,9 +249,9 @@ class _GradientExchange:
 
     def __init__(self, partial: Tensor, kv_heads: slice, group: ProcessGroup) -> None:
         """Send dK and dV [ranks * contributed, 2, kv heads, head_size] to the keys' owners."""
-        self.received = torch.empty_like(partial)
+        counts = [len(partial) // group.size()] * group.size()
+        self.exchange = start_all_to_all(partial, counts, counts, group)
         self.kv_heads = kv_heads
-        self.work = dist.all_to_all_single(self.received, partial, group=group, async_op=True)
 
     def accumulate(self, dk: Tensor, dv: Tensor, plan: KeyGatherPlan) -> None:
         """Sum the gradients of all ranks for this rank's keys.
@@ -254,26 +261,26 @@ class _GradientExchange:
             dv: [tokens, kv_heads, head_size] of this rank. Receives the sum.
             plan: plan of this rank.
         """
-        self.work.wait()
+        received = self.exchange.wait()
         # [ranks, contributed, 2, kv heads, head_size]. The order of the sum over ranks is fixed, so
         # two runs give the same bits.
-        by_rank = self.received.view(-1, plan.contributed, *self.received.shape[1:])
+        by_rank = received.view(-1, plan.contributed, *received.shape[1:])
         total = by_rank.sum(0)[: plan.shared]
         dk[: plan.shared, self.kv_heads] = total[:, 0]
         dv[: plan.shared, self.kv_heads] = total[:, 1]
 
 
 def _head_groups_of(
-    q: Tensor, k: Tensor, plan: KeyGatherPlan, group: ProcessGroup
+    q: Tensor, k: Tensor, plan: KeyGatherPlan
 ) -> list[HeadGroup]:
-    """Return the groups of heads in order. There are none if no sequence is split."""
+    """Return the groups of heads in order. There are none if all spans are whole."""
     if plan.contributed == 0:
         return []
 
     kv_heads, head_size = k.shape[1:]
     heads_per_kv = q.shape[1] // kv_heads
     bytes_per_token_and_head = 2 * head_size * k.element_size()
-    slices = head_groups(group.size() * plan.contributed, kv_heads, bytes_per_token_and_head)
+    slices = head_groups(plan.widest_gather, kv_heads, bytes_per_token_and_head)
     return [
         HeadGroup(kv_heads=kv, heads=slice(kv.start * heads_per_kv, kv.stop * heads_per_kv))
         for kv in slices
@@ -299,6 +306,15 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPl
     local = keys % layout.tokens_per_rank
     gathered_keys = owner * contributed + local
 
+    # At most two spans of a rank see a key of a sequence, so the order of the sum does not matter.
+    # Any number of segments sees a shared key.
+    key_groups = [slice(0, len(keys))]
+    gathered = layout.size * contributed
+    if layout.shares_prefixes:
+        key_groups = slices_of([span.end for span in split])
+        # The same on all ranks, because each gather is collective.
+        gathered = max(gathered, *(_key_count(layout, other) for other in range(layout.size)))
+
     whole_lengths = [span.tokens for span in whole]
     return KeyGatherPlan(
         contributed=contributed,
@@ -309,5 +325,12 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPl
             device=device,
         ),
         keys=gathered_keys.to(device),
+        key_groups=key_groups,
+        widest_gather=gathered,
         whole=AttentionSegments.from_lengths(whole_lengths, whole_lengths, device),
     )
+
+
+def _key_count(layout: ContextLayout, rank: int) -> int:
+    """Return the number of keys that a rank reads for its spans that are not whole."""
+    return sum(span.end for span in layout.spans[rank] if not layout.is_whole(span))

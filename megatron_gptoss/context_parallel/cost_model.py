@@ -90,7 +90,7 @@ def candidates(
         machine: hardware.
     """
     costs = []
-    if shape.heads % layout.size == 0:
+    if shape.heads % layout.size == 0 and not layout.shares_prefixes:
         costs.append(_all_to_all_cost(layout, shape, window, machine))
     if window is None:
         costs.append(_all_gather_cost(layout, shape, machine))
@@ -240,6 +240,11 @@ def choose_scheme(
     if requested == "auto":
         return possible[0]
 
+    if requested == "all_to_all" and layout.shares_prefixes:
+        raise ValueError(
+            "all_to_all does not support sequences that share prefixes; "
+            f"use {' or '.join(possible)}, or auto"
+        )
     if requested not in possible:
         kind = "full layers" if window is None else f"layers with a window of {window}"
         raise ValueError(

@@ -1,6 +1,7 @@
 """Halo scheme for window layers: a rank fetches the window - 1 tokens before each of its spans.
 
 These tokens are the *halo* of a span. They are the only tokens of other ranks that its rows see.
+The halo of a segment that continues another one is in its ancestors, also on the same rank.
 
 1. Every span is computed without its halo, so that this pass does not wait for messages.
 2. The first window - 1 rows of each span lack keys. They are computed again together with the halo
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -27,6 +27,8 @@ from gptoss_kernels.sink_attention.functional import (
     attention_forward,
 )
 from gptoss_kernels.sink_attention.layout import AttentionSegments
+from megatron_gptoss.context_parallel.exchange import Exchange, start_all_to_all
+from megatron_gptoss.context_parallel.key_gradients import add_in_order, slices_of
 from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
@@ -52,6 +54,9 @@ class HaloPlan:
     """Index in the border of each received token."""
     sent: Tensor
     """Local tokens to send, sorted by receiving rank."""
+    sent_groups: list[slice] | None
+    """Slices of ``sent``, one per halo, if sequences share prefixes. A token is then in any number
+    of halos, and gradients are summed in this order, in fp32. Otherwise None."""
     send_counts: list[int]
     """Number of tokens to send to each rank."""
     receive_counts: list[int]
@@ -96,7 +101,7 @@ class HaloAttention(torch.autograd.Function):
             raise ValueError("the halo scheme supports only layers with a window")
         plan = _cached_plan(layout, group.rank(), settings.window, q.device)
 
-        received, work = _start_exchange(k, v, plan, group)
+        exchange = _start_exchange(k, v, plan, group)
 
         # Queue the large pass over all spans first. The small border waits for the halo on a second
         # stream.
@@ -104,7 +109,7 @@ class HaloAttention(torch.autograd.Function):
         o, lse = attention_forward(q, k, v, sinks, plan.spans, settings)
         border: tuple[Tensor, ...] = ()
         with torch.cuda.stream(border_stream):
-            work.wait()
+            received = exchange.wait()
             if plan.has_border:
                 inputs = _border_inputs(q, k, v, received, plan)
                 border_o, border_lse = attention_forward(*inputs, sinks, plan.border, settings)
@@ -137,20 +142,14 @@ class HaloAttention(torch.autograd.Function):
         # The counts of the forward message are swapped: gradients of received keys are sent back.
         # The border runs first, on a second stream, so that its message overlaps with the large
         # pass.
-        returned = q.new_empty(len(plan.sent), 2, *k.shape[1:])
         border_dq = None
         border_stream = _forked_stream(q.device)
         with torch.cuda.stream(border_stream):
             halo_grads = q.new_empty(0, 2, *k.shape[1:])
             if border:
                 border_dq, halo_grads = _border_backward(border, sinks, grad_o, plan, settings)
-            work = dist.all_to_all_single(
-                returned,
-                halo_grads,
-                plan.send_counts,
-                plan.receive_counts,
-                group=ctx.group,
-                async_op=True,
+            exchange = start_all_to_all(
+                halo_grads, plan.receive_counts, plan.send_counts, ctx.group
             )
 
         saved = (q, k, v, sinks, o, lse)
@@ -161,32 +160,44 @@ class HaloAttention(torch.autograd.Function):
         _join(border_stream)
         if border_dq is not None:
             dq.index_copy_(0, plan.local_rows, border_dq[plan.border_rows])
-        work.wait()
-        # A token may be in several halos and thus several times in ``sent``.
-        dk.index_add_(0, plan.sent, returned[:, 0])
-        dv.index_add_(0, plan.sent, returned[:, 1])
+        returned = exchange.wait()
+        dk = _with_halo_gradients(dk, returned[:, 0], plan)
+        dv = _with_halo_gradients(dv, returned[:, 1], plan)
         return dq, dk, dv, dsinks, None, None, None
 
 
-def _start_exchange(
-    k: Tensor, v: Tensor, plan: HaloPlan, group: ProcessGroup
-) -> tuple[Tensor, dist.Work]:
+def _start_exchange(k: Tensor, v: Tensor, plan: HaloPlan, group: ProcessGroup) -> Exchange:
     """Start to exchange the keys and values of halos.
 
     The exchange is collective, so ranks without a halo take part, too.
 
     Returns:
-        [halo tokens, 2, kv_heads, head_size]: received keys and values, and the work to wait for
-        before they are read.
+        Exchange of the received keys and values, [halo tokens, 2, kv_heads, head_size].
     """
     # Keys and values share one message. Received tokens are sorted by sending rank, like the halo's
     # indices.
-    received = k.new_empty(len(plan.halo), 2, *k.shape[1:])
     sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
-    work = dist.all_to_all_single(
-        received, sent, plan.receive_counts, plan.send_counts, group=group, async_op=True
-    )
-    return received, work
+    return start_all_to_all(sent, plan.send_counts, plan.receive_counts, group)
+
+
+def _with_halo_gradients(grad: Tensor, returned: Tensor, plan: HaloPlan) -> Tensor:
+    """Add the gradients of halos to dK or dV of this rank's tokens.
+
+    Args:
+        grad: [tokens, kv_heads, head_size] gradient from the pass over all spans.
+        returned: [sent tokens, kv_heads, head_size] gradients from the halos.
+        plan: plan of this rank.
+
+    Returns:
+        The sum, of the shape and dtype of ``grad``.
+    """
+    if plan.sent_groups is None:
+        # A token may be in several halos and thus several times in ``sent``.
+        return grad.index_add_(0, plan.sent, returned)
+
+    total = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    add_in_order(total, plan.sent, returned, plan.sent_groups)
+    return total.to(grad.dtype)
 
 
 def _border_inputs(
@@ -250,9 +261,15 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
 
     # Tokens that each rank needs, as positions in `token_order`. position // share is the owner.
     # Every rank derives them from the layout, so no messages about sizes are necessary.
-    needed = [_halo_tokens(layout, other, window) for other in range(layout.size)]
-    sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
-    owners = needed[rank] // share
+    halos = [_halos(layout, other, window) for other in range(layout.size)]
+    sent_by_halo = [
+        [tokens[tokens // share == rank] - rank * share for tokens in of_rank] for of_rank in halos
+    ]
+    sent = [_concatenate(of_rank) for of_rank in sent_by_halo]
+    owners = _concatenate(halos[rank]) // share
+    sent_groups = None
+    if layout.shares_prefixes:
+        sent_groups = slices_of([len(tokens) for of_rank in sent_by_halo for tokens in of_rank])
 
     sources: list[Tensor] = []  # of the border's tokens, among the local ones
     halo_places: list[Tensor] = []  # in the border
@@ -283,19 +300,20 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
         local_rows=border_sources[border_rows].to(device),
         halo=_concatenate(halo_places)[arrival_order].to(device),
         sent=torch.cat(sent).to(device),
+        sent_groups=sent_groups,
         send_counts=[len(tokens) for tokens in sent],
         receive_counts=torch.bincount(owners, minlength=layout.size).tolist(),
     )
 
 
-def _halo_tokens(layout: ContextLayout, rank: int, window: int) -> Tensor:
-    """Return the ``token_order`` position of each halo token that a rank needs, span after span."""
+def _halos(layout: ContextLayout, rank: int, window: int) -> list[Tensor]:
+    """Return the ``token_order`` positions of the tokens in each halo of a rank, span by span."""
     halos = []
     for span in layout.spans[rank]:
         halo = span._replace(start=max(0, span.start - window + 1), end=span.start)
         if halo.tokens > 0:
             halos.append(inverse_order(layout)[row_indices(layout, halo)])
-    return _concatenate(halos)
+    return halos
 
 
 def _concatenate(indices: list[Tensor]) -> Tensor:

@@ -9,8 +9,9 @@ so that ``gptoss plan`` can use it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
+
+from megatron_gptoss.context_parallel.segments import RowSegments
 
 CUT_FRACTIONS = (2, 4, 8, 16)
 """Candidates for n: sequences longer than a rank's tokens / n are cut.
@@ -22,10 +23,14 @@ MAX_IMBALANCE = 1.02
 
 
 class TokenSpan(NamedTuple):
-    """Consecutive tokens of one sequence on one rank."""
+    """Consecutive tokens of one sequence on one rank.
+
+    If sequences share prefixes, the row consists of segments. The span is then in one segment, and
+    its positions are those in the sequences that contain the segment.
+    """
 
     sequence: int
-    """Index of the sequence in the row."""
+    """Index of the sequence or segment in the row."""
     start: int
     """First position in the sequence."""
     end: int
@@ -47,17 +52,27 @@ class TokenSpan(NamedTuple):
 class ContextLayout:
     """Split of one row over ranks.
 
-    All ranks compute the same layout, because it depends only on ``offsets`` and ``size``.
+    All ranks compute the same layout, because it depends only on ``segments`` and ``size``.
     """
 
-    offsets: tuple[int, ...]
-    """Start of each sequence in the row, then the number of tokens."""
+    segments: RowSegments
+    """Sequences of the row, or segments if sequences share prefixes."""
     spans: tuple[tuple[TokenSpan, ...], ...]
-    """Spans of each rank, in order. Spans of sequences that other ranks also hold come first."""
+    """Spans of each rank, in order. Spans that are not whole come first (``is_whole``)."""
     shared: tuple[int, ...]
-    """Number of tokens in sequences that several ranks hold, for each rank."""
+    """Number of tokens in spans that are not whole, for each rank."""
     plans: dict[Any, Any] = field(default_factory=dict, compare=False)
     """Cache for results that schemes derive from the layout, shared by all layers."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Start of each sequence or segment in the row, then the number of tokens."""
+        return self.segments.offsets
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if segments continue other segments."""
+        return bool(self.segments.parents)
 
     @property
     def size(self) -> int:
@@ -71,8 +86,8 @@ class ContextLayout:
 
     @property
     def longest(self) -> int:
-        """Length of the longest sequence in tokens."""
-        return max(end - start for start, end in pairwise(self.offsets))
+        """Length of the longest sequence or segment in tokens."""
+        return max(self.segments.lengths)
 
     def cached[T](self, key: Any, make: Callable[[], T]) -> T:
         """Return the cached result for a key; compute it by ``make()`` at the first call."""
@@ -81,9 +96,11 @@ class ContextLayout:
         return self.plans[key]
 
     def is_whole(self, span: TokenSpan) -> bool:
-        """Return True if no other rank holds tokens of the span's sequence."""
-        sequence_tokens = self.offsets[span.sequence + 1] - self.offsets[span.sequence]
-        return span.tokens == sequence_tokens
+        """Return True if the tokens of the span see each other and no other token.
+
+        No other rank then holds tokens of the span's sequence, and no segment continues another.
+        """
+        return _is_whole(span, self.segments)
 
     def pairs(self, rank: int, window: int | None = None) -> int:
         """Return the number of (query, key) pairs that a rank computes in one layer.
@@ -108,12 +125,15 @@ class ContextLayout:
 
 
 @lru_cache(maxsize=16)
-def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
+def balanced_layout(
+    offsets: tuple[int, ...], size: int, parents: tuple[int, ...] = ()
+) -> ContextLayout:
     """Split a row over ranks with equal numbers of tokens and about equal work.
 
     Args:
         offsets: start of each sequence in the row, then the number of tokens.
         size: number of context-parallel ranks.
+        parents: see ``RowSegments``. By default each sequence is one segment.
 
     Raises:
         ValueError: the number of tokens is not a multiple of ``size``.
@@ -128,8 +148,9 @@ def balanced_layout(offsets: tuple[int, ...], size: int) -> ContextLayout:
 
     # Use the coarsest cut that balances, because whole sequences need no messages. If none
     # balances, use the finest.
+    segments = RowSegments(offsets, parents)
     for fraction in CUT_FRACTIONS:
-        layout = _assign_sequences(offsets, size, fraction)
+        layout = _assign_sequences(segments, size, fraction)
         work = [layout.pairs(rank) for rank in range(size)]
         if max(work) * size <= MAX_IMBALANCE * sum(work):
             break
@@ -176,46 +197,48 @@ class _Ranks:
         return min(fitting, key=lambda rank: (self.pairs[rank], self.tokens[rank]))
 
 
-def _assign_sequences(offsets: tuple[int, ...], size: int, fraction: int) -> ContextLayout:
+def _assign_sequences(segments: RowSegments, size: int, fraction: int) -> ContextLayout:
     """Assign the sequences to ranks; cut those longer than a rank's tokens / ``fraction``."""
     # Longest first: short sequences then fill the gaps.
-    capacity = offsets[-1] // size
-    lengths = [end - start for start, end in pairwise(offsets)]
+    capacity = segments.tokens // size
+    lengths = segments.lengths
     longest_first = sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence])
 
     ranks = _Ranks(size)
     for sequence in longest_first:
         length = lengths[sequence]
+        first = segments.depths[sequence]
+        last = first + length
         if length * fraction > capacity and size > 1:
-            _assign_mirrored_chunks(ranks, sequence, length)
+            _assign_mirrored_chunks(ranks, TokenSpan(sequence, first, last))
             continue
 
         # Keep the sequence whole: assign it to the rank with the least work that has space.
         rank = ranks.least_busy_with_space(length, capacity)
         if rank is not None:
-            ranks.assign(rank, TokenSpan(sequence, 0, length))
+            ranks.assign(rank, TokenSpan(sequence, first, last))
             continue
 
         # It does not fit on any rank as a whole, so fill the ranks one after another.
-        start = 0
+        start = first
         for rank in ranks.by_tokens():
-            end = min(length, start + capacity - ranks.tokens[rank])
+            end = min(last, start + capacity - ranks.tokens[rank])
             ranks.assign(rank, TokenSpan(sequence, start, end))
             start = end
 
     # Put shared spans first. The tokens that a rank sends in an all-gather are then one slice.
-    ordered = [_in_order(spans, lengths) for spans in ranks.spans]
+    ordered = [_in_order(spans, segments) for spans in ranks.spans]
     return ContextLayout(
-        offsets=offsets,
+        segments=segments,
         spans=tuple(spans for spans, _ in ordered),
         shared=tuple(shared for _, shared in ordered),
     )
 
 
-def _assign_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
+def _assign_mirrored_chunks(ranks: _Ranks, sequence: TokenSpan) -> None:
     """Assign each rank a chunk from the front of a sequence and its mirror image from the back."""
     size = len(ranks.spans)
-    chunks = list(_chunks(sequence, length, 2 * size))
+    chunks = list(_chunks(sequence, 2 * size))
     pairs = [(chunks[i], chunks[-1 - i]) for i in range(size)]
 
     # Pairs differ by at most one token. Ranks with fewer tokens get the longer pairs, so that ranks
@@ -225,31 +248,39 @@ def _assign_mirrored_chunks(ranks: _Ranks, sequence: int, length: int) -> None:
         ranks.assign(rank, *pair)
 
 
-def _chunks(sequence: int, length: int, count: int) -> Iterator[TokenSpan]:
-    """Cut a sequence into ``count`` spans. The first spans are one token longer if necessary."""
-    base, longer = divmod(length, count)
-    start = 0
+def _chunks(span: TokenSpan, count: int) -> Iterator[TokenSpan]:
+    """Cut a span into ``count`` spans. The first spans are one token longer if necessary."""
+    base, longer = divmod(span.tokens, count)
+    start = span.start
     for i in range(count):
         end = start + base + (i < longer)
-        yield TokenSpan(sequence, start, end)
+        yield TokenSpan(span.sequence, start, end)
         start = end
 
 
-def _in_order(spans: list[TokenSpan], lengths: list[int]) -> tuple[tuple[TokenSpan, ...], int]:
-    """Sort the spans of a rank: shared sequences first, then by sequence and position.
+def _is_whole(span: TokenSpan, segments: RowSegments) -> bool:
+    """Return True if a span is a whole segment that neither has nor is a parent."""
+    is_cut = span.tokens != segments.lengths[span.sequence]
+    return not is_cut and segments.is_alone(span.sequence)
+
+
+def _in_order(
+    spans: list[TokenSpan], segments: RowSegments
+) -> tuple[tuple[TokenSpan, ...], int]:
+    """Sort the spans of a rank: whole spans last, then by sequence and position.
 
     Adjacent spans are merged, and empty spans are dropped.
 
     Args:
         spans: spans of the rank.
-        lengths: length of each sequence in the row.
+        segments: segments of the row.
 
     Returns:
-        The spans, and the number of tokens in shared sequences.
+        The spans, and the number of tokens in spans that are not whole.
     """
 
     def is_whole(span: TokenSpan) -> bool:
-        return span.tokens == lengths[span.sequence]
+        return _is_whole(span, segments)
 
     merged: list[TokenSpan] = []
     for span in sorted(spans, key=lambda span: (is_whole(span), span.sequence, span.start)):

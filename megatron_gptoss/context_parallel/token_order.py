@@ -26,8 +26,12 @@ def inverse_order(layout: ContextLayout) -> Tensor:
 
 
 def row_indices(layout: ContextLayout, span: TokenSpan) -> Tensor:
-    """Return the row position of each token in a span, [tokens of the span] int64."""
-    return torch.arange(span.start, span.end) + layout.offsets[span.sequence]
+    """Return the row position of each token in a span, [tokens of the span] int64.
+
+    If sequences share prefixes, the span may begin in an ancestor of its segment.
+    """
+    ranges = layout.segments.row_ranges(*span)
+    return torch.cat([torch.arange(start, end) for start, end in ranges])
 
 
 def rank_tokens(layout: ContextLayout, rank: int) -> Tensor:

@@ -176,7 +176,8 @@ class SinkAttention(DotProductAttention):
         row: PackedSequence,
     ) -> Tensor:
         """Return the output [tokens, heads, head_size] for the given sinks [heads]."""
-        if self.cp_group.size() == 1:
+        # The layout of one rank says which prefixes the sequences share.
+        if self.cp_group.size() == 1 and row.context_layout is None:
             output: Any = sink_attention(
                 query,
                 key,
