@@ -73,13 +73,13 @@ class ValueTrainer(PolicyTrainer):
             temperature: unused.
 
         Returns:
-            [tokens] fp32 per micro-batch (fp64 for an fp64 model).
+            [labels] fp32 per micro-batch (fp64 for an fp64 model).
         """
         return self._evaluate(batches, _values)
 
 
-def _values(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: Any) -> Tensor:
-    """Compute values [tokens] from hidden states [tokens, hidden_size], in fp32 or wider."""
+def _values(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: PackedBatch) -> Tensor:
+    """Compute values [labels] from hidden states [tokens, hidden_size], in fp32 or wider."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
 
     # Every tensor-parallel rank computes the same values, and Megatron sums the gradients of all
@@ -88,4 +88,4 @@ def _values(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, batch: Any
     if size > 1:
         hidden = hidden / size + hidden.detach() * (1 - 1 / size)
 
-    return (hidden.to(dtype) @ weight.to(dtype).t())[:, 0]
+    return batch.at_labels((hidden.to(dtype) @ weight.to(dtype).t())[:, 0])

@@ -14,10 +14,19 @@ import numpy as np
 import torch
 
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
-from megatron_gptoss.context_parallel.token_order import rank_tokens
+from megatron_gptoss.context_parallel.segments import NO_PARENT, RowSegments
+from megatron_gptoss.context_parallel.token_order import inverse_order, rank_tokens
+from megatron_gptoss.prefix_tree import PrefixTree, build_prefix_tree, prefix_keys
 from megatron_gptoss.routes import unknown_route
 from megatron_gptoss.samples import TrainingSamples, check_route_array
+from megatron_gptoss.shared_prefixes import SharedPrefixes
 from megatron_gptoss.token_columns import TOKEN_COLUMNS, ColumnError, TokenColumns
+
+_INPUT_FIELDS = frozenset(
+    {"position_ids", "routed_experts"}
+    | {name for name, column in TOKEN_COLUMNS.items() if column.belongs_to == "token"}
+)
+"""Fields of ``PackedBatch`` with one entry per token. Other columns have one per label."""
 
 
 @dataclass(frozen=True)
@@ -31,39 +40,79 @@ class RecordedRoutes:
 
 @dataclass(kw_only=True, eq=False)
 class PackedBatch(TokenColumns[torch.Tensor]):
-    """One micro-batch of T input tokens.
+    """One micro-batch of T input tokens and L labels.
 
     Its n sequences include the padding tail if there is one. A sequence of m tokens contributes
     m - 1 inputs (all but its last) and m - 1 labels (all but its first). Each column has the shape
     [T] and the declared dtype, except ``token_ids``, which are int64 for the embedding. Entry i
     describes input i or label i (``Column.belongs_to``).
+
+    L is T unless sequences share prefixes. Then a shared token is one input, and it predicts a label
+    of every sequence that contains it. Columns of labels have the shape [L], and their entries are
+    those of whole sequences.
     """
 
     labels: torch.Tensor
-    """int64 [T]: the next token of the same sequence."""
+    """int64 [L]: the next token of the same sequence."""
     position_ids: torch.Tensor
     """int64 [T]: position in the sequence, from 0."""
     sample_ids: torch.Tensor
-    """int64 [T]: index of the token's sequence in its mini-batch, -1 in the padding tail."""
+    """int64 [L]: index of the label's sequence in its mini-batch, -1 in the padding tail."""
     cu_seqlens: torch.Tensor
-    """int32 [n + 1]: start of each sequence, and T."""
+    """int32 [n + 1]: start of each sequence, and T. With ``prefixes``: start of each segment."""
     max_seqlen: int
-    """Tokens in the longest sequence."""
+    """Tokens in the longest sequence or segment."""
     routed_experts: torch.Tensor | None = None
     """uint8 or int16 [T, layers, top_k], see ``megatron_gptoss.routes``."""
     recorded_routes: RecordedRoutes | None = None
     """Routes that this rank recorded. They replace ``routed_experts``."""
     context_layout: ContextLayout | None = None
     """Layout of the row if this is the shard of a context-parallel rank. None for a whole row."""
+    prefixes: SharedPrefixes | None = None
+    """Segments and labels of a row whose sequences share prefixes. None if each token belongs to one
+    sequence."""
 
     @property
     def tokens(self) -> int:
         """T."""
         return len(self.token_ids)
 
+    @property
+    def segments(self) -> RowSegments:
+        """Sequences of the whole row, or its segments if sequences share prefixes."""
+        parents = () if self.prefixes is None else self.prefixes.parents
+        return RowSegments(tuple(self.cu_seqlens.tolist()), parents)
+
+    @property
+    def is_padding(self) -> torch.Tensor:
+        """bool [T]: True for tokens of the padding tail."""
+        if self.prefixes is None:
+            return self.sample_ids < 0
+        rows = self.prefixes.label_rows
+        is_padding = torch.zeros(self.tokens, dtype=torch.bool, device=rows.device)
+        is_padding[rows[self.sample_ids < 0]] = True
+        return is_padding
+
+    def at_labels(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of the token that predicts each label: [T, ...] -> [L, ...]."""
+        return values if self.prefixes is None else values[self.prefixes.label_rows]
+
     def context_layout_over(self, size: int) -> ContextLayout:
         """Return the layout of this row over ``size`` context-parallel ranks."""
-        return balanced_layout(tuple(self.cu_seqlens.tolist()), size)
+        segments = self.segments
+        return balanced_layout(segments.offsets, size, segments.parents)
+
+    def rank_labels(self, rank: int, size: int) -> torch.Tensor:
+        """Return which labels the tokens of a context-parallel rank predict.
+
+        Returns:
+            int64 [labels of the rank], indices in the columns of the whole row.
+        """
+        layout = self.context_layout_over(size)
+        if self.prefixes is None:
+            return rank_tokens(layout, rank)
+        owners = inverse_order(layout)[self.prefixes.label_rows.cpu()] // layout.tokens_per_rank
+        return (owners == rank).nonzero()[:, 0]
 
     def context_parallel_shard(self, rank: int, size: int) -> Self:
         """Return the tokens for one of ``size`` context-parallel ranks.
@@ -71,23 +120,34 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         ``inverse_order`` of ``context_layout`` restores the order of the row in values that are
         concatenated over the ranks.
         """
-        if size == 1:
+        if size == 1 and self.prefixes is None:
             return self
 
-        # cu_seqlens is the only tensor that is not per token. It stays whole, because the keys of a
+        # cu_seqlens is the only tensor that is per sequence. It stays whole, because the keys of a
         # query may be on other ranks, and attention derives the exchange from the whole row.
         layout = self.context_layout_over(size)
-        tokens = rank_tokens(layout, rank).to(self.token_ids.device)
-        per_token = self._tensors()
-        del per_token["cu_seqlens"]
-        shard = {name: column[tokens] for name, column in per_token.items()}
-        return replace(self, context_layout=layout, **shard)
+        device = self.token_ids.device
+        tokens = rank_tokens(layout, rank).to(device)
+        labels = self.rank_labels(rank, size).to(device)
+        columns = self._tensors()
+        del columns["cu_seqlens"]
+        shard = {
+            name: column[tokens if name in _INPUT_FIELDS else labels]
+            for name, column in columns.items()
+        }
+        prefixes = self.prefixes
+        if prefixes is not None:
+            places = inverse_order(layout).to(device)[prefixes.label_rows[labels]]
+            rows = places - rank * layout.tokens_per_rank
+            prefixes = SharedPrefixes.of(prefixes.parents, rows, shard["labels"])
+        return replace(self, context_layout=layout, prefixes=prefixes, **shard)
 
     def to(self, device: torch.device | str) -> Self:
         """Copy all tensors to a device."""
         tensors = self._tensors()
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return replace(self, **moved)
+        prefixes = None if self.prefixes is None else self.prefixes.to(device)
+        return replace(self, prefixes=prefixes, **moved)
 
     def _tensors(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -99,6 +159,7 @@ def build_batch(
     sequences: Sequence[int] | None = None,
     align: int = 1,
     sample_ids: Sequence[int] | None = None,
+    min_shared: int | None = None,
 ) -> PackedBatch:
     """Lay sequences end to end and pad the row to a multiple of ``align`` tokens.
 
@@ -109,6 +170,8 @@ def build_batch(
         align: the row's number of tokens is a multiple of it.
         sample_ids: values of ``PackedBatch.sample_ids`` for the sequences; by default their
             indices in ``samples``.
+        min_shared: smallest number of tokens in a prefix that sequences share, see
+            ``build_prefix_tree``. None to compute each sequence separately.
 
     Raises:
         ColumnError: a sequence is too short, or its routes do not fit. The message names it.
@@ -130,11 +193,11 @@ def build_batch(
         sequences = range(len(samples))
     if sample_ids is None:
         sample_ids = sequences
-    row = _PackedRow(samples, sequences, align)
+    row = _PackedRow(samples, sequences, align, min_shared)
 
     others = [name for name in samples.columns if name != "token_ids"]
     columns: dict[str, Any] = {name: row.column(name) for name in others}
-    return PackedBatch(
+    batch = PackedBatch(
         token_ids=row.fill("token_ids", torch.int64, first=0),
         labels=row.fill("token_ids", torch.int64, first=1),
         position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in row.segments])),
@@ -144,12 +207,49 @@ def build_batch(
         routed_experts=row.routes(),
         **columns,
     )
+    return batch if row.tree is None else _with_shared_prefixes(batch, row.tree, row.padding)
+
+
+def _with_shared_prefixes(batch: PackedBatch, tree: PrefixTree, padding: int) -> PackedBatch:
+    """Return a row that contains each token of a tree once.
+
+    Args:
+        batch: row of whole sequences, with the padding of the result.
+        tree: tree of its sequences.
+        padding: number of tokens in the padding tail.
+    """
+    offsets = tree.segments.offsets
+    parents = tree.segments.parents
+    rows = [tree.rows(sequence) for sequence in range(len(tree.ends))]
+    if padding:
+        rows.append(np.arange(tree.tokens, tree.tokens + padding))
+        offsets = (*offsets, tree.tokens + padding)
+        parents = (*parents, NO_PARENT)
+    label_rows = np.concatenate(rows)
+
+    # Copies of a token have equal entries in these columns, so the first copy gives its entry.
+    sources = torch.from_numpy(np.unique(label_rows, return_index=True)[1])
+    inputs = {name: getattr(batch, name) for name in _INPUT_FIELDS}
+    columns = {name: column[sources] for name, column in inputs.items() if column is not None}
+    return replace(
+        batch,
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+        max_seqlen=int(np.diff(offsets).max()),
+        prefixes=SharedPrefixes.of(parents, torch.from_numpy(label_rows), batch.labels),
+        **columns,
+    )
 
 
 class _PackedRow:
     """Layout of sequences in a packed row."""
 
-    def __init__(self, samples: TrainingSamples, sequences: Sequence[int], align: int) -> None:
+    def __init__(
+        self,
+        samples: TrainingSamples,
+        sequences: Sequence[int],
+        align: int,
+        min_shared: int | None,
+    ) -> None:
         self.samples = samples
         self.sequences = sequences
 
@@ -163,12 +263,31 @@ class _PackedRow:
                 )
             self.lengths.append(tokens - 1)
 
-        # The padding is a separate sequence, so that no other token attends to it. A row without
-        # sequences is all padding.
         filled = sum(self.lengths)
-        self.padding = -filled % align if filled else align
+        self.tree = self._tree(min_shared, filled)
+
+        # The padding is a separate sequence, so that no other token attends to it. A row without
+        # sequences is all padding. With a tree, its tokens are aligned.
+        computed = filled if self.tree is None else self.tree.tokens
+        self.padding = -computed % align if computed else align
         self.segments = self.lengths + ([self.padding] if self.padding else [])
         self.tokens = filled + self.padding
+
+    def _tree(self, min_shared: int | None, filled: int) -> PrefixTree | None:
+        """Return the tree of the sequences, or None if they share no prefix."""
+        if min_shared is None:
+            return None
+        self._check_routes()
+        tree = build_prefix_tree(prefix_keys(self.samples, self.sequences), min_shared)
+        return tree if tree.tokens < filled else None
+
+    def _check_routes(self) -> None:
+        """Raise ColumnError if the routes of a sequence do not fit."""
+        routes = self.samples.routed_experts
+        if routes is None:
+            return
+        for i, length in zip(self.sequences, self.lengths, strict=True):
+            check_route_array(routes[i], length + 1, self.samples.name_of(i))
 
     def column(self, name: str) -> torch.Tensor:
         """Return a column of the samples as a row of the declared dtype."""
@@ -207,9 +326,8 @@ class _PackedRow:
         if self.samples.routed_experts is None or not self.lengths:
             return None
 
+        self._check_routes()
         rows = [self.samples.routed_experts[i] for i in self.sequences]
-        for i, routes, length in zip(self.sequences, rows, self.lengths, strict=True):
-            check_route_array(routes, length + 1, self.samples.name_of(i))
 
         # [T, layers, top_k], copied once, into place: routes are by far the largest column, 96 bytes a
         # token for the 24 layers and 4 experts of the 20B model.

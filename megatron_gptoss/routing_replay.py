@@ -157,7 +157,7 @@ class RoutingReplay:
         """
         if batch.recorded_routes is not None:
             # Routers select the experts of padding, as with routes from an engine.
-            is_padding = _local_tokens(batch.sample_ids < 0)[:, None]
+            is_padding = _local_tokens(batch.is_padding)[:, None]
             for layer, recorded in zip(self.layers, batch.recorded_routes.layers, strict=True):
                 recorded = recorded.to(is_padding.device).long()
                 layer.pending.append(torch.where(is_padding, -1, recorded))

@@ -53,24 +53,24 @@ class LogProbScorer:
             temperature: divisor of the logits.
 
         Returns:
-            fp32 [tokens] per micro-batch, in nats, on all ranks with the same micro-batches.
+            fp32 [labels] per micro-batch, in nats, on all ranks with the same micro-batches.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
-            log_probs, _ = log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)
+            log_probs, _ = label_log_probs(hidden, weight, batch, temperature, group)
             return log_probs
 
         return self._evaluate(batches, head)
 
     def greedy_tokens(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return the tokens of greedy decoding at every position. Collective.
+        """Return the tokens of greedy decoding at the place of every label. Collective.
 
         Returns:
-            [tokens] int64 per micro-batch.
+            [labels] int64 per micro-batch.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
-            return greedy_tokens(hidden, weight, group)
+            return batch.at_labels(greedy_tokens(hidden, weight, group))
 
         return self._evaluate(batches, head)
 
@@ -85,14 +85,14 @@ class LogProbScorer:
             temperature: divisor of the logits.
 
         Returns:
-            Ids [tokens, k] int32 and log-probs [tokens, k] fp32 of every micro-batch, most likely
+            Ids [labels, k] int32 and log-probs [labels, k] fp32 of every micro-batch, most likely
             first, on all ranks with the same micro-batches.
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
             ids, log_probs = top_log_probs(hidden, weight, k, temperature, group)
             # A schedule returns one tensor. fp32 holds ids exactly, because they are below 2^24.
-            return torch.stack([ids.float(), log_probs.float()], dim=1)
+            return batch.at_labels(torch.stack([ids.float(), log_probs.float()], dim=1))
 
         values = self._evaluate(batches, head)
         return [(both[:, 0].int(), both[:, 1]) for both in values]
@@ -194,6 +194,36 @@ class LogProbScorer:
         return box[0]
 
 
+def label_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: PackedBatch,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``log_probs_and_entropy`` of the labels of a batch.
+
+    Args:
+        hidden: [tokens, hidden_size] of this context-parallel rank.
+        weight: [vocab_size / tensor, hidden_size] rows of this rank.
+        batch: the tokens and labels of this rank.
+        temperature: divisor of the logits.
+        group: tensor-parallel ranks.
+
+    Returns:
+        Log-probs and entropy, [labels] each.
+    """
+    prefixes = batch.prefixes
+    if prefixes is None:
+        return log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)
+
+    # Indexing instead of index_select, whose gradient is summed in any order on a GPU.
+    log_probs, entropy = log_probs_and_entropy(
+        hidden[prefixes.pair_rows], weight, prefixes.pair_labels, temperature, group
+    )
+    return log_probs[prefixes.pair_of_label], entropy[prefixes.pair_of_label]
+
+
 def _output_processor(model: Any, head: Head, batch: PackedBatch) -> Callable[..., Tensor]:
     """Return the function that GPTModel calls on the last stage instead of its output layer."""
 
@@ -222,14 +252,14 @@ def _output_weight(model: Any, output_layer: Any, tied_weight: Tensor | None) ->
 
 
 def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]) -> list[Tensor]:
-    """Join per-token values of all context-parallel ranks in the order of the rows. Collective.
+    """Join values per label of all context-parallel ranks in the order of the rows. Collective.
 
     Args:
-        shards: [..., tokens / ranks] values of this rank for each micro-batch, tokens first.
+        shards: [labels of this rank, ...] values for each micro-batch.
         batches: the micro-batches.
 
     Returns:
-        [tokens] values of each micro-batch, of the dtype of the shards.
+        [labels, ...] values of each micro-batch, of the dtype of the shards.
     """
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
@@ -237,12 +267,36 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
 
     rows = []
     for shard, batch in zip(shards, batches, strict=True):
+        if batch.prefixes is not None:
+            rows.append(_gather_unequal(shard, batch, group))
+            continue
         gathered = [torch.empty_like(shard) for _ in range(group.size())]
         dist.all_gather(gathered, shard.contiguous(), group=group)
         order = inverse_order(batch.context_layout_over(group.size())).to(shard.device)
         # [T] in the order of the ranks -> [T] in the order of the row.
         rows.append(torch.cat(gathered)[order])
     return rows
+
+
+def _gather_unequal(shard: Tensor, batch: PackedBatch, group: dist.ProcessGroup) -> Tensor:
+    """Join the values per label of a row whose sequences share prefixes. Collective.
+
+    Ranks have equally many tokens, but these predict different numbers of labels.
+    """
+    labels = [
+        batch.rank_labels(rank, group.size()).to(shard.device) for rank in range(group.size())
+    ]
+    # Messages of a collective have equal sizes.
+    most = max(len(of_rank) for of_rank in labels)
+    padded = shard.new_zeros(most, *shard.shape[1:])
+    padded[: len(shard)] = shard
+    gathered = [torch.empty_like(padded) for _ in labels]
+    dist.all_gather(gathered, padded, group=group)
+
+    row = shard.new_empty(len(batch.labels), *shard.shape[1:])
+    for of_rank, values in zip(labels, gathered, strict=True):
+        row[of_rank] = values[: len(of_rank)]
+    return row
 
 
 @torch.no_grad()

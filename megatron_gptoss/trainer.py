@@ -17,12 +17,17 @@ from torch import Tensor
 from megatron_gptoss.config import OptimizerConfig
 from megatron_gptoss.expert_loads import ExpertLoads
 from megatron_gptoss.gpu_memory import PhaseMemory, release_cached_memory
-from megatron_gptoss.log_probs import log_probs_and_entropy, log_probs_with_candidates
+from megatron_gptoss.log_probs import log_probs_with_candidates
 from megatron_gptoss.optimizer import build_optimizer, wrap_data_parallel
 from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import training_flops
-from megatron_gptoss.scorer import Head, LogProbScorer, gather_context_parallel
+from megatron_gptoss.scorer import (
+    Head,
+    LogProbScorer,
+    gather_context_parallel,
+    label_log_probs,
+)
 from megatron_gptoss.step_clock import StepClock, TimedMoELayer
 from megatron_gptoss.step_results import LossFunction, LossOutput, StepStatistics
 
@@ -166,16 +171,21 @@ class PolicyTrainer(LogProbScorer):
     def _training_head(self, temperature: float) -> Head:
         """Return the function that computes the first arguments of ``loss_function``.
 
-        For a policy these are log-probs and entropy, stacked as [2, tokens]. For batches with
-        ``teacher_ids`` [tokens, k] they are followed by the log-probs of these ids: [2 + k, tokens].
+        For a policy these are log-probs and entropy, stacked as [2, labels]. For batches with
+        ``teacher_ids`` [labels, k] they are followed by the log-probs of these ids: [2 + k, labels].
         """
 
         def head(hidden: Tensor, weight: Tensor, group: Any, batch: PackedBatch) -> Tensor:
             if batch.teacher_ids is None:
-                outputs = log_probs_and_entropy(hidden, weight, batch.labels, temperature, group)
-                return torch.stack(outputs)
+                return torch.stack(label_log_probs(hidden, weight, batch, temperature, group))
+            # Not once for each pair of token and label, because the teacher's ids may differ.
             log_probs, entropy, of_teacher_ids = log_probs_with_candidates(
-                hidden, weight, batch.labels, batch.teacher_ids.long(), temperature, group
+                batch.at_labels(hidden),
+                weight,
+                batch.labels,
+                batch.teacher_ids.long(),
+                temperature,
+                group,
             )
             return torch.cat([torch.stack([log_probs, entropy]), of_teacher_ids.t()])
 
@@ -252,6 +262,26 @@ class PolicyTrainer(LogProbScorer):
             f"is {names[-1]}. Begin with the last one, because NaN spreads from there to earlier layers"
         )
 
+    def _computed_flops(self, batches: Sequence[PackedBatch]) -> int:
+        """Return the floating-point operations of micro-batches. Shared prefixes count once."""
+        segments = [batch.segments for batch in batches]
+        starts = [depth for row in segments for depth in row.depths]
+        ends = [
+            depth + length
+            for row in segments
+            for depth, length in zip(row.depths, row.lengths, strict=True)
+        ]
+        config = self.chunks[0].config
+
+        def flops(lengths: list[int]) -> int:
+            return training_flops(
+                config.architecture, lengths, frozen_base=config.adapter is not None
+            )
+
+        # The tokens of a segment have the operations of a sequence that ends with the segment, minus
+        # those of the tokens before the segment.
+        return flops(ends) - flops(starts)
+
     def _measure_speed(
         self,
         statistics: StepStatistics,
@@ -264,12 +294,9 @@ class PolicyTrainer(LogProbScorer):
 
         # Tensor-, pipeline- and context-parallel ranks have the same micro-batches, so sum over
         # data-parallel ranks only.
-        lengths = [length for batch in batches for length in batch.cu_seqlens.diff().tolist()]
-        config = self.chunks[0].config
-        local_flops = training_flops(
-            config.architecture, lengths, frozen_base=config.adapter is not None
-        )
-        work = torch.tensor([sum(lengths), local_flops], dtype=torch.double, device=device)
+        local_tokens = sum(len(batch.labels) for batch in batches)
+        local_flops = self._computed_flops(batches)
+        work = torch.tensor([local_tokens, local_flops], dtype=torch.double, device=device)
         dist.all_reduce(work, group=parallel_state.get_data_parallel_group())
 
         # Reading a result waits for all queued GPU work, so the step is complete after this line.

@@ -270,9 +270,7 @@ class _GradientExchange:
         dv[: plan.shared, self.kv_heads] = total[:, 1]
 
 
-def _head_groups_of(
-    q: Tensor, k: Tensor, plan: KeyGatherPlan
-) -> list[HeadGroup]:
+def _head_groups_of(q: Tensor, k: Tensor, plan: KeyGatherPlan) -> list[HeadGroup]:
     """Return the groups of heads in order. There are none if all spans are whole."""
     if plan.contributed == 0:
         return []

@@ -264,9 +264,7 @@ def _is_whole(span: TokenSpan, segments: RowSegments) -> bool:
     return not is_cut and segments.is_alone(span.sequence)
 
 
-def _in_order(
-    spans: list[TokenSpan], segments: RowSegments
-) -> tuple[tuple[TokenSpan, ...], int]:
+def _in_order(spans: list[TokenSpan], segments: RowSegments) -> tuple[tuple[TokenSpan, ...], int]:
     """Sort the spans of a rank: whole spans last, then by sequence and position.
 
     Adjacent spans are merged, and empty spans are dropped.

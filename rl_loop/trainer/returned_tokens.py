@@ -48,7 +48,7 @@ def take_tokens(
             # Without an update there are no values. NaN marks them, so that they enter no mean
             # unnoticed.
             if mini_batch.is_empty:
-                rows += [torch.full((batch.tokens,), torch.nan) for batch in batches]
+                rows += [torch.full((len(batch.labels),), torch.nan) for batch in batches]
             else:
                 rows += next(of_updates)[name]
         columns[name] = inputs.to_column(rows, np.dtype(np.float32))
