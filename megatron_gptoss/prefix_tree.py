@@ -69,10 +69,10 @@ def build_prefix_tree(keys: Sequence[np.ndarray], min_shared: int = 1) -> Prefix
         ValueError: ``min_shared`` is not positive.
 
     Example:
-        >>> keys = [np.array([list(word)], "S1").T.view(np.uint8) for word in ("abcd", "abce", "x")]
-        >>> tree = build_prefix_tree(keys)
-        >>> tree.segments.offsets, tree.segments.parents, tree.ends
-        ((0, 2, 4, 6, 7), (-1, 0, 0, -1), (1, 2, 3))
+        >>> words = [b"trees", b"treat", b"x"]
+        >>> tree = build_prefix_tree([np.frombuffer(word, np.uint8)[:, None] for word in words])
+        >>> tree.segments.lengths, tree.segments.parents, tree.ends
+        ((3, 2, 2, 1), (-1, 0, 0, -1), (2, 1, 3))
     """
     if min_shared < 1:
         raise ValueError(f"min_shared must be at least 1, got {min_shared}")
