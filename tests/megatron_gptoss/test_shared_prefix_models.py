@@ -1,0 +1,274 @@
+"""Models compute shared prefixes once, with the log-probs and gradients of whole sequences.
+
+Everything is float64, so that the two orders of summation differ by far less than a wrong term. The
+advantages and old log-probs of a shared token differ between its sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from converters.live import export_hf_weights, load_hf_weights
+from megatron_gptoss import distributed
+from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.critic import ValueTrainer, make_critic
+from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
+from megatron_gptoss.model import build_model
+from megatron_gptoss.packing import PackedBatch, build_batch, schedule
+from megatron_gptoss.planning.flops import training_flops
+from megatron_gptoss.routing_replay import RoutingReplay
+from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.scorer import alignment
+from megatron_gptoss.step_results import LossFunction, LossOutput
+from megatron_gptoss.trainer import PolicyTrainer
+from rl_loop.algorithms.config import AlgorithmConfig
+from rl_loop.algorithms.objectives import distillation_objective, policy_objective
+from tests.support.distributed import free_port, run_distributed
+from tests.support.megatron_gptoss.branching import branching_samples
+from tests.support.megatron_gptoss.reference import TINY, float64_training, hf_model
+from tests.support.tolerances import assert_within
+
+BAR = 1e-12
+"""Allowed difference relative to the largest value of a tensor, 4,500 units in the last place."""
+PPO = AlgorithmConfig(old_log_probs="forward")
+GSPO = AlgorithmConfig(policy_loss={"type": "gspo"}, old_log_probs="forward")
+LONGEST = 400
+
+# Windows that are shorter than most segments, and longer than a path.
+CASES = {
+    "window 3, PPO": (3, PPO, False, 1),
+    "window 8, PPO, few segments": (8, PPO, False, 6),
+    "window 8, GSPO, R3": (8, GSPO, True, 1),
+    "window 64, GSPO, R3, few segments": (64, GSPO, True, 6),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data 4": {},
+    "context 2": {"context": 2},
+    "context 4": {"context": 4},
+    "context 2, tensor 2": {"context": 2, "tensor": 2},
+    "context 2, tensor 2, expert 2": {"context": 2, "tensor": 2, "expert": 2},
+    "context 2, expert 4": {"context": 2, "expert": 4},
+    "context 2, pipeline 2": {"context": 2, "pipeline": 2},
+    "context 2, virtual pipeline": {"context": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "tensor 2, pipeline 2, recomputed": {
+        "tensor": 2,
+        "pipeline": 2,
+        "recompute": ("core_attn", "moe", "layernorm"),
+    },
+}
+
+
+def trainer_of(
+    config: GptOssModelConfig,
+    parallel: ParallelConfig,
+    kind: type[PolicyTrainer] = PolicyTrainer,
+) -> PolicyTrainer:
+    """Return a float64 trainer, or critic, of a random model."""
+    model = build_model(config, parallel, torch.float64)
+    load_hf_weights(model, config, hf_model(config, std=0.15).state_dict().__getitem__)
+    if kind is ValueTrainer:
+        model = make_critic(model)
+        for chunk in [module for module in model.modules() if hasattr(module, "output_layer")]:
+            torch.manual_seed(1)
+            torch.nn.init.normal_(chunk.output_layer.weight, std=0.2)
+    return kind(model, OptimizerConfig(clip_grad=1e9))
+
+
+@contextlib.contextmanager
+def float64_rank(parallel: ParallelConfig, rank: int, port: int) -> Iterator[None]:
+    """Join the process group for training in float64."""
+    distributed.initialize(parallel, rank, port=port)
+    try:
+        with float64_training():
+            yield
+    finally:
+        distributed.shutdown()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with float64_rank(ParallelConfig(), 0, free_port()):
+        yield
+
+
+def gradients(trainer: PolicyTrainer, batches: list[PackedBatch], loss: LossFunction) -> Any:
+    """Return the gradients by parameter, after a step that changes nothing."""
+    trainer.train_step(batches, loss, learning_rate=0.0)
+    return {name: p.main_grad.clone() for name, p in trainer.module.named_parameters()}
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        assert expected.abs().max() > 0, name
+        assert_within(got[name], expected, BAR * float(expected.abs().max()), name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_are_those_of_whole_sequences(case: str) -> None:
+    window, algorithm, with_routes, min_shared = CASES[case]
+    trainer = trainer_of(TINY.model_copy(update={"sliding_window": window}), ParallelConfig())
+    samples = branching_samples(1, with_routes=with_routes)
+    if with_routes:
+        trainer.replay = RoutingReplay(trainer.module)
+    objective = policy_objective(algorithm, torch.from_numpy(samples.loss_tokens), LONGEST)
+
+    whole = build_batch(samples)
+    shared = build_batch(samples, align=8, min_shared=min_shared)
+    assert shared.tokens < whole.tokens / 2
+    want_scores, got_scores = (trainer.score([batch])[0] for batch in (whole, shared))
+    assert_within(got_scores[: whole.tokens], want_scores, BAR * float(want_scores.abs().max()))
+    want = gradients(trainer, [whole], objective)
+    assert any("softmax_offset" in name for name in want)
+    assert_equal(gradients(trainer, [shared], objective), want)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_values_of_a_critic_are_those_of_whole_sequences() -> None:
+    trainer = trainer_of(TINY, ParallelConfig(), ValueTrainer)
+    samples = branching_samples(2)
+    whole, shared = build_batch(samples), build_batch(samples, align=8, min_shared=1)
+
+    def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
+        error = values - batch.column("advantages")
+        return LossOutput(torch.where(batch.loss_mask, error.square(), 0.0).sum())
+
+    want, got = (trainer.score([batch])[0] for batch in (whole, shared))
+    assert_within(got[: whole.tokens], want, BAR * float(want.abs().max()))
+    assert_equal(gradients(trainer, [shared], loss), gradients(trainer, [whole], loss))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_distillation_is_that_of_whole_sequences() -> None:
+    trainer = trainer_of(TINY, ParallelConfig())
+    samples = branching_samples(2)
+    results = []
+    for batch in (build_batch(samples), build_batch(samples, align=8, min_shared=1)):
+        ids, log_probs = trainer.top_log_probs([batch], 5)[0]
+        # A teacher that is not the policy.
+        batch = replace(batch, teacher_ids=ids, teacher_log_probs=log_probs.double() - 0.3)
+        loss = distillation_objective(int(samples.loss_tokens.sum()))
+        results.append((ids, trainer.greedy_tokens([batch])[0], gradients(trainer, [batch], loss)))
+    (ids, greedy, want), (shared_ids, shared_greedy, got) = results
+    assert torch.equal(shared_ids[: len(ids)], ids)
+    assert torch.equal(shared_greedy[: len(ids)], greedy)
+    assert_equal(got, want)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_recorded_routes_are_replayed_on_shared_tokens() -> None:
+    trainer = trainer_of(TINY, ParallelConfig())
+    samples = branching_samples(1)
+    batch = build_batch(samples, align=8, min_shared=1)
+    loss = policy_objective(PPO, torch.from_numpy(samples.loss_tokens), LONGEST)
+    want = gradients(trainer, [batch], loss)
+
+    trainer.replay = RoutingReplay(trainer.module)
+    trainer.replay.start_recording()
+    trainer.score([batch])
+    recorded = trainer.replay.recorded()[0]
+    assert len(recorded.layers[0]) == batch.tokens
+    trainer.replay.agreement()
+    batch = replace(batch, recorded_routes=recorded)
+    assert_equal(gradients(trainer, [batch], loss), want)
+    # The step reads the counts, so count a forward pass.
+    trainer.score([batch])
+    counts = trainer.replay.agreement()
+    real = int((~batch.is_padding).sum())
+    assert counts["routes_compared"] == counts["routes_agreeing"] == real * TINY.num_layers
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_speed_counts_the_arithmetic_of_shared_prefixes_once() -> None:
+    trainer = trainer_of(TINY, ParallelConfig())
+    common = list(range(20))
+    samples = TrainingSamples.join(
+        [{"token_ids": [*common, last, 1], "loss_mask": [1] * 22} for last in (50, 51)]
+    )
+    batch = build_batch(samples, min_shared=1)
+    loss = policy_objective(PPO, torch.from_numpy(samples.loss_tokens), LONGEST)
+    columns = {name: torch.zeros(42) for name in ("advantages", "rollout_log_probs")}
+    step = trainer.train_step([replace(batch, **columns)], loss, learning_rate=0.0)
+    flops = training_flops(TINY, [21, 21]) - training_flops(TINY, [20])
+    assert step.tflops_per_gpu * step.seconds * 1e12 == pytest.approx(flops)
+    assert step.tokens_per_second_per_gpu * step.seconds == pytest.approx(42)
+
+
+# -- parallel layouts ----------------------------------------------------------------------------
+
+SAMPLES = branching_samples(4, trees=4, with_routes=True)
+
+
+def train(parallel: ParallelConfig, rank: int, port: int, min_shared: int | None) -> dict[str, Any]:
+    """Return all gradients by Hugging Face name (on rank 0), and the log-probs of every sample."""
+    with float64_rank(parallel, rank, port):
+        trainer = trainer_of(TINY, parallel)
+        trainer.replay = RoutingReplay(trainer.module)
+        plan = schedule(
+            SAMPLES.lengths, 900, parallel.data, multiple=parallel.micro_batch_multiple
+        )
+        own = plan.micro_batches[parallel_state.get_data_parallel_rank()]
+        batches = [
+            build_batch(SAMPLES, sequences, alignment(), min_shared=min_shared)
+            for sequences in own
+        ]
+        scores = {}
+        for batch, values in zip(batches, trainer.score(batches), strict=True):
+            for sample_id in batch.sample_ids[batch.sample_ids >= 0].unique().tolist():
+                scores[sample_id] = values[batch.sample_ids == sample_id]
+        objective = policy_objective(
+            GSPO,
+            torch.from_numpy(SAMPLES.loss_tokens),
+            LONGEST,
+            parallel_state.get_context_parallel_group(),
+        )
+        step = trainer.train_step(batches, objective, learning_rate=0.0)
+        for parameter in trainer.module.parameters():
+            parameter.data = parameter.main_grad.clone()
+        named = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, TINY)}
+        saved = sum(len(batch.labels) - batch.tokens for batch in batches)
+        return {"gradients": named, "scores": scores, "saved": saved}
+
+
+def every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        name: train(ParallelConfig(world_size=4, **layout), rank, port, min_shared=2)
+        for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    return train(ParallelConfig(), 0, free_port(), min_shared=None)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Any]]:
+    return run_distributed(every_layout, 4, [free_port() for _ in LAYOUTS])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_have_the_gradients_of_whole_sequences(
+    layout: str, whole: dict[str, Any], four_ranks: list[dict[str, Any]]
+) -> None:
+    assert max(rank[layout]["saved"] for rank in four_ranks) > 100
+    assert_equal(four_ranks[0][layout]["gradients"], whole["gradients"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_have_the_log_probs_of_whole_sequences(
+    layout: str, whole: dict[str, Any], four_ranks: list[dict[str, Any]]
+) -> None:
+    seen: dict[int, torch.Tensor] = {}
+    for rank in four_ranks:
+        seen |= rank[layout]["scores"]
+    assert_equal(seen, whole["scores"])
