@@ -5,7 +5,7 @@ columns are therefore longer than token columns. They have the entries of whole 
 losses and metrics need not know that prefixes are shared.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -46,10 +46,10 @@ class SharedPrefixes:
 
     def to(self, device: torch.device | str) -> Self:
         """Copy all tensors to a device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {
-            name: value.to(device, non_blocking=True)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)
+        return replace(
+            self,
+            label_rows=self.label_rows.to(device, non_blocking=True),
+            pair_rows=self.pair_rows.to(device, non_blocking=True),
+            pair_labels=self.pair_labels.to(device, non_blocking=True),
+            pair_of_label=self.pair_of_label.to(device, non_blocking=True),
+        )

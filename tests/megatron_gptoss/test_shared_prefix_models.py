@@ -212,13 +212,10 @@ def train(parallel: ParallelConfig, rank: int, port: int, min_shared: int | None
     with float64_rank(parallel, rank, port):
         trainer = trainer_of(TINY, parallel)
         trainer.replay = RoutingReplay(trainer.module)
-        plan = schedule(
-            SAMPLES.lengths, 900, parallel.data, multiple=parallel.micro_batch_multiple
-        )
+        plan = schedule(SAMPLES.lengths, 900, parallel.data, multiple=parallel.micro_batch_multiple)
         own = plan.micro_batches[parallel_state.get_data_parallel_rank()]
         batches = [
-            build_batch(SAMPLES, sequences, alignment(), min_shared=min_shared)
-            for sequences in own
+            build_batch(SAMPLES, sequences, alignment(), min_shared=min_shared) for sequences in own
         ]
         scores = {}
         for batch, values in zip(batches, trainer.score(batches), strict=True):
@@ -230,7 +227,7 @@ def train(parallel: ParallelConfig, rank: int, port: int, min_shared: int | None
             LONGEST,
             parallel_state.get_context_parallel_group(),
         )
-        step = trainer.train_step(batches, objective, learning_rate=0.0)
+        trainer.train_step(batches, objective, learning_rate=0.0)
         for parameter in trainer.module.parameters():
             parameter.data = parameter.main_grad.clone()
         named = {name: tensor.clone() for name, tensor in export_hf_weights(trainer.module, TINY)}

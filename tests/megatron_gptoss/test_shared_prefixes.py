@@ -120,7 +120,9 @@ def test_every_rank_gets_equally_many_tokens_and_their_paths(seed: int, ranks: i
             last = int(path[-1])
             label = (batch.prefixes.label_rows == last).nonzero()[0, 0]
             if batch.sample_ids[label] >= 0:
-                assert torch.equal(path, batch.prefixes.label_rows[label - span.end + 1 : label + 1])
+                assert torch.equal(
+                    path, batch.prefixes.label_rows[label - span.end + 1 : label + 1]
+                )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
