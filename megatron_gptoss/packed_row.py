@@ -5,8 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_gptoss.prefix_tree import PrefixTree, build_prefix_tree, prefix_keys
-from megatron_gptoss.routes import unknown_route
+from megatron_gptoss.prefix_tree import (
+    PrefixKeys,
+    PrefixSharing,
+    PrefixTree,
+    build_prefix_tree,
+)
+from megatron_gptoss.routes import route_digests, unknown_route
 from megatron_gptoss.samples import TrainingSamples, check_route_array
 from megatron_gptoss.token_columns import TOKEN_COLUMNS, ColumnError
 
@@ -19,7 +24,7 @@ class PackedRow:
         samples: TrainingSamples,
         sequences: Sequence[int],
         align: int,
-        min_shared: int | None,
+        sharing: PrefixSharing | None,
     ) -> None:
         """Compute the layout, see ``build_batch`` for the arguments.
 
@@ -40,7 +45,7 @@ class PackedRow:
             self.lengths.append(tokens - 1)
 
         filled = sum(self.lengths)
-        self.tree = self._tree(min_shared, filled)
+        self.tree = self._tree(sharing, filled)
         """Tree of the sequences if they share prefixes. The columns are those of whole sequences."""
 
         # The padding is a separate sequence, so that no other token attends to it. A row without
@@ -50,12 +55,15 @@ class PackedRow:
         self.segments = self.lengths + ([self.padding] if self.padding else [])
         self.tokens = filled + self.padding
 
-    def _tree(self, min_shared: int | None, filled: int) -> PrefixTree | None:
+    def _tree(self, sharing: PrefixSharing | None, filled: int) -> PrefixTree | None:
         """Return the tree of the sequences, or None if they share no prefix."""
-        if min_shared is None:
+        if sharing is None:
             return None
         self._check_routes()
-        tree = build_prefix_tree(prefix_keys(self.samples, self.sequences), min_shared)
+        routes = self.samples.routed_experts
+        digests = None if routes is None else [route_digests(routes[i]) for i in self.sequences]
+        keys = PrefixKeys.of(self.samples, self.sequences, sharing.prompts_only, digests)
+        tree = build_prefix_tree(keys, sharing.min_shared)
         return tree if tree.tokens < filled else None
 
     def _check_routes(self) -> None:

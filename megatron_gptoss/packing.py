@@ -17,10 +17,11 @@ from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 from megatron_gptoss.context_parallel.segments import NO_PARENT, RowSegments
 from megatron_gptoss.context_parallel.token_order import inverse_order, rank_tokens
 from megatron_gptoss.packed_row import PackedRow
-from megatron_gptoss.prefix_tree import PrefixTree
+from megatron_gptoss.prefix_tree import PrefixSharing, PrefixTree, SortedPrefixes
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.shared_prefixes import SharedPrefixes
 from megatron_gptoss.token_columns import TOKEN_COLUMNS, TokenColumns
+from megatron_gptoss.tree_pieces import TreePiece, cut_trees, micro_batch_count
 
 _INPUT_FIELDS = frozenset(
     {"position_ids", "routed_experts"}
@@ -159,7 +160,7 @@ def build_batch(
     sequences: Sequence[int] | None = None,
     align: int = 1,
     sample_ids: Sequence[int] | None = None,
-    min_shared: int | None = None,
+    sharing: PrefixSharing | None = None,
 ) -> PackedBatch:
     """Lay sequences end to end and pad the row to a multiple of ``align`` tokens.
 
@@ -170,8 +171,7 @@ def build_batch(
         align: the row's number of tokens is a multiple of it.
         sample_ids: values of ``PackedBatch.sample_ids`` for the sequences; by default their
             indices in ``samples``.
-        min_shared: smallest number of tokens in a prefix that sequences share, see
-            ``build_prefix_tree``. None to compute each sequence separately.
+        sharing: which tokens sequences share. None to compute each sequence separately.
 
     Raises:
         ColumnError: a sequence is too short, or its routes do not fit. The message names it.
@@ -193,7 +193,7 @@ def build_batch(
         sequences = range(len(samples))
     if sample_ids is None:
         sample_ids = sequences
-    row = PackedRow(samples, sequences, align, min_shared)
+    row = PackedRow(samples, sequences, align, sharing)
 
     others = [name for name in samples.columns if name != "token_ids"]
     columns: dict[str, Any] = {name: row.column(name) for name in others}
@@ -248,6 +248,8 @@ class MicroBatchSchedule:
     """[rank][micro-batch] -> numbers of sequences. All ranks have equally many micro-batches: a
     mixture of experts communicates in every one. Those that ranks take at the same time cost about
     the same."""
+    tokens: int
+    """Inputs in all micro-batches. Inputs that sequences share count once per micro-batch."""
 
     def sequences_of(self, rank: int) -> list[int]:
         """Return all sequences of a rank, in the order in which it takes them."""
@@ -261,11 +263,14 @@ def schedule(
     work: Callable[[int], float] = float,
     multiple: int = 1,
     names: Sequence[str] = (),
+    prefixes: SortedPrefixes | None = None,
+    min_shared: int = 1,
 ) -> MicroBatchSchedule:
     """Distribute sequences over data-parallel ranks and micro-batches by their lengths.
 
     Sequences are assigned in the order of decreasing cost, each to the cheapest micro-batch with
-    enough space. If there are too few sequences, some micro-batches are empty.
+    enough space. If there are too few sequences, some micro-batches are empty. With ``prefixes``,
+    sequences that share inputs are assigned together (``cut_trees``).
 
     Args:
         lengths: int64 [n]: tokens of each sequence.
@@ -274,6 +279,8 @@ def schedule(
         work: cost of a sequence as a function of its tokens.
         multiple: divisor of each rank's number of micro-batches.
         names: names of the sequences in messages; by default their indices.
+        prefixes: the sequences in the order of their prefixes. None to share no inputs.
+        min_shared: see ``PrefixSharing``.
 
     Raises:
         ValueError: if there are no sequences, or one is longer than ``max_tokens``. The message
@@ -282,30 +289,38 @@ def schedule(
     # The last token of a sequence is not an input, because it has no successor to predict.
     inputs = lengths - 1
     _check_lengths(inputs, max_tokens, names)
-
-    # The smallest number of micro-batches that holds all tokens may not suffice, because sequences
-    # are not cut.
     step = data_parallel_size * multiple
-    count = max(1, -(-int(inputs.sum()) // (max_tokens * step))) * step
-    micro_batches = _fill(inputs, count, max_tokens, work)
+    if prefixes is None:
+        pieces = [TreePiece([i], int(n), work(int(n))) for i, n in enumerate(inputs)]
+    else:
+        pieces = cut_trees(prefixes, max_tokens, step, work, min_shared)
+
+    # The smallest number of micro-batches that holds all tokens may not suffice, because pieces are
+    # not cut.
+    count = micro_batch_count(pieces, max_tokens, step)
+    micro_batches = _fill(pieces, count, max_tokens)
     while micro_batches is None:
         count += step
-        micro_batches = _fill(inputs, count, max_tokens, work)
+        micro_batches = _fill(pieces, count, max_tokens)
     # Micro-batches are sorted by cost and assigned round-robin. The micro-batches of a round, which
     # ranks process at the same time, are neighbors in this order and have about equal costs. Ranks
     # wait for each other in every micro-batch (expert communication), so equal costs per round
     # matter more than equal sums per rank.
     rounds = list(batched(micro_batches, data_parallel_size))
 
-    def largest_batch(taken: Sequence[list[int]]) -> int:
-        return max((int(inputs[sequences].sum()) for sequences in taken if sequences), default=0)
+    def largest_batch(taken: Sequence[list[TreePiece]]) -> int:
+        return max(sum(piece.tokens for piece in batch) for batch in taken)
 
     # The round with most tokens comes first, so that later tensors fit into its memory. If tensors
     # grew from one micro-batch to the next, torch's allocator would request new memory and also
     # keep the memory of smaller tensors.
     rounds.sort(key=largest_batch, reverse=True)
     return MicroBatchSchedule(
-        [[taken[rank] for taken in rounds] for rank in range(data_parallel_size)]
+        [
+            [[i for piece in taken[rank] for i in piece.sequences] for taken in rounds]
+            for rank in range(data_parallel_size)
+        ],
+        sum(piece.tokens for piece in pieces),
     )
 
 
@@ -344,28 +359,26 @@ def pack(
     ]
 
 
-def _fill(
-    lengths: np.ndarray, count: int, max_tokens: int, work: Callable[[int], float]
-) -> list[list[int]] | None:
-    """Distribute sequences over ``count`` micro-batches, most expensive micro-batch first.
+def _fill(pieces: Sequence[TreePiece], count: int, max_tokens: int) -> list[list[TreePiece]] | None:
+    """Distribute pieces over ``count`` micro-batches, most expensive micro-batch first.
 
     Returns:
-        Indices of the sequences in each micro-batch; None if ``count`` is too small.
+        Pieces in each micro-batch; None if ``count`` is too small.
     """
-    micro_batches: list[list[int]] = [[] for _ in range(count)]
+    micro_batches: list[list[TreePiece]] = [[] for _ in range(count)]
     tokens = np.zeros(count, dtype=np.int64)
     cost = np.zeros(count)
-    for i in np.argsort(-lengths, kind="stable"):
-        # By cost and not by length, because attention makes one long sequence more expensive than
-        # several short ones. argmin takes the first of equal costs.
-        length = int(lengths[i])
-        has_room = tokens + length <= max_tokens
+    # Most expensive first. Costs and not lengths, because attention makes one long sequence more
+    # expensive than several short ones.
+    for piece in sorted(pieces, key=lambda piece: -piece.cost):
+        has_room = tokens + piece.tokens <= max_tokens
         if not has_room.any():
             return None
+        # argmin takes the first of equal costs.
         chosen = int(np.where(has_room, cost, np.inf).argmin())
-        micro_batches[chosen].append(int(i))
-        tokens[chosen] += length
-        cost[chosen] += work(length)
+        micro_batches[chosen].append(piece)
+        tokens[chosen] += piece.tokens
+        cost[chosen] += piece.cost
 
     by_cost = np.argsort(-cost, kind="stable")
     return [micro_batches[i] for i in by_cost]

@@ -4,14 +4,30 @@ A tree contains the inputs of its sequences, which are all tokens but the last. 
 only on the inputs before it, so equal prefixes have equal hidden states and are computed once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
 from megatron_gptoss.context_parallel.segments import NO_PARENT, RowSegments
 from megatron_gptoss.samples import TrainingSamples
+
+
+@dataclass(frozen=True)
+class PrefixSharing:
+    """Choice of the tokens that sequences share."""
+
+    min_shared: int = 64
+    """Smallest number of tokens in a segment that sequences share. Each segment costs a range of keys
+    and a halo, so short ones do not pay."""
+    prompts_only: bool = False
+    """Whether to share only the tokens before the first label in the loss of each sequence."""
+
+    def __post_init__(self) -> None:
+        if self.min_shared < 1:
+            raise ValueError(f"min_shared must be at least 1, got {self.min_shared}")
 
 
 @dataclass(frozen=True)
@@ -36,88 +52,136 @@ class PrefixTree:
         return np.concatenate([np.arange(start, stop) for start, stop in ranges])
 
 
-def prefix_keys(samples: TrainingSamples, sequences: Sequence[int]) -> list[np.ndarray]:
-    """Return a key of each input, which is equal for inputs that may be one token of a tree.
+class PrefixKeys:
+    """Keys of the inputs of some sequences. Inputs with equal keys may be one token of a tree."""
 
-    A key contains the id. If the samples have routes, it also contains the set of experts of each
-    layer, because hidden states depend on them under routing replay.
+    def __init__(self, keys: Sequence[np.ndarray], lengths: Sequence[int] | None = None) -> None:
+        """Store the keys.
 
-    Returns:
-        uint8 [inputs, bytes of a key] for each sequence.
+        Args:
+            keys: uint8 [inputs that may be shared, bytes of a key] of each sequence.
+            lengths: number of inputs of each sequence, at least 1. By default all may be shared.
+        """
+        self.keys = keys
+        self.lengths = [len(key) for key in keys] if lengths is None else list(lengths)
+
+    @classmethod
+    def of(
+        cls,
+        samples: TrainingSamples,
+        sequences: Sequence[int],
+        prompts_only: bool = False,
+        digests: Sequence[np.ndarray] | None = None,
+    ) -> Self:
+        """Make the keys of samples.
+
+        A key contains the id. If there are digests of routes, it also contains the digest, because
+        hidden states depend on the routes under routing replay.
+
+        Args:
+            samples: source of the sequences.
+            sequences: indices of the sequences.
+            prompts_only: see ``PrefixSharing``.
+            digests: uint64 [inputs] of each of ``sequences``, see ``route_digests``.
+        """
+        keys = []
+        lengths = []
+        for number, i in enumerate(sequences):
+            start, end = int(samples.offsets[i]), int(samples.offsets[i + 1]) - 1
+            lengths.append(end - start)
+            if prompts_only:
+                end = start + _prompt_inputs(samples.loss_mask[start : end + 1])
+            parts = [_as_bytes(samples.token_ids[start:end])]
+            if digests is not None:
+                parts.append(_as_bytes(digests[number][: end - start]))
+            keys.append(np.concatenate(parts, axis=1))
+        return cls(keys, lengths)
+
+
+class SortedPrefixes:
+    """Sequences in an order in which those with equal prefixes are neighbors.
+
+    Each range of this order is the leaves of a prefix tree in depth-first order.
     """
-    keys = []
-    for i in sequences:
-        ids = samples.token_ids[samples.offsets[i] : samples.offsets[i + 1] - 1]
-        parts = [_as_bytes(ids)]
-        if samples.routed_experts is not None:
-            # Sorted, because the order of the experts does not change the output.
-            parts.append(_as_bytes(np.sort(samples.routed_experts[i], axis=-1)))
-        keys.append(np.concatenate(parts, axis=1))
-    return keys
+
+    def __init__(self, keys: PrefixKeys) -> None:
+        # Bytes sort sequences by their first differing input.
+        self.order = sorted(range(len(keys.keys)), key=lambda i: keys.keys[i].tobytes())
+        """Index of the sequence at each place."""
+        self.lengths = [keys.lengths[i] for i in self.order]
+        """Number of inputs at each place."""
+        self.common = np.array(
+            [_common_length(keys.keys[a], keys.keys[b]) for a, b in pairwise(self.order)], np.int64
+        )
+        """int64 [n - 1]: inputs that the sequence at a place has in common with the next one."""
+
+    def segments(self, first: int, end: int, min_shared: int) -> tuple[RowSegments, list[int]]:
+        """Merge the equal prefixes of the sequences at places ``first`` to ``end`` - 1.
+
+        Returns:
+            Segments in depth-first order, and the segment in which each of the sequences ends.
+        """
+        offsets = [0]
+        parents: list[int] = []
+        ends = [NO_PARENT] * (end - first)
+
+        def add(parent: int, tokens: int) -> int:
+            """Add a segment, and return its index. Without tokens, return the parent."""
+            if tokens == 0:
+                return parent
+            parents.append(parent)
+            offsets.append(offsets[-1] + tokens)
+            return len(parents) - 1
+
+        # A range of places whose sequences have the segments down to ``parent`` in common, which end
+        # before position ``depth``. A stack instead of recursion, because branches may be deep.
+        pending = [(first, end, NO_PARENT, 0)] if end > first else []
+        while pending:
+            start, stop, parent, depth = pending.pop()
+            if stop - start == 1:
+                ends[start - first] = add(parent, self.lengths[start] - depth)
+                continue
+
+            branch = int(self.common[start : stop - 1].min())
+            if branch - depth >= min_shared:
+                parent = add(parent, branch - depth)
+                depth = branch
+            # The last range is taken first from the stack, so the order is reversed.
+            cuts = np.flatnonzero(self.common[start : stop - 1] == branch) + start + 1
+            ranges = list(pairwise([start, *cuts.tolist(), stop]))
+            pending += [(*places, parent, depth) for places in reversed(ranges)]
+        return RowSegments(tuple(offsets), tuple(parents)), ends
 
 
-def build_prefix_tree(keys: Sequence[np.ndarray], min_shared: int = 1) -> PrefixTree:
+def build_prefix_tree(keys: PrefixKeys, min_shared: int = 1) -> PrefixTree:
     """Merge equal prefixes of sequences.
 
     Args:
-        keys: uint8 [inputs, bytes of a key] of each sequence, see ``prefix_keys``. At least one
-            input each.
-        min_shared: smallest number of tokens in a segment that sequences share. Each segment costs
-            a range of keys and a halo, so short ones do not pay.
-
-    Raises:
-        ValueError: ``min_shared`` is not positive.
+        keys: keys of the sequences.
+        min_shared: see ``PrefixSharing``.
 
     Example:
         >>> words = [b"trees", b"treat", b"x"]
-        >>> tree = build_prefix_tree([np.frombuffer(word, np.uint8)[:, None] for word in words])
+        >>> keys = PrefixKeys([np.frombuffer(word, np.uint8)[:, None] for word in words])
+        >>> tree = build_prefix_tree(keys)
         >>> tree.segments.lengths, tree.segments.parents, tree.ends
         ((3, 2, 2, 1), (-1, 0, 0, -1), (2, 1, 3))
     """
-    if min_shared < 1:
-        raise ValueError(f"min_shared must be at least 1, got {min_shared}")
-
-    # Sequences with equal prefixes are neighbors in the order of their bytes.
-    order = sorted(range(len(keys)), key=lambda i: keys[i].tobytes())
-    common = np.array(
-        [_common_length(keys[first], keys[second]) for first, second in pairwise(order)], np.int64
-    )
-    offsets = [0]
-    parents: list[int] = []
-    ends = [NO_PARENT] * len(keys)
-
-    def add(parent: int, tokens: int) -> int:
-        """Add a segment, and return its index. Without tokens, return the parent."""
-        if tokens == 0:
-            return parent
-        parents.append(parent)
-        offsets.append(offsets[-1] + tokens)
-        return len(parents) - 1
-
-    # A range of ``order`` whose sequences have the segments down to ``parent`` in common, which end
-    # before position ``depth``. A stack instead of recursion, because branches may be deep.
-    pending = [(0, len(order), NO_PARENT, 0)] if keys else []
-    while pending:
-        first, end, parent, depth = pending.pop()
-        if end - first == 1:
-            sequence = order[first]
-            ends[sequence] = add(parent, len(keys[sequence]) - depth)
-            continue
-
-        branch = int(common[first : end - 1].min())
-        if branch - depth >= min_shared:
-            parent = add(parent, branch - depth)
-            depth = branch
-        # The last range is taken first from the stack, so the order is reversed.
-        ranges = list(_split(common, first, end, branch))
-        pending += [(start, stop, parent, depth) for start, stop in reversed(ranges)]
-    return PrefixTree(RowSegments(tuple(offsets), tuple(parents)), tuple(ends))
+    prefixes = SortedPrefixes(keys)
+    segments, ends_by_place = prefixes.segments(0, len(prefixes.order), min_shared)
+    ends = dict(zip(prefixes.order, ends_by_place, strict=True))
+    return PrefixTree(segments, tuple(ends[i] for i in range(len(ends))))
 
 
-def _split(common: np.ndarray, first: int, end: int, branch: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a range of sequences that have more than ``branch`` tokens in common."""
-    cuts = np.flatnonzero(common[first : end - 1] == branch) + first + 1
-    yield from pairwise([first, *cuts.tolist(), end])
+def _prompt_inputs(loss_mask: np.ndarray) -> int:
+    """Return the number of inputs before the first label in the loss.
+
+    Args:
+        loss_mask: bool [tokens of the sequence]. The first entry is unused.
+    """
+    labels = loss_mask[1:]
+    # Label t is predicted from inputs 0 to t.
+    return int(labels.argmax()) + 1 if labels.any() else len(labels)
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
@@ -128,5 +192,5 @@ def _common_length(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def _as_bytes(values: np.ndarray) -> np.ndarray:
-    """Return values [tokens, ...] as uint8 [tokens, bytes of a token]."""
-    return np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+    """Return values [tokens] as uint8 [tokens, bytes of a value]."""
+    return np.ascontiguousarray(values)[:, None].view(np.uint8)

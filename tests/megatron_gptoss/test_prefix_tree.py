@@ -8,15 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gptoss.context_parallel.segments import RowSegments
-from megatron_gptoss.prefix_tree import PrefixTree, build_prefix_tree, prefix_keys
+from megatron_gptoss.prefix_tree import PrefixKeys, PrefixSharing, PrefixTree, build_prefix_tree
+from megatron_gptoss.routes import route_digests
 from megatron_gptoss.samples import TrainingSamples
 
 # Two ids, so that most sequences have prefixes in common.
 sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=12)
 
 
-def keys_of(rows: list[list[int]]) -> list[np.ndarray]:
-    return [np.array(row, np.uint8)[:, None] for row in rows]
+def keys_of(rows: list[list[int]]) -> PrefixKeys:
+    return PrefixKeys([np.array(row, np.uint8)[:, None] for row in rows])
+
+
+def tree_of(samples: TrainingSamples, prompts_only: bool = False) -> PrefixTree:
+    routes = samples.routed_experts
+    digests = None if routes is None else [route_digests(row) for row in routes]
+    return build_prefix_tree(PrefixKeys.of(samples, range(len(samples)), prompts_only, digests))
 
 
 def tree_tokens(tree: PrefixTree, rows: list[list[int]]) -> list[int | None]:
@@ -79,7 +86,7 @@ def test_deep_trees_need_no_recursion() -> None:
 @pytest.mark.parametrize("min_shared", [0, -1])
 def test_min_shared_is_positive(min_shared: int) -> None:
     with pytest.raises(ValueError, match="min_shared must be at least 1"):
-        build_prefix_tree(keys_of([[1]]), min_shared)
+        PrefixSharing(min_shared)
 
 
 def samples_with_routes(routes: list[list[list[int]]]) -> TrainingSamples:
@@ -98,20 +105,20 @@ def samples_with_routes(routes: list[list[list[int]]]) -> TrainingSamples:
 
 def test_tokens_with_other_routes_are_not_merged() -> None:
     samples = samples_with_routes([[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 7], [4, 5]]])
-    tree = build_prefix_tree(prefix_keys(samples, [0, 1]))
+    tree = tree_of(samples)
     assert tree.segments == RowSegments((0, 1, 3, 5), (-1, 0, 0))
-    assert build_prefix_tree(prefix_keys(samples.without_routes(), [0, 1])).tokens == 3
+    assert tree_of(samples.without_routes()).tokens == 3
 
 
 def test_the_order_of_experts_is_no_difference() -> None:
     samples = samples_with_routes([[[0, 1], [2, 3], [4, 5]], [[1, 0], [3, 2], [5, 4]]])
-    assert build_prefix_tree(prefix_keys(samples, [0, 1])).tokens == 3
+    assert tree_of(samples).tokens == 3
 
 
 def test_ids_differ_beyond_their_first_byte() -> None:
     rows = [{"token_ids": [1, 257, 3], "loss_mask": [0, 1, 1]} for _ in range(2)]
     rows[1]["token_ids"] = [1, 513, 3]
-    assert build_prefix_tree(prefix_keys(TrainingSamples.join(rows), [0, 1])).tokens == 3
+    assert tree_of(TrainingSamples.join(rows)).tokens == 3
 
 
 def test_row_ranges_follow_the_parents() -> None:

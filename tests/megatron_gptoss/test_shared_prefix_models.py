@@ -23,6 +23,7 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch, schedule
 from megatron_gptoss.planning.flops import training_flops
+from megatron_gptoss.prefix_tree import PrefixSharing
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import alignment
@@ -122,7 +123,7 @@ def test_gradients_are_those_of_whole_sequences(case: str) -> None:
     objective = policy_objective(algorithm, torch.from_numpy(samples.loss_tokens), LONGEST)
 
     whole = build_batch(samples)
-    shared = build_batch(samples, align=8, min_shared=min_shared)
+    shared = build_batch(samples, align=8, sharing=PrefixSharing(min_shared))
     assert shared.tokens < whole.tokens / 2
     want_scores, got_scores = (trainer.score([batch])[0] for batch in (whole, shared))
     assert_within(got_scores[: whole.tokens], want_scores, BAR * float(want_scores.abs().max()))
@@ -135,7 +136,7 @@ def test_gradients_are_those_of_whole_sequences(case: str) -> None:
 def test_values_of_a_critic_are_those_of_whole_sequences() -> None:
     trainer = trainer_of(TINY, ParallelConfig(), ValueTrainer)
     samples = branching_samples(2)
-    whole, shared = build_batch(samples), build_batch(samples, align=8, min_shared=1)
+    whole, shared = build_batch(samples), build_batch(samples, align=8, sharing=PrefixSharing(1))
 
     def loss(values: torch.Tensor, batch: PackedBatch) -> LossOutput:
         error = values - batch.column("advantages")
@@ -151,7 +152,7 @@ def test_distillation_is_that_of_whole_sequences() -> None:
     trainer = trainer_of(TINY, ParallelConfig())
     samples = branching_samples(2)
     results = []
-    for batch in (build_batch(samples), build_batch(samples, align=8, min_shared=1)):
+    for batch in (build_batch(samples), build_batch(samples, align=8, sharing=PrefixSharing(1))):
         ids, log_probs = trainer.top_log_probs([batch], 5)[0]
         # A teacher that is not the policy.
         batch = replace(batch, teacher_ids=ids, teacher_log_probs=log_probs.double() - 0.3)
@@ -167,7 +168,7 @@ def test_distillation_is_that_of_whole_sequences() -> None:
 def test_recorded_routes_are_replayed_on_shared_tokens() -> None:
     trainer = trainer_of(TINY, ParallelConfig())
     samples = branching_samples(1)
-    batch = build_batch(samples, align=8, min_shared=1)
+    batch = build_batch(samples, align=8, sharing=PrefixSharing(1))
     loss = policy_objective(PPO, torch.from_numpy(samples.loss_tokens), LONGEST)
     want = gradients(trainer, [batch], loss)
 
@@ -193,7 +194,7 @@ def test_speed_counts_the_arithmetic_of_shared_prefixes_once() -> None:
     samples = TrainingSamples.join(
         [{"token_ids": [*common, last, 1], "loss_mask": [1] * 22} for last in (50, 51)]
     )
-    batch = build_batch(samples, min_shared=1)
+    batch = build_batch(samples, sharing=PrefixSharing(1))
     loss = policy_objective(PPO, torch.from_numpy(samples.loss_tokens), LONGEST)
     columns = {name: torch.zeros(42) for name in ("advantages", "rollout_log_probs")}
     step = trainer.train_step([replace(batch, **columns)], loss, learning_rate=0.0)
@@ -207,7 +208,9 @@ def test_speed_counts_the_arithmetic_of_shared_prefixes_once() -> None:
 SAMPLES = branching_samples(4, trees=4, with_routes=True)
 
 
-def train(parallel: ParallelConfig, rank: int, port: int, min_shared: int | None) -> dict[str, Any]:
+def train(
+    parallel: ParallelConfig, rank: int, port: int, sharing: PrefixSharing | None
+) -> dict[str, Any]:
     """Return all gradients by Hugging Face name (on rank 0), and the log-probs of every sample."""
     with float64_rank(parallel, rank, port):
         trainer = trainer_of(TINY, parallel)
@@ -215,7 +218,8 @@ def train(parallel: ParallelConfig, rank: int, port: int, min_shared: int | None
         plan = schedule(SAMPLES.lengths, 900, parallel.data, multiple=parallel.micro_batch_multiple)
         own = plan.micro_batches[parallel_state.get_data_parallel_rank()]
         batches = [
-            build_batch(SAMPLES, sequences, alignment(), min_shared=min_shared) for sequences in own
+            build_batch(SAMPLES, sequences, alignment(), sharing=PrefixSharing(min_shared))
+            for sequences in own
         ]
         scores = {}
         for batch, values in zip(batches, trainer.score(batches), strict=True):
@@ -238,14 +242,14 @@ def train(parallel: ParallelConfig, rank: int, port: int, min_shared: int | None
 def every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        name: train(ParallelConfig(world_size=4, **layout), rank, port, min_shared=2)
+        name: train(ParallelConfig(world_size=4, **layout), rank, port, PrefixSharing(2))
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)
     }
 
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Any]:
-    return train(ParallelConfig(), 0, free_port(), min_shared=None)
+    return train(ParallelConfig(), 0, free_port(), None)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from megatron_gptoss.context_parallel.cost_model import choose_scheme
 from megatron_gptoss.context_parallel.key_gradients import add_in_order, slices_of
 from megatron_gptoss.context_parallel.token_order import rank_tokens, row_indices, token_order
 from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.prefix_tree import PrefixSharing
 from megatron_gptoss.samples import TrainingSamples
 from tests.support.megatron_gptoss.branching import branching_samples
 
@@ -41,7 +42,7 @@ def test_labels_keep_the_inputs_of_whole_sequences(
 ) -> None:
     samples = branching_samples(3, with_routes=with_routes)
     whole = build_batch(samples)
-    batch = build_batch(samples, align=align, min_shared=min_shared)
+    batch = build_batch(samples, align=align, sharing=PrefixSharing(min_shared))
     assert batch.prefixes is not None
     assert batch.tokens < whole.tokens / 2
     assert batch.tokens % align == 0
@@ -52,14 +53,14 @@ def test_labels_keep_the_inputs_of_whole_sequences(
 
 def test_tokens_with_unequal_routes_stay_apart() -> None:
     samples = branching_samples(3, with_routes=True, unequal_routes=0.1)
-    batch = build_batch(samples, min_shared=1)
+    batch = build_batch(samples, sharing=PrefixSharing(1))
     assert token_of_labels(batch) == token_of_labels(build_batch(samples))
-    assert batch.tokens > build_batch(samples.without_routes(), min_shared=1).tokens
+    assert batch.tokens > build_batch(samples.without_routes(), sharing=PrefixSharing(1)).tokens
 
 
 def test_padding_predicts_labels_outside_the_loss() -> None:
-    batch = build_batch(branching_samples(3), align=64, min_shared=1)
-    padding = batch.tokens - build_batch(branching_samples(3), min_shared=1).tokens
+    batch = build_batch(branching_samples(3), align=64, sharing=PrefixSharing(1))
+    padding = batch.tokens - build_batch(branching_samples(3), sharing=PrefixSharing(1)).tokens
     assert padding > 0
     assert batch.is_padding.tolist() == [False] * (batch.tokens - padding) + [True] * padding
     assert batch.sample_ids[-padding:].tolist() == [-1] * padding
@@ -74,7 +75,7 @@ def test_pairs_are_the_distinct_labels_of_each_token() -> None:
             {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
         ]
     )
-    batch = build_batch(samples, min_shared=1)
+    batch = build_batch(samples, sharing=PrefixSharing(1))
     prefixes = batch.prefixes
     assert batch.token_ids.tolist() == [1, 2]
     assert prefixes.label_rows.tolist() == [0, 1] * 3
@@ -92,17 +93,19 @@ def test_rows_without_common_prefixes_stay_rows_of_sequences() -> None:
     samples = TrainingSamples.join(
         [{"token_ids": [first, 2, 3], "loss_mask": [0, 1, 1]} for first in (5, 6)]
     )
-    assert equal_batches(build_batch(samples, min_shared=1), build_batch(samples))
-    assert equal_batches(build_batch(samples, [], 4, min_shared=1), build_batch(samples, [], 4))
+    assert equal_batches(build_batch(samples, sharing=PrefixSharing(1)), build_batch(samples))
+    assert equal_batches(
+        build_batch(samples, [], 4, sharing=PrefixSharing(1)), build_batch(samples, [], 4)
+    )
     # A common prefix that is shorter than the limit.
     samples = branching_samples(3)
-    assert equal_batches(build_batch(samples, min_shared=1000), build_batch(samples))
+    assert equal_batches(build_batch(samples, sharing=PrefixSharing(1000)), build_batch(samples))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_every_rank_gets_equally_many_tokens_and_their_paths(seed: int, ranks: int) -> None:
-    batch = build_batch(branching_samples(seed), align=ranks, min_shared=1)
+    batch = build_batch(branching_samples(seed), align=ranks, sharing=PrefixSharing(1))
     if batch.prefixes is None:
         return
     layout = batch.context_layout_over(ranks)
@@ -127,7 +130,9 @@ def test_every_rank_gets_equally_many_tokens_and_their_paths(seed: int, ranks: i
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_hold_each_label_with_its_token(ranks: int) -> None:
-    batch = build_batch(branching_samples(3, with_routes=True), align=ranks, min_shared=1)
+    batch = build_batch(
+        branching_samples(3, with_routes=True), align=ranks, sharing=PrefixSharing(1)
+    )
     seen = []
     for rank in range(ranks):
         shard = batch.context_parallel_shard(rank, ranks)
