@@ -23,7 +23,8 @@ from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch, schedule
 from megatron_gptoss.planning.flops import training_flops
-from megatron_gptoss.prefix_tree import PrefixSharing
+from megatron_gptoss.prefix_tree import PrefixKeys, PrefixSharing, SortedPrefixes
+from megatron_gptoss.routes import route_digests
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import alignment
@@ -206,6 +207,8 @@ def test_speed_counts_the_arithmetic_of_shared_prefixes_once() -> None:
 # -- parallel layouts ----------------------------------------------------------------------------
 
 SAMPLES = branching_samples(4, trees=4, with_routes=True)
+MAX_TOKENS = 200
+"""Less than the tokens of some trees, which are cut."""
 
 
 def train(
@@ -215,11 +218,22 @@ def train(
     with float64_rank(parallel, rank, port):
         trainer = trainer_of(TINY, parallel)
         trainer.replay = RoutingReplay(trainer.module)
-        plan = schedule(SAMPLES.lengths, 900, parallel.data, multiple=parallel.micro_batch_multiple)
+        prefixes = None
+        if sharing is not None:
+            digests = [route_digests(row) for row in SAMPLES.routed_experts]
+            keys = PrefixKeys.of(SAMPLES, range(len(SAMPLES)), digests=digests)
+            prefixes = SortedPrefixes(keys)
+        plan = schedule(
+            SAMPLES.lengths,
+            MAX_TOKENS,
+            parallel.data,
+            multiple=parallel.micro_batch_multiple,
+            prefixes=prefixes,
+            min_shared=1 if sharing is None else sharing.min_shared,
+        )
         own = plan.micro_batches[parallel_state.get_data_parallel_rank()]
         batches = [
-            build_batch(SAMPLES, sequences, alignment(), sharing=PrefixSharing(min_shared))
-            for sequences in own
+            build_batch(SAMPLES, sequences, alignment(), sharing=sharing) for sequences in own
         ]
         scores = {}
         for batch, values in zip(batches, trainer.score(batches), strict=True):
