@@ -135,3 +135,39 @@ def test_memory_segments_are_listed_with_their_owners(train: ModuleType) -> None
         ["900.0", "100.0", "ours.py:7", "f"],
         ["900.0", "2.0", "theirs.py:7", "f"],
     ]
+
+
+def shared_prefix_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *mode: str
+) -> list[dict[str, Any]]:
+    """Return the rows of a small run of the benchmark of shared prefixes."""
+    module = importlib.import_module("benchmarks.train.shared_prefixes")
+    out = tmp_path / "rows.jsonl"
+    arguments = ["shared-prefixes", *mode, "--tiny", "--steps", "3", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    module.main()
+    return [json.loads(text) for text in out.read_text().splitlines()]
+
+
+def test_shared_prefixes_are_timed_with_equal_losses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, shared = shared_prefix_rows(monkeypatch, tmp_path)
+    # Two groups of four sequences with 96 common and 12 other tokens.
+    assert whole["computed tokens"] == shared["sequences' tokens"] == 2 * 4 * 108
+    assert shared["computed tokens"] == 2 * (96 + 4 * 12)
+    assert shared["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert whole["same bits"] and shared["same bits"]
+    assert shared["speed-up"] == whole["update, s"] / shared["update, s"]
+
+
+def test_gradients_of_shared_prefixes_have_bf16_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = shared_prefix_rows(monkeypatch, tmp_path, "gradients")
+    assert {"output_layer.weight", "decoder.layers.mlp.router.weight"} <= {
+        row["parameters"] for row in rows
+    }
+    for row in rows:
+        # Small tensors have errors of few roundings, so their ratio varies.
+        assert 1e-3 < row["error, whole"] < 0.03 and 1e-3 < row["error, shared"] < 0.03, row

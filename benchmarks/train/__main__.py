@@ -5,6 +5,7 @@ from benchmarks.harness import run_program
 PROGRAMS = {
     "adapters": "adapters",
     "adapter-checkpoint": "adapter_checkpoint",
+    "shared-prefixes": "shared_prefixes",
 }
 DEFAULT = "cases"
 """Module that reads the command line unless its first word names a program."""
