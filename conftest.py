@@ -71,6 +71,7 @@ LONGEST = [
     "tests/megatron_gptoss/test_dense_layouts.py",
     "tests/megatron_gptoss/test_routing_replay.py",
     "tests/megatron_gptoss/test_distributed_optimizer.py",
+    "tests/megatron_gptoss/test_shared_prefix_models.py",
     "tests/rl_loop/sandbox/test_sandbox_attacks.py",
     "tests/rl_loop/certify/test_injected_faults.py",
     "tests/rl_loop/trainer/test_adapter_rank.py",

@@ -43,6 +43,8 @@ class TrainingSamples(TokenColumns[np.ndarray]):
     columns. Packing copies them once."""
     episodes: np.ndarray | None = None
     """int64 [n]: each sequence's episode index. None if each sequence is an episode."""
+    groups: np.ndarray | None = None
+    """int64 [n]: index of the task that each sequence is a sample of. None if each has its own."""
     names: Sequence[str] = field(default=())
     """Names of the sequences in messages. Empty: "sample" and the index."""
 
@@ -164,6 +166,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             routed_experts=routes,
             episodes=None if self.episodes is None else self.episodes[list(sequences)],
+            groups=None if self.groups is None else self.groups[list(sequences)],
             names=[self.name_of(i) for i in sequences],
             **taken,
         )
@@ -198,10 +201,10 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             )
         if self.names and len(self.names) != len(self):
             raise ColumnError(f"names has {len(self.names)} entries for {len(self)} sequences")
-        if self.episodes is not None and self.episodes.shape != (len(self),):
-            raise ColumnError(
-                f"episodes has shape {list(self.episodes.shape)}, expected [{len(self)}]"
-            )
+        for name in ("episodes", "groups"):
+            numbers = getattr(self, name)
+            if numbers is not None and numbers.shape != (len(self),):
+                raise ColumnError(f"{name} has shape {list(numbers.shape)}, expected [{len(self)}]")
 
         empty = np.diff(offsets) < 1
         if empty.any():

@@ -36,6 +36,18 @@ class LoadRange:
     """Load of the expert with the most tokens."""
 
 
+@dataclass(frozen=True)
+class SharedTokens:
+    """Tokens of an update whose sequences share prefixes."""
+
+    tokens: int
+    """Number of inputs of whole sequences."""
+    computed: int
+    """Number of inputs that the ranks compute."""
+    route_conflicts: int
+    """Number of inputs that are computed again only because their routes differ."""
+
+
 LossFunction = Callable[..., LossOutput]
 """Loss function of a policy: (log_probs [tokens], entropy [tokens], batch) -> LossOutput.
 
@@ -82,6 +94,8 @@ class StepStatistics:
 
     Empty on CPUs.
     """
+    shared_tokens: SharedTokens | None = None
+    """Tokens that were saved. None if sequences share no prefixes."""
     expert_loads: LoadRange | None = None
     """Smallest and largest load of an expert in the step; None for dense models."""
     token_values: dict[str, list[Tensor]] = field(default_factory=dict)

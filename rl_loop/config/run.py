@@ -80,7 +80,28 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         self._check_adapter()
         self._check_dense()
         self._check_engine()
+        self._check_shared_prefixes()
         return self
+
+    def _check_shared_prefixes(self) -> None:
+        """Refuse settings under which tokens with equal prefixes are not equal, or not supported."""
+        if self.training.share_prefixes == "off":
+            return
+
+        for key in ("context_scheme_full", "context_scheme_window"):
+            if getattr(self.parallel, key) == "all_to_all":
+                raise ValueError(
+                    f"parallel.{key}=all_to_all does not support training.share_prefixes "
+                    f"({self.training.share_prefixes}). Set the scheme to auto, or share_prefixes "
+                    "to off."
+                )
+        if self.ablation.router_noise > 0:
+            raise ValueError(
+                f"ablation.router_noise ({self.ablation.router_noise:g}) draws other experts for "
+                "each copy of a token, so training.share_prefixes "
+                f"({self.training.share_prefixes}) would change the result. Set one of them to its "
+                "default."
+            )
 
     def _check_adapter(self) -> None:
         if self.adapter is None:
@@ -302,6 +323,16 @@ class RlConfig(RunConfig):
                 f"data-parallel ranks x algorithm.mini_batches ({self.parallel.data} x "
                 f"{algorithm.mini_batches}). Sample more episodes, or use fewer ranks or "
                 "mini-batches."
+            )
+
+        # Sequences that share prefixes are in one mini-batch.
+        shares = self.training.share_prefixes
+        if shares != "off" and rollout.tasks_per_step < algorithm.mini_batches:
+            raise ValueError(
+                f"training.share_prefixes ({shares}) keeps the samples of a task in one mini-batch, "
+                f"but algorithm.mini_batches ({algorithm.mini_batches}) exceeds "
+                f"rollout.tasks_per_step ({rollout.tasks_per_step}). Lower mini_batches, or set "
+                "share_prefixes to off."
             )
 
         # In a group of one, the advantage relative to the group is always 0.

@@ -1,10 +1,11 @@
 """Sections for training, tracking, evaluation, demonstrations and ablations."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_gptoss.config import StrictModel
+from megatron_gptoss.prefix_tree import PrefixSharing
 
 
 class TrainingConfig(StrictModel):
@@ -14,6 +15,14 @@ class TrainingConfig(StrictModel):
     """Number of training steps."""
     max_tokens_per_micro_batch: int = Field(16384, gt=0)
     """Maximum packed tokens in one forward and backward pass. It bounds activation memory."""
+    share_prefixes: Literal["off", "prompts", "all"] = "off"
+    """Compute equal tokens at the beginning of sequences once per micro-batch. ``prompts``: the
+    tokens before the first one in the loss. ``all``: these and later ones. Log-probs and gradients
+    are those of whole sequences. Samples of a task stay in one mini-batch. Faster if sequences
+    have long prefixes in common: 6.0x fewer tokens for 16 samples of 1,000 tokens after a prompt of
+    8,000."""
+    min_shared: int = Field(64, gt=0)
+    """Shortest run of equal tokens to share. Only with ``share_prefixes``."""
     checkpoint_every: int = Field(20, gt=0)
     """Number of steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = Field(2, gt=0)
@@ -22,6 +31,24 @@ class TrainingConfig(StrictModel):
     """Keep the adapters of every checkpoint in ``runs/NAME/adapters``, in PEFT's format, after the
     checkpoint is deleted. Only with ``adapter``. 2 bytes per trained parameter in bf16, 1/7 of a
     checkpoint."""
+
+    @property
+    def prefix_sharing(self) -> PrefixSharing | None:
+        """Tokens that sequences share. None if they share none."""
+        if self.share_prefixes == "off":
+            return None
+        return PrefixSharing(self.min_shared, prompts_only=self.share_prefixes == "prompts")
+
+    @model_validator(mode="after")
+    def _check_min_shared(self) -> Self:
+        is_default = self.min_shared == type(self).model_fields["min_shared"].default
+        if self.share_prefixes == "off" and not is_default:
+            raise ValueError(
+                f"training.min_shared ({self.min_shared}) has no effect while "
+                "training.share_prefixes is off. Leave it out, or set share_prefixes to prompts or "
+                "all."
+            )
+        return self
 
 
 class TrackingConfig(StrictModel):

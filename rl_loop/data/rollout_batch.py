@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron_gptoss.step_results import StepStatistics
+from megatron_gptoss.step_results import SharedTokens, StepStatistics
 from rl_loop.data.trained_tokens import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
@@ -56,3 +56,5 @@ class RlUpdates:
     """Number of mini-batches without a token in the loss, which change no weights."""
     tokens: TrainedTokens | None = None
     """Per-token results. None without updates of the policy."""
+    shared_tokens: SharedTokens | None = None
+    """Tokens that were saved. None if sequences share no prefixes."""

@@ -38,7 +38,13 @@ def to_samples(
     )
     # Losses that average over episodes need to know the sequences of each one.
     counts = [len(trajectory.sequences) for trajectory in trajectories]
-    return replace(samples, episodes=np.repeat(np.arange(len(counts), dtype=np.int64), counts))
+    group_counts = [len(group.sequences) for group in groups]
+    return replace(samples, episodes=_numbered(counts), groups=_numbered(group_counts))
+
+
+def _numbered(counts: Sequence[int]) -> np.ndarray:
+    """Return int64 [sum of ``counts``]: 0 as often as the first count, then 1, ..."""
+    return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
 
 def _columns(trajectory: Trajectory, config: AlgorithmConfig, version: int) -> dict[str, Any]:

@@ -127,6 +127,10 @@ RULES: dict[str, ResumeRule] = {
     "training.max_tokens_per_micro_batch": ResumeRule(
         ResumeEffect.MAY_CHANGE, "packing of sequences, and which samples of `data` are too long"
     ),
+    "training.min_shared": ResumeRule(ResumeEffect.NO_EFFECT, "packing of sequences"),
+    "training.share_prefixes": ResumeRule(
+        ResumeEffect.MAY_CHANGE, "packing of sequences, and which samples are in a mini-batch"
+    ),
     "training.steps": ResumeRule(
         ResumeEffect.MAY_CHANGE, "the length of the run and its schedules"
     ),

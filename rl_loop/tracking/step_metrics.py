@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_gptoss.samples import TrainingSamples
-from megatron_gptoss.step_results import StepStatistics
+from megatron_gptoss.step_results import SharedTokens, StepStatistics
 from rl_loop.algorithms.objectives import LOSS_METRICS, STALENESS_CLASSES
 from rl_loop.algorithms.policy_loss import kl_estimate
 from rl_loop.data.rollout_batch import RlUpdates, RunAhead
@@ -203,6 +203,8 @@ def add_update_metrics(metrics: StepMetrics, updates: RlUpdates) -> None:
     for update in updates.critic:
         _add_critic_update(metrics, update)
     metrics.add("skipped_updates", updates.skipped, "sum")
+    if updates.shared_tokens is not None:
+        _add_shared_tokens(metrics, updates.shared_tokens)
 
 
 def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
@@ -272,6 +274,8 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
         speed = getattr(update, name)
         if speed is not None:
             metrics.add(f"train/{name}", speed, "last")
+    if update.shared_tokens is not None:
+        _add_shared_tokens(metrics, update.shared_tokens)
     if update.expert_loads is not None:
         metrics.add("routing/smallest_load", update.expert_loads.smallest, "last")
         metrics.add("routing/largest_load", update.expert_loads.largest, "last")
@@ -279,3 +283,10 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
         metrics.add(f"train/seconds_{part}", seconds, "sum")
     for name, gigabytes in update.memory.items():
         metrics.add(f"memory/{name}", gigabytes, "max", "GPUs")
+
+
+def _add_shared_tokens(metrics: StepMetrics, shared: SharedTokens) -> None:
+    """Add the share of tokens that were not computed, and the conflicts of routes."""
+    saved = shared.tokens - shared.computed
+    metrics.add_mean("prefixes/saved_tokens", saved, shared.tokens, "tokens")
+    metrics.add_mean("prefixes/route_conflicts", shared.route_conflicts, shared.tokens, "tokens")

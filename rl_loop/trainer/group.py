@@ -17,9 +17,10 @@ from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.parts import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import StoredTensors
-from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore, StepPlan, plan_step
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore
 from rl_loop.trainer.rank_results import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import gather_tokens
+from rl_loop.trainer.step_plan import StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
 
@@ -161,8 +162,10 @@ class TrainerGroup:
 
     def sft_step(self, samples: TrainingSamples, step: int) -> StepStatistics:
         """Take one optimizer step on demonstrations."""
-        inputs = self._inputs.store(samples, self._plan(samples))
-        statistics = self._on_ranks("sft_step", inputs, [0], step)[0]
+        plan = self._plan(samples)
+        inputs = self._inputs.store(samples, plan)
+        statistics: StepStatistics = self._on_ranks("sft_step", inputs, [0], step)[0]
+        statistics.shared_tokens = plan.shared_tokens
         # Demonstrations are read in one pass, so no later pass needs the stored columns.
         self._inputs.release()
         return statistics
@@ -209,7 +212,8 @@ class TrainerGroup:
         self._inputs.release()
 
         # Statistics are the same on every rank. Per-token results cover the rank's own sequences.
-        updates = results[0]
+        updates: RlUpdates = results[0]
+        updates.shared_tokens = plan.shared_tokens
         by_rank = dict(zip(result_ranks, results, strict=True))
         tokens = [by_rank[rank].tokens for rank in self._result_ranks]
         updates.tokens = gather_tokens(samples, plan, tokens)

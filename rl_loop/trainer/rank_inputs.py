@@ -1,25 +1,23 @@
-"""Samples and schedule of each data-parallel rank in a step, and the order of its results.
+"""Samples and schedule of each data-parallel rank in a step.
 
-The driver decides once, from lengths, which rank takes which sequences in which micro-batches. It
-stores the sequences of every data-parallel rank, whose tensor-, pipeline- and context-parallel
-ranks share them. Results of the ranks come back into the order of the samples.
+The driver stores the sequences of every data-parallel rank, whose tensor-, pipeline- and
+context-parallel ranks share them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
-from megatron_gptoss.packing import MicroBatchSchedule, PackedBatch, build_batch, schedule
-from megatron_gptoss.planning.flops import forward_flops
+from megatron_gptoss.packing import PackedBatch
+from megatron_gptoss.prefix_tree import PrefixSharing
 from megatron_gptoss.samples import ROUTES, TrainingSamples
-from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, ColumnError
-from rl_loop.config.parts import TrainerConfig
-from rl_loop.data.stored_routes import StoredRoutes
+from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS
+from rl_loop.trainer.step_plan import RankMiniBatch, StepPlan, load_routes
 
 SCORED_COLUMNS = (*INPUT_COLUMNS, ROUTES)
 """Columns that a forward pass of the policy without a loss needs."""
@@ -27,33 +25,6 @@ SCORED_COLUMNS = (*INPUT_COLUMNS, ROUTES)
 MAX_CHUNK_BYTES = 8 << 20
 """Maximum bytes of columns that are copied together into Ray's store. The driver therefore needs
 little memory in addition to its columns, however few ranks share them."""
-
-
-@dataclass(frozen=True)
-class RankMiniBatch:
-    """Schedule of one rank in an optimizer step."""
-
-    micro_batches: list[range]
-    """Rows of ``RankInputs.samples`` in each micro-batch. Empty if the rank has nothing to do."""
-    sample_ids: list[list[int]]
-    """Indices of these sequences in the mini-batch."""
-    loss_tokens: np.ndarray
-    """int64 [sequences of the mini-batch on all ranks]: number of labels in the loss of each.
-    ``PackedBatch.sample_ids`` index it."""
-    episodes: np.ndarray | None
-    """int64, the same shape: episode index of each. None if each sequence is an episode."""
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no rank has a token in the loss. There is no mean over no tokens."""
-        return not self.loss_tokens.any()
-
-    def pack(self, samples: TrainingSamples, align: int) -> list[PackedBatch]:
-        """Build the micro-batches, with rows padded to a multiple of ``align`` tokens."""
-        return [
-            build_batch(samples, rows, align, sample_ids)
-            for rows, sample_ids in zip(self.micro_batches, self.sample_ids, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -72,6 +43,8 @@ class RankInputs:
     routed_experts: list[Any] | None
     """See ``TrainingSamples``."""
     mini_batches: list[RankMiniBatch]
+    sharing: PrefixSharing | None = None
+    """Tokens that the sequences of a micro-batch share. None if they share none."""
 
     @cached_property
     def samples(self) -> TrainingSamples:
@@ -95,19 +68,19 @@ class RankInputs:
             yield from mini_batch.micro_batches
 
     def pack(self, align: int) -> list[list[PackedBatch]]:
-        """Return the micro-batches of each mini-batch, see ``RankMiniBatch.pack``."""
+        """Return the micro-batches of each mini-batch, with rows of a multiple of ``align`` tokens."""
         samples = self.samples
         # Routes are loaded only while batches are built, because they are larger than all other
         # columns.
         if samples.routed_experts is not None:
             samples = samples.with_routes(load_routes(samples.routed_experts))
-        return [mini_batch.pack(samples, align) for mini_batch in self.mini_batches]
+        return [mini_batch.pack(samples, align, self.sharing) for mini_batch in self.mini_batches]
 
     def to_column(self, values: Sequence[torch.Tensor], dtype: np.dtype) -> np.ndarray:
         """Join the label values of all micro-batches.
 
         Args:
-            values: [T] for each micro-batch, in the order of ``rows``.
+            values: [L] for each micro-batch, in the order of ``rows``.
             dtype: dtype of the result.
 
         Returns:
@@ -124,103 +97,6 @@ class RankInputs:
                 labels = int(offsets[i + 1] - offsets[i]) - 1
                 column[offsets[i] + 1 : offsets[i + 1]] = array[at : at + labels]
                 at += labels
-        return column
-
-
-@dataclass(frozen=True)
-class MiniBatchPlan:
-    """Sequences of an optimizer step, and their distribution over the ranks."""
-
-    sequences: range
-    """Indices in the samples of the step."""
-    schedule: MicroBatchSchedule
-    """Distribution of the indices in the mini-batch."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Distribution of sequences over data-parallel ranks, mini-batches and micro-batches."""
-
-    offsets: np.ndarray
-    """Offsets of the samples to distribute."""
-    ranks: int
-    """Number of data-parallel ranks."""
-    wanted_mini_batches: int
-    """Requested number of mini-batches. ``mini_batches`` has fewer if there are fewer sequences."""
-    mini_batches: list[MiniBatchPlan]
-
-    def is_for(self, samples: TrainingSamples, mini_batches: int) -> bool:
-        """Return True if samples of these lengths would get the same plan."""
-        is_same_number = self.wanted_mini_batches == mini_batches
-        return is_same_number and np.array_equal(self.offsets, samples.offsets)
-
-    def sequences_of(self, rank: int) -> list[int]:
-        """Return the indices of a rank's sequences, in the order in which it takes them."""
-        return [
-            plan.sequences[i]
-            for plan in self.mini_batches
-            for i in plan.schedule.sequences_of(rank)
-        ]
-
-    def mini_batches_of(
-        self, rank: int, loss_tokens: np.ndarray, episodes: np.ndarray | None = None
-    ) -> list[RankMiniBatch]:
-        """Return the schedule of a rank in each mini-batch.
-
-        Args:
-            rank: a data-parallel rank.
-            loss_tokens: int64 [samples], loss tokens of all samples.
-            episodes: int64 [samples], episodes of all samples. None if they are not known.
-        """
-        mini_batches = []
-        # Rows count over all mini-batches, because ``RankInputs.samples`` has their sequences in
-        # order.
-        taken = 0
-        for plan in self.mini_batches:
-            sample_ids = plan.schedule.micro_batches[rank]
-            rows = []
-            for micro_batch in sample_ids:
-                rows.append(range(taken, taken + len(micro_batch)))
-                taken += len(micro_batch)
-            chosen = list(plan.sequences)
-            own_episodes = None if episodes is None else episodes[chosen]
-            mini_batches.append(RankMiniBatch(rows, sample_ids, loss_tokens[chosen], own_episodes))
-        return mini_batches
-
-    def gather_results(
-        self, samples: TrainingSamples, results: Sequence[np.ndarray], name: str, dtype: np.dtype
-    ) -> np.ndarray:
-        """Bring per-token results of the data-parallel ranks into the order of the samples.
-
-        Args:
-            samples: all samples.
-            results: ``dtype`` [tokens of its sequences] of each rank.
-            name: name of the column in messages.
-            dtype: expected dtype.
-
-        Returns:
-            ``dtype`` [tokens].
-
-        Raises:
-            ColumnError: a result has another dtype or shape. The message names the column and the
-                first sequence of the rank.
-        """
-        # Not zeros, because a rank writes every entry.
-        column = np.empty(samples.tokens, dtype)
-        for rank, result in enumerate(results):
-            sequences = self.sequences_of(rank)
-            lengths = samples.lengths[sequences]
-            if result.dtype != dtype or result.shape != (lengths.sum(),):
-                whose = samples.name_of(sequences[0]) if sequences else "no sequences"
-                raise ColumnError(
-                    f"column {name} of {whose} and later sequences of data-parallel rank {rank} "
-                    f"has {result.dtype} {list(result.shape)}, expected {dtype} [{lengths.sum()}]"
-                )
-            at = 0
-            for i, length in zip(sequences, lengths, strict=True):
-                start = samples.offsets[i]
-                column[start : start + length] = result[at : at + length]
-                at += length
         return column
 
 
@@ -269,6 +145,7 @@ class RankInputStore:
                 chunks=chunks,
                 routed_experts=None if routes is None else [routes[i] for i in sequences],
                 mini_batches=plan.mini_batches_of(rank, loss_tokens, samples.episodes),
+                sharing=None if plan.prefixes is None else plan.prefixes.sharing,
             )
             stored.append(self._store(rank_inputs))
         return stored
@@ -325,47 +202,3 @@ def _load(values: list[Any]) -> list[Any]:
     if isinstance(values[0], ray.ObjectRef):
         return list(ray.get(values))
     return values
-
-
-def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
-    """Return the routes of sequences, uint8 or int16 [tokens, layers, top_k] each.
-
-    Stored routes are views into Ray's store.
-    """
-    # One ``get`` for all sequences, which may be thousands.
-    references = [row.reference for row in rows if isinstance(row, StoredRoutes)]
-    if not references:
-        return list(rows)
-
-    loaded = iter(ray.get(references))
-    return [row.rows_of(next(loaded)) if isinstance(row, StoredRoutes) else row for row in rows]
-
-
-def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: int = 1) -> StepPlan:
-    """Distribute the sequences over the ranks.
-
-    Args:
-        samples: all samples of a step.
-        settings: settings of the trainer.
-        mini_batches: number of optimizer steps.
-
-    Raises:
-        ValueError: a sequence is longer than a micro-batch may be. The message names it.
-    """
-    # Cached, because many sequences have the same length and counting visits all layers.
-    work = cache(lambda length: forward_flops(settings.model, [length]))
-    plans = []
-    # Without the bound, the last mini-batches of few sequences would be empty.
-    for number in range(min(mini_batches, len(samples))):
-        # Every n-th sample, which spreads the samples of a task over the mini-batches.
-        sequences = range(number, len(samples), mini_batches)
-        plan = schedule(
-            samples.lengths[number::mini_batches],
-            settings.training.max_tokens_per_micro_batch,
-            settings.parallel.data,
-            work,
-            settings.parallel.micro_batch_multiple,
-            names=samples.names[number::mini_batches],
-        )
-        plans.append(MiniBatchPlan(sequences, plan))
-    return StepPlan(samples.offsets, settings.parallel.data, mini_batches, plans)

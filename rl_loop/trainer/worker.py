@@ -46,10 +46,11 @@ from rl_loop.process_memory import exempt_from_collection
 from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model, build_teacher
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
-from rl_loop.trainer.rank_inputs import RankInputs, RankMiniBatch
+from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.rank_results import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
+from rl_loop.trainer.step_plan import RankMiniBatch
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
 from rl_loop.weight_sync.source import WeightSender

@@ -35,7 +35,8 @@ from rl_loop.data.credit import assign_advantages
 from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.rollout.group_store import GroupStore
-from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
+from rl_loop.trainer.rank_inputs import RankInputStore
+from rl_loop.trainer.step_plan import plan_step
 from tests.support.rl_loop.trainer.settings import settings_of
 
 read = []

@@ -208,7 +208,8 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_running_store
-from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore, plan_step
+from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore
+from rl_loop.trainer.step_plan import plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
 need = store_need(config)

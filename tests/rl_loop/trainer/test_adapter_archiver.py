@@ -25,7 +25,8 @@ from rl_loop.config.parts import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.trainer import adapter_archiver
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_inputs import RankInputStore, plan_step
+from rl_loop.trainer.rank_inputs import RankInputStore
+from rl_loop.trainer.step_plan import plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank
