@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from converters.hf_directory import write_hf_directory
+from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import TrainingSamples
@@ -46,12 +47,16 @@ FEATURES: dict[str, list[str]] = {
     "R2": ["algorithm.routing_replay=R2"],
     "R3": ["algorithm.routing_replay=R3"],
     "KL": ["algorithm.kl={coefficient: 0.1}"],
-    "critic": ["algorithm.critic={}", "algorithm.advantage=gae"],
+    "critic": ["algorithm.critic={warmup_steps: 0}", "algorithm.advantage=gae"],
     "recomputed": ["parallel.recompute=[core_attn, moe, layernorm]"],
     "mxfp4": ["quantization=mxfp4"],
     "adapter": [ADAPTER, "algorithm.kl={coefficient: 0.1}"],
     "adapter on mxfp4": [ADAPTER, "quantization=mxfp4"],
-    "adapter with a critic": [ADAPTER, "algorithm.critic={}", "algorithm.advantage=gae"],
+    "adapter with a critic": [
+        ADAPTER,
+        "algorithm.critic={warmup_steps: 0}",
+        "algorithm.advantage=gae",
+    ],
 }
 
 
@@ -154,7 +159,9 @@ def test_supervised_updates_equal_those_of_whole_sequences(
     options = [*SMALL, f"output_dir={tmp_path}", f"initial_weights={base}/hf"]
     if loss == "distillation":
         model = load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options).model
-        write_hf_directory(tmp_path / "teacher", model, random_hf_weights(model, seed=3))
+        tensors = random_hf_weights(model, seed=3)
+        named = ((name, tensors(name)) for name in hf_shapes(model))
+        write_hf_directory(tmp_path / "teacher", model, named)
         options.append(f"loss={{type: distillation, teacher: {tmp_path}/teacher}}")
     whole, shared = (
         load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*options, *sharing])
