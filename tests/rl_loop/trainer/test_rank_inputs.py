@@ -28,7 +28,8 @@ from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.step_plan import StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.forked_workers import local_ray
-from tests.support.rl_loop.trainer.settings import settings_of
+from tests.support.megatron_gptoss.branching import branching_samples
+from tests.support.rl_loop.trainer.settings import MODEL, settings_of
 
 LAYERS = 2
 TOP_K = 3
@@ -405,3 +406,15 @@ def test_every_rank_gets_the_episodes_of_a_mini_batch(mini_batches: int) -> None
             assert mini_batch.episodes is not None
             assert mini_batch.episodes.tolist() == numbers[number::mini_batches].tolist()
             assert len(mini_batch.episodes) == len(mini_batch.loss_tokens)
+
+
+def test_shared_prefixes_are_planned_from_stored_routes(one_ray: Any) -> None:
+    samples = branching_samples(1, longest=14, model=MODEL, with_routes=True, unequal_routes=0.1)
+    assert samples.routed_experts is not None
+    config = settings_of(2, share_prefixes="all", min_shared=1)
+    stored = [StoredRoutes(ray.put(row), row.shape, row.dtype) for row in samples.routed_experts]
+    plan = plan_step(samples.with_routes(stored), config)
+    want = plan_step(samples, config)
+    assert plan.mini_batches == want.mini_batches
+    assert plan.shared_tokens == want.shared_tokens
+    assert want.shared_tokens.route_conflicts > 0
