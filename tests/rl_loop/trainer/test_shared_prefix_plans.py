@@ -39,6 +39,8 @@ def labels_of(samples: TrainingSamples, inputs: list[RankInputs]) -> dict[Any, t
         for number, batches in enumerate(rank.pack(4)):
             for batch in batches:
                 assert batch.tokens <= LIMIT
+                if batch.routed_experts is None:  # A row of padding.
+                    continue
                 ids, positions, routes = (
                     batch.at_labels(column).tolist()
                     for column in (batch.token_ids, batch.position_ids, batch.routed_experts)
