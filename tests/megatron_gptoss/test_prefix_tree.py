@@ -72,7 +72,7 @@ def test_shared_segments_have_the_smallest_length(rows: list[list[int]], min_sha
         assert parent < segment
 
 
-def test_long_prefixes_merge_beside_sequences_that_share_few_tokens() -> None:
+def test_long_prefixes_merge_beside_short_ones() -> None:
     # All three share 2 tokens, and two of them share 8.
     rows = [[1, 1, 2, 2, 2, 2, 2, 2, 3], [1, 1, 2, 2, 2, 2, 2, 2, 4], [1, 1, 5, 5, 5]]
     assert build_prefix_tree(keys_of(rows), min_shared=4).tokens == 8 + 1 + 1 + 5
