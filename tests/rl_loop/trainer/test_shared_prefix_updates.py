@@ -153,9 +153,7 @@ def test_dense_models_share_prefixes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "distillation"])
-def test_supervised_updates_equal_whole_sequences(
-    loss: str, base: Path, tmp_path: Path
-) -> None:
+def test_supervised_updates_equal_whole_sequences(loss: str, base: Path, tmp_path: Path) -> None:
     options = [*SMALL, f"output_dir={tmp_path}", f"initial_weights={base}/hf"]
     if loss == "distillation":
         model = load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, options).model
