@@ -114,6 +114,6 @@ class _Ranges:
         pieces = max(2, -(-(tokens - shared) // max(1, max_tokens - shared)))
         wanted = (pieces // 2) / pieces
 
-        own = np.array(self.prefixes.lengths[first:end]) - np.array([0, *common])
-        before = own.cumsum()[:-1] / own.sum()
+        own = np.array(self.prefixes.lengths[first:end]) - np.array([shared, *common])
+        before = own.cumsum()[:-1] / max(1, own.sum())
         return first + 1 + int((common / tokens + abs(before - wanted)).argmin())

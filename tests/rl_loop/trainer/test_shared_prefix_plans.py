@@ -41,9 +41,11 @@ def labels_of(samples: TrainingSamples, inputs: list[RankInputs]) -> dict[Any, t
                 assert batch.tokens <= LIMIT
                 if batch.routed_experts is None:  # A row of padding.
                     continue
+                # The order of experts is no difference.
+                experts = batch.routed_experts.sort(dim=-1).values
                 ids, positions, routes = (
                     batch.at_labels(column).tolist()
-                    for column in (batch.token_ids, batch.position_ids, batch.routed_experts)
+                    for column in (batch.token_ids, batch.position_ids, experts)
                 )
                 for i in (batch.sample_ids >= 0).nonzero()[:, 0].tolist():
                     key = (number, int(batch.sample_ids[i]), positions[i])
