@@ -63,15 +63,16 @@ def test_large_trees_fill_their_micro_batches() -> None:
 
 
 def test_trees_are_cut_where_few_tokens_are_copied() -> None:
-    # Two groups of 3 sequences share 10 tokens, and each group shares 60. Half of the tokens would be
-    # within a group.
-    first = [
-        [0] * 10 + [1] * 60 + [number] * tokens for number, tokens in ((5, 5), (6, 5), (7, 30))
+    # Two groups share 10 tokens, and each group shares 60 more. Half of the tokens end within the
+    # second group, after its first sequence.
+    first = [[0] * 10 + [1] * 60 + [number] * 5 for number in (5, 6, 7)]
+    second = [
+        [0] * 10 + [2] * 60 + [number] * tokens
+        for number, tokens in ((5, 5), (6, 15), (7, 15), (8, 50))
     ]
-    second = [[0] * 10 + [2] * 60 + [number] * 15 for number in (5, 6)]
-    pieces = cut_trees(prefixes_of([*first, *second]), 199, 1, float, 1)
-    assert [piece.sequences for piece in pieces] == [[0, 1, 2], [3, 4]]
-    assert [piece.tokens for piece in pieces] == [110, 100]
+    pieces = cut_trees(prefixes_of([*first, *second]), 229, 1, float, 1)
+    assert [piece.sequences for piece in pieces] == [[0, 1, 2], [3, 4, 5, 6]]
+    assert [piece.tokens for piece in pieces] == [85, 155]
 
 
 def test_trees_are_cut_for_balance() -> None:
