@@ -6,7 +6,7 @@ in tests/megatron_gptoss/test_shared_prefix_models.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
@@ -23,8 +24,12 @@ from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.trainer.group import TrainerGroup
+from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.worker import TrainerWorker
+from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.branching import branching_samples
+from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.rl_loop.trainer.adapter_rank import ADAPTER, CONFIGS
 from tests.support.rl_loop.trainer.adapter_rank import base as base
 from tests.support.rl_loop.trainer.adapter_rank import no_group_is_left as no_group_is_left
@@ -80,7 +85,10 @@ def samples_of(model: ModelConfig) -> TrainingSamples:
 
 def results_of(config: RunConfig, samples: TrainingSamples) -> dict[str, Any]:
     """Return log-probs, estimates, statistics and gradients of one update."""
-    rank = LocalRank(config)
+    return results_on_rank(config, samples, LocalRank(config))
+
+
+def results_on_rank(config: RunConfig, samples: TrainingSamples, rank: LocalRank) -> dict[str, Any]:
     trainer = TrainerGroup(config, rank)
     trainer.ready()
     try:
@@ -166,3 +174,78 @@ def test_supervised_updates_equal_whole_sequences(loss: str, base: Path, tmp_pat
         for sharing in ([], ["training.share_prefixes=all", *SHARED])
     )
     compare(whole, shared)
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+class RanksOfJob(LocalRank):
+    """One rank of a job whose processes all run the driver, with the results of every rank."""
+
+    def __init__(self, settings: RunConfig, rank: int, port: int) -> None:
+        self._rank = rank
+        self._worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
+
+    def ready(self) -> list[RankPosition]:
+        return self._gather(self._worker.position())
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
+    ) -> list[Any]:
+        results = self._gather(getattr(self._worker, method)(*arguments[self._rank]))
+        return [results[rank] for rank in result_ranks]
+
+    @staticmethod
+    def _gather(result: Any) -> list[Any]:
+        results = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        return results
+
+
+def layout_config(layout: str, directory: Path) -> RlConfig:
+    parallel = {"world_size": 2, **PAIRS[layout]}
+    return rl_config(
+        directory,
+        f"initial_weights={directory}/hf",
+        "training.share_prefixes=all",
+        *SHARED,
+        *FEATURES["R3"],
+        *FEATURES["critic"],
+        *(f"parallel.{key}={value}" for key, value in parallel.items()),
+    )
+
+
+PAIRS = {name: LAYOUTS[name] for name in ("data", "pipeline", "tensor+sequence", "context")}
+
+
+def every_layout(rank: int, ports: list[int], directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the values of the driver in each layout. Gradients are parts and are left out."""
+    torch.set_num_threads(1)
+    found = {}
+    for layout, port in zip(PAIRS, ports, strict=True):
+        config = layout_config(layout, directory)
+        result = results_on_rank(config, samples_of(config.model), RanksOfJob(config, rank, port))
+        assert result["saved"].computed < 0.75 * result["saved"].tokens
+        found[layout] = {k: v for k, v in result["values"].items() if "Trainer/" not in k}
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base: Path) -> dict[str, dict[str, Any]]:
+    found = run_distributed(every_layout, 2, [free_port() for _ in PAIRS], base)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def whole(base: Path) -> dict[str, Any]:
+    options = [f"initial_weights={base}/hf", *FEATURES["R3"], *FEATURES["critic"]]
+    config = rl_config(base, *options)
+    values = results_of(config, samples_of(config.model))["values"]
+    return {k: v for k, v in values.items() if "Trainer/" not in k}
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_ranks_return_the_values_of_whole_sequences(
+    layout: str, two_ranks: dict[str, dict[str, Any]], whole: dict[str, Any]
+) -> None:
+    assert_equal(two_ranks[layout], whole)
