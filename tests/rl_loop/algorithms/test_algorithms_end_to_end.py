@@ -203,3 +203,24 @@ def test_rollouts_overlap_training_and_lag_by_one_version(tmp_path: Path) -> Non
     assert [record["step"] for record in records if "held_out/reward" in record] == [0, 2]
     # The importance weight contains the updates after the tokens were sampled.
     assert steps[0]["mismatch/kl_k3"] < 1e-6 < min(step["mismatch/kl_k3"] for step in steps[1:])
+
+
+def test_runs_with_shared_prefixes_count_saved_tokens(
+    tmp_path: Path, rollouts: LocalRollouts
+) -> None:
+    options = [
+        "training.share_prefixes=all",
+        "training.min_shared=4",
+        "algorithm=cispo",
+        "algorithm.routing_replay=R3",
+        "algorithm.old_log_probs=forward",
+        "training.steps=2",
+    ]
+    for step in train(config(tmp_path, *options), rollouts):
+        # Samples of a task have at least their prompts in common.
+        assert 0.1 < step["prefixes/saved_tokens"] < 1
+        assert 0 <= step["prefixes/route_conflicts"] < step["prefixes/saved_tokens"]
+        # Both passes have the same micro-batches, so on-policy ratios are exactly 1.
+        assert step["ratio/deviation_max"] == 0
+        assert step["routing/agreement"] > 0.9
+        assert math.isfinite(step["loss"])
