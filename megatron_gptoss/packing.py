@@ -295,11 +295,17 @@ def schedule(
     else:
         pieces = cut_trees(prefixes, max_tokens, step, work, min_shared)
 
+    def tokens_of(batch: list[TreePiece]) -> int:
+        if prefixes is None:
+            return sum(piece.tokens for piece in batch)
+        # Pieces of one tree have other segments together. These may be too short to be shared.
+        return prefixes.tokens_of([i for piece in batch for i in piece.sequences], min_shared)
+
     # The smallest number of micro-batches that holds all tokens may not suffice, because pieces are
     # not cut.
     count = micro_batch_count(pieces, max_tokens, step)
     micro_batches = _fill(pieces, count, max_tokens)
-    while micro_batches is None:
+    while micro_batches is None or max(map(tokens_of, micro_batches)) > max_tokens:
         count += step
         micro_batches = _fill(pieces, count, max_tokens)
     # Micro-batches are sorted by cost and assigned round-robin. The micro-batches of a round, which
@@ -309,7 +315,7 @@ def schedule(
     rounds = list(batched(micro_batches, data_parallel_size))
 
     def largest_batch(taken: Sequence[list[TreePiece]]) -> int:
-        return max(sum(piece.tokens for piece in batch) for batch in taken)
+        return max(map(tokens_of, taken))
 
     # The round with most tokens comes first, so that later tensors fit into its memory. If tensors
     # grew from one micro-batch to the next, torch's allocator would request new memory and also
@@ -320,7 +326,7 @@ def schedule(
             [[i for piece in taken[rank] for i in piece.sequences] for taken in rounds]
             for rank in range(data_parallel_size)
         ],
-        sum(piece.tokens for piece in pieces),
+        sum(map(tokens_of, micro_batches)),
     )
 
 

@@ -121,36 +121,60 @@ class SortedPrefixes:
         Returns:
             Segments in depth-first order, and the segment in which each of the sequences ends.
         """
-        offsets = [0]
-        parents: list[int] = []
-        ends = [NO_PARENT] * (end - first)
+        return _merge(self.lengths[first:end], self.common[first : end - 1], min_shared)
 
-        def add(parent: int, tokens: int) -> int:
-            """Add a segment, and return its index. Without tokens, return the parent."""
-            if tokens == 0:
-                return parent
-            parents.append(parent)
-            offsets.append(offsets[-1] + tokens)
-            return len(parents) - 1
+    def tokens_of(self, sequences: Sequence[int], min_shared: int) -> int:
+        """Return the number of inputs of a row with some of the sequences."""
+        chosen = set(sequences)
+        places = [place for place, i in enumerate(self.order) if i in chosen]
+        common = [int(self.common[a:b].min()) for a, b in pairwise(places)]
+        lengths = [self.lengths[place] for place in places]
+        return _merge(lengths, np.array(common, np.int64), min_shared)[0].tokens
 
-        # A range of places whose sequences have the segments down to ``parent`` in common, which end
-        # before position ``depth``. A stack instead of recursion, because branches may be deep.
-        pending = [(first, end, NO_PARENT, 0)] if end > first else []
-        while pending:
-            start, stop, parent, depth = pending.pop()
-            if stop - start == 1:
-                ends[start - first] = add(parent, self.lengths[start] - depth)
-                continue
 
-            branch = int(self.common[start : stop - 1].min())
-            if branch - depth >= min_shared:
-                parent = add(parent, branch - depth)
-                depth = branch
-            # The last range is taken first from the stack, so the order is reversed.
-            cuts = np.flatnonzero(self.common[start : stop - 1] == branch) + start + 1
-            ranges = list(pairwise([start, *cuts.tolist(), stop]))
-            pending += [(*places, parent, depth) for places in reversed(ranges)]
-        return RowSegments(tuple(offsets), tuple(parents)), ends
+def _merge(
+    lengths: Sequence[int], common: np.ndarray, min_shared: int
+) -> tuple[RowSegments, list[int]]:
+    """Merge the equal prefixes of sorted sequences.
+
+    Args:
+        lengths: number of inputs of each sequence.
+        common: int64 [n - 1]: inputs that each sequence has in common with the next one.
+        min_shared: see ``PrefixSharing``.
+
+    Returns:
+        See ``SortedPrefixes.segments``.
+    """
+    offsets = [0]
+    parents: list[int] = []
+    ends = [NO_PARENT] * len(lengths)
+
+    def add(parent: int, tokens: int) -> int:
+        """Add a segment, and return its index. Without tokens, return the parent."""
+        if tokens == 0:
+            return parent
+        parents.append(parent)
+        offsets.append(offsets[-1] + tokens)
+        return len(parents) - 1
+
+    # A range of sequences that have the segments down to ``parent`` in common, which end before
+    # position ``depth``. A stack instead of recursion, because branches may be deep.
+    pending = [(0, len(lengths), NO_PARENT, 0)] if lengths else []
+    while pending:
+        start, stop, parent, depth = pending.pop()
+        if stop - start == 1:
+            ends[start] = add(parent, lengths[start] - depth)
+            continue
+
+        branch = int(common[start : stop - 1].min())
+        if branch - depth >= min_shared:
+            parent = add(parent, branch - depth)
+            depth = branch
+        # The last range is taken first from the stack, so the order is reversed.
+        cuts = np.flatnonzero(common[start : stop - 1] == branch) + start + 1
+        ranges = list(pairwise([start, *cuts.tolist(), stop]))
+        pending += [(*places, parent, depth) for places in reversed(ranges)]
+    return RowSegments(tuple(offsets), tuple(parents)), ends
 
 
 def build_prefix_tree(keys: PrefixKeys, min_shared: int = 1) -> PrefixTree:

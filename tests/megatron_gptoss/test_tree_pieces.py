@@ -98,3 +98,18 @@ def test_short_prefixes_do_not_join_trees(min_shared: int) -> None:
     rows = group(4, [3, 3])
     pieces = cut_trees(prefixes_of(rows), 100, 1, float, min_shared)
     assert [piece.tokens for piece in pieces] == ([10] if min_shared == 1 else [7, 7])
+
+
+def test_rows_of_several_pieces_fit() -> None:
+    # Eight sequences share 10 tokens with another one, and 13 with each other. In a row with the other
+    # one, the run of 3 tokens is shorter than ``min_shared`` and is computed eight times.
+    rows = [*([1] * 13 + [2 + number] * 5 for number in range(8)), [1] * 10 + [99] * 5]
+    prefixes = prefixes_of(rows)
+    assert prefixes.tokens_of(range(8), 4) == 13 + 8 * 5
+    assert prefixes.tokens_of(range(9), 4) == 10 + 8 * (3 + 5) + 5
+    lengths = np.array([len(row) + 1 for row in rows])
+    for max_tokens in range(53, 90):
+        plan = schedule(lengths, max_tokens, prefixes=prefixes, min_shared=4)
+        tokens = [prefixes.tokens_of(own, 4) for own in plan.micro_batches[0] if own]
+        assert max(tokens) <= max_tokens
+        assert sum(tokens) == plan.tokens
