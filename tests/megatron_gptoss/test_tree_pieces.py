@@ -103,12 +103,12 @@ def test_short_prefixes_do_not_join_trees(min_shared: int) -> None:
 def test_rows_of_several_pieces_fit() -> None:
     # Eight sequences share 10 tokens with another one, and 13 with each other. In a row with the other
     # one, the run of 3 tokens is shorter than ``min_shared`` and is computed eight times.
-    rows = [*([1] * 13 + [2 + number] * 5 for number in range(8)), [1] * 10 + [99] * 5]
+    rows = [*([1] * 13 + [2 + number] * 5 for number in range(8)), [1] * 10 + [99] * 45]
     prefixes = prefixes_of(rows)
-    assert prefixes.tokens_of(range(8), 4) == 13 + 8 * 5
-    assert prefixes.tokens_of(range(9), 4) == 10 + 8 * (3 + 5) + 5
+    assert prefixes.tokens_of(range(8), 4) + len(rows[8]) == 13 + 8 * 5 + 55 == 108
+    assert prefixes.tokens_of(range(9), 4) == 10 + 8 * (3 + 5) + 45 == 119
     lengths = np.array([len(row) + 1 for row in rows])
-    for max_tokens in range(53, 90):
+    for max_tokens in range(55, 125):
         plan = schedule(lengths, max_tokens, prefixes=prefixes, min_shared=4)
         tokens = [prefixes.tokens_of(own, 4) for own in plan.micro_batches[0] if own]
         assert max(tokens) <= max_tokens
