@@ -301,13 +301,7 @@ def schedule(
         # Pieces of one tree have other segments together. These may be too short to be shared.
         return prefixes.tokens_of([i for piece in batch for i in piece.sequences], min_shared)
 
-    # The smallest number of micro-batches that holds all tokens may not suffice, because pieces are
-    # not cut.
-    count = micro_batch_count(pieces, max_tokens, step)
-    micro_batches = _fill(pieces, count, max_tokens)
-    while micro_batches is None or max(map(tokens_of, micro_batches)) > max_tokens:
-        count += step
-        micro_batches = _fill(pieces, count, max_tokens)
+    micro_batches = _distribute(pieces, max_tokens, step, tokens_of)
     # Micro-batches are sorted by cost and assigned round-robin. The micro-batches of a round, which
     # ranks process at the same time, are neighbors in this order and have about equal costs. Ranks
     # wait for each other in every micro-batch (expert communication), so equal costs per round
@@ -363,6 +357,23 @@ def pack(
         [build_batch(samples, sequences, align) for sequences in micro_batches]
         for micro_batches in plan.micro_batches
     ]
+
+
+def _distribute(
+    pieces: Sequence[TreePiece],
+    max_tokens: int,
+    step: int,
+    tokens_of: Callable[[list[TreePiece]], int],
+) -> list[list[TreePiece]]:
+    """Distribute pieces over as few micro-batches as possible, a multiple of ``step``."""
+    # The smallest number of micro-batches that holds all tokens may not suffice, because pieces are
+    # not cut.
+    count = micro_batch_count(pieces, max_tokens, step)
+    micro_batches = _fill(pieces, count, max_tokens)
+    while micro_batches is None or max(map(tokens_of, micro_batches)) > max_tokens:
+        count += step
+        micro_batches = _fill(pieces, count, max_tokens)
+    return micro_batches
 
 
 def _fill(pieces: Sequence[TreePiece], count: int, max_tokens: int) -> list[list[TreePiece]] | None:
