@@ -299,7 +299,7 @@ def schedule(
         if prefixes is None:
             return sum(piece.tokens for piece in batch)
         # Pieces of one tree have other segments together. These may be too short to be shared.
-        return prefixes.tokens_of([i for piece in batch for i in piece.sequences], min_shared)
+        return prefixes.tokens_of(_sequences_of(batch), min_shared)
 
     micro_batches = _distribute(pieces, max_tokens, step, tokens_of)
     # Micro-batches are sorted by cost and assigned round-robin. The micro-batches of a round, which
@@ -308,18 +308,12 @@ def schedule(
     # matter more than equal sums per rank.
     rounds = list(batched(micro_batches, data_parallel_size))
 
-    def largest_batch(taken: Sequence[list[TreePiece]]) -> int:
-        return max(map(tokens_of, taken))
-
     # The round with most tokens comes first, so that later tensors fit into its memory. If tensors
     # grew from one micro-batch to the next, torch's allocator would request new memory and also
     # keep the memory of smaller tensors.
-    rounds.sort(key=largest_batch, reverse=True)
+    rounds.sort(key=lambda taken: max(map(tokens_of, taken)), reverse=True)
     return MicroBatchSchedule(
-        [
-            [[i for piece in taken[rank] for i in piece.sequences] for taken in rounds]
-            for rank in range(data_parallel_size)
-        ],
+        [[_sequences_of(taken[rank]) for taken in rounds] for rank in range(data_parallel_size)],
         sum(map(tokens_of, micro_batches)),
     )
 
@@ -357,6 +351,11 @@ def pack(
         [build_batch(samples, sequences, align) for sequences in micro_batches]
         for micro_batches in plan.micro_batches
     ]
+
+
+def _sequences_of(pieces: Sequence[TreePiece]) -> list[int]:
+    """Return the sequences of some pieces, in order."""
+    return [i for piece in pieces for i in piece.sequences]
 
 
 def _distribute(
