@@ -1,35 +1,18 @@
 """Output of ``gptoss data preview``: samples with loss masks, counts, lengths and rejections."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 
-from launch.control_characters import show_control_characters
+from launch.token_display import colored, print_line, token_lines
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.dataset import ConversationData, Preview
 from rl_loop.conversations.rejections import describe_kinds
 from rl_loop.conversations.source_stream import DataSample
 
-MAX_CHARACTER_TOKENS = 4
-"""Maximum number of tokens over which one character's bytes can be spread."""
 SHOWN_REJECTIONS = 10
 BAR_WIDTH = 40
-
-TRAINED_STYLES = ("black on green", "black on bright_green")
-CONTEXT_STYLES = ("bright_black", "white")
-"""Two styles for tokens of each kind, alternating, to show the boundaries of tokens."""
-
-
-@dataclass(frozen=True)
-class TokenPiece:
-    """One token, or several tokens that form one character."""
-
-    token_ids: list[int]
-    text: str
-    trained: bool
 
 
 def print_preview(
@@ -61,65 +44,22 @@ def print_preview(
         for number, sample in enumerate(preview.samples[:samples], start=1):
             _print_sample(number, sample, codec, console)
         for line in statistics_lines(preview):
-            _print_line(line, console)
+            print_line(line, console)
     return all_learn
 
 
 def _print_sample(number: int, sample: DataSample, codec: ChatCodec, console: Console) -> None:
     trained = int(np.count_nonzero(sample.loss_mask))
     title = f"sample {number}: {sample.name}; {len(sample.token_ids)} tokens, {trained} trained"
-    _print_line(title, console, style="bold")
+    print_line(title, console, style="bold")
 
     # Colors are lost in a file, so write the mask as a word there.
     if console.is_terminal:
-        console.print(colored(sample, codec), highlight=False)
+        console.print(colored(sample.token_ids, sample.loss_mask, codec), highlight=False)
     else:
-        for line in token_lines(sample, codec):
-            _print_line(line, console)
+        for line in token_lines(sample.token_ids, sample.loss_mask, codec):
+            print_line(line, console)
     console.print()
-
-
-def _print_line(line: str, console: Console, style: str | None = None) -> None:
-    shown = show_control_characters(line)
-    console.print(shown, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def pieces_of(sample: DataSample, codec: ChatCodec) -> Iterator[TokenPiece]:
-    """Yield the tokens of a sample with their texts."""
-    waiting: list[int] = []
-    for token_id, trained in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
-        waiting.append(token_id)
-        # Byte-level tokens can hold a part of a character, which decodes to U+FFFD.
-        text = codec.decode(waiting)
-        # Show an incomplete character together with its other tokens.
-        if text.endswith("\ufffd") and len(waiting) < MAX_CHARACTER_TOKENS:
-            continue
-        yield TokenPiece(waiting, text, trained)
-        waiting = []
-    # A truncated sample may end within a character.
-    if waiting:
-        yield TokenPiece(waiting, codec.decode(waiting), bool(sample.loss_mask[-1]))
-
-
-def token_lines(sample: DataSample, codec: ChatCodec) -> Iterator[str]:
-    """Yield a line per token: position, "train" if it has a loss, id and text."""
-    position = 0
-    for piece in pieces_of(sample, codec):
-        mask = "train" if piece.trained else ""
-        ids = "+".join(map(str, piece.token_ids))
-        yield f"{position:6}  {mask:5}  {ids:>8}  {piece.text!r}"
-        position += len(piece.token_ids)
-
-
-def colored(sample: DataSample, codec: ChatCodec) -> Text:
-    """Return the text of a sample, with tokens that have a loss on a green background."""
-    text = Text()
-    for number, piece in enumerate(pieces_of(sample, codec)):
-        styles = TRAINED_STYLES if piece.trained else CONTEXT_STYLES
-        # A visible line break, whose style shows whether it is trained.
-        shown = show_control_characters(piece.text).replace("\n", "\u23ce\n")
-        text.append(shown, style=styles[number % 2])
-    return text
 
 
 def statistics_lines(preview: Preview) -> Iterator[str]:

@@ -5,14 +5,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_loop.cluster.ray_session import ray_session
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
+from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import LocalEngine, ServeOptions, serve, served_settings
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
@@ -287,14 +288,31 @@ def run_server(
     """
     check_loads_merged_weights(config)
     # These import torch.
-    from rl_loop.evaluation.evaluate import load_weights
     from rl_loop.rollout.worker import model_shape
     from rl_loop.tasks.codec import codec_of
 
     settings = served_settings(options, config.model.max_length)
     codec = codec_of(config)
-    loaded = load_weights(weights or config.initial_weights, config.dtype)
+    with local_engine(config, weights) as engine:
+        shape = model_shape(config.model)
+        asyncio.run(serve(engine, codec, shape, settings, options.api_keys, on_start))
 
+
+@contextmanager
+def local_engine(config: RunConfig, weights: Path | None = None) -> Iterator[RolloutEngine]:
+    """Start the engine of a configuration in this process, with its weights.
+
+    Args:
+        config: configuration with the model and its engine.
+        weights: replace the configuration's ``initial_weights``.
+
+    Raises:
+        ConversionError: there are no weights.
+    """
+    # Imports torch.
+    from rl_loop.evaluation.evaluate import load_weights
+
+    loaded = load_weights(weights or config.initial_weights, config.dtype)
     with ExitStack() as stack:
         # An embedded engine runs in this process and needs no Ray.
         if config.rollout.engine.server_processes is not None:
@@ -303,11 +321,9 @@ def run_server(
         stack.callback(backend.close)
         engine = backend.engine_factory()()
         backend.start(LocalEngine(engine))
-        # Served weights never change, so this version is the only one.
+        # The weights never change, so this version is the only one.
         backend.sync_weights(loaded, 0)
-
-        shape = model_shape(config.model)
-        asyncio.run(serve(engine, codec, shape, settings, options.api_keys, on_start))
+        yield engine
 
 
 def run_engine_report(config: RlConfig) -> str:

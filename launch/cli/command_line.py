@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from launch.cli import certify, convert, data, inspection, jobs, serving, training
+from launch.cli import certify, convert, data, inspection, jobs, play, serving, training
 from launch.cli.groups import OneLineErrorGroup
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ def options_of_all_commands(
 app.command()(training.sft)
 app.command()(training.rl)
 app.command(name="eval")(training.evaluate)
+app.command()(play.play)
 app.command()(serving.serve)
 app.command()(inspection.report)
 app.command()(inspection.view)

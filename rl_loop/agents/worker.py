@@ -12,6 +12,7 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import Task, environment_class, make_environment
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
+from rl_loop.rollout.agent import RunnerFactory
 from rl_loop.rollout.worker import RolloutWorker
 
 
@@ -41,12 +42,17 @@ class AgentRolloutWorker(RolloutWorker):
         await self.gateway.start()
 
     async def _run_episode(
-        self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
+        self,
+        task: Task,
+        seed: int,
+        temperature: float,
+        with_routes: bool,
+        runner: RunnerFactory | None,
     ) -> Trajectory:
         environment = make_environment(task, self._execute, self.config.reward)
         # The sources of one run may be with and without agents.
         if not environment.uses_external_agent:
-            return await super()._run_episode(task, seed, temperature, purify, with_routes)
+            return await super()._run_episode(task, seed, temperature, with_routes, runner)
 
         rollout = self.config.rollout
         return await self.agents.run_episode(

@@ -87,6 +87,13 @@ class ChatCodec(Protocol):
         """Render a turn with its stop token exactly as a policy would sample it behind a prompt."""
         ...
 
+    def encode_sampled(self, text: str) -> list[int]:
+        """Encode a turn that a person wrote. Names of the format's special tokens become tokens.
+
+        The result need not be a valid turn.
+        """
+        ...
+
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         """Parse one sampled turn with its stop token: thoughts, then calls or a final answer.
 

@@ -274,6 +274,13 @@ class ChatMl:
             )
         return self.vocabulary.encode_text(text)
 
+    def encode_sampled(self, text: str) -> list[int]:
+        """Encode a turn that a person wrote. Names of markup tokens become these tokens."""
+        # Longer names first, because one name can begin with another.
+        names = sorted(self.vocabulary.markup, key=len, reverse=True)
+        split = re.split(f"({'|'.join(map(re.escape, names))})", text)
+        return self._encode([_Markup(part) if part in names else part for part in split])
+
     # ---- parsing
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:

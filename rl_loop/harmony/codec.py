@@ -368,6 +368,11 @@ class Harmony:
         kind = content_type.removeprefix(CONSTRAIN)
         return encode_text(" ") + self._special(CONSTRAIN) + encode_text(kind)
 
+    def encode_sampled(self, text: str) -> list[int]:
+        """Encode a turn that a person wrote. Names of special tokens become these tokens."""
+        ids = harmony_encoding().encode(without_surrogates(text), allowed_special="all")
+        return self.vocabulary.from_harmony(ids)
+
     # ---- parsing
 
     def parse(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:

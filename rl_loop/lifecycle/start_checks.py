@@ -314,13 +314,33 @@ def check_server_requirements(config: RunConfig, weights: Path | None) -> None:
     elif config.initial_weights is not None:
         check_weights("initial_weights", config.initial_weights, config.model)
     else:
-        raise StartError("nothing to serve. Pass --weights, or set initial_weights")
+        raise StartError("there is no model. Pass --weights, or set initial_weights")
 
     if config.rollout.engine.server_processes is not None:
         check_ray_address()
     # On a cluster the engine runs on another machine, which this process cannot check.
     if runs_here():
         config.rollout.engine.check_machine()
+
+
+def check_play_requirements(config: RunConfig, weights: Path | None, *, uses_model: bool) -> None:
+    """Check the requirements of ``gptoss play``, like ``check_run_requirements``.
+
+    Args:
+        config: configuration of a run.
+        weights: replace the configuration's weights.
+        uses_model: True if a model samples the turns.
+    """
+    endpoint = config.evaluation.endpoint if isinstance(config, RlConfig) else None
+    uses_engine = uses_model and endpoint is None
+    if uses_engine:
+        check_server_requirements(config, weights)
+    else:
+        check_chat_format(config)
+    if uses_model and endpoint is not None:
+        check_endpoint(endpoint)
+    check_data(config)
+    check_rollouts(config, uses_engine=uses_engine)
 
 
 def check_data(config: RunConfig) -> None:
@@ -402,7 +422,7 @@ def warn_about_rollouts(config: RlConfig) -> None:
         logger.warning("%s", warning)
 
 
-def check_rollouts(config: RlConfig, uses_engine: bool = True) -> None:
+def check_rollouts(config: RunConfig, uses_engine: bool = True) -> None:
     """Check the sandbox and the engine's environment if they will run on this machine."""
     if not runs_here():
         return

@@ -29,7 +29,7 @@ from rl_loop.engines.protocol import (
 from rl_loop.environments import Task, make_environment
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.process_memory import exempt_from_collection
-from rl_loop.rollout.agent import run_episode
+from rl_loop.rollout.agent import RunnerFactory, run_episode
 from rl_loop.rollout.episode_clock import running_clock
 from rl_loop.rollout.purification import purifying
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxFailure
@@ -93,6 +93,7 @@ class RolloutWorker:
         *,
         purify: bool = False,
         with_routes: bool = False,
+        runner: RunnerFactory | None = None,
     ) -> TrajectoryGroup:
         """Run one episode per seed, all at the same time.
 
@@ -102,16 +103,19 @@ class RolloutWorker:
             temperature: sampling temperature.
             purify: whether to retry failed calls, if the configuration enables it.
             with_routes: whether to request routes from the engine, if the configuration enables it.
+            runner: makes the runners of the agent loop. None for the default.
 
         Returns:
             The group, with separate lists of valid and invalid episodes. A task whose prompt cannot
             be used is skipped.
         """
+        if runner is None and purify and self.config.rollout.purification is not None:
+            runner = purifying(self.config.rollout.purification)
         try:
             async with asyncio.TaskGroup() as running:
                 tasks = [
                     running.create_task(
-                        self._run_episode(task, seed, temperature, purify, with_routes)
+                        self._run_episode(task, seed, temperature, with_routes, runner)
                     )
                     for seed in seeds
                 ]
@@ -152,7 +156,12 @@ class RolloutWorker:
         return group, *routes
 
     async def _run_episode(
-        self, task: Task, seed: int, temperature: float, purify: bool, with_routes: bool
+        self,
+        task: Task,
+        seed: int,
+        temperature: float,
+        with_routes: bool,
+        runner: RunnerFactory | None,
     ) -> Trajectory:
         rollout = self.config.rollout
         return await run_episode(
@@ -165,7 +174,7 @@ class RolloutWorker:
             seed=seed,
             routed_experts=rollout.routed_experts and with_routes,
             shape=self._shape,
-            runner=purifying(rollout.purification) if purify and rollout.purification else None,
+            runner=runner,
         )
 
     async def _execute(self, code: str, history: Sequence[str] = ()) -> ExecutionResult:

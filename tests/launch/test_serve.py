@@ -152,7 +152,7 @@ def test_unservable_directory_is_named(
     command: ForkedCommand, checkpoint: Path, tmp_path: Path
 ) -> None:
     for arguments, named in (
-        ([str(CONFIG), "initial_weights=null"], "nothing to serve. Pass --weights"),
+        ([str(CONFIG), "initial_weights=null"], "there is no model. Pass --weights"),
         ([str(CONFIG), "--weights", str(tmp_path)], f"--weights: {tmp_path} is neither"),
         ([str(tmp_path)], f"{tmp_path} is neither a run (config.yaml) nor a Hugging Face"),
         ([str(tmp_path / "absent.yaml")], "no such file"),

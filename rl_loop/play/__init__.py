@@ -1,0 +1,1 @@
+"""Plays single episodes for people: ``gptoss play``."""
