@@ -31,16 +31,17 @@ FORMAT_ERRORS = {
 class PlayedEpisode:
     """Terminal of one episode. Implements ``rl_loop.play.episode.EpisodeView``."""
 
-    def __init__(self, console: Console, *, list_tokens: bool) -> None:
+    def __init__(self, console: Console, lines: StandardInput, *, list_tokens: bool) -> None:
         """Create the display.
 
         Args:
             console: output.
+            lines: input of the person who plays.
             list_tokens: whether to print a line per token instead of text.
         """
         self._console = console
+        self._input = lines
         self._list_tokens = list_tokens
-        self._input = StandardInput()
         self._codec: ChatCodec | None = None
         self._has_tokens = False
 
@@ -137,17 +138,14 @@ class PlayedEpisode:
 def outcome_lines(episode: Trajectory) -> list[str]:
     """Return ending, counts, answer and reward of a valid episode."""
     turns = sum(turn.role == "assistant" for turn in episode.turns)
-    mask = int(np.count_nonzero(episode.loss_mask))
-    trained = f"{mask} with loss"
+    trained = f"{int(np.count_nonzero(episode.loss_mask))} with loss"
     if episode.excluded:
-        trained = "none with loss, because rollout.truncated_episodes is mask"
-    lines = [
-        f"end: {_ending(episode)}",
-        f"{turns} turns, {episode.tool_calls} tool calls, {episode.tool_errors} tool errors; "
-        f"{len(episode)} tokens, {trained}",
-    ]
+        trained = "no loss, because rollout.truncated_episodes is mask"
+    counts = f"turns {turns}, tool calls {episode.tool_calls}, tool errors {episode.tool_errors}"
+    lines = [f"end: {_ending(episode)}", f"{counts}, tokens {len(episode)} ({trained})"]
     if episode.answer is not None or episode.expected_answer is not None:
-        lines.append(f"answer: {episode.answer}; expected: {episode.expected_answer}")
+        given = "none" if episode.answer is None else episode.answer
+        lines.append(f"answer: {given}; expected: {episode.expected_answer}")
     parts = ", ".join(f"{name} {value:g}" for name, value in episode.reward_parts.items())
     lines.append(f"reward: {episode.reward:g} ({parts})")
     return lines

@@ -183,7 +183,7 @@ class Person:
                         return self._codec.render_assistant([*thoughts, final(line)])
             except ValueError as error:
                 # A chat format may be unable to express a call, such as arguments without JSON.
-                self._tell(f"not sent: {error}. /raw sends any text")
+                self._tell(f"not sent: {error}")
 
     def see(self, result: StepResult) -> None:
         """Do nothing, because the person reads the result in the terminal."""
