@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+import rl_loop
 from launch.standard_input import StandardInput
 from launch.token_display import colored, print_line, token_lines
 from rl_loop.chat.codec import ChatCodec
@@ -15,6 +16,8 @@ from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.environments import StepResult, Task
 from rl_loop.infrastructure import InfrastructureFailure
 
+LOOP = f"{Path(rl_loop.__file__).parent}{os.sep}"
+"""Directory of the package with the agent loop."""
 FORMAT_ERRORS = {
     "structure": "the special tokens are not in the order of the chat format",
     "header": "the header of a message cannot be parsed",
@@ -83,12 +86,14 @@ class PlayedEpisode:
             )
 
     def show_failure(self, failure: InfrastructureFailure) -> None:
-        """Print the lines of code in which the failure occurred."""
+        """Print the lines of the environment's code in which the failure occurred."""
         cause = failure.__cause__
         frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-        if frames:
+        # The loop's own frames say nothing about the mistake.
+        of_author = [frame for frame in frames if not frame.filename.startswith(LOOP)]
+        if of_author:
             self._console.print()
-        for frame in frames:
+        for frame in of_author:
             place = f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
             self._print(f"  {place}: {frame.line}")
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from launch.data_preview import colored, histogram, pieces_of, print_preview, token_lines
+from launch.data_preview import histogram, print_preview
+from launch.token_display import colored, pieces_of, token_lines
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import DataError
@@ -89,7 +90,7 @@ def test_trained_tokens_have_another_color_on_a_terminal(chats: Path, harmony: H
     sample = DataSample(
         np.array(harmony.vocabulary.encode_text("a b c d")), np.array([0, 0, 1, 1]) > 0, "x"
     )
-    shown = colored(sample, harmony)
+    shown = colored(sample.token_ids, sample.loss_mask, harmony)
     assert shown.plain == "a b c d"
     styles = [str(span.style) for span in shown.spans]
     assert ["green" in style for style in styles] == [False, False, True, True]
@@ -119,10 +120,10 @@ def test_the_histogram_counts_every_sample_once() -> None:
 def test_preview_pieces_are_all_tokens_in_order(harmony: Harmony) -> None:
     ids = harmony.vocabulary.encode_text("naïve 🫠🫠 日本語")
     sample = DataSample(np.array(ids), np.zeros(len(ids), dtype=bool), "x")
-    pieces = list(pieces_of(sample, harmony))
+    pieces = list(pieces_of(sample.token_ids, sample.loss_mask, harmony))
     assert [i for piece in pieces for i in piece.token_ids] == ids
     assert "".join(piece.text for piece in pieces) == "naïve 🫠🫠 日本語"
-    assert len(list(token_lines(sample, harmony))) == len(pieces)
+    assert len(list(token_lines(sample.token_ids, sample.loss_mask, harmony))) == len(pieces)
 
 
 def test_unknown_source_is_named(chats: Path, harmony: Harmony) -> None:

@@ -126,7 +126,9 @@ def test_token_lines_are_those_of_a_rollout(play: Play, path: Path) -> None:
 
 
 def test_environment_without_a_script_is_a_clear_error(play: Play) -> None:
-    with pytest.raises(PlayError, match=r"Sums cannot be scripted\. Define `solve`, or use --policy"):
+    with pytest.raises(
+        PlayError, match=r"Sums cannot be scripted\. Define `solve`, or use --policy"
+    ):
         play("scripted", "tasks.sources.sums.options.scripted=false")
 
 

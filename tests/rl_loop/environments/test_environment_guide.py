@@ -87,7 +87,7 @@ print(tasks.train(0, 1)[0].environment)
 
 def test_guides_rows_of_a_file_are_demonstrated(workplace: Path) -> None:
     """The method, the row and the source of "Read tasks from a file" fit the guide's class."""
-    section = GUIDE.read_text().partition("## 5. Read tasks from a file")[2]
+    section = GUIDE.read_text().partition("## 6. Read tasks from a file")[2]
     blocks = re.findall(r"```(\w+)\n(.*?)```", section, flags=re.S)[:3]
     assert [kind for kind, _ in blocks] == ["python", "json", "yaml"]
     method, row, source = [text for _, text in blocks]
@@ -101,6 +101,30 @@ def test_guides_rows_of_a_file_are_demonstrated(workplace: Path) -> None:
     said = run(workplace, sys.executable, "-c", ROWS, "rows.yaml")
 
     assert said.strip() == "guessing:GuessingEnvironment"
+
+
+def test_guides_played_episodes_have_the_shown_output(workplace: Path) -> None:
+    section = GUIDE.read_text().partition("## 4. Play an episode")[2].partition("\n## 5.")[0]
+    shown = re.findall(r"```bash\n(.*?)```\n\n```\n(.*?)```", section, flags=re.S)
+    assert len(shown) == 3
+    module = workplace / "guessing.py"
+    correct = module.read_text()
+    mistaken = correct.replace(
+        'arguments_of(arguments).get("number")', 'arguments_of(arguments)["number"]'
+    )
+    assert mistaken != correct
+
+    # The second episode has the mistake of the text. The status of an invalid episode is 1.
+    cases = [(correct, 0), (mistaken, 1), (correct, 0)]
+    for (command, output), (code, status) in zip(shown, cases, strict=True):
+        module.write_text(code)
+        said = run(workplace, "bash", "-c", f"{GPTOSS}{command}[ $? = {status} ]")
+        position = 0
+        for part in output.split("...\n"):
+            position = said.find(part, position)
+            assert position >= 0, f"not in the output: {part}\n{said}"
+            position += len(part)
+        assert said.endswith(output.rpartition("...\n")[2])
 
 
 @pytest.mark.slow
