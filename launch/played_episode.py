@@ -113,8 +113,8 @@ class PlayedEpisode:
 
     def print_outcome(self, group: TrajectoryGroup) -> bool:
         """Print ending, counts and reward. Return True if the episode is valid."""
-        self._console.print()
         if group.skipped is not None:
+            self._console.print()
             self._print(f"skipped: {group.skipped}", style="bold red")
             return False
 
@@ -125,8 +125,8 @@ class PlayedEpisode:
                 for turn in sequence.turns:
                     ids = sequence.token_ids[turn.start : turn.end].tolist()
                     self.show_tokens(turn.role, turn.start, ids)
-            self._console.print()
 
+        self._console.print()
         if episode.invalid is not None:
             component, reason = episode.invalid.component, episode.invalid.reason
             self._print(f"end: infrastructure failure of {component}: {reason}", style="bold red")

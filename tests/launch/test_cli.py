@@ -73,6 +73,7 @@ def test_module_that_hides_a_package_is_named(tmp_path: Path) -> None:
         ["rl"],
         ["sft"],
         ["eval"],
+        ["play"],
         ["serve"],
         ["convert"],
         ["convert", "import"],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,12 @@ from launch.cli import app
 from launch.played_episode import FORMAT_ERRORS, PlayedEpisode
 from launch.standard_input import StandardInput
 from rl_loop.config.load import load_rl_config
+from rl_loop.config.run import RlConfig
 from rl_loop.config.training import DemonstrationConfig
+from rl_loop.environments.base import final
 from rl_loop.play.episode import PlayOptions, play_episode
 from rl_loop.play.policies import PlayError
-from rl_loop.rollout import agent
+from rl_loop.rollout import agent as agent_loop
 from rl_loop.tasks.codec import codec_of
 from rl_loop.tasks.demonstrations import demonstrate
 from rl_loop.tasks.source import TaskMixture
@@ -36,6 +41,7 @@ from tests.support.rl_loop.gateway.policy import Lesson, learned_model
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
+AGENT = "tests.support.launch.played_agent"
 SETTINGS: dict[str, Any] = {
     "name": "played",
     "model": "tiny_words",
@@ -58,7 +64,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def play(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, str]]:
     """Return a function that plays an episode. It returns validity and output."""
     # Tests of an infrastructure failure need not wait for its repetitions.
-    monkeypatch.setattr(agent, "TOOL_PAUSES", (0.0,))
+    monkeypatch.setattr(agent_loop, "TOOL_PAUSES", (0.0,))
 
     def played(
         policy: Any, *overrides: str, typed: str = "", terminal: bool = False, **options: Any
@@ -159,6 +165,61 @@ def test_model_policy_samples_from_the_weights(play: Play, weights: Path) -> Non
         "reward: 1 (correct 1, format_error 0, score 1)",
     ]
     assert '{"a": 6, "b": 7}<|call|>' in printed
+
+
+class Completions(BaseHTTPRequestHandler):
+    """A mock of vLLM's completions with token ids, which always answers with ``ids``."""
+
+    ids: list[int]
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice: dict[str, Any] = {"finish_reason": "stop", "stop_reason": self.ids[-1], "text": ""}
+        choice["token_ids"] = self.ids[:-1]
+        choice["logprobs"] = {"token_logprobs": [-0.5] * len(self.ids[:-1])}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [choice]}).encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextmanager
+def endpoint(config: RlConfig) -> Iterator[str]:
+    """Serve a policy that always answers 8. Yields the override with its address."""
+    ids = codec_of(config).render_assistant([final("8")])
+    handler = type("Handler", (Completions,), {"ids": ids})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"evaluation.endpoint=http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_model_policy_samples_from_an_endpoint(play: Play, path: Path) -> None:
+    with endpoint(load_rl_config(path, [])) as address:
+        is_valid, printed = play("model", address)
+    assert is_valid
+    assert "<|channel|>final<|message|>8<|return|>" in printed
+    assert "reward: 1 " in printed
+
+
+def test_episode_of_an_external_agent_is_shown(play: Play, path: Path) -> None:
+    options = {"agent": f"{AGENT}:run", "tasks": f"{AGENT}:tasks"}
+    source = {"environment": "black_box", "options": options}
+    sources = f"tasks.sources={json.dumps({'agent': source})}"
+    # A tiny vocabulary cannot know the words of an agent. The endpoint has the model.
+    agent = [sources, "vocabulary=gptoss", "model.vocab_size=201088"]
+    with endpoint(load_rl_config(path, agent)) as address:
+        is_valid, printed = play("model", *agent, address)
+    assert is_valid
+    _, prompt, answer, _ = re.split(r"\n\n(?=prompt:|assistant:|end:)", printed)
+    assert prompt.startswith("prompt: tokens 0-") and "<|message|>train 0<|end|>" in prompt
+    assert answer.startswith("assistant: tokens ")
+    assert answer.endswith("<|channel|>final<|message|>8<|return|>")
+    assert "reward: 1 " in printed
+
+    with pytest.raises(PlayError, match="--policy me: an external agent plays the episodes of"):
+        play("me", *agent)
 
 
 def test_model_policy_without_weights_names_the_remedy(path: Path) -> None:
