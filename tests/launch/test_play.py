@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ from rl_loop.tasks.codec import codec_of
 from rl_loop.tasks.demonstrations import demonstrate
 from rl_loop.tasks.source import TaskMixture
 from tests.support.launch.played_environment import CLOSED, NAME
+from tests.support.launch.terminal import Terminal
 from tests.support.rl_loop.gateway.policy import Lesson, learned_model
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -319,31 +318,15 @@ def test_end_of_input_stops_the_episode(
 
 def test_ctrl_c_closes_the_environment(path: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from launch.cli import main; main()", "play", str(path)]
-    process = subprocess.Popen(
-        [*command, "--policy", "me"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", CLOSED: str(tmp_path / "closed")},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    watchdog = threading.Timer(PATIENCE_SECONDS, process.kill)
-    watchdog.start()
-    try:
-        # The output of the call shows that the command waits for the next line.
-        process.stdin.write('/call add {"a": 1, "b": 2}\n')
-        process.stdin.flush()
-        assert any(line.startswith("tool: tokens ") for line in process.stdout)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
-    finally:
-        watchdog.cancel()
-        process.kill()
-    assert process.returncode == 130
-    assert errors == "gptoss: stopped\n"
-    assert (tmp_path / "closed").exists()
+    closed = tmp_path / "closed"
+    variables = {"OMP_NUM_THREADS": "1", CLOSED: str(closed)}
+    with Terminal([*command, "--policy", "me"], ROOT, **variables) as terminal:
+        terminal.wait_for(r"\n> $", PATIENCE_SECONDS)
+        terminal.press_ctrl_c()
+        assert terminal.wait(PATIENCE_SECONDS) == 130
+        assert terminal.said.endswith("gptoss: stopped\r\n")
+        assert terminal.processes_left() == []
+    assert closed.exists()
 
 
 # ---- the terminal
