@@ -31,7 +31,7 @@ FORMAT_ERRORS = {
 """Explanations of format errors by their kind."""
 
 
-class PlayedEpisode:
+class EpisodeTerminal:
     """Terminal of one episode. Implements ``rl_loop.play.episode.EpisodeView``."""
 
     def __init__(self, console: Console, lines: StandardInput, *, list_tokens: bool) -> None:

@@ -50,11 +50,11 @@ def play(
 
     from rich.console import Console
 
-    from launch.played_episode import PlayedEpisode
+    from launch.played_episode import EpisodeTerminal
     from launch.standard_input import StandardInput
     from rl_loop.play.episode import PlayOptions, play_episode
 
-    view = PlayedEpisode(Console(), StandardInput(), list_tokens=tokens)
+    view = EpisodeTerminal(Console(), StandardInput(), list_tokens=tokens)
     options = PlayOptions(policy, task, held_out, seed, weights)
     is_valid = view.print_outcome(play_episode(config, options, view))
     raise typer.Exit(0 if is_valid else 1)

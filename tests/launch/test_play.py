@@ -22,7 +22,7 @@ from transformers import GptOssConfig
 from typer.testing import CliRunner
 
 from launch.cli import app
-from launch.played_episode import FORMAT_ERRORS, PlayedEpisode
+from launch.played_episode import FORMAT_ERRORS, EpisodeTerminal
 from launch.standard_input import StandardInput
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
@@ -78,7 +78,7 @@ def play(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[boo
         os.close(writing)
         list_tokens = options.pop("list_tokens", False)
         try:
-            view = PlayedEpisode(console, StandardInput(reading), list_tokens=list_tokens)
+            view = EpisodeTerminal(console, StandardInput(reading), list_tokens=list_tokens)
             group = play_episode(config, PlayOptions(policy, **options), view)
             return view.print_outcome(group), printed.getvalue()
         finally:
