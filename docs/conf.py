@@ -54,7 +54,7 @@ NAVIGATION: dict[str, list[str]] = {
         "certify",
     ],
     "Operate": ["sandbox", "security"],
-    "Reference": ["reference/configuration", "reference/api"],
+    "Reference": ["reference/configuration", "reference/api", "reference/openai_api"],
     "Results": ["status", "performance", "performance/*"],
     "Design notes": ["architecture", "reliability", "sglang", "design/*"],
 }

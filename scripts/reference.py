@@ -1,4 +1,4 @@
-"""Writes docs/reference from docstrings: all configuration keys, and the public API.
+"""Writes docs/reference: configuration keys and public API from docstrings, fields of requests.
 
     python scripts/reference.py            # write the pages
     python scripts/reference.py --check    # exit with status 1 if the pages are outdated
@@ -10,6 +10,7 @@ Functions and classes are read from the source with griffe, without an import.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import textwrap
@@ -26,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.gateway.fields import CHAT_FIELDS, RESPONSES_FIELDS, FieldBehavior, RequestFields
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs/reference"
@@ -352,6 +354,41 @@ def _signature(function: Any) -> str:
     return f"{keyword} {function.name}(\n{inner}){result}"
 
 
+# ---- fields of requests
+
+
+def openai_page() -> str:
+    """Return the page with every field of requests to the gateway."""
+    lines = [
+        "<!-- Made by scripts/reference.py from rl_loop/gateway/fields.py: change that. -->",
+        "# Fields of OpenAI's API",
+        "",
+        "Fields of requests to the [gateway](../gateway.md) and `gptoss serve`. Tests send every row with OpenAI's",
+        "Python client. A refused field returns status 400, type `invalid_request_error`, and the code and `param` of",
+        "its row. Fields without a row are refused, too. `null` is the same as an absent field.",
+    ]
+    dialects = {"Chat completions": CHAT_FIELDS, "Responses": RESPONSES_FIELDS}
+    for title, rows in dialects.items():
+        lines += ["", f"## {title}", "", *_field_lines(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _field_lines(rows: RequestFields) -> list[str]:
+    lines = ["| field | example | behavior | error | note |", "|---|---|---|---|---|"]
+    for row in rows:
+        error = ""
+        if row.behavior is FieldBehavior.REFUSED:
+            error = f"`{row.code}`, `{row.error_param}`"
+        note = row.note
+        if row.neutral:
+            accepted = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+            note = f"{note}; accepted: {accepted}"
+        example = f"`{json.dumps(row.example)}`"
+        cells = [f"`{row.name}`", example, row.behavior.value, error, note]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return lines
+
+
 # ---- Markdown
 
 
@@ -400,7 +437,12 @@ def main() -> None:
     options = parser.parse_args()
 
     outdated = []
-    for name, text in (("configuration.md", configuration_page()), ("api.md", api_page())):
+    pages = {
+        "configuration.md": configuration_page(),
+        "api.md": api_page(),
+        "openai_api.md": openai_page(),
+    }
+    for name, text in pages.items():
         page = PAGES / name
         if options.check:
             if not page.exists() or page.read_text() != text:
@@ -410,7 +452,7 @@ def main() -> None:
             page.write_text(text)
     if outdated:
         sys.exit(
-            f"not what the docstrings say: {', '.join(outdated)}; run python scripts/reference.py"
+            f"not what the source says: {', '.join(outdated)}; run python scripts/reference.py"
         )
 
 

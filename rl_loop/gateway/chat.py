@@ -15,12 +15,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import FunctionCall
-from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.errors import invalid_request, unsupported
+from rl_loop.gateway.fields import CHAT_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     RequestParameters,
@@ -37,38 +38,12 @@ from rl_loop.gateway.request import TurnRequest
 
 ID_PREFIX = "chatcmpl-"
 
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
-"""Parameters that do not change sampling, or only request a fast or short answer."""
 
-NEUTRAL: dict[str, list[Any]] = {
-    "audio": [],
-    "frequency_penalty": [0],
-    "function_call": ["auto", "none"],
-    "functions": [[]],
-    "logit_bias": [{}],
-    "logprobs": [False],
-    "modalities": [["text"]],
-    "n": [1],
-    "presence_penalty": [0],
-    "response_format": [{"type": "text"}],
-    "stop": [[], ""],
-    "top_logprobs": [0],
-    "web_search_options": [],
-}
-"""Unsupported parameters, with the values that request nothing."""
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """Whether to send token counts in a last chunk without choices."""
 
 
 class ChatParameters(RequestParameters):
@@ -80,7 +55,7 @@ class ChatParameters(RequestParameters):
     reasoning_effort: Any = None
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
-    stream_options: dict[str, Any] = Field(default_factory=dict)
+    stream_options: StreamOptions = StreamOptions()
 
 
 class ChatCall:
@@ -100,12 +75,12 @@ class ChatCall:
         Raises:
             ApiError: the body is wrong. The message names the parameter.
         """
-        parameters = validated(ChatParameters, checked_parameters(body, IGNORED, NEUTRAL))
+        parameters = validated(ChatParameters, checked_parameters(body, CHAT_FIELDS))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
         self._model = model
         # Streams have usage only on request, in a last chunk without choices (``stream_options``).
-        self._include_usage = bool(parameters.stream_options.get("include_usage"))
+        self._include_usage = parameters.stream_options.include_usage
 
     def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]:
         """Return the body of a plain answer."""
@@ -217,12 +192,7 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
     # No chat format can render these keys. Leaving them out would silently change the conversation.
     for key in ("audio", "function_call", "refusal"):
         if entry.get(key) is not None:
-            raise ApiError(
-                400,
-                "unsupported_parameter",
-                f"{where}.{key} is not supported",
-                parameter=f"{where}.{key}",
-            )
+            raise unsupported(f"{where}.{key}", "no chat format can render it")
 
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     # Clients repeat a turn that has only calls with null, as ``_content`` returns it.

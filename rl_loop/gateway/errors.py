@@ -69,6 +69,12 @@ def invalid_request(message: str, parameter: str) -> ApiError:
     return ApiError(400, "invalid_request", f"{parameter}: {message}", parameter=parameter)
 
 
+def unsupported(parameter: str, reason: str) -> ApiError:
+    """Return the error for a parameter that the gateway does not support."""
+    message = f"{parameter} is not supported here: {reason}"
+    return ApiError(400, "unsupported_parameter", message, parameter=parameter)
+
+
 def invalid_content(reason: str) -> ApiError:
     """Return the error for a malformed turn, as OpenAI's servers report it.
 

@@ -1,7 +1,7 @@
 """Reads the parameters of a request. Each one has an effect, is ignored, or is refused.
 
-An unknown parameter that would change sampling is an error. Otherwise an agent would be trained,
-silently, with other settings than it requests.
+``rl_loop.gateway.fields`` declares all of them. An unknown parameter is an error. Otherwise an agent
+would be trained, silently, with other settings than it requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.tools import Tool, check_names
-from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.errors import ApiError, invalid_request, unsupported
+from rl_loop.gateway.fields import FieldBehavior, RequestField, RequestFields, fields_by_name
 
 MAX_MESSAGES = 2048
 """Maximum messages, or items, of a request."""
@@ -43,8 +44,6 @@ class RequestParameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = ""
-    """Ignored, because there is one policy."""
     stream: bool = False
     """Whether to send the response as server-sent events."""
     # The ranges of OpenAI's API.
@@ -61,17 +60,12 @@ def _count_calls(messages: Any) -> int:
     return sum(len(calls) for calls in lists if isinstance(calls, list))
 
 
-def checked_parameters(
-    body: Any,
-    ignored: frozenset[str],
-    neutral: Mapping[str, Sequence[Any]],
-) -> dict[str, Any]:
+def checked_parameters(body: Any, rows: RequestFields) -> dict[str, Any]:
     """Return the parameters of a request that have an effect.
 
     Args:
         body: JSON of the request.
-        ignored: parameters that do not change the response.
-        neutral: unsupported parameters, with the values that request nothing.
+        rows: fields of the dialect.
 
     Raises:
         ApiError: a parameter is not supported. The message names it.
@@ -86,19 +80,31 @@ def checked_parameters(
     calls = _count_calls(body.get("messages"))
     if calls > MAX_CALLS:
         raise invalid_request(f"have {calls} calls, more than {MAX_CALLS}", "messages")
+    return _with_effect(body, fields_by_name(rows), "")
 
+
+def _with_effect(
+    given: dict[str, Any], fields: Mapping[str, RequestField], prefix: str
+) -> dict[str, Any]:
+    """Return the entries of an object that have an effect. ``prefix`` is the object's name."""
     parameters: dict[str, Any] = {}
-    for key, value in body.items():
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        field = fields.get(name)
         # The API treats null like an absent parameter.
-        if value is None or key in ignored:
+        if value is None or (field is not None and field.behavior is FieldBehavior.IGNORED):
             continue
-        if key not in neutral:
-            parameters[key] = value
-        # Compared with ==, so that 0.0 is as neutral as 0.
-        elif value not in neutral[key]:
-            raise ApiError(
-                400, "unsupported_parameter", f"{key} is not supported here", parameter=key
-            )
+        if field is None:
+            raise unsupported(name, "unknown parameter")
+        if field.behavior is FieldBehavior.REFUSED:
+            # Compared with ==, so that 0.0 is as neutral as 0.
+            if value not in field.neutral:
+                raise unsupported(name, field.note)
+            continue
+        has_inner = any(other.startswith(f"{name}.") for other in fields)
+        if has_inner and isinstance(value, dict):
+            value = _with_effect(value, fields, f"{name}.")
+        parameters[key] = value
     return parameters
 
 
@@ -112,9 +118,7 @@ def validated[Model: BaseModel](kind: type[Model], parameters: dict[str, Any]) -
         key = ".".join(str(part) for part in mistake["loc"])
         # Pydantic's type for a key that the model does not have.
         if mistake["type"] == "extra_forbidden":
-            raise ApiError(
-                400, "unsupported_parameter", f"{key} is not supported here", parameter=key
-            ) from None
+            raise unsupported(key, "unknown parameter") from None
         raise invalid_request(mistake["msg"], key) from None
 
 
@@ -203,13 +207,7 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
         return tuple(tools)
     if tool_choice == "none":
         return ()
-    raise ApiError(
-        400,
-        "unsupported_parameter",
-        f"tool_choice {tool_choice!r} is not supported, because sampling is not constrained. Use "
-        '"auto" or "none"',
-        parameter="tool_choice",
-    )
+    raise unsupported("tool_choice", 'sampling is not constrained. Use "auto" or "none"')
 
 
 def effort_of(value: Any, where: str) -> Effort | None:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
-from rl_loop.gateway.errors import ApiError, invalid_request
+from rl_loop.gateway.errors import invalid_request
+from rl_loop.gateway.fields import RESPONSES_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
     RequestParameters,
@@ -31,36 +32,8 @@ from rl_loop.gateway.request import TurnRequest
 
 ID_PREFIX = "resp_"
 
-IGNORED = frozenset(
-    {
-        "include",
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "stream_options",
-        "user",
-    }
-)
-"""Parameters that do not change sampling, or only request a fast answer."""
-
-NEUTRAL: dict[str, list[Any]] = {
-    "background": [False],
-    "context_management": [[]],
-    "conversation": [],
-    "max_tool_calls": [],
-    "prompt": [],
-    "top_logprobs": [0],
-    "truncation": ["disabled"],
-}
-"""Unsupported parameters, with the values that request nothing."""
-
-
 NOT_REPEATED = {
     "input",
-    "model",
     "reasoning",
     "seed",
     "stream",
@@ -73,24 +46,7 @@ NOT_REPEATED = {
 class ReasoningParameters(BaseModel):
     """Reasoning of the policy."""
 
-    model_config = ConfigDict(extra="forbid")
-
     effort: Any = None
-    summary: Any = None
-    """Ignored, because reasoning is returned unmodified, without a summary."""
-    generate_summary: Any = None
-    """Earlier name of ``summary``."""
-
-
-class TextParameters(BaseModel):
-    """Format of the answer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    format: dict[str, Any] | None = None
-    """Only ``{"type": "text"}``, because sampling is not constrained."""
-    verbosity: Any = None
-    """Ignored."""
 
 
 class ResponsesParameters(RequestParameters):
@@ -103,7 +59,7 @@ class ResponsesParameters(RequestParameters):
     tool_choice: Any = None
     reasoning: ReasoningParameters = ReasoningParameters()
     max_output_tokens: int | None = Field(None, gt=0)
-    text: TextParameters = TextParameters()
+    text: dict[str, Any] = Field(default_factory=dict)
     store: bool = True
 
 
@@ -124,7 +80,7 @@ class ResponsesCall:
         Raises:
             ApiError: the body is wrong. The message names the parameter.
         """
-        parameters = validated(ResponsesParameters, checked_parameters(body, IGNORED, NEUTRAL))
+        parameters = validated(ResponsesParameters, checked_parameters(body, RESPONSES_FIELDS))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
         self._tool_choice = parameters.tool_choice or "auto"
@@ -196,11 +152,6 @@ class ResponsesCall:
 
 
 def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
-    if parameters.text.format not in (None, {"type": "text"}):
-        raise ApiError(
-            400, "unsupported_parameter", "text.format is not supported", parameter="text.format"
-        )
-
     tools = []
     for number, entry in enumerate(parameters.tools):
         where = f"tools[{number}]"
