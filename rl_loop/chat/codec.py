@@ -30,6 +30,10 @@ class Vocabulary(Protocol):
         """Decode, with special tokens as names. Bytes that are not UTF-8 become U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id in UTF-8 text, possibly a part of a character."""
+        ...
+
     def save(self, directory: Path) -> list[Path]:
         """Write the files that transformers' AutoTokenizer needs, and return them.
 
@@ -179,6 +183,13 @@ class ChatCodec(Protocol):
 
     def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off, as far as possible like ``parse_for_client``."""
+        ...
+
+    def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
+        """Return the positions of the texts for the client in a sampled turn, in their order.
+
+        Thoughts, calls and headers are not a part of them. The turn may be cut off.
+        """
         ...
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:

@@ -2,8 +2,11 @@
 
 from collections.abc import Collection, Iterable
 from functools import cache
+from itertools import count
 from typing import Protocol
 
+BYTES = 256
+"""Number of single bytes, which come first in o200k."""
 REPLACEMENT = "\ufffd"
 """Character that replaces characters without tokens, U+FFFD."""
 
@@ -48,3 +51,17 @@ def check_encodes_text(
         if not special.isdisjoint(ids):
             found = min(special.intersection(ids))
             raise ValueError(f"the text {text[:40]!r} is encoded as the special token {found}")
+
+
+def byte_characters() -> list[str]:
+    """Return the 256 characters that byte-level BPE (GPT-2) uses for bytes.
+
+    transformers has the same table, but importing it takes a second.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    printable |= set(range(ord("®"), ord("ÿ") + 1))
+
+    # A printable byte is its own character. The others get characters after the last byte, in
+    # order.
+    substitutes = count(BYTES)
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(BYTES)]

@@ -6,6 +6,7 @@ such as ``<|im_end|>``.
 
 import json
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileError, read_bytes
 from megatron_gptoss.user_error import UserError
 from rl_loop.chat.codec import without_surrogates
-from rl_loop.chat.text_encoding import REPLACEMENT, check_encodes_text
+from rl_loop.chat.text_encoding import REPLACEMENT, byte_characters, check_encodes_text
 
 UNKNOWN = "<|no token of the vocabulary|>"
 """Name of the id for bytes without a token, before they are replaced."""
@@ -123,6 +124,16 @@ class TokenizerVocabulary:
                 text += "".join(self._names.get(i, f"<|unused_{i}|>") for i in group)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id, possibly a part of a character."""
+        if not self.is_text(token_id):
+            return self.decode([token_id]).encode()
+        spelled = self._text_tokenizer.id_to_token(token_id)
+        # Tokenizers that do not work on bytes have characters outside of the table.
+        if spelled is None or not _byte_of().keys() >= set(spelled):
+            return self.decode([token_id]).encode()
+        return bytes(_byte_of()[character] for character in spelled)
+
     def is_text(self, token_id: int) -> bool:
         """Return True if an id is a piece of text."""
         return token_id < self._known and token_id not in self._names
@@ -146,6 +157,12 @@ class TokenizerVocabulary:
                 raise TokenizerError(
                     f"{where}: the token {name} strips adjacent spaces, which is not supported"
                 )
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE."""
+    return {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def read_tokenizer(directory: Path) -> str:

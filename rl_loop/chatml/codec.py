@@ -25,6 +25,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 from rl_loop.chat.codec import Effort, without_surrogates
@@ -325,6 +326,19 @@ class ChatMl:
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
         """Return all of a conversation, because ChatML shows earlier turns in full."""
         return list(ids)
+
+    def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
+        """Return the positions of the text before the calls: see ``ChatCodec``."""
+        pieces = [self.vocabulary.token_bytes(i) for i in takewhile(self._is_text, sampled)]
+        text, call, _ = b"".join(pieces).partition(TOOL_CALL.encode())
+        # The line break before a call belongs to the format, as in ``_turn_of``.
+        if call or (len(pieces) < len(sampled) and sampled[len(pieces)] != self._end):
+            text = text.removesuffix(b"\n")
+        starts = accumulate((len(piece) for piece in pieces), initial=0)
+        return [range(sum(start < len(text) for start in islice(starts, len(pieces))))]
+
+    def _is_text(self, token_id: int) -> bool:
+        return self.vocabulary.is_text(token_id)
 
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
         """Return 0, because ChatML has no thoughts."""

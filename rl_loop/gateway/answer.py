@@ -1,7 +1,7 @@
 """A sampled turn in the form that clients see: reasoning, text and calls."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from rl_loop.chat.tools import FUNCTIONS, Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.request import MessageDigest, message_digest
+from rl_loop.gateway.stop_text import StopCut, find_stop, shortened
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class ReadTurn:
     """Number of tokens to drop at the end of a truncated turn then, see ``TruncatedTurn``."""
     reasoning_tokens: int = 0
     """Number of sampled tokens in analysis messages, including headers."""
+    kept: int | None = None
+    """Number of tokens up to the end of a stop text. None if the turn has none."""
 
     @cached_property
     def digest(self) -> MessageDigest:
@@ -78,16 +81,24 @@ class ReadTurn:
         return message_digest(self.answer.as_message())
 
 
-def read_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
+def read_turn(
+    codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool], stop: Sequence[str] = ()
+) -> ReadTurn:
     """Parse a sampled turn, and compute all values that take long for long turns.
 
     Args:
         codec: chat format of the policy.
         sampled: the turn.
         tools: functions that the client offered.
+        stop: texts that end the turn.
     """
-    reasoning_tokens = codec.reasoning_tokens(sampled.output_ids)
-    turn = replace(_parsed_turn(codec, sampled, tools), reasoning_tokens=reasoning_tokens)
+    cut = find_stop(codec, sampled.output_ids, stop) if stop else None
+    if cut is None:
+        turn = _parsed_turn(codec, sampled, tools)
+    else:
+        sampled = shortened(sampled, cut.kept)
+        turn = _stopped_turn(codec, sampled.output_ids, cut, tools)
+    turn = replace(turn, reasoning_tokens=codec.reasoning_tokens(sampled.output_ids))
     # Computed here, because a worker may run this function, and pickle passes cached values on.
     _ = turn.digest
     return turn
@@ -105,6 +116,33 @@ def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool
         readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
         return ReadTurn(_answer_of(readable), closing=cut.closing, dropped=cut.dropped)
 
+    return _complete_turn(codec, ids, names)
+
+
+def _stopped_turn(
+    codec: ChatCodec, ids: Sequence[int], cut: StopCut, tools: Sequence[Tool]
+) -> ReadTurn:
+    """Parse a turn that ends with a stop text."""
+    names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
+    # The turn must be valid up to here. Its last text is closed as if it were complete.
+    turn = _complete_turn(codec, [*ids, codec.stop_token_ids[0]], names)
+    if turn.format_error is not None:
+        return replace(turn, kept=cut.kept)
+
+    # The client does not see the stop text, so a continued conversation does not contain it.
+    rest = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
+    closed = codec.parse_truncated_for_client([*ids[: cut.kept - cut.dropped], *rest])
+    texts = (*turn.answer.texts[:-1], cut.text)
+    return ReadTurn(
+        replace(turn.answer, texts=texts),
+        closing=(*rest, *closed.closing),
+        dropped=cut.dropped,
+        kept=cut.kept,
+    )
+
+
+def _complete_turn(codec: ChatCodec, ids: Sequence[int], names: Container[str]) -> ReadTurn:
+    """Parse a turn that the policy ended. ``names`` are the recipients that the client offered."""
     messages = codec.parse_for_client(ids)
     if isinstance(messages, FormatError):
         return ReadTurn(PolicyAnswer(), format_error=messages.kind)

@@ -13,9 +13,9 @@
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
@@ -46,6 +46,19 @@ class StreamOptions(BaseModel):
     """Whether to send token counts in a last chunk without choices."""
 
 
+StopText = Annotated[str, StringConstraints(min_length=1)]
+"""One stop text."""
+MAX_STOPS = 4
+"""Maximum stop texts of a request, as in OpenAI's API."""
+
+
+def _stop_list(stop: Any) -> Any:
+    """Return one stop text as a list. An empty text requests nothing."""
+    if isinstance(stop, str):
+        return [stop] if stop else []
+    return stop
+
+
 class ChatParameters(RequestParameters):
     """Parameters with an effect."""
 
@@ -56,6 +69,9 @@ class ChatParameters(RequestParameters):
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
     stream_options: StreamOptions = StreamOptions()
+    stop: Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_stop_list)] = (
+        Field(default_factory=list)
+    )
 
 
 class ChatCall:
@@ -162,6 +178,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         temperature=parameters.temperature,
         top_p=parameters.top_p,
         seed=parameters.seed,
+        stop=tuple(parameters.stop),
     )
 
 

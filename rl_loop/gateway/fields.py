@@ -157,7 +157,7 @@ CHAT_FIELDS: RequestFields = (
     _ignored("prediction", {"type": "content", "content": "x"}, "a hint for speed"),
     _ignored("store", True, "conversations are kept by key"),
     _ignored("verbosity", "low", "a hint: the policy decides on the length"),
-    _refused("stop", ["x"], "not implemented", [], ""),
+    _works("stop", ["ll", "x"], "up to 4 texts; not in reasoning and calls", wrong=["x"] * 5),
     _refused("logprobs", True, "not implemented", False),
     _refused("top_logprobs", 2, "not implemented", 0),
     _refused("n", 2, "not implemented", 1),

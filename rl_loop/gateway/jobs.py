@@ -159,10 +159,13 @@ class TurnJob:
     finish_reason: FinishReason
     tools: tuple[Tool, ...]
     """Functions that the client offered."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn."""
 
     def run(self, codec: ChatCodec) -> ReadTurn:
         """Return the parsed turn."""
-        return read_turn(codec, GenerateResult(self.ids, [], self.finish_reason), self.tools)
+        sampled = GenerateResult(self.ids, [], self.finish_reason)
+        return read_turn(codec, sampled, self.tools, self.stop)
 
 
 class RequestWorkers:

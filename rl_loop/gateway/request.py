@@ -50,6 +50,8 @@ class TurnRequest:
     top_p: float | None = None
     seed: int | None = None
     """Seed of sampling, in addition to session and turn."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn, see ``rl_loop.gateway.stop_text``."""
     is_stored: bool = True
     """Whether later requests may refer to the response."""
 
@@ -86,6 +88,7 @@ class TurnRequest:
             self.temperature,
             self.top_p,
             self.seed,
+            self.stop,
         ]
         return _digest(content)
 

@@ -23,6 +23,7 @@ from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
 from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
+from rl_loop.gateway.stop_text import shortened
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.episode import (
     Ending,
@@ -32,6 +33,7 @@ from rl_loop.rollout.episode import (
     EpisodeOver,
     LimitReached,
     MalformedTurn,
+    SampledTurn,
 )
 from rl_loop.rollout.turn_sampler import ABORT_SECONDS
 from rl_loop.threads import run_in_thread
@@ -234,6 +236,9 @@ class ConversationSession:
             routes_start=prompt.routes_start,
         )
         turn = await self._read_turn(sampled.result, request)
+        if turn.kept is not None:
+            # No limit ended the turn, because the stop text came before.
+            sampled = SampledTurn(shortened(sampled.result, turn.kept), None)
         node = new_node(request, response_id, position, prompt, sampled, turn)
         # Counted even if the turn is not added, because its tokens were sampled.
         self.episode.keep(sampled.result)
@@ -252,13 +257,13 @@ class ConversationSession:
     async def _read_turn(self, sampled: GenerateResult, request: TurnRequest) -> ReadTurn:
         """Parse a sampled turn. A long turn is parsed in another process."""
         if len(sampled.output_ids) <= SHORT_TOKENS:
-            return read_turn(self._codec, sampled, request.tools)
+            return read_turn(self._codec, sampled, request.tools, request.stop)
         try:
-            job = TurnJob(sampled.output_ids, sampled.finish_reason, request.tools)
+            job = TurnJob(sampled.output_ids, sampled.finish_reason, request.tools, request.stop)
             return await self.run(job)
         except ApiError:
             # The client did not cause the error, and must get its turn.
-            return await run_in_thread(read_turn, self._codec, sampled, request.tools)
+            return await run_in_thread(read_turn, self._codec, sampled, request.tools, request.stop)
 
     def _sampling(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling parameters of a turn."""

@@ -415,6 +415,10 @@ class Harmony:
         """Leave out the analysis that led to earlier answers: see ``MessageFinder``."""
         return self._history.without_finished_analysis(ids)
 
+    def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
+        """Return the positions of the texts for the client: see ``MessageFinder``."""
+        return self._history.answer_ranges(sampled)
+
     def reasoning_tokens(self, sampled: Sequence[int]) -> int:
         """Return the number of analysis tokens in a sampled turn, including headers."""
         return self._history.reasoning_tokens(sampled)

@@ -2,7 +2,13 @@
 
 from collections.abc import Sequence
 
-from rl_loop.harmony.messages import MESSAGE_ENDS, MessageSpan, read_header, split_messages
+from rl_loop.harmony.messages import (
+    MESSAGE_ENDS,
+    MessageHeader,
+    MessageSpan,
+    read_header,
+    split_messages,
+)
 from rl_loop.harmony.vocabulary import Vocabulary, special_id
 
 
@@ -57,11 +63,25 @@ class MessageFinder:
             if self._channel_of(sampled, span) == "analysis"
         )
 
+    def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
+        """Return the positions of the texts on commentary and final that are not calls."""
+        ranges = []
+        for span in self.spans(sampled):
+            header = self._header_of(sampled, span)
+            if span.body is None or header.recipient is not None:
+                continue
+            if header.channel in ("commentary", "final"):
+                ranges.append(range(span.body, span.body_end))
+        return ranges
+
     def _channel_of(self, ids: Sequence[int], span: MessageSpan) -> str | None:
         """Return the channel of a message. None for users' messages and truncated headers."""
+        return self._header_of(ids, span).channel
+
+    def _header_of(self, ids: Sequence[int], span: MessageSpan) -> MessageHeader:
         # A text begins behind <|message|>, which is not a part of the header.
         header_end = span.body_end if span.body is None else span.body - 1
-        return read_header(self._vocabulary.decode(ids[span.header : header_end])).channel
+        return read_header(self._vocabulary.decode(ids[span.header : header_end]))
 
     def _special(self, token: str) -> int:
         [token_id] = self._vocabulary.from_harmony([special_id(token)])

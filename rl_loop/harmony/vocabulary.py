@@ -8,14 +8,14 @@ always encoded as text and cannot become a special token.
 from binascii import a2b_base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from openai_harmony import HarmonyEncoding, HarmonyEncodingName, load_harmony_encoding
 
 from rl_loop.chat.codec import without_surrogates
-from rl_loop.chat.text_encoding import check_encodes_text
+from rl_loop.chat.text_encoding import BYTES, byte_characters, check_encodes_text
 from rl_loop.chat.tokenizer_vocabulary import TokenizerVocabulary
 from rl_loop.harmony.bounded_encoding import O200K_PATTERN, encode_bounded
 from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
@@ -40,8 +40,6 @@ FIRST_SPECIAL_ID = 199_998
 """First Harmony id of special tokens, including reserved ones."""
 FIRST_RESERVED_ID = 200_013
 """First Harmony id of reserved special tokens, which have no meaning."""
-BYTES = 256
-"""Number of single-byte tokens, which come first in o200k."""
 
 
 @cache
@@ -90,6 +88,11 @@ class GptOssVocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode, with special tokens as names. Bytes that are not UTF-8 become U+FFFD."""
         return harmony_encoding().decode(list(ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id, possibly a part of a character."""
+        text = harmony_encoding().decode([token_id], errors="surrogateescape")
+        return text.encode(errors="surrogateescape")
 
     def from_harmony(self, ids: Sequence[int]) -> list[int]:
         """Convert Harmony ids to the model's ids."""
@@ -167,6 +170,11 @@ class TinyVocabulary:
             else:
                 text += self._names[piece]
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id, possibly a part of a character."""
+        [piece] = self._pieces([token_id])
+        return piece if isinstance(piece, bytes) else self._names[piece].encode()
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[bytes | int]:
         """Split ids into runs of ordinary tokens, as bytes, and special or unused ids."""
@@ -351,20 +359,6 @@ def byte_pair_tokenizer(tokens: Sequence[bytes]) -> "Tokenizer":
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def byte_characters() -> list[str]:
-    """Return the 256 characters that byte-level BPE (GPT-2) uses for bytes.
-
-    transformers has the same table, but importing it takes a second.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
-    printable |= set(range(ord("®"), ord("ÿ") + 1))
-
-    # A printable byte is its own character. The others get characters after the last byte, in
-    # order.
-    substitutes = count(BYTES)
-    return [chr(byte if byte in printable else next(substitutes)) for byte in range(BYTES)]
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes) -> tuple[bytes, bytes]:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_loop.chat.text_encoding import byte_characters
 from rl_loop.chat.tokenizer_vocabulary import TokenizerError
 from rl_loop.chatml.vocabulary import END_OF_TEXT, ChatMlVocabulary, tiny_vocabulary
 from rl_loop.environments import arithmetic
-from rl_loop.harmony.vocabulary import byte_characters
 
 WORDS = arithmetic.vocabulary_text()
 SIZE = 1200

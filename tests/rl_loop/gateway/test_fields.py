@@ -253,6 +253,10 @@ def stream_has_usage(outcome: Outcome) -> None:
     assert outcome.answer[-1].usage.prompt_tokens == len(outcome.after.input_ids)
 
 
+def ends_at_the_stop_text(outcome: Outcome) -> None:
+    assert text_of(outcome.answer) == "He"
+
+
 def is_not_stored(outcome: Outcome) -> None:
     assert (outcome.plain.store, outcome.answer.store) == (True, False)
 
@@ -278,6 +282,7 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "max_completion_tokens": samples_one_token,
         "max_tokens": samples_one_token,
         "reasoning_effort": other_prompt,
+        "stop": ends_at_the_stop_text,
         "stream_options": same_prompt,
         "stream_options.include_usage": stream_has_usage,
     },

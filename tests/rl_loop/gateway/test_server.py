@@ -133,7 +133,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 
 REFUSED = [
     ("chat/completions", chat(n=2), "n"),
-    ("chat/completions", chat(stop=["x"]), "stop"),
+    ("chat/completions", chat(stop=["x"] * 5), "stop"),
     ("chat/completions", chat(logprobs=True), "logprobs"),
     ("chat/completions", chat(response_format={"type": "json_object"}), "response_format"),
     ("chat/completions", chat(tool_choice="required"), "tool_choice"),

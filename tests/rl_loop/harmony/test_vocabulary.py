@@ -9,13 +9,13 @@ import regex
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from rl_loop.chat.text_encoding import byte_characters
 from rl_loop.environments import arithmetic
 from rl_loop.harmony.vocabulary import (
     O200K_PATTERN,
     SPECIAL_TOKENS,
     GptOssVocabulary,
     TinyVocabulary,
-    byte_characters,
     harmony_encoding,
     make_vocabulary,
     special_id,

@@ -1,0 +1,74 @@
+"""Ends a sampled turn at a stop text, as if the policy had stopped sampling there.
+
+The engine samples the whole turn. The tokens after the stop text are dropped before the turn is
+recorded, so they are neither returned nor counted nor trained on. The remaining tokens are samples
+of the policy with unchanged log-probs: the end depends only on tokens before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from rl_loop.chat.codec import ChatCodec
+from rl_loop.data.trajectory import WeightVersionSpan
+from rl_loop.engines.protocol import GenerateResult
+
+
+@dataclass(frozen=True)
+class StopCut:
+    """Position of a stop text in a sampled turn."""
+
+    kept: int
+    """Number of tokens of the turn up to the end of the stop text."""
+    dropped: int
+    """Number of the kept tokens that contain bytes of the stop text."""
+    text: str
+    """Text of the last message before the stop text."""
+    rest: str
+    """End of ``text`` that is in the first dropped token."""
+
+
+def find_stop(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str]) -> StopCut | None:
+    """Return the first end of a stop text in the texts for the client. None if there is none.
+
+    Args:
+        codec: chat format of the policy.
+        ids: sampled turn.
+        stop: stop texts. If two end at the same byte, the longer one counts.
+    """
+    searched = [text.encode(errors="replace") for text in stop]
+    for places in codec.answer_ranges(ids):
+        pieces = [codec.vocabulary.token_bytes(ids[place]) for place in places]
+        data = b"".join(pieces)
+        found = [(begin + len(text), begin) for text in searched if (begin := data.find(text)) >= 0]
+        if not found:
+            continue
+        end, begin = min(found)
+        ends = list(accumulate(map(len, pieces)))
+        first = sum(token_end <= begin for token_end in ends)
+        last = sum(token_end < end for token_end in ends)
+        return StopCut(
+            kept=places.start + last + 1,
+            dropped=last - first + 1,
+            text=data[:begin].decode(errors="replace"),
+            rest=data[ends[first] - len(pieces[first]) : begin].decode(errors="replace"),
+        )
+    return None
+
+
+def shortened(result: GenerateResult, kept: int) -> GenerateResult:
+    """Return the first tokens of a result, with their log-probs, versions and experts."""
+    routes = result.routed_experts
+    if routes is not None:
+        routes = routes[: len(routes) - (len(result.output_ids) - kept)]
+    return replace(
+        result,
+        output_ids=result.output_ids[:kept],
+        output_log_probs=result.output_log_probs[:kept],
+        weight_versions=[
+            WeightVersionSpan(span.start, min(span.end, kept), span.version)
+            for span in result.weight_versions
+            if span.start < kept
+        ],
+        routed_experts=routes,
+    )
