@@ -74,6 +74,8 @@ class ReadTurn:
     """Number of sampled tokens in analysis messages, including headers."""
     kept: int | None = None
     """Number of tokens up to the end of a stop text. None if the turn has none."""
+    stop_tokens: int = 0
+    """Number of tokens at the end of these that begin within the stop text."""
 
     @cached_property
     def digest(self) -> MessageDigest:
@@ -138,6 +140,8 @@ def _stopped_turn(
         closing=(*rest, *closed.closing),
         dropped=cut.dropped,
         kept=cut.kept,
+        # The first dropped token may begin with text of the answer.
+        stop_tokens=cut.dropped - bool(cut.rest),
     )
 
 

@@ -66,6 +66,7 @@ class ChatParameters(RequestParameters):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = None
     reasoning_effort: Any = None
+    logprobs: bool = False
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
     stream_options: StreamOptions = StreamOptions()
@@ -109,7 +110,7 @@ class ChatCall:
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": None,
+            "logprobs": self._log_probs(node),
             "finish_reason": _finish_reason(node),
         }
         body = self._frame(node, "chat.completion")
@@ -128,12 +129,22 @@ class ChatCall:
 
         frame = self._frame(node, "chat.completion.chunk")
         for delta in deltas:
-            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+            # The first chunk has an empty content.
+            log_probs = self._log_probs(node) if delta.get("content") else None
+            choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": None}
             yield frame | {"choices": [choice]}
         last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(node)}
         yield frame | {"choices": [last]}
         if self._include_usage:
             yield frame | {"choices": [], "usage": _usage(usage)}
+
+    def _log_probs(self, node: TurnNode) -> dict[str, Any] | None:
+        """Return the log-probs of the content's tokens. None if not requested."""
+        if not self.request.log_probs:
+            return None
+        texts = len(node.answer.texts)
+        tokens = [token.to_json() for text in node.log_probs[:texts] for token in text]
+        return {"content": tokens, "refusal": None}
 
     def to_json(self, value: dict[str, Any]) -> bytes:
         """Return an answer or a chunk as JSON."""
@@ -179,6 +190,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         top_p=parameters.top_p,
         seed=parameters.seed,
         stop=tuple(parameters.stop),
+        log_probs=parameters.logprobs,
     )
 
 

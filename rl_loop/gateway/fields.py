@@ -90,6 +90,7 @@ _OTHER_MEANING = "a label for OpenAI's dashboards"
 _CACHE = "the prefix cache is automatic"
 _TRAINING = "ignored in training, which samples at the run's value"
 _PARALLEL = "a hint: the policy decides on the number of calls"
+_SAMPLED_ONLY = "engines return the log-probs of sampled tokens only"
 _FIXED_MODEL = "there is one policy"
 
 
@@ -158,8 +159,8 @@ CHAT_FIELDS: RequestFields = (
     _ignored("store", True, "conversations are kept by key"),
     _ignored("verbosity", "low", "a hint: the policy decides on the length"),
     _works("stop", ["ll", "x"], "up to 4 texts; not in reasoning and calls", wrong=["x"] * 5),
-    _refused("logprobs", True, "not implemented", False),
-    _refused("top_logprobs", 2, "not implemented", 0),
+    _works("logprobs", True, "of the content, at the sampling temperature", wrong="x"),
+    _refused("top_logprobs", 2, _SAMPLED_ONLY, 0),
     _refused("n", 2, "not implemented", 1),
     _refused("response_format", {"type": "json_object"}, _NO_GRAMMAR, {"type": "text"}),
     _refused(
@@ -211,9 +212,9 @@ RESPONSES_FIELDS: RequestFields = (
     _refused("text.format", {"type": "json_object"}, _NO_GRAMMAR, {"type": "text"}),
     _refused("text.format", {"type": "json_schema", "name": "x", "schema": _SCHEMA}, _NO_GRAMMAR),
     _ignored("text.verbosity", "low", "a hint: the policy decides on the length"),
-    _ignored("include", ["reasoning.encrypted_content"], "reasoning is returned as text"),
+    _works("include", ["message.output_text.logprobs"], "other entries are ignored", wrong="x"),
     _ignored("stream_options", {"include_obfuscation": True}, "streams have no padding"),
-    _refused("top_logprobs", 2, "not implemented", 0),
+    _refused("top_logprobs", 2, _SAMPLED_ONLY, 0),
     _refused("truncation", "auto", "nothing is dropped silently", "disabled"),
     _refused("background", True, "not implemented", False),
     _refused("background_options", {}, "not implemented"),

@@ -10,10 +10,13 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.gateway.answer import PolicyAnswer, ReadTurn
 from rl_loop.gateway.request import MessageDigest, TurnRequest, extended_key, text_size
+from rl_loop.gateway.token_log_probs import TextLogProbs
 from rl_loop.rollout.episode import SampledTurn
 
 TOKEN_BYTES = 48
 """Memory of one token: its id as an object of Python, and perhaps a log-prob."""
+LOG_PROB_BYTES = 128
+"""Memory of a token's text and log-prob for the client."""
 CHARACTER_BYTES = 2
 """Memory of one character: 1 to 4 bytes."""
 
@@ -56,6 +59,8 @@ class TurnNode:
     """Number of tokens at the end of the turn that are left out when the conversation continues."""
     fingerprint: bytes
     """Fingerprint of the request."""
+    log_probs: tuple[TextLogProbs, ...] = ()
+    """Tokens of each text of ``answer``. Empty if not requested."""
     text_characters: int = 0
     """Characters of ``messages``."""
     is_stored: bool = True
@@ -79,7 +84,10 @@ class TurnNode:
     def memory_bytes(self) -> int:
         """Estimate of the memory that this turn keeps, without the turns before it."""
         tokens = len(self.new_ids) + len(self.sampled.output_ids)
-        return TOKEN_BYTES * tokens + CHARACTER_BYTES * self.text_characters
+        listed = sum(map(len, self.log_probs))
+        return (
+            TOKEN_BYTES * tokens + LOG_PROB_BYTES * listed + CHARACTER_BYTES * self.text_characters
+        )
 
     @property
     def was_truncated(self) -> bool:

@@ -52,6 +52,8 @@ class TurnRequest:
     """Seed of sampling, in addition to session and turn."""
     stop: tuple[str, ...] = ()
     """Texts that end the turn, see ``rl_loop.gateway.stop_text``."""
+    log_probs: bool = False
+    """Whether to return the log-probs of the answer's tokens."""
     is_stored: bool = True
     """Whether later requests may refer to the response."""
 
@@ -89,6 +91,7 @@ class TurnRequest:
             self.top_p,
             self.seed,
             self.stop,
+            self.log_probs,
         ]
         return _digest(content)
 

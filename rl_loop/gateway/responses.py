@@ -32,7 +32,11 @@ from rl_loop.gateway.request import TurnRequest
 
 ID_PREFIX = "resp_"
 
+INCLUDED_LOG_PROBS = "message.output_text.logprobs"
+"""Entry of ``include`` that asks for log-probs. Other entries ask for nothing that exists here."""
+
 NOT_REPEATED = {
+    "include",
     "input",
     "reasoning",
     "seed",
@@ -60,6 +64,7 @@ class ResponsesParameters(RequestParameters):
     reasoning: ReasoningParameters = ReasoningParameters()
     max_output_tokens: int | None = Field(None, gt=0)
     text: dict[str, Any] = Field(default_factory=dict)
+    include: list[str] = Field(default_factory=list)
     store: bool = True
 
 
@@ -172,6 +177,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         temperature=parameters.temperature,
         top_p=parameters.top_p,
         seed=parameters.seed,
+        log_probs=INCLUDED_LOG_PROBS in parameters.include,
         is_stored=parameters.store,
     )
 
@@ -264,7 +270,9 @@ def _items(node: TurnNode, status: str) -> list[dict[str, Any]]:
         )
 
     for number, text in enumerate(answer.texts):
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        tokens = node.log_probs[number] if node.log_probs else ()
+        log_probs = [token.to_json() for token in tokens]
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
         items.append(
             {
                 "type": "message",
@@ -320,9 +328,13 @@ def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[s
     text = part["text"]
     kind = f"response.{part['type']}"
     # Only message texts have log-probs, reasoning has none.
-    extra: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
+    extra: dict[str, Any] = {}
+    empty: dict[str, Any] = {"text": ""}
+    if "logprobs" in part:
+        extra = {"logprobs": part["logprobs"]}
+        empty["logprobs"] = []
 
-    yield place | {"type": "response.content_part.added", "part": part | {"text": ""}}
+    yield place | {"type": "response.content_part.added", "part": part | empty}
     yield place | extra | {"type": f"{kind}.delta", "delta": text}
     yield place | extra | {"type": f"{kind}.done", "text": text}
     yield place | {"type": "response.content_part.done", "part": part}

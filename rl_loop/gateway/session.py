@@ -24,6 +24,7 @@ from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.gateway.stop_text import shortened
+from rl_loop.gateway.token_log_probs import text_log_probs
 from rl_loop.infrastructure import InfrastructureFailure
 from rl_loop.rollout.episode import (
     Ending,
@@ -240,6 +241,8 @@ class ConversationSession:
             # No limit ended the turn, because the stop text came before.
             sampled = SampledTurn(shortened(sampled.result, turn.kept), None)
         node = new_node(request, response_id, position, prompt, sampled, turn)
+        if request.log_probs and turn.format_error is None:
+            node.log_probs = text_log_probs(self._codec, sampled.result, turn.stop_tokens)
         # Counted even if the turn is not added, because its tokens were sampled.
         self.episode.keep(sampled.result)
         # A concurrent turn may have ended the session.

@@ -257,6 +257,10 @@ def ends_at_the_stop_text(outcome: Outcome) -> None:
     assert text_of(outcome.answer) == "He"
 
 
+def has_log_probs(tokens: list[Any]) -> None:
+    assert "".join(token.token for token in tokens) == "Hello"
+
+
 def is_not_stored(outcome: Outcome) -> None:
     assert (outcome.plain.store, outcome.answer.store) == (True, False)
 
@@ -283,6 +287,7 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "max_tokens": samples_one_token,
         "reasoning_effort": other_prompt,
         "stop": ends_at_the_stop_text,
+        "logprobs": lambda outcome: has_log_probs(outcome.answer.choices[0].logprobs.content),
         "stream_options": same_prompt,
         "stream_options.include_usage": stream_has_usage,
     },
@@ -293,6 +298,7 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "previous_response_id": continues_the_response,
         "store": is_not_stored,
         "max_output_tokens": samples_one_token,
+        "include": lambda outcome: has_log_probs(outcome.answer.output[-1].content[0].logprobs),
         "reasoning": same_prompt,
         "reasoning.effort": other_prompt,
         "text": same_prompt,
