@@ -12,7 +12,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
@@ -48,6 +48,8 @@ class StreamOptions(BaseModel):
 
 StopText = Annotated[str, StringConstraints(min_length=1)]
 """One stop text."""
+MAX_CHOICES = 128
+"""Maximum choices of a request, as in OpenAI's API."""
 MAX_STOPS = 4
 """Maximum stop texts of a request, as in OpenAI's API."""
 
@@ -67,6 +69,7 @@ class ChatParameters(RequestParameters):
     tool_choice: Any = None
     reasoning_effort: Any = None
     logprobs: bool = False
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
     stream_options: StreamOptions = StreamOptions()
@@ -95,46 +98,39 @@ class ChatCall:
         parameters = validated(ChatParameters, checked_parameters(body, CHAT_FIELDS))
         self.stream = parameters.stream
         self.request = _turn_request(parameters)
+        self.choices = parameters.n
         self._model = model
         # Streams have usage only on request, in a last chunk without choices (``stream_options``).
         self._include_usage = parameters.stream_options.include_usage
 
-    def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]:
+    def answer(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> dict[str, Any]:
         """Return the body of a plain answer."""
-        message: dict[str, Any] = {"role": "assistant", "content": _content(node), "refusal": None}
-        if node.answer.reasoning:
-            message["reasoning"] = node.answer.reasoning
-        if node.answer.calls:
-            message["tool_calls"] = [_tool_call(call) for call in node.answer.calls]
+        choices = [
+            {
+                "index": index,
+                "message": _message_of(node),
+                "logprobs": self._log_probs(node),
+                "finish_reason": _finish_reason(node),
+            }
+            for index, node in enumerate(nodes)
+        ]
+        body = self._frame(nodes[0], "chat.completion")
+        return body | {"choices": choices, "usage": _usage(usage)}
 
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": self._log_probs(node),
-            "finish_reason": _finish_reason(node),
-        }
-        body = self._frame(node, "chat.completion")
-        return body | {"choices": [choice], "usage": _usage(usage)}
-
-    def events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]:
+    def events(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer."""
-        # Only the first chunk of a stream has the role. Clients concatenate the other chunks.
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        if node.answer.reasoning:
-            deltas.append({"reasoning": node.answer.reasoning})
-        if node.answer.content:
-            deltas.append({"content": node.answer.content})
-        for index, call in enumerate(node.answer.calls):
-            deltas.append({"tool_calls": [{"index": index, **_tool_call(call)}]})
-
-        frame = self._frame(node, "chat.completion.chunk")
-        for delta in deltas:
-            # The first chunk has an empty content.
-            log_probs = self._log_probs(node) if delta.get("content") else None
-            choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": None}
-            yield frame | {"choices": [choice]}
-        last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(node)}
-        yield frame | {"choices": [last]}
+        frame = self._frame(nodes[0], "chat.completion.chunk")
+        if self._include_usage:
+            # Null in all chunks but the last one, as in OpenAI's streams.
+            frame["usage"] = None
+        for index, node in enumerate(nodes):
+            for delta in _deltas(node):
+                # The first chunk has an empty content.
+                log_probs = self._log_probs(node) if delta.get("content") else None
+                choice = {"index": index, "delta": delta, "logprobs": log_probs}
+                yield frame | {"choices": [choice | {"finish_reason": None}]}
+            last = {"index": index, "delta": {}, "logprobs": None}
+            yield frame | {"choices": [last | {"finish_reason": _finish_reason(node)}]}
         if self._include_usage:
             yield frame | {"choices": [], "usage": _usage(usage)}
 
@@ -256,6 +252,27 @@ def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any
 
 
 # ---- responses
+
+
+def _message_of(node: TurnNode) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": _content(node), "refusal": None}
+    if node.answer.reasoning:
+        message["reasoning"] = node.answer.reasoning
+    if node.answer.calls:
+        message["tool_calls"] = [_tool_call(call) for call in node.answer.calls]
+    return message
+
+
+def _deltas(node: TurnNode) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a message. Clients concatenate them."""
+    # Only the first chunk of a stream has the role.
+    yield {"role": "assistant", "content": ""}
+    if node.answer.reasoning:
+        yield {"reasoning": node.answer.reasoning}
+    if node.answer.content:
+        yield {"content": node.answer.content}
+    for index, call in enumerate(node.answer.calls):
+        yield {"tool_calls": [{"index": index, **_tool_call(call)}]}
 
 
 def _content(node: TurnNode) -> str | None:

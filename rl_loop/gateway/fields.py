@@ -161,7 +161,7 @@ CHAT_FIELDS: RequestFields = (
     _works("stop", ["ll", "x"], "up to 4 texts; not in reasoning and calls", wrong=["x"] * 5),
     _works("logprobs", True, "of the content, at the sampling temperature", wrong="x"),
     _refused("top_logprobs", 2, _SAMPLED_ONLY, 0),
-    _refused("n", 2, "not implemented", 1),
+    _works("n", 2, "each choice is a turn, and in training a branch", wrong=129),
     _refused("response_format", {"type": "json_object"}, _NO_GRAMMAR, {"type": "text"}),
     _refused(
         "response_format",

@@ -1,5 +1,6 @@
 """One sampled turn of a session, and its prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,6 +125,18 @@ class TokenUsage:
     sampled_tokens: int
     reasoning_tokens: int
     """Number of sampled tokens in analysis messages."""
+
+
+def total_usage(nodes: Sequence[TurnNode]) -> TokenUsage:
+    """Return the token counts of turns with one prompt. The prompt counts once."""
+    usages = [node.usage for node in nodes]
+    return TokenUsage(
+        prompt_tokens=usages[0].prompt_tokens,
+        # The first turn to be sampled computes the tokens that the others find in the cache.
+        cached_tokens=min(usage.cached_tokens for usage in usages),
+        sampled_tokens=sum(usage.sampled_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+    )
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ Messages are dictionaries as ``rl_loop.harmony.conversation`` describes them.
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from rl_loop.chat.codec import Effort
 from rl_loop.chat.json_values import canonical_json, canonical_value
@@ -56,6 +57,17 @@ class TurnRequest:
     """Whether to return the log-probs of the answer's tokens."""
     is_stored: bool = True
     """Whether later requests may refer to the response."""
+
+    def choice(self, number: int) -> Self:
+        """Return the request for one of several choices. Their fingerprints differ."""
+        if number == 0:
+            return self
+        # A copy keeps the cached values, which take long for long requests.
+        other = copy(self)
+        fingerprint = hashlib.blake2b(self.fingerprint, digest_size=DIGEST_BYTES)
+        fingerprint.update(number.to_bytes(4))
+        other.__dict__["fingerprint"] = fingerprint.digest()
+        return other
 
     def prepare(self) -> None:
         """Compute all values that take long for long requests. They are pickled, too.

@@ -7,7 +7,7 @@ and function calls. A client either repeats all items, or names the previous res
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -72,6 +72,8 @@ class ResponsesCall:
     """One request of the dialect."""
 
     id_prefix = ID_PREFIX
+    choices = 1
+    """The API has one response for a request."""
     ends_with_done = False
     """A stream ends with ``response.completed`` or ``response.incomplete``."""
 
@@ -97,8 +99,9 @@ class ResponsesCall:
         self._mark = secrets.token_hex(16)
         """Key that an answer's JSON replaces by the repeated parameters."""
 
-    def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]:
+    def answer(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> dict[str, Any]:
         """Return the body of a plain answer."""
+        [node] = nodes
         is_complete = node.finish_reason is FinishReason.STOP
         status = "completed" if is_complete else "incomplete"
         # The policy either ends its turn or reaches a limit. The API reports a token limit this
@@ -110,8 +113,9 @@ class ResponsesCall:
             "usage": _usage(usage),
         }
 
-    def events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]:
+    def events(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> Iterator[dict[str, Any]]:
         """Yield the events of a streamed answer."""
+        [node] = nodes
         for number, event in enumerate(self._events(node, usage)):
             yield event | {"sequence_number": number}
 
@@ -121,7 +125,7 @@ class ResponsesCall:
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
 
-        answer = self.answer(node, usage)
+        answer = self.answer([node], usage)
         # The last event repeats all items, because clients may read only that event.
         for index, item in enumerate(answer["output"]):
             yield from _item_events(item, index)

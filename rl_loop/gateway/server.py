@@ -6,7 +6,8 @@ The server runs on the event loop of its caller, next to the engine.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.connections import OpenConnections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.jobs import ReadJob, RequestWorkers
-from rl_loop.gateway.node import TokenUsage, TurnNode
+from rl_loop.gateway.node import TokenUsage, TurnNode, total_usage
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
@@ -56,10 +57,12 @@ class DialectCall(Protocol):
     ends_with_done: bool
     stream: bool
     request: TurnRequest
+    choices: int
+    """Number of turns to sample."""
 
-    def answer(self, node: TurnNode, usage: TokenUsage) -> dict[str, Any]: ...
+    def answer(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> dict[str, Any]: ...
 
-    def events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]: ...
+    def events(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> Iterator[dict[str, Any]]: ...
 
     def to_json(self, value: dict[str, Any]) -> bytes:
         """Return an answer or an event as JSON."""
@@ -150,9 +153,7 @@ class Gateway:
             request[SESSION] = session
             session.in_flight += 1
             self._connections.begin_request(request.protocol)
-        if session.in_flight > MAX_IN_FLIGHT:
-            message = f"this key has more than {MAX_IN_FLIGHT} requests in flight"
-            raise ApiError(429, "too_many_requests", message)
+        _check_in_flight(session)
         return session
 
     # ---- the server
@@ -239,7 +240,7 @@ class Gateway:
     async def _respond(
         self, request: web.Request, kind: Callable[[Any, str], DialectCall]
     ) -> web.StreamResponse:
-        """Sample a turn and send it.
+        """Sample the turns of a request and send them.
 
         A stream begins when the turn is complete. Therefore earlier failures are errors with a
         status, and clients do not notice a weight sync during the turn.
@@ -254,17 +255,22 @@ class Gateway:
         response_id = f"{call.id_prefix}{secrets.token_hex(16)}"
         # OpenAI's clients count their attempts from 0.
         is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-        node = await session.respond(call.request, response_id, is_retry=is_retry)
+        with _counted_choices(session, call.choices):
+            nodes = await session.respond_choices(
+                call.request, response_id, call.choices, is_retry=is_retry
+            )
 
         send = _send_events if call.stream else _send_whole
         try:
-            response = await send(request, call, node)
-            node.delivered = True
+            response = await send(request, call, nodes)
+            for node in nodes:
+                node.delivered = True
             return response
         finally:
             # The connection was lost. A repeated request gets this answer.
-            if node.delivered is None:
-                node.delivered = False
+            for node in nodes:
+                if node.delivered is None:
+                    node.delivered = False
 
     async def _read_call(
         self,
@@ -310,6 +316,24 @@ class Gateway:
         return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-gptoss"}
 
 
+def _check_in_flight(session: ConversationSession) -> None:
+    """Raise ApiError if a key has too many requests in flight."""
+    if session.in_flight > MAX_IN_FLIGHT:
+        message = f"this key has more than {MAX_IN_FLIGHT} requests in flight"
+        raise ApiError(429, "too_many_requests", message)
+
+
+@contextmanager
+def _counted_choices(session: ConversationSession, choices: int) -> Iterator[None]:
+    """Count each further choice of a request as a request in flight. Raises ApiError."""
+    session.in_flight += choices - 1
+    try:
+        _check_in_flight(session)
+        yield
+    finally:
+        session.in_flight -= choices - 1
+
+
 def _count_body(request: web.Request, session: ConversationSession, size: int) -> None:
     """Count bytes of a body that have arrived. Raises ApiError if the key has too many."""
     request[BODY_BYTES] = request.get(BODY_BYTES, 0) + size
@@ -333,10 +357,10 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 
 
 async def _send_whole(
-    request: web.Request, call: DialectCall, node: TurnNode
+    request: web.Request, call: DialectCall, nodes: Sequence[TurnNode]
 ) -> web.StreamResponse:
-    """Send a turn as one JSON object."""
-    body = call.to_json(call.answer(node, node.usage))
+    """Send turns as one JSON object."""
+    body = call.to_json(call.answer(nodes, total_usage(nodes)))
     response = web.Response(body=body, content_type="application/json", charset="utf-8")
     # Sent here, not by aiohttp after the handler, so that the caller notices a lost connection.
     await response.prepare(request)
@@ -345,9 +369,9 @@ async def _send_whole(
 
 
 async def _send_events(
-    request: web.Request, call: DialectCall, node: TurnNode
+    request: web.Request, call: DialectCall, nodes: Sequence[TurnNode]
 ) -> web.StreamResponse:
-    """Send a turn as server-sent events."""
+    """Send turns as server-sent events."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
@@ -355,7 +379,7 @@ async def _send_events(
 
     lines: list[bytes] = []
     size = 0
-    for event in call.events(node, node.usage):
+    for event in call.events(nodes, total_usage(nodes)):
         # Events of Responses have a type, chunks of chat completions do not.
         if "type" in event:
             lines.append(f"event: {event['type']}\n".encode())

@@ -5,6 +5,7 @@ reason that can be rewarded. Infrastructure failures end it as invalid. In both 
 reads an error, after this request and after every later one.
 """
 
+import asyncio
 import secrets
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,6 +166,38 @@ class ConversationSession:
         except TurnsClosedError:
             assert self.end is not None
             raise _error_of(self.end) from None
+
+    async def respond_choices(
+        self, request: TurnRequest, response_id: str, count: int, *, is_retry: bool = False
+    ) -> list[TurnNode]:
+        """Return ``count`` turns for one request. Each is a separate sample and a separate branch.
+
+        If one of them fails, the others stop.
+
+        Args:
+            request: the conversation.
+            response_id: name of the first turn. The others append their number.
+            count: number of turns.
+            is_retry: whether the client marks the request as a retry.
+
+        Raises:
+            ApiError: one of the turns failed.
+        """
+        tasks = []
+        for number in range(count):
+            name = f"{response_id}-{number}" if number else response_id
+            turn = self.respond(request.choice(number), name, is_retry=is_retry)
+            tasks.append(asyncio.ensure_future(turn))
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for node in await asyncio.gather(*tasks, return_exceptions=True):
+                # A repeated request gets the turns that were complete.
+                if isinstance(node, TurnNode) and node.delivered is None:
+                    node.delivered = False
+            raise
 
     def add_reward(self, reward: SubmittedReward) -> None:
         """Add a reward for the session or for a response. A repeat counts once. Raises ApiError."""

@@ -261,6 +261,11 @@ def has_log_probs(tokens: list[Any]) -> None:
     assert "".join(token.token for token in tokens) == "Hello"
 
 
+def has_two_choices(outcome: Outcome) -> None:
+    assert [choice.index for choice in outcome.answer.choices] == [0, 1]
+    assert len(outcome.requests) == 2
+
+
 def is_not_stored(outcome: Outcome) -> None:
     assert (outcome.plain.store, outcome.answer.store) == (True, False)
 
@@ -288,6 +293,7 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "reasoning_effort": other_prompt,
         "stop": ends_at_the_stop_text,
         "logprobs": lambda outcome: has_log_probs(outcome.answer.choices[0].logprobs.content),
+        "n": has_two_choices,
         "stream_options": same_prompt,
         "stream_options.include_usage": stream_has_usage,
     },

@@ -132,7 +132,7 @@ FUNCTION = {"name": "add", "parameters": {}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 REFUSED = [
-    ("chat/completions", chat(n=2), "n"),
+    ("chat/completions", chat(n=0), "n"),
     ("chat/completions", chat(stop=["x"] * 5), "stop"),
     ("chat/completions", chat(logprobs=True, top_logprobs=2), "top_logprobs"),
     ("chat/completions", chat(response_format={"type": "json_object"}), "response_format"),
