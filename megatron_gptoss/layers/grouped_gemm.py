@@ -18,7 +18,6 @@ def multiply_by_weights(
     weights: Tensor,
     row_counts: Sequence[int],
     biases: Tensor | None = None,
-    sums: Tensor | None = None,
 ) -> Tensor:
     """Compute x W^T + bias with the weight and bias of each row's expert.
 
@@ -27,16 +26,12 @@ def multiply_by_weights(
         weights: [experts, out, in], of the dtype of x.
         row_counts: rows per expert.
         biases: [experts, out]; None to add nothing.
-        sums: [rows, out] of the dtype of x, contiguous. Added before the result is rounded, and overwritten. None to
-            add nothing.
 
     Returns:
         [rows, out], of the dtype of x.
     """
     if _is_grouped(x):
-        return _transformer_engine(x, weights, row_counts, "TN", biases, sums)
-    if sums is not None:
-        return _add_products(x, weights.mT, row_counts, biases, sums)
+        return _transformer_engine(x, weights, row_counts, "TN", biases)
 
     out = x.new_empty(len(x), weights.shape[1])
     for expert, rows in enumerate(_spans(row_counts)):
@@ -55,7 +50,8 @@ def multiply_by_transposed_weights(
         x: [rows, out], contiguous, sorted by expert.
         weights: [experts, out, in], of the dtype of x.
         row_counts: rows per expert.
-        sums: [rows, in], see ``multiply_by_weights``.
+        sums: [rows, in] of the dtype of x, contiguous. Added before the result is rounded, and overwritten. None to
+            add nothing.
 
     Returns:
         [rows, in], of the dtype of x.
@@ -63,7 +59,7 @@ def multiply_by_transposed_weights(
     if _is_grouped(x):
         return _transformer_engine(x, weights, row_counts, "NN", sums=sums)
     if sums is not None:
-        return _add_products(x, weights, row_counts, None, sums)
+        return _add_products(x, weights, row_counts, sums)
     return project(x, weights, row_counts)
 
 
@@ -154,25 +150,19 @@ def add_outer_products(
         total += left[rows].t() @ right[rows]
 
 
-def _add_products(
-    x: Tensor, factors: Tensor, row_counts: Sequence[int], biases: Tensor | None, sums: Tensor
-) -> Tensor:
-    """Add x F + bias to ``sums`` in fp32 or wider, and round once. Return ``sums``.
+def _add_products(x: Tensor, factors: Tensor, row_counts: Sequence[int], sums: Tensor) -> Tensor:
+    """Add x F to ``sums`` in fp32 or wider, and round once. Return ``sums``.
 
     Args:
         x: [rows, in], sorted by expert.
         factors: [experts, in, out].
         row_counts: rows per expert.
-        biases: [experts, out]; None to add nothing.
         sums: [rows, out].
     """
     # Products of narrow dtypes on a CPU are rounded before a sum, so the operands are converted.
     wide = torch.promote_types(x.dtype, torch.float32)
     for expert, rows in enumerate(_spans(row_counts)):
-        total = torch.addmm(sums[rows].to(wide), x[rows].to(wide), factors[expert].to(wide))
-        if biases is not None:
-            total += biases[expert]
-        sums[rows] = total
+        sums[rows] = torch.addmm(sums[rows].to(wide), x[rows].to(wide), factors[expert].to(wide))
     return sums
 
 
@@ -197,10 +187,12 @@ def _transformer_engine(
         row_counts: rows per expert.
         layout: "TN" or "NN".
         biases: [experts, out]; None to add nothing.
-        sums: [rows, out] or [rows, in]. Receives the result, which includes its values; None to allocate it.
+        sums: [rows, out] or [rows, in]. Receives the result, which includes its values; None to allocate it. Not with
+            ``biases``: cuBLAS does not say where it rounds if it adds both.
     """
     from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
+    assert biases is None or sums is None
     # The letters are those of cuBLAS: column-major, weight first.
     columns = weights.shape[1] if layout == "TN" else weights.shape[2]
     out = x.new_empty(len(x), columns) if sums is None else sums

@@ -3,9 +3,12 @@
     y = x W^T + (s x A^T) B^T
 
 Merging rounds W + s B A to bf16, which loses most of an update that is small relative to W. Here W keeps its bits, and
-servers with MXFP4 experts can hold it packed. Trainer and servers round the same values: s x A^T, the update
-(s x A^T) B^T, and the sum of both products. Their outputs therefore differ only if sums in another order round
+servers with MXFP4 experts can hold it packed. Trainer and servers round the same values: s x A^T, and the sum of both
+products and the bias. In exact sums their outputs would be equal. They differ if sums in another order round
 differently.
+
+The forward pass is one GEMM: B and the bias are further columns of W, and s x A^T and 1 are further columns of x. It
+needs no bias and no accumulation by cuBLAS, which does not say where it rounds if it does both.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +23,9 @@ from megatron_gptoss.layers.grouped_gemm import (
     outer_products,
     project,
 )
+
+ALIGNMENT = 8
+"""Grouped products of bf16 on GPUs need sizes that are a multiple of this."""
 
 
 def unmerged_product(
@@ -55,9 +61,8 @@ def unmerged_product(
         product: Tensor = _BaseProduct.apply(x, read_weights, row_counts, biases)
         return product
 
-    # Grouped products on GPUs need rows whose bytes are a multiple of 16. Padding changes no result, and autograd
-    # removes it from the gradients.
-    missing = -a.shape[1] % 8
+    # Padding changes no result, and autograd removes it from the gradients.
+    missing = -a.shape[1] % ALIGNMENT
     if missing:
         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
         b = torch.nn.functional.pad(b, (0, missing))
@@ -102,10 +107,15 @@ class _UnmergedProduct(torch.autograd.Function):
         ctx.row_counts = row_counts
         ctx.scale = scale
 
-        # The update comes first, and the product with W is accumulated on it. The large sum is then rounded once, as in
-        # servers. If both products are rounded before their sum, 14% to 26% of bf16 outputs differ.
-        update = project(low, b.mT, row_counts)
-        return multiply_by_weights(x, read_weights(), row_counts, biases, sums=update)
+        # A rounded base product or bias would lose every update below half of its last bit.
+        inputs = [x, low]
+        factors = [read_weights(), b]
+        if biases is not None:
+            ones = x.new_zeros(len(x), ALIGNMENT)
+            ones[:, 0] = 1
+            inputs.append(ones)
+            factors.append(torch.nn.functional.pad(biases[:, :, None], (0, ALIGNMENT - 1)))
+        return multiply_by_weights(torch.cat(inputs, 1), torch.cat(factors, 2), row_counts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

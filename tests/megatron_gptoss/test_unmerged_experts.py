@@ -40,12 +40,11 @@ def batches() -> list[PackedBatch]:
 def served(
     x: torch.Tensor, weights: torch.Tensor, a: torch.Tensor, b: torch.Tensor, biases: torch.Tensor
 ) -> torch.Tensor:
-    """Return a server's product: the rounded update is added in the fp32 accumulator, which is rounded once."""
+    """Return a server's product: both products and the bias are summed in fp32, and rounded once."""
     out = []
     for rows, w, a1, b1, bias in zip(x.split(ROW_COUNTS), weights, a, b, biases, strict=True):
         low = (rows.float() @ a1.float().t()).to(x.dtype) * SCALE
-        update = (low.float() @ b1.float().t()).to(x.dtype)
-        sums = rows.float() @ w.float().t() + update.float()
+        sums = rows.float() @ w.float().t() + low.float() @ b1.float().t()
         out.append((sums + bias.float()).to(x.dtype))
     return torch.cat(out)
 

@@ -2,8 +2,8 @@
 
 A server computes x W^T + (s x A^T) B^T. This module computes parts of x A^T in a kernel of its own.
 ``gptoss_small_batch_moe`` sums the parts, multiplies them with B, and starts its fp32 accumulators
-with the result. It rounds s x A^T and the update to bf16 where the trainer does
-(``megatron_gptoss/layers/unmerged.py``), so that both compute the same values.
+with the result. It rounds s x A^T to bf16 where the trainer does
+(``megatron_gptoss/layers/unmerged.py``), and both round the sum of the products and the bias once.
 
 x A^T has only 16 columns. A program per block of tokens would leave most of a GPU idle and would
 wait for every step of 2,880 inputs. Therefore several programs share the inputs of a block.
@@ -212,7 +212,7 @@ def start_sums(
     parts, b, scale, entry, total, first_column, outputs,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the update of a block of outputs, rounded to bf16: fp32 [COLUMNS, entries].
+    """Return the update of a block of outputs: fp32 [COLUMNS, entries].
 
     Args:
         parts: address of fp32 [PARTS, total, RANK].
@@ -237,7 +237,7 @@ def start_sums(
     column = first_column + tl.arange(0, COLUMNS)
     b_at = column[:, None] * FACTORS + rank[None, :]
     factors = tl.load(b + b_at, mask=(column < outputs)[:, None], other=0.0)
-    return to_bf16(tl.dot(factors, low.trans())).to(tl.float32)
+    return tl.dot(factors, low.trans())
 
 
 @triton.jit
