@@ -106,13 +106,18 @@ def _model_weights(inputs: MemoryInputs, stage: int) -> float:
 
 
 def scratch_weight_bytes(inputs: MemoryInputs) -> float:
-    """Return the bytes of the memory for merged or rounded weights, which all layers share.
+    """Return the bytes of the memory for merged, rounded or read weights, which all layers share.
 
     The result is 0 without adapters and quantization.
     """
     if inputs.adapter is None and inputs.quantization is None:
         return 0.0
-    return merged_weight_bytes(inputs.model, inputs.parallel)
+
+    scratch = merged_weight_bytes(inputs.model, inputs.parallel)
+    if inputs.adapter is not None and not inputs.adapter.merge_experts:
+        # Unmerged products copy a matrix to append columns. The largest is 2 of 3 expert matrices of a layer.
+        scratch += 2 / 3 * scratch
+    return scratch
 
 
 def dequantized_bytes(inputs: MemoryInputs) -> float:

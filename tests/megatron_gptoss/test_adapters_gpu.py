@@ -24,7 +24,7 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
-from tests.support.megatron_gptoss.adapted import single_adapters
+from tests.support.megatron_gptoss.adapted import kept_share_of_small_updates, single_adapters
 from tests.support.megatron_gptoss.reference import (
     documents,
     hf_logits,
@@ -232,6 +232,12 @@ def test_unmerged_scores_are_those_of_the_sums_in_fp32(base: dict[str, torch.Ten
     print("errors:", errors)
     assert errors["unmerged"] < 1.2 * errors["merged"]
     assert errors["base"] > 3 * errors["unmerged"]
+
+
+def test_updates_below_the_last_bit_are_kept() -> None:
+    kept = kept_share_of_small_updates("cuda")
+    print(f"kept share of small updates: {kept:.3f}")
+    assert 0.9 < kept < 1.1, kept
 
 
 def test_unmerged_experts_train_like_merged_experts(base: dict[str, torch.Tensor]) -> None:

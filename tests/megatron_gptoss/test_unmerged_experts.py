@@ -17,7 +17,12 @@ from megatron_gptoss.layers.unmerged import unmerged_product
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from tests.support.distributed import free_port
-from tests.support.megatron_gptoss.adapted import ADAPTER, adapted_model, single_adapters
+from tests.support.megatron_gptoss.adapted import (
+    ADAPTER,
+    adapted_model,
+    kept_share_of_small_updates,
+    single_adapters,
+)
 from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
 ROW_COUNTS = [5, 0, 7, 3]
@@ -117,6 +122,12 @@ def test_small_updates_are_kept() -> None:
     base = x.double() @ weights.double().t()
     merged = x.double() @ merge(weights, a, b, SCALE).double().t()
     assert (merged - base - update).norm() / update.norm() > 0.3
+
+
+def test_updates_below_the_last_bit_are_kept() -> None:
+    """The outputs' mean change is the update, although one update is smaller than half of an output's last bit."""
+    kept = kept_share_of_small_updates("cpu")
+    assert 0.9 < kept < 1.1, kept
 
 
 @pytest.mark.parametrize("merges", [False, True])

@@ -20,6 +20,7 @@ from megatron_gptoss.layers.adapters import (
     initialize_adapters,
     named_adapters,
 )
+from megatron_gptoss.layers.unmerged import unmerged_product
 from megatron_gptoss.model import build_model
 from tests.support.megatron_gptoss.reference import TINY, hf_model
 
@@ -103,3 +104,24 @@ def draw_b(model: torch.nn.Module, std: float) -> None:
             group = parallel_state.get_tensor_model_parallel_group()
             b = b.chunk(group.size())[group.rank()]
         adapter.b.copy_(b)
+
+
+def kept_share_of_small_updates(device: str) -> float:
+    """Return the share of a small update by which bf16 outputs of ``unmerged_product`` change in the mean.
+
+    The update is about 1/20 of the last bit of outputs and biases.
+    """
+    torch.manual_seed(0)
+    rows, inner, outer, rank = 2048, 256, 256, 8
+    draw = lambda *shape: torch.randn(*shape).bfloat16().to(device)  # noqa: E731
+    x = draw(rows, inner)
+    weights = draw(1, outer, inner) / 4
+    biases = 4 * draw(1, outer)
+    a = draw(1, rank, inner) / 16
+    b = draw(1, outer, rank) / 2048
+    base, changed = (
+        unmerged_product(x, a, factor, lambda: weights, [rows], 1.0, biases).double()
+        for factor in (torch.zeros_like(b), b)
+    )
+    update = x.double() @ a[0].double().t() @ b[0].double().t()
+    return float(((changed - base) * update).sum() / update.square().sum())

@@ -170,9 +170,13 @@ CASES = [
 
 
 def largest_share_on_gpu() -> float:
-    """Return the largest result of ``check`` on a GPU, also for a prefill."""
+    """Return the largest result of ``check`` on a GPU, also for a prefill. Print all."""
     cases = [*CASES, (1500, [1.0, 0.0, -1.0, -2.0])]
-    return max(check(tokens, favored, ON_GPU, **ON_GPU_SIZES) for tokens, favored in cases)
+    shares = [check(tokens, favored, ON_GPU, **ON_GPU_SIZES) for tokens, favored in cases]
+    print("share of different outputs, by number of tokens:")
+    for (tokens, _), share in zip(cases, shares, strict=True):
+        print(f"  {tokens}: {share:.5f}")
+    return max(shares)
 
 
 def main() -> None:
