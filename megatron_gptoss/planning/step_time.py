@@ -309,9 +309,12 @@ def _factor_seconds(
         rows = local_tokens * model.experts_per_token * load
         values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
         if not adapter.merge_experts:
-            # The update of each output is written, and read by the product with the base. The backward pass does the
-            # same with the gradient of each input. The outputs of both passes have as many values as above.
-            values += rows * (2 * model.hidden_size + 3 * model.intermediate_size)
+            # The forward pass copies each input to append columns. In the backward pass, the update of each input's
+            # gradient is written, and read by the product with the base.
+            values += 2 * rows * (model.hidden_size + model.intermediate_size)
+            # The forward pass and its recomputation copy the matrices to append columns.
+            experts = model.num_experts / parallel.expert
+            values += 2 * experts * 3 * model.hidden_size * model.intermediate_size
     return 2 * 2 * values / MEMORY_BANDWIDTH
 
 
