@@ -94,8 +94,8 @@ def train(steps: int, device: str) -> list[float]:
     model = Decoder().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    # Created once, because the kernels read its values back when they first see it. It is equal
-    # for all batches.
+    # Created once, because it is equal for all batches. The kernels copy a new cu_seqlens tensor to
+    # the host, which synchronizes with the GPU.
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
 
@@ -119,7 +119,7 @@ def main() -> None:
     losses = train(steps, device="cuda" if torch.cuda.is_available() else "cpu")
     for step in range(0, steps, 50):
         print(f"step {step:4d}: loss {losses[step]:.3f}")
-    print(f"last step: loss {losses[-1]:.3f}; guessing costs {math.log(VOCABULARY):.3f}")
+    print(f"last step: loss {losses[-1]:.3f}; a uniform guess has {math.log(VOCABULARY):.3f}")
 
 
 if __name__ == "__main__":

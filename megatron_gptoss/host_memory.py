@@ -50,7 +50,10 @@ def _groups(mount: Path, controller: str) -> list[Path]:
 
 
 def _limit_of(group: Path, limit_file: str, use_file: str) -> Iterator[tuple[int, int]]:
-    """Yield limit and usage of one group; nothing without a limit or a memory controller."""
+    """Yield limit and usage of one group.
+
+    Yields nothing if the group has no limit or no memory controller.
+    """
     try:
         limit = (group / limit_file).read_text().strip()
         used = int((group / use_file).read_text())

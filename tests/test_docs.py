@@ -228,14 +228,17 @@ def test_reference_has_every_key_of_shipped_configurations() -> None:
     assert sum(len(names) for modules in API.values() for names in modules.values()) > 30
 
 
-# ---- programs of the page for libraries
+# ---- programs of pages, with their output
 
-
-LIBRARY_PROGRAMS = re.findall(
-    r"^```python\n(.*?)^```\n\n```\n(.*?)^```",
-    (ROOT / "docs/library.md").read_text(),
-    flags=re.S | re.M,
-)
+PAGES_WITH_PROGRAMS = ("library.md", "design/algorithms.md")
+PROGRAMS = {
+    page: re.findall(
+        r"^```python\n(.*?)^```\n\n```\n(.*?)^```",
+        (ROOT / "docs" / page).read_text(),
+        flags=re.S | re.M,
+    )
+    for page in PAGES_WITH_PROGRAMS
+}
 
 
 def run_python(code: str, directory: Path = ROOT) -> str:
@@ -252,14 +255,22 @@ def run_python(code: str, directory: Path = ROOT) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("code", "printed"), LIBRARY_PROGRAMS)
-def test_library_programs_print_the_shown_output(code: str, printed: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        pytest.param(code, printed, id=f"{page} {number}")
+        for page, programs in PROGRAMS.items()
+        for number, (code, printed) in enumerate(programs)
+    ],
+)
+def test_programs_of_pages_print_the_shown_output(code: str, printed: str) -> None:
     assert run_python(code) == printed
 
 
-def test_library_page_has_output_for_every_program() -> None:
-    page = (ROOT / "docs/library.md").read_text()
-    assert len(LIBRARY_PROGRAMS) == page.count("```python\n") >= 7
+@pytest.mark.parametrize(("page", "least"), [("library.md", 7), ("design/algorithms.md", 3)])
+def test_pages_have_output_for_every_program(page: str, least: int) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert len(PROGRAMS[page]) == text.count("```python\n") >= least
 
 
 MODULES_WITH_EXAMPLES = [

@@ -245,21 +245,20 @@ LOOP_TABLES = [
 
 @pytest.mark.parametrize(("heading", "part"), LOOP_TABLES)
 def test_predicted_memory_of_loops_equals_the_plan(heading: str, part: str) -> None:
-    suffix = ", predicted GB"
-    for rows in tables(section("memory.md", heading)):
-        runs = [column.removesuffix(suffix) for column in rows[0] if column.endswith(suffix)]
-        assert runs
-        for run in runs:
-            estimate = loop_estimate(run)
-            phases = {phase.name: getattr(phase, part) / 1e9 for phase in estimate.phases}
-            if "first_sync" in phases:
-                phases["sync"] = max(phases["first_sync"], phases["sync"])
-                phases["scoring"] = phases["first_scoring"]
-            for row in rows:
-                shown = row[run + suffix]
-                assert (shown == "-") == (row["Phase"] not in phases)
-                if shown != "-":
-                    assert_shown(shown, phases[row["Phase"]])
+    (rows,) = tables(section("memory.md", heading))
+    predicted = [row for row in rows if row["GB"] == "predicted"]
+    assert predicted
+    for row in predicted:
+        phases = {
+            phase.name: getattr(phase, part) / 1e9 for phase in loop_estimate(row["Run"]).phases
+        }
+        if "first_sync" in phases:
+            phases["sync"] = max(phases["first_sync"], phases["sync"])
+            phases["scoring"] = phases["first_scoring"]
+        for phase, shown in list(row.items())[2:]:
+            assert (shown == "-") == (phase not in phases)
+            if shown != "-":
+                assert_shown(shown, phases[phase])
 
 
 RECOMMENDED = "configs/untested/rl/gpt-oss-20b_1x4_mxfp4.yaml"

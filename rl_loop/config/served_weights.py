@@ -1,4 +1,4 @@
-"""Choice of a run's weights to serve: its export, or a checkpoint of more steps."""
+"""Choice of a run's weights to serve: its export, or a newer checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,13 @@ class ServedWeights:
     step: int | None
     """Training steps that made the weights. None if unknown."""
     newer_adapters: Path | None = None
-    """Checkpoint that is newer than the export but cannot be served, because it has adapters
-    without their base. None without one."""
+    """Newer checkpoint that cannot be served, because it has only adapters without their base. None
+    if there is no such checkpoint."""
 
     @property
     def source(self) -> Path:
-        """Directory of the export, or of the run, which refers to its newest checkpoint."""
+        """Path for a loader: the directory of the export, or of the run for its newest
+        checkpoint."""
         return self.run / "export" if self.is_export else self.run
 
     @property
@@ -57,8 +58,8 @@ def served_weights(run: Path) -> ServedWeights:
     """Choose the weights of a run to serve.
 
     The last step of a run is always saved, so the newest checkpoint has at least the steps of the
-    export. With equal steps the export is preferred: it has the weights that were compared, and
-    adapters are merged into their base.
+    export. With equal steps the export is preferred, because its weights were compared with the
+    trainer, and its adapters are merged into their base.
     """
     has_export = (run / "export" / "config.json").exists()
     try:

@@ -1,4 +1,4 @@
-"""Chooses the renderer of a chat format for conversations of files."""
+"""Renderers for conversations of files, by chat format."""
 
 from typing import Any, Protocol
 

@@ -137,7 +137,8 @@ class JsonLinesRows:
 class ArrowRows:
     """Rows of memory-mapped Arrow files.
 
-    The ``datasets`` package converts Parquet files and data sets of the hub once, in its own cache.
+    The ``datasets`` package converts Parquet files and data sets of the hub to Arrow once, and
+    caches the result.
     """
 
     unit: Literal["line", "row"] = "row"

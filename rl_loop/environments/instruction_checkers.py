@@ -1,8 +1,9 @@
 """Checks of texts against the constraints of IFEval and IFBench, with if-verifiable's checkers.
 
-The checkers are used as published, with two exceptions (``make_checker`` and ``meets``): verdicts
-must not depend on chance or on data that is not installed. Adversarial texts of 20 KB keep their
-regular expressions busy for seconds, so ``judge`` runs them in other processes.
+The checkers are used as published, with two exceptions. ``make_checker`` seeds their random
+arguments, so that a verdict does not depend on chance. ``meets`` counts capital words without
+NLTK's data, which need not be installed. Adversarial texts of 20 KB need seconds in the checkers'
+regular expressions, so ``judge`` runs the checkers in other processes.
 """
 
 import atexit
@@ -21,9 +22,10 @@ from rl_loop.rewards import CheckerFailure
 from rl_loop.rewards.checker_pool import CheckerPool
 
 SECONDS = 10.0
-"""Limit of processor time for one text and one constraint, which usually take milliseconds.
+"""Limit of processor time in seconds for one text and one constraint.
 
-A text that takes longer does not satisfy the constraint.
+A check usually takes milliseconds. A text that takes longer than the limit does not satisfy the
+constraint.
 """
 
 PUNKT = {"punkt_tab": "tokenizers/punkt_tab/english/"}
@@ -40,8 +42,8 @@ NLTK_DATA = {
 }
 """NLTK data that checkers read: {package: path}, by constraint.
 
-NLTK does not ship this data. The original checker of capital words reads it, too, but
-``count_capital_words`` does not.
+NLTK does not ship this data. The original checker of capital words also reads it, but its
+replacement ``count_capital_words`` does not.
 """
 
 CAPITAL_WORDS = "change_case:capital_word_frequency"
@@ -160,7 +162,7 @@ async def judge(constraint: TextConstraint, text: str, prompt: str) -> Constrain
         The verdict. A text that exceeds a limit does not satisfy the constraint.
 
     Raises:
-        CheckerFailure: if the checker fails on any text.
+        CheckerFailure: if the checker fails on every text.
     """
     verdict: ConstraintVerdict = await _processes.judge_async(
         (constraint, text, prompt), too_expensive=UNMET
@@ -236,7 +238,7 @@ def make_checker(constraint: TextConstraint, prompt: str) -> Any:
     constraints get equal checkers.
     """
     name = constraint.name
-    # Files can have all checkers' arguments in each entry. Those of other checkers are null.
+    # Files can list the arguments of all checkers in each entry. The unused arguments are null.
     arguments = {key: value for key, value in constraint.arguments.items() if value is not None}
     checker = checker_class(name)(name)
 
@@ -272,9 +274,9 @@ def meets(checker: Any, name: str, text: str) -> bool:
 def count_capital_words(text: str) -> int:
     """Return the number of words in capital letters, without NLTK's sentence model.
 
-    The count equals that of NLTK with the model. The end of a sentence changes NLTK's words only by
-    splitting the final period, and contractions before it. Where the model finds no end after a
-    period ("U.S. ARMY"), the words differ, but the number of capital words does not.
+    The count equals the count of NLTK with the model. A sentence boundary affects only the final
+    period of a word and contractions before it. A boundary that the model does not find ("U.S.
+    ARMY") therefore changes the words, but not the number of capital words.
     """
     from nltk.tokenize.destructive import NLTKWordTokenizer
 

@@ -42,7 +42,7 @@ def prompt_of(environment: Environment) -> EpisodePrompt:
 
 
 class PromptLimit:
-    """Renders the prompts of a run whose episodes have at most ``max_tokens`` tokens."""
+    """Renderer of prompts that rejects prompts of ``max_tokens`` tokens or more."""
 
     def __init__(self, codec: ChatCodec, max_tokens: int) -> None:
         self._codec = codec

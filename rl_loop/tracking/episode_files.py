@@ -4,9 +4,9 @@
     episodes/000032-000032.parquet    one write: the episodes of a step
     episodes/vocabulary.parquet       the text of every token id
 
-Every step is a separate write, so a killed run has complete steps. Many small files are merged. A
-merged file appears before the files that it replaces are deleted. Readers therefore skip files
-whose numbers lie within another file's range.
+Every step is a separate write, so a killed run has complete steps. To keep the number of files low,
+small files are merged. A merged file appears before the files that it replaces are deleted. Readers
+therefore skip files whose numbers lie within another file's range.
 """
 
 import io
@@ -29,24 +29,26 @@ VOCABULARY_FILE = "vocabulary.parquet"
 FILES_PER_MERGE = 32
 """Consecutive files of one level to merge.
 
-Each episode is written once more for every power of this number that the number of steps reaches.
+Therefore each episode is rewritten once for every power of this number, up to the number of steps:
+after 2,000 steps, the oldest episodes have been rewritten 2 times.
 """
 
 MAX_MERGED_BYTES = 128 * 2**20
 """Maximum size of a merged file in bytes. One step of a large run is larger and is not merged."""
 
 ROW_GROUP_TOKENS = 2**20
-"""Tokens per row group, which is read to show one episode (some 10 MB)."""
+"""Tokens per row group (about 10 MB). Showing one episode reads one row group."""
 
 ROW_GROUP_EPISODES = 4096
 
 IDS_PER_WRITE = 2**24
-"""Ids per write. The first id of a write is its number times this."""
+"""Ids per write. Write n has the ids from n x IDS_PER_WRITE."""
 
 TEXT_COLUMN = "turns.list.element.text"
 """Column with the text of turns, written without a dictionary.
 
-Texts hardly repeat, so reading is faster without one. zstd still compresses repeated prompts.
+Texts hardly repeat, so reading is faster without a dictionary. zstd still compresses repeated
+prompts.
 """
 
 FLOAT_COLUMNS = (
@@ -59,7 +61,8 @@ FLOAT_COLUMNS = (
 )
 """Columns of numbers that hardly repeat.
 
-They compress better with byte-stream splitting than with a dictionary. Advantages do repeat.
+They compress better with byte-stream splitting than with a dictionary. Advantages are not among
+them, because they repeat.
 """
 
 
@@ -146,19 +149,20 @@ def merge_small_files(directory: Path) -> bool:
     Returns:
         True if files were merged.
     """
-    # Like a carry in a counter, only the newest files can have become complete.
+    # Only the newest files can complete a level, as in a counter with carries.
     newest = list_files(directory)[-FILES_PER_MERGE:]
     is_one_kind = len({file.merges for file in newest}) == 1
     if len(newest) < FILES_PER_MERGE or not is_one_kind:
         return False
-    # Merging keeps the number of files low. Large files are few, and rewriting them takes long.
+    # Merging keeps the number of files low. Large files need no merging, because they are few and
+    # rewriting them takes long.
     if sum(file.path.stat().st_size for file in newest) > MAX_MERGED_BYTES:
         return False
 
     # A generator, so that only one row group at a time is in memory without compression.
     tables = (table for file in newest for table in read_row_groups(file.path))
     merged = _path_of(directory, newest[0].first, newest[-1].last)
-    # From here on the merged file hides the others, so a crash while they are deleted loses
+    # From here on, the merged file hides the others, so a crash while they are deleted loses
     # nothing.
     atomic_write_bytes(merged, _to_parquet(tables))
     for file in newest:
@@ -182,7 +186,8 @@ def keep_steps_up_to(directory: Path, step: int) -> None:
             # A crash came between the merge and the deletion of its sources.
             path.unlink()
     for file in files:
-        # These two columns decide. Whole files are read only if they lose some of their rows.
+        # Read only the two columns that decide which rows to keep. Whole files are read only if
+        # they lose some of their rows.
         kept = _is_kept(_read(file.path, ["step", "split"]), step)
         if not pc.any(kept).as_py():
             file.path.unlink()
