@@ -15,14 +15,14 @@ class ConversionError(UserError, ValueError):
     """
 
 
-class GatheringAborted(RuntimeError):
+class GatheringAbortedError(RuntimeError):
     """A rank cannot take part in gathering weights. All ranks have stopped and may try again.
 
     The message names the rank.
     """
 
 
-class GatheringFailed(RuntimeError):
+class GatheringError(RuntimeError):
     """A message of weights between ranks failed. These ranks can exchange no more messages."""
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from converters.errors import ConversionError, GatheringAborted, GatheringFailed
+from converters.errors import ConversionError, GatheringAbortedError, GatheringError
 from converters.gathering_plan import (
     GatheringPlanner,
     RankContents,
@@ -90,7 +90,7 @@ class WeightGathering:
                 before the wait. For slow receivers, such as one that writes to a disk.
 
         Raises:
-            GatheringAborted: on every rank, if one has no memory for its part.
+            GatheringAbortedError: on every rank, if one has no memory for its part.
         """
         buffer = None
         reason = ""
@@ -107,7 +107,7 @@ class WeightGathering:
         # Tell all ranks before the first message. A rank that continued alone would wait forever.
         for failure in self._gather_on_hosts(reason):
             if failure:
-                raise GatheringAborted(failure)
+                raise GatheringAbortedError(failure)
         assert buffer is not None
         return GatheredWeights(
             self, plan, buffer, transposed=transposed, packed=packed, paced=paced
@@ -125,13 +125,13 @@ class WeightGathering:
 
         Raises:
             ConversionError: on every rank, naming the rank and the cause.
-            GatheringFailed: if the ranks can exchange no more messages.
+            GatheringError: if the ranks can exchange no more messages.
         """
         failure: Exception | None = None
         try:
             yield from weights
         # After a failed message, the ranks could not exchange the reasons below either.
-        except GatheringFailed:
+        except GatheringError:
             raise
         except Exception as error:
             failure = error
@@ -192,12 +192,12 @@ class WeightGathering:
         """Wait until every rank has called this method. Collective; does not use the GPU.
 
         Raises:
-            GatheringFailed: if a rank has exited, or exceeds the timeout of the process group.
+            GatheringError: if a rank has exited, or exceeds the timeout of the process group.
         """
         try:
             dist.barrier(group=self._agreement)
         except Exception as error:
-            raise GatheringFailed(
+            raise GatheringError(
                 f"rank {dist.get_rank()} waited for the other ranks: {error}"
             ) from error
 
@@ -266,7 +266,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             raise StopIteration
         try:
             return next(self._assembled)
-        except (StopIteration, GatheringFailed):
+        except (StopIteration, GatheringError):
             raise
         # The other ranks still expect this rank's messages.
         except Exception:
@@ -368,7 +368,7 @@ class GatheredWeights(Iterator[NamedTensor]):
     def _exchange(self, step: WeightGatherStep) -> list[torch.Tensor | None]:
         """Send or receive the messages of a step.
 
-        Raises only GatheringFailed: a rank that stopped here would block the others.
+        Raises only GatheringError: a rank that stopped here would block the others.
 
         Returns:
             Tensor of each message; None for shards that every receiver has.
@@ -431,7 +431,7 @@ class GatheredWeights(Iterator[NamedTensor]):
             elif self._is_receiver:
                 dist.recv(tensor, src=message.source)
         except Exception as error:
-            raise GatheringFailed(f"rank {rank}, parameter {name}: {error}") from error
+            raise GatheringError(f"rank {rank}, parameter {name}: {error}") from error
 
 
 def _shares_memory(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

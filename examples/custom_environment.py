@@ -19,7 +19,7 @@ from rl_loop.environments import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
 )
 from rl_loop.environments.base import ScriptedPolicy, Split, arguments_of, final, function_call
 from rl_loop.harmony.codec import Tool
@@ -72,7 +72,7 @@ class CoinEnvironment(Environment):
     async def call(self, tool: str, arguments: str) -> str:
         """Run one call. The agent sees a ToolError. Other exceptions are not its fault."""
         if tool != "functions.pay":
-            raise UnknownTool
+            raise UnknownToolError
         coin = arguments_of(arguments).get("coin")
         if coin not in COINS:
             raise ToolError(f"there are coins of {COINS} only")

@@ -163,8 +163,8 @@ def first_error(log: str) -> str:
             error = line.removeprefix("gptoss: ")
             rank = ""
         elif match := EXCEPTION.match(line):
-            # The message of RankDied is complete: it has the rank, its host and the reason.
-            error = match[2] if match[1] == "RankDied" else line
+            # The message of RankDiedError is complete: it has the rank, its host and the reason.
+            error = match[2] if match[1] == "RankDiedError" else line
         elif line.startswith("first on trainer rank"):
             rank = f" ({line})"
     return error + rank

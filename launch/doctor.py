@@ -239,7 +239,7 @@ def check_sandbox() -> Finding:
     sandbox = importlib.import_module("rl_loop.sandbox")
     try:
         sandbox.check_isolation()
-    except sandbox.SandboxUnavailable as error:
+    except sandbox.SandboxUnavailableError as error:
         return Finding(Severity.MISSING, "isolation does not work here", str(error))
     return Finding(Severity.OK, f"{path}; namespaces and the system-call filter work")
 

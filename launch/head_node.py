@@ -30,7 +30,7 @@ LOST_NODE_GRACE_SECONDS = 5
 """Seconds during which the driver may report more about a failed node before it is killed."""
 
 
-class UnfitNodes(Exception):
+class UnfitNodesError(Exception):
     """Some nodes are unfit or missing."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
@@ -39,7 +39,7 @@ class UnfitNodes(Exception):
         """Reason by node name."""
 
 
-class StopRequested(Exception):
+class StopRequested(Exception):  # noqa: N818 - control flow, not an error
     """Slurm requested the nodes back before training began."""
 
 
@@ -78,7 +78,7 @@ class HeadNode(NodeProgram):
             self._train(outcome)
         except StopRequested:
             outcome.result = AttemptResult.INTERRUPTED
-        except UnfitNodes as unfit:
+        except UnfitNodesError as unfit:
             outcome.result = AttemptResult.BAD_NODES
             # Slurm gives the next attempt other nodes.
             outcome.exclude = sorted(unfit.reasons)
@@ -136,7 +136,7 @@ class HeadNode(NodeProgram):
         return set(states) >= set(self.names) and set(states.values()) == {"ready"}
 
     def _check_nodes(self, complete: bool = False) -> None:
-        """Raise UnfitNodes once it is certain which nodes cannot take part.
+        """Raise UnfitNodesError once it is certain which nodes cannot take part.
 
         Args:
             complete: whether every node has reported, so that nodes can be compared.
@@ -161,7 +161,7 @@ class HeadNode(NodeProgram):
                 self.cluster.min_bandwidth,
             )
         if reasons:
-            raise UnfitNodes(reasons)
+            raise UnfitNodesError(reasons)
 
     def _explain_delay(self) -> dict[str, str]:
         """Return the nodes that delay the others beyond cluster.ready_seconds, and the reason."""

@@ -12,7 +12,7 @@ from typing import Any
 from launch.cluster import ClusterConfig
 from megatron_gptoss.nvidia_smi import memory_bytes, query_gpus
 from rl_loop.config.errors import StartError
-from rl_loop.engines.backend import EngineConfig, EngineUnavailable
+from rl_loop.engines.backend import EngineConfig, EngineUnavailableError
 from rl_loop.lifecycle.store_size import StoreNeed, check_local_store
 
 IDLE_BYTES = 1 << 30
@@ -51,7 +51,7 @@ def check_node(
     if engine is not None:
         try:
             engine.check_machine()
-        except (EngineUnavailable, OSError, subprocess.SubprocessError) as error:
+        except (EngineUnavailableError, OSError, subprocess.SubprocessError) as error:
             check.problems.append(str(error))
     try:
         check_local_store(store)

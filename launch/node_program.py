@@ -49,7 +49,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM: the job is preempted or cancelled. SIGUSR1: the time limit is near."""
 
 
-class AttemptEnded(Exception):
+class AttemptEnded(Exception):  # noqa: N818 - control flow, not an error
     """The head node has written the outcome, or has exited."""
 
 

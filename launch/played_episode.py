@@ -14,7 +14,7 @@ from launch.token_display import colored, print_line, token_lines
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.environments import StepResult, Task
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 LOOP = f"{Path(rl_loop.__file__).parent}{os.sep}"
 """Directory of the package with the agent loop."""
@@ -85,7 +85,7 @@ class EpisodeTerminal:
                 style="yellow",
             )
 
-    def show_failure(self, failure: InfrastructureFailure) -> None:
+    def show_failure(self, failure: InfrastructureError) -> None:
         """Print the lines of the environment's code in which the failure occurred."""
         cause = failure.__cause__
         frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []

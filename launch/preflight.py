@@ -14,7 +14,7 @@ from launch.job_settings import JobSettings
 from launch.jobs import ClusterError, format_script, run_shell, split_sections
 from launch.node_checks import busy_ports
 from rl_loop.config.errors import ConfigError
-from rl_loop.lifecycle.remedies import how_to_make
+from rl_loop.lifecycle.error_hints import how_to_make
 
 Sections = dict[str, list[str]]
 """Output of preflight.sh: the lines of each section."""

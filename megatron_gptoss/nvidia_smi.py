@@ -9,11 +9,11 @@ NO_GPU = "No devices were found"
 """Output of nvidia-smi on a machine without GPUs."""
 
 
-class NvidiaSmiMissing(OSError):
+class NvidiaSmiMissingError(OSError):
     """Missing nvidia-smi, which means that there is no NVIDIA driver."""
 
 
-class NvidiaSmiFailed(OSError):
+class NvidiaSmiError(OSError):
     """Failed call of nvidia-smi, or output without the requested fields."""
 
 
@@ -28,19 +28,19 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
         Values by field, one dict per GPU.
 
     Raises:
-        NvidiaSmiMissing: the program is not installed.
-        NvidiaSmiFailed: the program fails, or its output does not have these fields.
+        NvidiaSmiMissingError: the program is not installed.
+        NvidiaSmiError: the program fails, or its output does not have these fields.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise NvidiaSmiMissing("nvidia-smi is not installed, or not in PATH")
+        raise NvidiaSmiMissingError("nvidia-smi is not installed, or not in PATH")
     command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise NvidiaSmiFailed(f"nvidia-smi failed: {error}") from error
+        raise NvidiaSmiError(f"nvidia-smi failed: {error}") from error
 
     gpus = []
     for line in answer.stdout.splitlines():
@@ -49,7 +49,7 @@ def query_gpus(*fields: str) -> list[dict[str, str]]:
         # Split from the right, because names of GPUs may contain commas.
         values = [value.strip() for value in line.rsplit(",", len(fields) - 1)]
         if len(values) != len(fields):
-            raise NvidiaSmiFailed(f"nvidia-smi does not report {', '.join(fields)}, but {line!r}")
+            raise NvidiaSmiError(f"nvidia-smi does not report {', '.join(fields)}, but {line!r}")
         gpus.append(dict(zip(fields, values, strict=True)))
     return gpus
 

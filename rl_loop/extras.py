@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron_gptoss.user_error import UserError
 
 
-class ExtraMissing(UserError):
+class MissingExtraError(UserError):
     """A package of an optional dependency is not installed. The message has the install command."""
 
     def __init__(self, user: str, extra: str, error: ImportError) -> None:

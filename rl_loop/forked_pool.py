@@ -30,15 +30,15 @@ STOP_SECONDS = 5.0
 """Time limit for a clean exit of the server."""
 
 
-class CallLimitExceeded(Exception):
+class CallLimitError(Exception):
     """The question has no answer within its limits, or kills every process that receives it."""
 
 
-class PoolFailure(Exception):
+class PoolError(Exception):
     """No process starts, or no process answers any question. The question is not the cause."""
 
 
-class _WorkerDied(Exception):
+class _WorkerDiedError(Exception):
     """A worker died before it answered."""
 
 
@@ -104,7 +104,7 @@ class ForkedPool:
         """Calls of ``close``."""
 
     def start(self) -> None:
-        """Start the server, without waiting for its imports. Raises PoolFailure if that fails."""
+        """Start the server, without waiting for its imports. Raises PoolError if that fails."""
         with self._lock:
             if self._server is None:
                 self._start_server()
@@ -118,9 +118,9 @@ class ForkedPool:
                 pool's control question, which shows only that processes run.
 
         Raises:
-            CallLimitExceeded: the question exceeds its time or memory, or kills 2 processes while the
+            CallLimitError: the question exceeds its time or memory, or kills 2 processes while the
                 machine has memory and the control question is answered.
-            PoolFailure: no process starts, no process answers any question, or ``close`` was
+            PoolError: no process starts, no process answers any question, or ``close`` was
                 called.
         """
         # `close` during the question must not be followed by the start of new processes.
@@ -133,22 +133,22 @@ class ForkedPool:
             for worker in (self._idle_worker(), None):
                 try:
                     return self._ask(worker or self._new_worker(closings), question)
-                except _WorkerDied:
+                except _WorkerDiedError:
                     continue
-                except CallLimitExceeded:
+                except CallLimitError:
                     # A function that answers nothing looks like an expensive question.
                     if control is None or self._is_healthy(closings, control):
                         raise
-                    raise PoolFailure(
+                    raise PoolError(
                         f"{self._name} answers no question within its limits, not even the control "
                         f"question {control!r:.500}. The machine may be overloaded"
                     ) from None
 
-            # Text of a policy or a client must not be able to cause a PoolFailure.
+            # Text of a policy or a client must not be able to cause a PoolError.
             is_well = self._is_healthy(closings, self.control if control is None else control)
             if is_well and out_of_memory_kills() == killed_before:
-                raise CallLimitExceeded("processing it crashed two worker processes")
-        raise PoolFailure(
+                raise CallLimitError("processing it crashed two worker processes")
+        raise PoolError(
             f"{self._name}: two worker processes died. Their question was {question!r:.500}. Memory may "
             "be short"
         )
@@ -169,7 +169,7 @@ class ForkedPool:
         worker = self._new_worker(closings)
         try:
             self._ask(worker, control)
-        except PoolFailure:
+        except PoolError:
             raise
         except Exception:
             return False
@@ -179,9 +179,9 @@ class ForkedPool:
         """Return a worker's answer. Exceptions of the function are raised here.
 
         Raises:
-            CallLimitExceeded: the worker exceeded its time or memory.
-            _WorkerDied: the worker died before it answered.
-            PoolFailure: the worker does not reply.
+            CallLimitError: the worker exceeded its time or memory.
+            _WorkerDiedError: the worker died before it answered.
+            PoolError: the worker does not reply.
         """
         began = time.monotonic()
         worker.settimeout(REPLY_SECONDS)
@@ -190,7 +190,7 @@ class ForkedPool:
             kind, content = receive(worker)
         except TimeoutError:
             worker.close()
-            raise PoolFailure(
+            raise PoolError(
                 f"{self._name} did not reply within {REPLY_SECONDS:.0f} s. The machine may be "
                 "overloaded"
             ) from None
@@ -199,14 +199,12 @@ class ForkedPool:
             # A process uses at most one core, so a worker that lived for less than the limit was
             # not killed by the limit.
             if time.monotonic() - began >= self.seconds:
-                raise CallLimitExceeded(
-                    f"processing it takes more than {self.seconds:g} s"
-                ) from None
-            raise _WorkerDied from None
+                raise CallLimitError(f"processing it takes more than {self.seconds:g} s") from None
+            raise _WorkerDiedError from None
 
         if kind == "memory":
             worker.close()
-            raise CallLimitExceeded("processing it takes too much memory")
+            raise CallLimitError("processing it takes too much memory")
         # An exception of the function leaves the worker usable.
         self._keep(worker)
         if kind == "error":
@@ -236,14 +234,14 @@ class ForkedPool:
             closings: ``close`` calls before the question.
 
         Raises:
-            PoolFailure: no worker starts, or ``close`` was called.
+            PoolError: no worker starts, or ``close`` was called.
         """
         # The second attempt asks the same server if only the worker died. The third one has a new
         # server.
         for attempt in range(3):
             with self._lock:
                 if self._closings != closings:
-                    raise PoolFailure(f"{self._name} was closed")
+                    raise PoolError(f"{self._name} was closed")
                 if self._server is None or self._server.poll() is not None:
                     self._start_server()
                 assert self._requests is not None
@@ -263,12 +261,12 @@ class ForkedPool:
                 if self._server is server:
                     self._stop_server()
         reason = self._last_error or "its process exits without a message"
-        raise PoolFailure(f"{self._name} does not start: {reason}")
+        raise PoolError(f"{self._name} does not start: {reason}")
 
     # ---- the server, with the lock held by the caller
 
     def _start_server(self) -> None:
-        """Start a server in place of the last one. Raises PoolFailure if that fails."""
+        """Start a server in place of the last one. Raises PoolError if that fails."""
         self._stop_server()
 
         # sympy orders terms by hashes of strings, and verdicts must not differ between runs. A
@@ -296,7 +294,7 @@ class ForkedPool:
                     pass_fds=(setup.fileno(),),
                 )
             except OSError as error:
-                raise PoolFailure(
+                raise PoolError(
                     f"{self._name} does not start: {' '.join(command)}: {error}"
                 ) from None
             finally:

@@ -24,7 +24,7 @@ COMPONENTS = ("engine", "sandbox", "tool", "checker", "environment")
 """Components that can fail: the names under which invalid episodes are counted."""
 
 
-class InfrastructureFailure(RuntimeError):
+class InfrastructureError(RuntimeError):
     """Failure that the policy cannot cause.
 
     Environments raise it for failures that they recognize. Any other exception of a tool or a
@@ -48,7 +48,7 @@ class InfrastructureFailure(RuntimeError):
         return f"{self.component}: {self.reason}"
 
 
-class EngineFault(InfrastructureFailure):
+class EngineError(InfrastructureError):
     """An engine or one of its servers failed. The message names the request and the server."""
 
     def __init__(self, request_id: str, what: str, server: str = "") -> None:
@@ -59,7 +59,7 @@ class EngineFault(InfrastructureFailure):
         self.args = (request_id, what, server)
 
 
-class InfrastructureOutage(UserError, RuntimeError):
+class InfrastructureOutageError(UserError, RuntimeError):
     """Too many episodes were invalid, so the run ends. The message names the failing component."""
 
 
@@ -120,7 +120,7 @@ class CircuitBreaker:
         return cls(max_share, MAX_STREAK)
 
     def observe(self, group: "TrajectoryGroup") -> None:
-        """Count the episodes of a group. Raises InfrastructureOutage if the streak is too long."""
+        """Count the episodes of a group. Raises InfrastructureOutageError if the streak is too long."""
         self._episodes += len(group.trajectories) + len(group.invalid)
         self._invalid += group.invalid
 
@@ -131,12 +131,12 @@ class CircuitBreaker:
             self._streak += len(group.invalid)
         if self._max_streak is not None and self._streak >= self._max_streak:
             limit = f"{self._streak} in a row, and the limit is {self._max_streak}"
-            raise InfrastructureOutage(self._message(limit))
+            raise InfrastructureOutageError(self._message(limit))
 
     def check_share(self) -> None:
-        """Raise InfrastructureOutage if too many of all episodes were invalid."""
+        """Raise InfrastructureOutageError if too many of all episodes were invalid."""
         if len(self._invalid) > self._max_share * self._episodes:
-            raise InfrastructureOutage(
+            raise InfrastructureOutageError(
                 self._message(f"rollout.max_invalid_share is {self._max_share:g}")
             )
 

@@ -29,12 +29,12 @@ from converters.mxfp4_tensors import Digests
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.run import RlConfig
 from rl_loop.data.credit import assign_advantages
+from rl_loop.data.response_check import check_sampled_by_policy
 from rl_loop.data.rollout_batch import RlUpdates, RolloutBatch
 from rl_loop.data.samples import to_samples
-from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
-from rl_loop.infrastructure import InfrastructureOutage
+from rl_loop.infrastructure import InfrastructureOutageError
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests, held_out_requests
 from rl_loop.rollout.group_store import FinishedGroups, GroupStore
 from rl_loop.rollout.group_stream import GroupRequest, GroupStream, RolloutsAbandoned
@@ -210,7 +210,7 @@ class RlLoop:
         except RolloutsAbandoned:
             # This step has not changed the policy. A resume takes the step again.
             self._save_finished_steps()
-        except InfrastructureOutage:
+        except InfrastructureOutageError:
             # The outage must not lose the steps before it.
             self._save_finished_steps()
             raise

@@ -38,7 +38,7 @@ from rl_loop.tracking.run_lock import LEASE_SECONDS, locked_run
 # configuration is reported first.
 if TYPE_CHECKING:
     from rl_loop.chat.codec import ChatCodec
-    from rl_loop.config.parts import TrainerConfig
+    from rl_loop.config.partial_configs import TrainerConfig
     from rl_loop.conversations.dataset import ConversationData
     from rl_loop.conversations.rejections import RejectionReport
     from rl_loop.loop import RlLoop
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class RunInterrupted(Exception):
+class RunInterrupted(Exception):  # noqa: N818 - control flow, not an error
     """The run was stopped on request. The message states the saved step."""
 
     exit_status = 130

@@ -38,7 +38,7 @@ async def run_in_thread[**P, T](
     return await loop.run_in_executor(_THREADS, lambda: function(*arguments, **options))
 
 
-class TooManyHungCalls(RuntimeError):
+class TooManyHungCallsError(RuntimeError):
     """Too many calls of a user's function hang, so it is not called. The message names it."""
 
 
@@ -53,10 +53,10 @@ async def call_user_code[T](function: Callable[[], T], name: str) -> T:
         name: name of the function in messages.
 
     Raises:
-        TooManyHungCalls: MAX_HUNG_CALLS earlier calls of the function hang.
+        TooManyHungCallsError: MAX_HUNG_CALLS earlier calls of the function hang.
     """
     if _hanging[name] >= MAX_HUNG_CALLS:
-        raise TooManyHungCalls(
+        raise TooManyHungCallsError(
             f"{name}: {MAX_HUNG_CALLS} calls have not returned, so no further call is started. Add a time "
             "limit to this function"
         )

@@ -57,14 +57,14 @@ API: dict[str, dict[str, list[str]]] = {
     "Checkpoints": {
         "converters.torch_dist": ["import_checkpoint", "export_checkpoint"],
         "converters.verify": ["verify"],
-        "converters.live": ["load_hf_weights", "export_hf_weights"],
+        "converters.model_weights": ["load_hf_weights", "export_hf_weights"],
     },
     "Certificates": {
         "rl_loop.certify.subject": [
             "CertifySubject",
             "ScoredText",
             "SampledText",
-            "UnsupportedOperation",
+            "UnsupportedOperationError",
         ],
         "rl_loop.certify.run": ["certify", "CertifyOptions"],
     },
@@ -76,7 +76,7 @@ API: dict[str, dict[str, list[str]]] = {
             "EnvironmentOptions",
             "ScriptedPolicy",
             "ToolError",
-            "UnknownTool",
+            "UnknownToolError",
         ],
     },
     "Episodes": {

@@ -74,18 +74,18 @@ from rl_loop.algorithms.objectives import RETURNED_VALUES
 from rl_loop.cluster.placement import free_address
 from rl_loop.cluster.ray_session import start_local_ray
 from rl_loop.config.load import load_config
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.credit import assign_advantages
+from rl_loop.data.response_check import check_sampled_by_policy
 from rl_loop.data.samples import to_samples
 from rl_loop.data.stored_routes import StoredRoutes
-from rl_loop.data.trained_tokens import check_sampled_by_policy
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn, WeightVersionSpan
 from rl_loop.lifecycle.start_checks import store_need
 from rl_loop.lifecycle.store_size import check_local_store, store_bytes
 from rl_loop.process_memory import keep_freed_memory
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 
 ROOT = Path(__file__).parents[2]

@@ -98,7 +98,7 @@ Runs = dict[str, list[Run]]
 """Runs by label."""
 
 
-class NotComparable(ValueError):
+class NotComparableError(ValueError):
     """Raised if runs differ in more than their models. The message names the difference."""
 
 
@@ -109,17 +109,17 @@ def read_run(directory: Path) -> Run:
     """Read a run.
 
     Raises:
-        NotComparable: if the directory is not a run or has no trained step.
+        NotComparableError: if the directory is not a run or has no trained step.
     """
     file = directory / "config.yaml"
     if not file.exists():
-        raise NotComparable(f"{directory} is no run: it has no config.yaml")
+        raise NotComparableError(f"{directory} is no run: it has no config.yaml")
     config = load_rl_config(file).model_dump(mode="json")
 
     records = read_json_lines(directory / "metrics.jsonl")
     steps = [record for record in records if all(panel.metric in record for panel in PANELS)]
     if not steps:
-        raise NotComparable(f"{directory}: no step has trained yet")
+        raise NotComparableError(f"{directory}: no step has trained yet")
     curves = {
         panel.metric: np.array([step[panel.metric] for step in steps], dtype=np.float64)
         for panel in PANELS
@@ -144,13 +144,13 @@ def read_runs(arguments: Sequence[str]) -> Runs:
     """Read runs given as LABEL=DIRECTORY.
 
     Raises:
-        NotComparable: if an argument is malformed or the runs are not comparable.
+        NotComparableError: if an argument is malformed or the runs are not comparable.
     """
     runs: Runs = {}
     for argument in arguments:
         label, separator, directory = argument.partition("=")
         if not separator:
-            raise NotComparable(f"{argument}: expected LABEL=DIRECTORY")
+            raise NotComparableError(f"{argument}: expected LABEL=DIRECTORY")
         runs.setdefault(label, []).append(read_run(Path(directory)))
     check_comparable(runs)
     return runs
@@ -160,14 +160,14 @@ def check_comparable(runs: Runs) -> None:
     """Check that runs have equal tasks, budget, reward and algorithm, and labels equal seeds.
 
     Raises:
-        NotComparable: naming the first difference.
+        NotComparableError: naming the first difference.
     """
     everything = [run for of_label in runs.values() for run in of_label]
     first, *others = everything
     for run in others:
         for key in EQUAL:
             if run.settings[key] != first.settings[key]:
-                raise NotComparable(
+                raise NotComparableError(
                     f"{key}: {first.settings[key]} in {first.directory}, "
                     f"{run.settings[key]} in {run.directory}"
                 )
@@ -176,7 +176,7 @@ def check_comparable(runs: Runs) -> None:
     for label, found in seeds.items():
         expected = next(iter(seeds.values()))
         if found != expected:
-            raise NotComparable(
+            raise NotComparableError(
                 f"seeds (run, tasks): {expected} of {next(iter(seeds))}, {found} of {label}"
             )
 
@@ -253,7 +253,7 @@ def main() -> None:
 
     try:
         runs = read_runs(options.runs)
-    except NotComparable as error:
+    except NotComparableError as error:
         sys.exit(str(error))
     if options.figure:
         draw(runs, options.figure)

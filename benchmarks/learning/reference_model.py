@@ -206,7 +206,7 @@ def verify(directory: Path) -> None:
     import torch
 
     from converters.hf_directory import HfDirectory
-    from converters.live import export_hf_weights, load_hf_weights
+    from converters.model_weights import export_hf_weights, load_hf_weights
     from megatron_gptoss import distributed
     from megatron_gptoss.config import ParallelConfig
     from megatron_gptoss.model import build_model
@@ -363,7 +363,7 @@ def transformers_pass(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from converters.live import load_hf_weights
+    from converters.model_weights import load_hf_weights
     from megatron_gptoss.config import ParallelConfig
     from megatron_gptoss.model import build_model
 
@@ -385,7 +385,7 @@ def megatron_pass(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pa
     """Run Megatron's model with all documents in one row."""
     import torch
 
-    from converters.live import load_hf_weights
+    from converters.model_weights import load_hf_weights
     from megatron_gptoss.config import ParallelConfig
     from megatron_gptoss.model import build_model
     from megatron_gptoss.packed_sequence import PackedSequence

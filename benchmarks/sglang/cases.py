@@ -69,7 +69,7 @@ from rl_loop.engines.sglang.engine import SglangEngine, score_on
 from rl_loop.engines.sglang.server import SglangServer
 from rl_loop.weight_sync import send
 from rl_loop.weight_sync.servers import Bucket, SyncPlan
-from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 from rl_loop.weight_sync.transports import NamedTensors
 
 CASES = ["gap", "turns", "deterministic", "sync", "decode", "rollouts", "interruptions"]
@@ -299,7 +299,7 @@ class Bench:
             with fault(f"model.layers.{self.version % self.model_config.num_layers}."):
                 try:
                     await self.trainer.send(plan)
-                except (SyncFailed, WeightMismatch) as error:
+                except (SyncError, WeightMismatchError) as error:
                     message = f"{type(error).__name__}: {error}"
             self.emit("fault", fault=fault.__name__, error=message[:400])
 

@@ -49,7 +49,7 @@ from rl_loop.engines.sglang.gpu_memory import memory_fault, settled_gpus, visibl
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import SyncError
 
 ROUNDS = 3
 """Number of sleeps and wakes of each server."""
@@ -213,7 +213,7 @@ class Bench:
         server._kill()
         try:
             await syncing
-        except SyncFailed as failure:
+        except SyncError as failure:
             self.figures["killed_half_way"] = str(failure)[:300]
         self.note(failed_sync_seconds=time.perf_counter() - began)
         self.release()

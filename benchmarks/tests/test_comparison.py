@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning.comparison import PANELS, NotComparable, draw, read_runs, table
+from benchmarks.learning.comparison import PANELS, NotComparableError, draw, read_runs, table
 from rl_loop.config.load import dump_config, load_rl_config
 
 ROOT = Path(__file__).parents[2]
@@ -83,15 +83,15 @@ def test_comparison_rejects_runs_with_other_settings(
 ) -> None:
     one = write_run(tmp_path / "one", "tiny_retool")
     other = write_run(tmp_path / "other", "tiny_dense", override)
-    with pytest.raises(NotComparable, match=reason):
+    with pytest.raises(NotComparableError, match=reason):
         read_runs([f"a={one}", f"b={other}"])
 
 
 def test_comparison_names_directory_without_a_run(tmp_path: Path) -> None:
     begun = write_run(tmp_path / "begun", "tiny_dense", rewards=())
-    with pytest.raises(NotComparable, match="no step has trained yet"):
+    with pytest.raises(NotComparableError, match="no step has trained yet"):
         read_runs([f"a={begun}"])
-    with pytest.raises(NotComparable, match="expected LABEL=DIRECTORY"):
+    with pytest.raises(NotComparableError, match="expected LABEL=DIRECTORY"):
         read_runs([str(begun)])
     command = [sys.executable, "-m", "benchmarks.learning", "comparison", f"a={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

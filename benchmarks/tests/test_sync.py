@@ -45,7 +45,7 @@ def test_server_ranks_get_all_trainer_weights_also_after_faults(
     assert timed["server_tensor_parallel"] == timed["expert_parallel"] == 2
 
     errors = [line["error"] for line in lines if line["case"] == "fault"]
-    assert [error.split(":")[0] for error in errors] == ["SyncFailed", "WeightMismatch"]
+    assert [error.split(":")[0] for error in errors] == ["SyncError", "WeightMismatchError"]
     after_start, after_faults = (line for line in lines if line["case"] == "checksums")
     # Each layer has two more pairs of factors.
     parameters = PARAMETERS + 8 if adapters else PARAMETERS

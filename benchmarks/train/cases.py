@@ -52,7 +52,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from benchmarks.attention.chosen import chosen_attention
 from benchmarks.harness import largest_of_ranks, median_milliseconds, reset_peak, synchronize
 from benchmarks.train.release import release
-from converters.live import export_hf_weights
+from converters.model_weights import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

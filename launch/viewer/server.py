@@ -158,13 +158,13 @@ class Viewer:
         try:
             number = int(request.match_info["id"])
         except ValueError:
-            raise _NotFound("the id of an episode is a number") from None
+            raise _NotFoundError("the id of an episode is a number") from None
         # Arrow would raise an error for larger numbers.
         if not 0 <= number <= MAX_NUMBER:
-            raise _NotFound(f"{run.name} has no such episode")
+            raise _NotFoundError(f"{run.name} has no such episode")
         episode = await asyncio.to_thread(_read_episode, run, number)
         if episode is None:
-            raise _NotFound(f"{run.name} has no episode {number}")
+            raise _NotFoundError(f"{run.name} has no episode {number}")
         return _json(episode)
 
     async def _run(self, request: web.Request) -> RunView:
@@ -174,7 +174,7 @@ class Viewer:
         if name not in self._runs:
             await asyncio.to_thread(self._find_runs)
         if name not in self._runs:
-            raise _NotFound("no run has that name")
+            raise _NotFoundError("no run has that name")
         return self._runs[name]
 
 
@@ -191,7 +191,7 @@ def _read_episode(run: RunView, number: int) -> dict[str, Any] | None:
 # -- responses ------------------------------------------------------------------------------------
 
 
-class _NotFound(UserError):
+class _NotFoundError(UserError):
     """The requested object does not exist."""
 
 
@@ -199,7 +199,7 @@ class _NotFound(UserError):
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except _NotFound as error:
+    except _NotFoundError as error:
         return _error(404, str(error))
     except web.HTTPNotFound:
         return _error(404, "no such page")
@@ -241,7 +241,7 @@ def _file(name: str) -> web.Response:
     """Return one of the package's files. ``name`` must be a file name without a path."""
     # All files are in memory, so no request can reach another path.
     if name not in STATIC_FILES:
-        raise _NotFound("no such file")
+        raise _NotFoundError("no such file")
     suffix = Path(name).suffix
     response = web.Response(
         body=STATIC_FILES[name], content_type=CONTENT_TYPES[suffix], charset="utf-8"

@@ -5,14 +5,14 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from rl_loop.agents.process import AgentProcesses, ProcessEnded
+from rl_loop.agents.process import AgentProcesses, ProcessEndedError
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments.base import Environment, ExternalAgent, StepResult
 from rl_loop.gateway.server import Gateway
 from rl_loop.gateway.session import ConversationSession, SessionSettings
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.out_of_memory import out_of_memory_kills
 from rl_loop.rollout.environment_guard import EnvironmentGuard, checked_end
 from rl_loop.rollout.episode import (
@@ -23,7 +23,7 @@ from rl_loop.rollout.episode import (
     MalformedTurn,
     invalidated,
 )
-from rl_loop.rollout.episode_clock import OutOfTime
+from rl_loop.rollout.episode_clock import OutOfTimeError
 from rl_loop.threads import run_in_thread
 
 AGENT_PAUSES = (0.5, 4.0)
@@ -39,7 +39,7 @@ class FunctionResult:
 
     value: object = None
     """Return value. None if the function returned None, or did not return in time."""
-    failure: InfrastructureFailure | None = None
+    failure: InfrastructureError | None = None
     """Error of the function or its process."""
     is_infrastructure_failure: bool = True
     """True if the error is an infrastructure failure. False if the policy's turns ended the
@@ -98,10 +98,10 @@ class AgentRunner:
                 try:
                     returned = await self._play(agent, session, is_alone)
                     return await self._conclude(task_id, environment, session, returned)
-                except InfrastructureFailure as failure:
+                except InfrastructureError as failure:
                     if pause is None or failure.component == "engine":
                         return invalid_episode(task_id, session, failure)
-                    has_lost_process = isinstance(failure, ProcessEnded)
+                    has_lost_process = isinstance(failure, ProcessEndedError)
                     await asyncio.sleep(pause)
         raise AssertionError("the last failure is returned")
 
@@ -129,9 +129,9 @@ class AgentRunner:
                 session.episode.clock.restart()
                 value = await process.run(agent, self.gateway.base_url, session)
                 returned = FunctionResult(value)
-        except OutOfTime:
+        except OutOfTimeError:
             pass
-        except InfrastructureFailure as failure:
+        except InfrastructureError as failure:
             returned = FunctionResult(failure=failure)
         finally:
             await self.gateway.close_session(session)
@@ -140,7 +140,7 @@ class AgentRunner:
         # it ran this episode alone, after a turn of the policy, and the kernel killed no process
         # for memory.
         is_well = out_of_memory_kills() == killed_before
-        has_lost_process = isinstance(returned.failure, ProcessEnded)
+        has_lost_process = isinstance(returned.failure, ProcessEndedError)
         if is_alone and has_lost_process and session.forest.nodes and is_well:
             logger.warning(
                 "%s: %s. The cause is a turn of the policy", session.name, returned.failure
@@ -155,7 +155,7 @@ class AgentRunner:
         session: ConversationSession,
         returned: FunctionResult,
     ) -> Trajectory:
-        """Return an episode with its outcome. Raises InfrastructureFailure."""
+        """Return an episode with its outcome. Raises InfrastructureError."""
         ending = ending_of(
             session, returned.failure if returned.is_infrastructure_failure else None
         )
@@ -169,12 +169,12 @@ class AgentRunner:
         if not captured:
             function = environment.external_agent().function
             what = f"{function} returned without a request to the policy"
-            raise InfrastructureFailure("environment", what, function)
+            raise InfrastructureError("environment", what, function)
         sequences = [trajectory for _, trajectory in captured]
         return session.episode.conclude(sequences, result, ending)
 
 
-def ending_of(session: ConversationSession, failure: InfrastructureFailure | None) -> Ending:
+def ending_of(session: ConversationSession, failure: InfrastructureError | None) -> Ending:
     """Return the ending of an episode.
 
     Args:
@@ -182,7 +182,7 @@ def ending_of(session: ConversationSession, failure: InfrastructureFailure | Non
         failure: the error that the agent raised, if any.
 
     Raises:
-        InfrastructureFailure: the policy did not cause the error.
+        InfrastructureError: the policy did not cause the error.
     """
     ending = session.end
     if isinstance(ending, EpisodeFailed):
@@ -215,7 +215,7 @@ async def outcome_of(
         returned: end of the agent's function.
 
     Raises:
-        InfrastructureFailure: there is no reward, or it is not a valid reward.
+        InfrastructureError: there is no reward, or it is not a valid reward.
     """
     if isinstance(ending, MalformedTurn):
         return await guard.outcome(ending)
@@ -234,11 +234,11 @@ async def outcome_of(
         return await guard.outcome(ending)
     function = guard.environment.external_agent().function
     what = f"{function} returned no reward and posted none to the gateway"
-    raise InfrastructureFailure("checker", what, function)
+    raise InfrastructureError("checker", what, function)
 
 
 def invalid_episode(
-    task_id: str, session: ConversationSession, failure: InfrastructureFailure
+    task_id: str, session: ConversationSession, failure: InfrastructureError
 ) -> Trajectory:
     """Return the first sequence of an episode that infrastructure ended."""
     captured = session.trajectories(task_id)

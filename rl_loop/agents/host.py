@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
-from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.infrastructure import InfrastructureError, describe
 from rl_loop.process_memory import exempt_from_collection
 from rl_loop.registry import Registry
 
@@ -76,12 +76,12 @@ class AgentHost:
                 given = await loop.run_in_executor(self._threads, partial(self._run, *arguments))
 
             # An agent may return the failure instead of raising it.
-            if isinstance(given, InfrastructureFailure):
+            if isinstance(given, InfrastructureError):
                 raise given
             self.answer({"call": number, "given": given})
         except asyncio.CancelledError:
             self.answer({"call": number, "component": "environment", "reason": "cancelled"})
-        except InfrastructureFailure as failure:
+        except InfrastructureError as failure:
             self.answer({"call": number, "component": failure.component, "reason": failure.reason})
         except BaseException as error:
             # The return value may not be JSON, and an agent may call sys.exit().

@@ -16,8 +16,8 @@ import rl_loop
 from rl_loop.agents.host import READY
 from rl_loop.environments.base import ExternalAgent
 from rl_loop.gateway.session import ConversationSession
-from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.rollout.episode_clock import OutOfTime
+from rl_loop.infrastructure import InfrastructureError
+from rl_loop.rollout.episode_clock import OutOfTimeError
 
 START_SECONDS = 300.0
 """Importing an agent's libraries takes a while on a busy machine."""
@@ -35,7 +35,7 @@ HOST = (
 logger = logging.getLogger(__name__)
 
 
-class ProcessEnded(InfrastructureFailure):
+class ProcessEndedError(InfrastructureError):
     """The process ended while the episode ran in it."""
 
 
@@ -70,7 +70,7 @@ class AgentProcess:
         return self._reader is not None and self._reader.done()
 
     async def start(self) -> None:
-        """Start it and wait until the function is imported. Raises InfrastructureFailure."""
+        """Start it and wait until the function is imported. Raises InfrastructureError."""
         agent = self._agent
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -106,8 +106,8 @@ class AgentProcess:
         """Run one episode and return the function's return value.
 
         Raises:
-            InfrastructureFailure: the function raised an error.
-            OutOfTime: the time of the session is over and the function does not return.
+            InfrastructureError: the function raised an error.
+            OutOfTimeError: the time of the session is over and the function does not return.
         """
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -132,7 +132,7 @@ class AgentProcess:
                 answer.exception()
             else:
                 # The episode was cancelled, so no caller waits for its result.
-                with suppress(InfrastructureFailure):
+                with suppress(InfrastructureError):
                     self._send({"cancel": number})
 
             # A process that is given up ends with its last episode.
@@ -143,7 +143,7 @@ class AgentProcess:
         if "given" in line:
             return line["given"]
         reason = f"{self.function}: {line['reason']}"
-        raise InfrastructureFailure(line["component"], reason, self.function)
+        raise InfrastructureError(line["component"], reason, self.function)
 
     async def _wait(self, answer: "asyncio.Future[Any]", session: ConversationSession) -> None:
         """Wait for the end of an episode, or of its time."""
@@ -155,7 +155,7 @@ class AgentProcess:
     async def _cancel(
         self, number: int, answer: "asyncio.Future[Any]", session: ConversationSession
     ) -> None:
-        """End an episode after its time limit. Raises OutOfTime if the function does not return."""
+        """End an episode after its time limit. Raises OutOfTimeError if the function does not return."""
         # Further requests to the policy are rejected, and most agents end because of that.
         await session.close()
         self._send({"cancel": number})
@@ -168,10 +168,10 @@ class AgentProcess:
                 "agent %s did not stop after its time limit; replacing its process", self.function
             )
             self.is_usable = False
-            raise OutOfTime
+            raise OutOfTimeError
 
     def _send(self, line: dict[str, Any]) -> None:
-        """Write a line. Raises InfrastructureFailure if the process has ended."""
+        """Write a line. Raises InfrastructureError if the process has ended."""
         if self._failure is not None:
             raise self._error(self._failure)
         assert self._process is not None and self._process.stdin is not None
@@ -196,7 +196,7 @@ class AgentProcess:
         for answer in self._calls.values():
             if not answer.done():
                 reason = f"{self.function}: {self._failure}"
-                answer.set_exception(ProcessEnded("environment", reason, self.function))
+                answer.set_exception(ProcessEndedError("environment", reason, self.function))
 
     def _note(self, line: dict[str, Any]) -> None:
         if line == READY:
@@ -220,8 +220,8 @@ class AgentProcess:
         if self._reader is not None:
             await self._reader
 
-    def _error(self, reason: str) -> InfrastructureFailure:
-        return InfrastructureFailure("environment", f"{self.function}: {reason}", self.function)
+    def _error(self, reason: str) -> InfrastructureError:
+        return InfrastructureError("environment", f"{self.function}: {reason}", self.function)
 
 
 ProcessKey = tuple[str, str | None, int, int]
@@ -249,7 +249,7 @@ class AgentProcesses:
         return self._slots.setdefault(key, asyncio.Semaphore(agent.concurrency))
 
     async def process(self, agent: ExternalAgent) -> AgentProcess:
-        """Return a process that may be given an episode. Raises InfrastructureFailure."""
+        """Return a process that may be given an episode. Raises InfrastructureError."""
         key = _key_of(agent)
         # Episodes that begin at the same time must wait for one process, not start one each.
         async with self._starting.setdefault(key, asyncio.Lock()):
@@ -257,7 +257,7 @@ class AgentProcesses:
             if current is not None and current.is_usable:
                 return current
             if self._is_closed:
-                raise InfrastructureFailure("environment", f"{agent.function}: the run is ending")
+                raise InfrastructureError("environment", f"{agent.function}: the run is ending")
 
             current = AgentProcess(agent)
             self._all = [process for process in self._all if not process.has_ended]
@@ -268,7 +268,7 @@ class AgentProcesses:
 
     @asynccontextmanager
     async def separate_process(self, agent: ExternalAgent) -> AsyncIterator[AgentProcess]:
-        """Start a process for one episode, and end it afterwards. Raises InfrastructureFailure."""
+        """Start a process for one episode, and end it afterwards. Raises InfrastructureError."""
         process = AgentProcess(agent)
         self._all.append(process)
         try:

@@ -16,7 +16,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 MODEL = "policy"
 """Model name in requests to the policy. The gateway ignores it."""
@@ -39,7 +39,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
         api_key: key of the episode's session.
 
     Raises:
-        InfrastructureFailure: the episode failed for a reason that the policy did not cause.
+        InfrastructureError: the episode failed for a reason that the policy did not cause.
     """
     import verifiers.v1 as vf
 
@@ -50,7 +50,7 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
             f"{_name(task['env'])}: its task set has no task with index {task['index']}. Write the rows "
             "again from this task set"
         )
-        raise InfrastructureFailure("environment", reason)
+        raise InfrastructureError("environment", reason)
 
     # verifiers reads API keys from environment variables. Every episode has its own key, so it
     # needs its own variable.
@@ -71,13 +71,13 @@ def score_of(episode: Any) -> float:
     episode keeps the reward that it had at the limit.
 
     Raises:
-        InfrastructureFailure: the episode ended with another error.
+        InfrastructureError: the episode ended with another error.
     """
     timed_out = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if not episode.ok and not timed_out:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         reason = f"{errors[0].type}: {errors[0].message}" if errors else "failed without an error"
-        raise InfrastructureFailure("environment", reason[:500])
+        raise InfrastructureError("environment", reason[:500])
     rewards = [float(trace.reward) for trace in episode.traces]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
@@ -114,7 +114,7 @@ async def _served(env: dict[str, Any]) -> Any:
         # The next episode may try again.
         _environments.pop(key, None)
         reason = f"{_name(env)} cannot be served: {error}"
-        raise InfrastructureFailure("environment", reason[:500]) from error
+        raise InfrastructureError("environment", reason[:500]) from error
 
 
 async def _serve(env: dict[str, Any], ready: "asyncio.Future[Any]") -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from rl_loop.agents.episode import AgentRunner
 from rl_loop.agents.process import AgentProcesses
-from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.tasks import TaskConfig
 from rl_loop.data.trajectory import Trajectory
 from rl_loop.engines.backend import EngineFactory

@@ -15,7 +15,7 @@ import torch
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.registry import ADVANTAGES
 
-GroupEstimator = Literal["grpo", "dr_grpo", "leave_one_out"]
+GroupEstimator = Literal["grpo", "dr_grpo", "rloo"]
 StandardDeviation = Literal["sample", "population"]
 """Divisor of the sum of squares of n values: n - 1 (sample) or n (population)."""
 
@@ -92,9 +92,9 @@ def dr_grpo(rewards: BatchRewards) -> torch.Tensor:
     return torch.cat([group_advantages(group, "dr_grpo") for group in rewards.groups()])
 
 
-def leave_one_out(rewards: BatchRewards) -> torch.Tensor:
+def rloo(rewards: BatchRewards) -> torch.Tensor:
     """Subtract the mean of the group's other samples: fp64 [samples]."""
-    return torch.cat([group_advantages(group, "leave_one_out") for group in rewards.groups()])
+    return torch.cat([group_advantages(group, "rloo") for group in rewards.groups()])
 
 
 def gdpo(rewards: BatchRewards, *, standard_deviation: StandardDeviation) -> torch.Tensor:
@@ -126,7 +126,7 @@ def group_advantages(
       std).
     - ``dr_grpo``: R - mean. A division would favor tasks that are almost always or never solved
       (arXiv 2503.20783).
-    - ``leave_one_out``: R minus the mean of the *other* samples, an unbiased baseline (RLOO,
+    - ``rloo``: R minus the mean of the *other* samples, an unbiased baseline (RLOO,
       arXiv 2402.14740). It is samples / (samples - 1) times ``dr_grpo``.
 
     A group of one sample, or with equal rewards, has advantages of exactly 0.
@@ -152,7 +152,7 @@ def group_advantages(
     centered = center(rewards)
     if estimator == "dr_grpo" or not centered.any():
         return centered
-    if estimator == "leave_one_out":
+    if estimator == "rloo":
         # The others have the sum n mean - R, and R - (n mean - R) / (n - 1) is the line below.
         return centered * (len(rewards) / (len(rewards) - 1))
     if estimator == "grpo":

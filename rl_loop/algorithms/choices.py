@@ -106,10 +106,10 @@ class DrGrpoAdvantage(FunctionChoice):
     """Name of the advantage."""
 
 
-class LeaveOneOutAdvantage(FunctionChoice):
+class RlooAdvantage(FunctionChoice):
     """R - mean of the group's other samples (RLOO, arXiv 2402.14740)."""
 
-    type: Literal["leave_one_out"] = "leave_one_out"
+    type: Literal["rloo"] = "rloo"
     """Name of the advantage."""
 
 
@@ -243,7 +243,7 @@ AnyPolicyLoss = Annotated[
 AnyAdvantage = Annotated[
     Annotated[GrpoAdvantage, Tag(f"{TAG}grpo")]
     | Annotated[DrGrpoAdvantage, Tag(f"{TAG}dr_grpo")]
-    | Annotated[LeaveOneOutAdvantage, Tag(f"{TAG}leave_one_out")]
+    | Annotated[RlooAdvantage, Tag(f"{TAG}rloo")]
     | Annotated[GdpoAdvantage, Tag(f"{TAG}gdpo")]
     | Annotated[ReinforceAdvantage, Tag(f"{TAG}reinforce")]
     | Annotated[GaeAdvantage, Tag(f"{TAG}gae")]

@@ -22,7 +22,7 @@ Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
 
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "leave_one_out", "gdpo")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "gdpo")
 """Advantages that compare a sample with the other samples of its task."""
 
 
@@ -126,7 +126,7 @@ class AlgorithmConfig(StrictModel):
     """Advantages, policy loss, and corrections of off-policy data."""
 
     advantage: AnyAdvantage = GrpoAdvantage()
-    """Baseline of a sample: its group (grpo, dr_grpo, leave_one_out; gdpo for several rewards), the
+    """Baseline of a sample: its group (grpo, dr_grpo, rloo; gdpo for several rewards), the
     mean of the batch (reinforce), a value model (gae), or MODULE:FUNCTION. A plain NAME is short
     for ``{type: NAME}``."""
     standard_deviation: Literal["sample", "population"] = "sample"

@@ -23,7 +23,7 @@ ADVANTAGES: Registry[Callable[..., Any]] = Registry(
     entries={
         "grpo": "rl_loop.algorithms.advantages:grpo",
         "dr_grpo": "rl_loop.algorithms.advantages:dr_grpo",
-        "leave_one_out": "rl_loop.algorithms.advantages:leave_one_out",
+        "rloo": "rl_loop.algorithms.advantages:rloo",
         "gdpo": "rl_loop.algorithms.advantages:gdpo",
         "reinforce": "rl_loop.algorithms.advantages:reinforce",
         # Needs tokens and values, not BatchRewards. The assignment of advantages calls it

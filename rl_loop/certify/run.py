@@ -23,7 +23,7 @@ from rl_loop.certify.model import (
     read_weights,
     vocabulary_of,
 )
-from rl_loop.certify.subject import CertifySubject, SubjectFailed, UnsupportedOperation
+from rl_loop.certify.subject import CertifySubject, SubjectError, UnsupportedOperationError
 from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import ReferenceModel, variant_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
@@ -78,7 +78,7 @@ def certify(
     Raises:
         CertifyError: if the subject, a check or the weights cannot be used.
         ConversionError: if the directory is not a model.
-        SubjectFailed: if the subject cannot be reached.
+        SubjectError: if the subject cannot be reached.
     """
     # A wrong name must not cost the time for reading weights and for comparing the reference.
     unknown = set(options.only) - set(CHECKS)
@@ -126,9 +126,9 @@ def run_checks(
         # others.
         try:
             result = check(exam)
-        except UnsupportedOperation as reason:
+        except UnsupportedOperationError as reason:
             result = CheckResult(name, TITLES[name], CheckOutcome.SKIPPED, str(reason))
-        except SubjectFailed as failure:
+        except SubjectError as failure:
             result = CheckResult(name, TITLES[name], CheckOutcome.FAILED, str(failure))
         result = replace(result, seconds=time.process_time() - started)
         results.append(result)

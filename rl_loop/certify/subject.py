@@ -12,11 +12,11 @@ from megatron_gptoss.user_error import UserError
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 
 
-class UnsupportedOperation(NotImplementedError):
+class UnsupportedOperationError(NotImplementedError):
     """Operation that the subject does not support. Checks that need it are skipped."""
 
 
-class SubjectFailed(UserError, RuntimeError):
+class SubjectError(UserError, RuntimeError):
     """Subject that did not answer, or gave an invalid answer."""
 
 
@@ -92,27 +92,27 @@ class CertifySubject:
         """Release all resources."""
 
     def _reject(self, what: str) -> NoReturn:
-        raise UnsupportedOperation(f"{self.name} does not support {what}")
+        raise UnsupportedOperationError(f"{self.name} does not support {what}")
 
 
 def checked_scores(
     subject: CertifySubject, scores: Sequence[ScoredText], texts: Sequence[Sequence[int]]
 ) -> list[ScoredText]:
-    """Return the scores. Raises SubjectFailed if they do not fit the texts."""
+    """Return the scores. Raises SubjectError if they do not fit the texts."""
     # Subjects are servers and code of users, so check the answers before they are compared.
     if len(scores) != len(texts):
-        raise SubjectFailed(f"{subject.name} gave {len(scores)} answers for {len(texts)} texts")
+        raise SubjectError(f"{subject.name} gave {len(scores)} answers for {len(texts)} texts")
     for scored, text in zip(scores, texts, strict=True):
         values = np.asarray(scored.log_probs, dtype=np.float64)
         if values.shape != (len(text) - 1,):
-            raise SubjectFailed(
+            raise SubjectError(
                 f"{subject.name} gave {values.shape} log-probs for a text of {len(text)} tokens, "
                 f"expected {len(text) - 1}"
             )
         # In a mean over tokens, NaN would not show its position.
         if not np.isfinite(values).all():
             position = int(np.isfinite(values).argmin())
-            raise SubjectFailed(
+            raise SubjectError(
                 f"{subject.name}: the log-prob of token {position + 1} is {values[position]}"
             )
     return list(scores)

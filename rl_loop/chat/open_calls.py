@@ -26,7 +26,7 @@ class OpenCall:
     """True if the conversation continued with a message other than the answer."""
 
 
-class UnmatchedToolOutput(ValueError):
+class UnmatchedToolOutputError(ValueError):
     """Answer of a tool that belongs to no call, or to an ambiguous one."""
 
     def __init__(self, index: int, message: str) -> None:
@@ -62,7 +62,7 @@ def answered_calls(
         by_index: allow answers without id and name if calls of different functions are open.
 
     Raises:
-        UnmatchedToolOutput: if a call is missing or ambiguous.
+        UnmatchedToolOutputError: if a call is missing or ambiguous.
     """
     # Ids of answers are useless if the calls were recorded without ids.
     has_ids = any(call.call_id is not None for call in calls) or not by_index
@@ -76,7 +76,7 @@ def answered_calls(
         try:
             call = claims[index].choose(left, by_index)
         except ValueError as error:
-            raise UnmatchedToolOutput(index, str(error)) from None
+            raise UnmatchedToolOutputError(index, str(error)) from None
         left.remove(call)
         matched[index] = call
     return [matched[index] for index in range(len(answers))]
@@ -88,7 +88,7 @@ def in_call_order(
     """Sort consecutive answers by the order of their calls. Arguments as in ``answered_calls``.
 
     Raises:
-        UnmatchedToolOutput: as in ``answered_calls``. Also if a call of a function is answered but
+        UnmatchedToolOutputError: as in ``answered_calls``. Also if a call of a function is answered but
             an earlier call of the same turn and function is not.
     """
     matched = answered_calls(calls, [message for _, message in answers], by_index=by_index)
@@ -103,7 +103,7 @@ def in_call_order(
             if not call.is_skipped:
                 missing.add(call.recipient)
         elif call.recipient in missing:
-            raise UnmatchedToolOutput(
+            raise UnmatchedToolOutputError(
                 matched.index(call),
                 f"an earlier call of {call.recipient} has no result, but results of calls with "
                 "the same name are matched by their order. Send the results of all calls "
@@ -127,7 +127,7 @@ def with_answers_in_order(
         try:
             ordered.extend(message for (_, message), _ in in_call_order(calls, answers))
         # The rendering raises the error, which then has the position of the message.
-        except UnmatchedToolOutput:
+        except UnmatchedToolOutputError:
             ordered.extend(message for _, message in answers)
         answers.clear()
 

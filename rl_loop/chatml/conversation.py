@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rl_loop.chat.open_calls import (
     Numbered,
     OpenCall,
-    UnmatchedToolOutput,
+    UnmatchedToolOutputError,
     answered_calls,
     calls_of,
     in_call_order,
@@ -93,7 +93,7 @@ def answered_messages(
             continue
         try:
             read += _answers_in_order(calls, answers)
-        except MissingAnswer as error:
+        except MissingAnswerError as error:
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
         read.append(chat)
         # Answers must follow their turn directly, because ChatML matches them by position.
@@ -105,7 +105,7 @@ def answered_messages(
     return read
 
 
-class MissingAnswer(ValueError):
+class MissingAnswerError(ValueError):
     """Call without an answer although the conversation continues."""
 
 
@@ -113,12 +113,12 @@ def _answers_in_order(calls: Sequence[OpenCall], answers: Sequence[Numbered]) ->
     """Return the answers to all calls of a turn in the order of the calls. Raises ValueError."""
     try:
         answered = answered_calls(calls, [message for _, message in answers])
-    except UnmatchedToolOutput as error:
+    except UnmatchedToolOutputError as error:
         raise ValueError(f"{describe_message(*answers[error.index])}: {error}") from None
     for call in calls:
         if call not in answered:
             named = "" if call.call_id is None else f" ({call.call_id})"
-            raise MissingAnswer(
+            raise MissingAnswerError(
                 f"the call of {call.recipient}{named} has no result, but ChatML matches results "
                 "to calls by their order. Add the result"
             )

@@ -43,7 +43,7 @@ CIPHER_NONCE_BYTES = 12
 """Length that AES-GCM expects."""
 
 
-class UnknownRank(RuntimeError):
+class UnknownRankError(RuntimeError):
     """A process that does not know the run's token has connected as a rank."""
 
 
@@ -80,14 +80,14 @@ class EncryptedStore(dist.Store):
         """Wait for a value, and decrypt it.
 
         Raises:
-            UnknownRank: if no process with the token has written the value.
+            UnknownRankError: if no process with the token has written the value.
         """
         encrypted = self._store.get(key)
         nonce = encrypted[:CIPHER_NONCE_BYTES]
         try:
             return self._cipher.decrypt(nonce, encrypted[CIPHER_NONCE_BYTES:], key.encode())
         except (InvalidTag, ValueError) as problem:
-            raise UnknownRank(
+            raise UnknownRankError(
                 f"rendezvous store: the value of {key} was written by a process that does not "
                 "know the run's token. Find out which program connects to this machine"
             ) from problem
@@ -183,7 +183,7 @@ def check_ranks(group: dist.ProcessGroup, token: bytes) -> None:
     """Exchange proofs with all other ranks of a group. Collective.
 
     Raises:
-        UnknownRank: naming the rank, if the process that connected as it does not know the token.
+        UnknownRankError: naming the rank, if the process that connected as it does not know the token.
     """
     me = group.rank()
     peers = [rank for rank in range(group.size()) if rank != me]
@@ -195,7 +195,7 @@ def check_ranks(group: dist.ProcessGroup, token: bytes) -> None:
         expected = _proof(token, group, peer, me, nonces[peer] + received[peer])
         # This comparison takes equal time for all inputs, so its time reveals nothing.
         if not hmac.compare_digest(answers[peer], expected):
-            raise UnknownRank(
+            raise UnknownRankError(
                 f"process group {group.group_name}: the process that connected as rank {peer} does "
                 "not know the run's token. Find out which program connects to this machine"
             )

@@ -13,7 +13,7 @@ from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from rl_loop.algorithms.choices import AnySupervisedLoss, CrossEntropyLoss, DistillationLoss
 from rl_loop.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig
 from rl_loop.config.errors import ConfigError
-from rl_loop.config.parts import EpisodesConfig, TrainerConfig
+from rl_loop.config.partial_configs import EpisodesConfig, TrainerConfig
 from rl_loop.config.training import DemonstrationConfig, EvaluationConfig, TrackingConfig
 from rl_loop.conversations.config import CorpusConfig, DataConfig
 from rl_loop.environments.registry import environment_class

@@ -18,8 +18,8 @@ import numpy as np
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.errors import ConversationError, DataError
-from rl_loop.conversations.renderers import record_renderer
-from rl_loop.conversations.rendering import RenderOptions
+from rl_loop.conversations.harmony import RenderOptions
+from rl_loop.conversations.renderers import conversation_renderer
 from rl_loop.conversations.rows import RawRow, RowBlock, Rows
 
 Split = Literal["train", "validation"]
@@ -98,7 +98,7 @@ class BlockRenderer:
 
     def __init__(self, plan: RenderPlan) -> None:
         self._plan = plan
-        self._renderer = record_renderer(plan.codec, plan.options)
+        self._renderer = conversation_renderer(plan.codec, plan.options)
 
     def render(self, job: BlockJob) -> RenderedBlock:
         """Read and render the block's conversations of the job's split."""

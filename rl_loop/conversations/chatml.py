@@ -32,7 +32,7 @@ from rl_loop.conversations.formats import (
     plain_messages,
     plain_sharegpt,
 )
-from rl_loop.conversations.rendering import RenderedSample, RenderOptions, fit
+from rl_loop.conversations.harmony import RenderedSample, RenderOptions, fit
 
 SPELLED_MARKUP = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
 """Names of tokens that no text may contain. A file with them was probably rendered before."""

@@ -6,8 +6,8 @@ from itertools import islice
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.conversations.config import CorpusConfig
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.conversations.renderers import record_renderer
-from rl_loop.conversations.rendering import RenderOptions
+from rl_loop.conversations.harmony import RenderOptions
+from rl_loop.conversations.renderers import conversation_renderer
 from rl_loop.conversations.rows import RawRow, open_rows
 
 CORPUS_CONVERSATIONS = 2000
@@ -28,7 +28,7 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
         DataError: if a file cannot be read.
     """
     # With ``append`` a conversation is one sample that contains all its text once.
-    renderer = record_renderer(codec, RenderOptions("append", ANY_LENGTH, "reject"))
+    renderer = conversation_renderer(codec, RenderOptions("append", ANY_LENGTH, "reject"))
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):
             try:

@@ -19,6 +19,7 @@ from rl_loop.conversations.blocks import (
 )
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.errors import DataError
+from rl_loop.conversations.harmony import RenderOptions
 from rl_loop.conversations.rejections import (
     ENOUGH_TO_JUDGE,
     RejectionReport,
@@ -26,7 +27,6 @@ from rl_loop.conversations.rejections import (
     describe_rejection,
     kind_of,
 )
-from rl_loop.conversations.rendering import RenderOptions
 from rl_loop.conversations.rows import Rows, open_rows
 from rl_loop.conversations.source_stream import DataSample, SourceStream
 from rl_loop.data.mixture import BLOCK, SourceMixture

@@ -12,7 +12,7 @@ from typing import Any
 from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, SystemContent
 from pydantic import ValidationError
 
-from rl_loop.chat.open_calls import Numbered, UnmatchedToolOutput, calls_of, in_call_order
+from rl_loop.chat.open_calls import Numbered, UnmatchedToolOutputError, calls_of, in_call_order
 from rl_loop.chat.tools import check_names
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import BUILTIN_NAMESPACES, Conversation, make_conversation
@@ -244,7 +244,7 @@ def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list
     """
     try:
         ordered = in_call_order(calls_of(message), answers, by_index=True)
-    except UnmatchedToolOutput as error:
+    except UnmatchedToolOutputError as error:
         named = describe_message(*answers[error.index])
         raise ConversationError(f"{named}: {error}") from None
     return [answer for answer, _ in ordered]

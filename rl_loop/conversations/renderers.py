@@ -6,11 +6,11 @@ from rl_loop.chat.codec import ChatCodec
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.conversations.chatml import ChatMlRenderer
 from rl_loop.conversations.config import Format
-from rl_loop.conversations.rendering import ConversationRenderer, RenderedSample, RenderOptions
+from rl_loop.conversations.harmony import HarmonyRenderer, RenderedSample, RenderOptions
 from rl_loop.harmony.codec import Harmony
 
 
-class RecordRenderer(Protocol):
+class ConversationRenderer(Protocol):
     """Converter of records to samples."""
 
     def render_record(self, record: Any, form: Format) -> tuple[list[RenderedSample], list[str]]:
@@ -29,10 +29,10 @@ class RecordRenderer(Protocol):
         ...
 
 
-def record_renderer(codec: ChatCodec, options: RenderOptions) -> RecordRenderer:
+def conversation_renderer(codec: ChatCodec, options: RenderOptions) -> ConversationRenderer:
     """Return the renderer of a codec's chat format. Raises ValueError if there is none."""
     if isinstance(codec, Harmony):
-        return ConversationRenderer(codec, options)
+        return HarmonyRenderer(codec, options)
     if isinstance(codec, ChatMl):
         return ChatMlRenderer(codec, options)
     raise ValueError(f"conversations of files cannot be rendered by {type(codec).__name__}")

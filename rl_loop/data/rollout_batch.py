@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from megatron_gptoss.step_results import SharedTokens, StepStatistics
-from rl_loop.data.trained_tokens import TrainedTokens
+from rl_loop.data.response_check import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 

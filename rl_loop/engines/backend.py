@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rl_loop.engines.protocol import RolloutEngine
 
 
-class EngineUnavailable(UserError):
+class EngineUnavailableError(UserError):
     """This machine lacks a requirement of the engine.
 
     The message contains the requirement, the configuration key and the remedy.
@@ -137,7 +137,7 @@ class EngineConfig(StrictModel):
         """Check the requirements of the engine before anything is started.
 
         Raises:
-            EngineUnavailable: if this machine lacks a requirement.
+            EngineUnavailableError: if this machine lacks a requirement.
         """
         return None
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_gptoss.routes import ROUTE_DTYPES, route_dtype, unknown_route
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.infrastructure import EngineFault
+from rl_loop.infrastructure import EngineError
 
 if TYPE_CHECKING:
     # Configurations import this package, and torch takes seconds to import.
@@ -128,7 +128,7 @@ class WeightHolder(Protocol):
             version: version of the weights.
 
         Raises:
-            WeightMismatch: if tensors are missing or unknown. The message names them. The weights
+            WeightMismatchError: if tensors are missing or unknown. The message names them. The weights
                 are then unchanged.
         """
 
@@ -223,11 +223,11 @@ def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelS
         shape: shape of the model.
 
     Raises:
-        EngineFault: if the result is impossible.
+        EngineError: if the result is impossible.
     """
     try:
         if result.request_id not in (None, request.request_id):
-            raise _InvalidResult(
+            raise _InvalidResultError(
                 f"the engine returned the result of another request ({result.request_id})"
             )
         _check_tokens(request.sampling, result, shape.vocabulary_size)
@@ -235,11 +235,11 @@ def check_result(request: GenerateRequest, result: GenerateResult, shape: ModelS
         if request.return_routed_experts and result.output_ids:
             tokens = len(request.input_ids) + len(result.output_ids) - 1 - request.routes_start
             _check_routes_shape(result.routed_experts, tokens, shape)
-    except _InvalidResult as fault:
-        raise EngineFault(request.request_id, str(fault)) from None
+    except _InvalidResultError as fault:
+        raise EngineError(request.request_id, str(fault)) from None
 
 
-class _InvalidResult(Exception):
+class _InvalidResultError(Exception):
     """Reason why a result is impossible."""
 
 
@@ -250,14 +250,14 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
 
     # The agent loop sets all other reasons, such as a timeout.
     if reason not in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
-        raise _InvalidResult(f"the finish reason {reason!r} is unknown")
+        raise _InvalidResultError(f"the finish reason {reason!r} is unknown")
     if len(ids) > sampling.max_new_tokens:
-        raise _InvalidResult(
+        raise _InvalidResultError(
             f"the engine returned {len(ids)} tokens, but max_new_tokens is "
             f"{sampling.max_new_tokens}"
         )
     if len(log_probs) != len(ids):
-        raise _InvalidResult(
+        raise _InvalidResultError(
             f"the engine returned {len(log_probs)} log-probs for {len(ids)} tokens"
         )
 
@@ -265,16 +265,16 @@ def _check_tokens(sampling: SamplingParams, result: GenerateResult, vocabulary_s
     if not ids:
         if reason is not FinishReason.ABORT:
             ending = f"the finish reason is {reason.value!r}"
-            raise _InvalidResult(f"the engine returned no token, but {ending}")
+            raise _InvalidResultError(f"the engine returned no token, but {ending}")
         return
 
     if (fault := fault_in_ids(ids, vocabulary_size)) is not None:
-        raise _InvalidResult(fault)
+        raise _InvalidResultError(fault)
     if (fault := fault_in_log_probs(log_probs)) is not None:
-        raise _InvalidResult(fault)
+        raise _InvalidResultError(fault)
     # Tokens behind the stop token would be trained on as a part of the turn.
     if any(token in sampling.stop_token_ids for token in ids[:-1]):
-        raise _InvalidResult("the engine returned tokens after a stop token")
+        raise _InvalidResultError("the engine returned tokens after a stop token")
 
 
 def fault_in_ids(ids: list[int], vocabulary_size: int) -> str | None:
@@ -327,12 +327,12 @@ def _check_versions(result: GenerateResult) -> None:
     end = 0
     for span in result.weight_versions:
         if span.start != end or span.end <= span.start:
-            raise _InvalidResult(
+            raise _InvalidResultError(
                 f"weight_versions {result.weight_versions} has a gap or an overlap between spans"
             )
         end = span.end
     if end != len(result.output_ids):
-        raise _InvalidResult(
+        raise _InvalidResultError(
             f"weight_versions covers {end} tokens, but the engine returned {len(result.output_ids)}"
         )
 
@@ -341,25 +341,27 @@ def _check_routes_shape(routes: Any, tokens: int, shape: ModelShape) -> None:
     """Check that ``routes`` are expert indices of ``tokens`` tokens for a model of this shape."""
     # Without routes, a trainer with routing replay would silently use its own routes.
     if routes is None:
-        raise _InvalidResult(
+        raise _InvalidResultError(
             "the engine returned no routed experts, but the request asked for them"
         )
     if not isinstance(routes, np.ndarray) or routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
         found = f"{getattr(routes, 'dtype', type(routes).__name__)} {list(np.shape(routes))}"
-        raise _InvalidResult(
+        raise _InvalidResultError(
             f"routed experts are {found}, expected uint8 or int16 [tokens, layers, top_k]"
         )
 
     # An unknown size fits every array.
     expected = (tokens, shape.layers or routes.shape[1], shape.top_k or routes.shape[2])
     if routes.shape != expected:
-        raise _InvalidResult(f"routed experts have the shape {routes.shape}, expected {expected}")
+        raise _InvalidResultError(
+            f"routed experts have the shape {routes.shape}, expected {expected}"
+        )
 
     if shape.experts is not None:
         try:
             check_routes(routes, shape.experts)
         except RuntimeError as error:
-            raise _InvalidResult(str(error)) from None
+            raise _InvalidResultError(str(error)) from None
 
 
 def check_routes(routes: np.ndarray, experts: int) -> np.ndarray:

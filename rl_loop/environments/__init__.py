@@ -11,7 +11,7 @@ from rl_loop.environments.base import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
 )
 from rl_loop.environments.registry import (
     ENVIRONMENTS,
@@ -29,7 +29,7 @@ __all__ = [
     "StepResult",
     "Task",
     "ToolError",
-    "UnknownTool",
+    "UnknownToolError",
     "environment_class",
     "make_environment",
     "make_offline_environment",

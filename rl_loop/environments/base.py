@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict
 from megatron_gptoss.user_error import UserError
 from rl_loop.chat.messages import ParsedMessage, ToolOutput
 from rl_loop.chat.tools import FUNCTIONS, BuiltinTool, PythonTool, Tool
-from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.infrastructure import InfrastructureError, describe
 from rl_loop.sandbox import ExecutionResult
 
 Split = Literal["train", "held_out"]
 
 
-class InvalidRow(UserError, ValueError):
+class InvalidRowError(UserError, ValueError):
     """Generated row that is not a task. The message names the function and the task."""
 
 
@@ -99,8 +99,8 @@ class PythonExecutor(Protocol):
         """Run ``code`` after the programs of ``history``, whose output is dropped.
 
         Raises:
-            SandboxFailure: if the sandbox fails.
-            InfrastructureFailure: instead of SandboxFailure, within episodes.
+            SandboxError: if the sandbox fails.
+            InfrastructureError: instead of SandboxError, within episodes.
         """
         ...
 
@@ -135,7 +135,7 @@ class ToolError(Exception):
     """Failed tool call by a mistake of the agent. The agent reads the message."""
 
 
-class UnknownTool(Exception):
+class UnknownToolError(Exception):
     """Call of a tool that does not exist: a format error, which ends the episode."""
 
 
@@ -253,7 +253,7 @@ class Environment:
         before it repeats the turn. Existing connections may stay.
 
         Raises:
-            InfrastructureFailure: if it fails, with no connection left open. Other exceptions count
+            InfrastructureError: if it fails, with no connection left open. Other exceptions count
                 as infrastructure failures, too.
         """
 
@@ -294,11 +294,11 @@ class Environment:
 
         Raises:
             ToolError: if the agent made a mistake.
-            UnknownTool: if there is no such tool.
-            InfrastructureFailure: if the tool fails for another reason. Other exceptions count as
+            UnknownToolError: if there is no such tool.
+            InfrastructureError: if the tool fails for another reason. Other exceptions count as
                 infrastructure failures, too.
         """
-        raise UnknownTool
+        raise UnknownToolError
 
     async def answer(self, text: str) -> StepResult:
         """Judge the text on the channel ``final``.
@@ -325,7 +325,7 @@ class Environment:
                 # The agent reads the error and can correct itself.
                 reply = str(error)
                 errors += 1
-            except UnknownTool:
+            except UnknownToolError:
                 return self.end_with_format_error("unknown_tool")
 
             # The episode is over, so later calls are not executed. The call that ended it counts.
@@ -337,32 +337,32 @@ class Environment:
         return StepResult(outputs, tool_calls=len(outputs), tool_errors=errors)
 
     async def _judge_turn(self, message: ParsedMessage) -> StepResult:
-        """Judge a turn without calls. Raises InfrastructureFailure if the checker fails."""
+        """Judge a turn without calls. Raises InfrastructureError if the checker fails."""
         # The user reads only ``final``, so a turn that ends on another channel is no answer.
         if message.channel != "final":
             return self.end_with_format_error("unanswered")
 
         try:
             return await self.answer(message.text)
-        except InfrastructureFailure:
+        except InfrastructureError:
             raise
         except Exception as error:
             # A checker that crashes says nothing about the answer, so do not score it as wrong.
-            raise InfrastructureFailure("checker", describe(error)) from error
+            raise InfrastructureError("checker", describe(error)) from error
 
     async def _run_call(self, tool: str, arguments: str) -> str | StepResult:
-        """Run ``call``. Raises InfrastructureFailure for unexpected exceptions and return types."""
+        """Run ``call``. Raises InfrastructureError for unexpected exceptions and return types."""
         try:
             reply = await self.call(tool, arguments)
-        except (ToolError, UnknownTool, InfrastructureFailure):
+        except (ToolError, UnknownToolError, InfrastructureError):
             raise
         except Exception as error:
             # The cause is a missing server or a bug of the tool, not the policy.
-            raise InfrastructureFailure("tool", f"{tool[:60]}: {describe(error)}") from error
+            raise InfrastructureError("tool", f"{tool[:60]}: {describe(error)}") from error
 
         if not isinstance(reply, str | StepResult):
             kind = type(reply).__name__
-            raise InfrastructureFailure("tool", f"{tool[:60]} returned {kind} instead of text")
+            raise InfrastructureError("tool", f"{tool[:60]} returned {kind} instead of text")
         return reply
 
     # ---- an episode that a program plays
@@ -378,7 +378,7 @@ class Environment:
             given: value that the agent returned or sent as its reward.
 
         Raises:
-            InfrastructureFailure: if the value is not a reward.
+            InfrastructureError: if the value is not a reward.
         """
         raise NotImplementedError
 
@@ -473,9 +473,9 @@ def text_in(record: dict[str, Any], key: str) -> str:
 
 
 def function_of(recipient: str) -> str:
-    """Return the function's name in a recipient. Raises UnknownTool if it is not a function."""
+    """Return the function's name in a recipient. Raises UnknownToolError if it is not a function."""
     if not recipient.startswith(FUNCTIONS):
-        raise UnknownTool
+        raise UnknownToolError
     return recipient.removeprefix(FUNCTIONS)
 
 

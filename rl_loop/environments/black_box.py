@@ -20,7 +20,7 @@ from rl_loop.environments.base import (
 )
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
 from rl_loop.environments.row_tasks import check_function, generated_task, row_of, row_task
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 
 class BlackBoxOptions(EnvironmentOptions):
@@ -106,7 +106,7 @@ class BlackBoxEnvironment(Environment):
 
     async def answer(self, text: str) -> StepResult:
         # The agent loop does not run these episodes, so a call is a bug and not the policy's fault.
-        raise InfrastructureFailure(
+        raise InfrastructureError(
             "environment", "an external agent scores this episode, not the agent loop"
         )
 

@@ -16,7 +16,7 @@ from rl_loop.environments.base import (
     ScriptedPolicy,
     Split,
     Task,
-    UnknownTool,
+    UnknownToolError,
     final,
     text_in,
     think,
@@ -111,7 +111,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
     async def call(self, tool: str, arguments: str) -> str:
         # Without tools, a call is a format error, as for any unknown tool.
         if not self.task.metadata.get("tools"):
-            raise UnknownTool
+            raise UnknownToolError
         return await super().call(tool, arguments)
 
 

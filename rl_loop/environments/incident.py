@@ -21,7 +21,7 @@ from rl_loop.environments.base import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
     arguments_of,
     function_call,
     function_of,
@@ -189,7 +189,7 @@ class IncidentEnvironment(Environment):
     async def call(self, tool: str, arguments: str) -> str | StepResult:
         name = function_of(tool)
         if name not in TOOLS:
-            raise UnknownTool
+            raise UnknownToolError
 
         # Failed calls count as steps, too.
         self._step += 1

@@ -1,9 +1,9 @@
 """Checks of texts against the constraints of IFEval and IFBench, with if-verifiable's checkers.
 
 The checkers are used as published, with two exceptions. ``make_checker`` seeds their random
-arguments, so that a verdict does not depend on chance. ``meets`` counts capital words without
+arguments, so that a verdict does not depend on chance. ``satisfies`` counts capital words without
 NLTK's data, which need not be installed. Adversarial texts of 20 KB need seconds in the checkers'
-regular expressions, so ``judge`` runs the checkers in other processes.
+regular expressions, so ``check_in_process`` runs the checkers in other processes.
 """
 
 import atexit
@@ -18,10 +18,10 @@ from functools import cache
 from typing import Any
 
 from rl_loop.extras import install_command
-from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool
 
-SECONDS = 10.0
+MAX_CHECK_SECONDS = 10.0
 """Limit of processor time in seconds for one text and one constraint.
 
 A check usually takes milliseconds. A text that takes longer than the limit does not satisfy the
@@ -72,13 +72,13 @@ class ConstraintVerdict:
 
 @cache
 def ifeval_checkers() -> dict[str, Any]:
-    """Return the checkers of IFEval by name. Raises CheckerFailure if they are not installed."""
+    """Return the checkers of IFEval by name. Raises CheckerError if they are not installed."""
     # Optional packages, so they are imported only for tasks that need them.
     try:
         import langdetect
         from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
     except ImportError as error:
-        raise CheckerFailure(f"{error}; {install_command('environments')}") from None
+        raise CheckerError(f"{error}; {install_command('environments')}") from None
 
     # langdetect samples from a text, so its verdicts would vary without a seed.
     langdetect.DetectorFactory.seed = 0
@@ -149,23 +149,23 @@ def draw_constraint(name: str, seed: int) -> tuple[TextConstraint, str]:
     return TextConstraint(name, arguments), text
 
 
-UNMET = ConstraintVerdict(strict=False, loose=False)
+NOT_SATISFIED = ConstraintVerdict(strict=False, loose=False)
 
-Question = tuple[TextConstraint, str, str]
+CheckRequest = tuple[TextConstraint, str, str]
 """Constraint, text, and the prompt that the text answers."""
 
 
-async def judge(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdict:
+async def check_in_process(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdict:
     """Run ``check`` in another process, with limits of time and memory.
 
     Returns:
         The verdict. A text that exceeds a limit does not satisfy the constraint.
 
     Raises:
-        CheckerFailure: if the checker fails on every text.
+        CheckerError: if the checker fails on every text.
     """
-    verdict: ConstraintVerdict = await _processes.judge_async(
-        (constraint, text, prompt), too_expensive=UNMET
+    verdict: ConstraintVerdict = await _checker_pool.judge_async(
+        (constraint, text, prompt), too_expensive=NOT_SATISFIED
     )
     return verdict
 
@@ -180,21 +180,21 @@ def prepare(_: None) -> None:
         ifbench_checkers()
 
 
-def answer(question: Question) -> ConstraintVerdict:
-    """Return the verdict of a question. Runs in a worker."""
-    return check(*question)
+def run_check_request(request: CheckRequest) -> ConstraintVerdict:
+    """Return the verdict of a request. Runs in a worker."""
+    return check(*request)
 
 
-_processes = CheckerPool(
+_checker_pool = CheckerPool(
     "the process that checks instructions",
-    f"{__name__}:answer",
+    f"{__name__}:run_check_request",
     prepare=f"{__name__}:prepare",
-    seconds=SECONDS,
+    seconds=MAX_CHECK_SECONDS,
     # A question that every working process answers.
     control=(TextConstraint("punctuation:no_comma", {}), "text", ""),
 )
 # Worker processes must not outlive this one.
-atexit.register(_processes.close)
+atexit.register(_checker_pool.close)
 
 
 def check(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdict:
@@ -204,31 +204,31 @@ def check(constraint: TextConstraint, text: str, prompt: str) -> ConstraintVerdi
         The verdict. A text on which the checker raises an exception does not satisfy the constraint.
 
     Raises:
-        CheckerFailure: if the checker cannot work because a package or data is missing.
+        CheckerError: if the checker cannot work because a package or data is missing.
     """
     from if_verifiable.common import get_loose_transformations
 
     # A blank text would satisfy constraints such as "no commas".
     if not text.strip():
-        return UNMET
+        return NOT_SATISFIED
 
     try:
         checker = make_checker(constraint, prompt)
-        strict = meets(checker, constraint.name, text)
+        strict = satisfies(checker, constraint.name, text)
         variants = get_loose_transformations(text)
-        loose = strict or any(meets(checker, constraint.name, variant) for variant in variants)
+        loose = strict or any(satisfies(checker, constraint.name, variant) for variant in variants)
         return ConstraintVerdict(strict, loose)
-    except CheckerFailure:
+    except CheckerError:
         raise
     except Exception as error:
         # NLTK raises LookupError itself for missing data. Its subclasses KeyError and IndexError
         # come from the text.
         if isinstance(error, ImportError) or type(error) is LookupError:
             reason = " ".join(str(error).split())[:200]
-            raise CheckerFailure(f"{constraint.name} cannot be checked: {reason}") from None
+            raise CheckerError(f"{constraint.name} cannot be checked: {reason}") from None
         # Published checkers raise exceptions on texts that they do not expect, so the text is the
         # cause. If the episode were invalid, the policy could avoid a bad reward.
-        return UNMET
+        return NOT_SATISFIED
 
 
 def make_checker(constraint: TextConstraint, prompt: str) -> Any:
@@ -257,7 +257,7 @@ def make_checker(constraint: TextConstraint, prompt: str) -> Any:
     return checker
 
 
-def meets(checker: Any, name: str, text: str) -> bool:
+def satisfies(checker: Any, name: str, text: str) -> bool:
     """Return a checker's result for a text. A blank text satisfies no constraint."""
     if not text.strip():
         return False

@@ -25,10 +25,10 @@ from rl_loop.environments.base import (
 from rl_loop.environments.instruction_checkers import (
     TextConstraint,
     check,
+    check_in_process,
     checker_class,
     draw_constraint,
     ifeval_conflicts,
-    judge,
     missing_data,
 )
 from rl_loop.environments.instruction_solutions import SOLUTIONS, write_solution
@@ -155,7 +155,9 @@ class InstructionEnvironment(Environment):
         prompt = self.task.messages[-1]["content"]
 
         # Checkers run in other processes, so check all constraints at the same time.
-        verdicts = await asyncio.gather(*(judge(constraint, text, prompt) for constraint in due))
+        verdicts = await asyncio.gather(
+            *(check_in_process(constraint, text, prompt) for constraint in due)
+        )
         strict = sum(verdict.strict for verdict in verdicts) / len(due)
         loose = sum(verdict.loose for verdict in verdicts) / len(due)
         self._scores.append(TurnScore(strict, loose))

@@ -20,7 +20,7 @@ from rl_loop.environments.base import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
     arguments_of,
     function_of,
     text_in,
@@ -31,7 +31,7 @@ from rl_loop.environments.row_tasks import FUNCTIONS, check_function, generated_
 from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.connection import ToolResult
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.threads import call_user_code
 
 
@@ -110,7 +110,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
             await self.toolbox.open()
         except ValueError as error:
             # Names were checked before the run, so the servers have changed since.
-            raise InfrastructureFailure("tool", str(error)) from error
+            raise InfrastructureError("tool", str(error)) from error
         await self.set_up(self.toolbox)
 
     async def disconnect(self) -> None:
@@ -137,14 +137,14 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         """Bring new servers into the initial state of the episode.
 
         Raises:
-            InfrastructureFailure: if ``setup_tool`` fails.
+            InfrastructureError: if ``setup_tool`` fails.
         """
         name = self.options.setup_tool
         if name is None:
             return
         answer = await _call_named(tools, name, self.row.get("setup", {}))
         if answer.is_error:
-            raise InfrastructureFailure("tool", f"setup_tool {name}: {answer.text[:500]}")
+            raise InfrastructureError("tool", f"setup_tool {name}: {answer.text[:500]}")
 
     def tools(self) -> Sequence[Tool]:
         # Prompts are also rendered without an episode, to check their length.
@@ -162,7 +162,7 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
         assert self.toolbox is not None
         name = function_of(tool)
         if not self.toolbox.offers(name) or name == self.options.setup_tool:
-            raise UnknownTool
+            raise UnknownToolError
 
         answer: ToolResult = await self.act(ToolCall(name, arguments_of(arguments)))
         if answer.is_error:
@@ -198,13 +198,13 @@ async def _call_named(tools: ToolBox, name: str, arguments: Any) -> ToolResult:
     """Call a tool that the configuration or a recorded action names.
 
     Raises:
-        InfrastructureFailure: if no server has the tool, or the call fails.
+        InfrastructureError: if no server has the tool, or the call fails.
     """
     if name not in tools:
-        raise InfrastructureFailure("tool", f"the tool servers have no tool {name!r}")
+        raise InfrastructureError("tool", f"the tool servers have no tool {name!r}")
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
-        raise InfrastructureFailure(
+        raise InfrastructureError(
             "environment", f"the arguments of {name} must be a JSON object, not {kind}"
         )
     return await tools.call(name, arguments)

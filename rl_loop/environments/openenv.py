@@ -25,14 +25,14 @@ from rl_loop.environments.base import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
     arguments_of,
     function_of,
 )
-from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ToolServerLost
+from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ToolServerLostError
 from rl_loop.environments.row_tasks import row_task
 from rl_loop.environments.tool_servers.content import text_of
-from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.infrastructure import InfrastructureError, describe
 
 NUMBER = "{number}"
 """Placeholder for a task's number in the option ``prompt``."""
@@ -100,16 +100,16 @@ class ServerObservation:
     """True if the response did not arrive in time. The session is closed then."""
 
 
-def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureFailure:
+def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureError:
     """Return a failure of the environment at ``options.url``. ``what`` is the end of a sentence."""
     failure_source = f"OpenEnv at {options.url}"
-    return InfrastructureFailure("environment", f"{failure_source} {what}", failure_source)
+    return InfrastructureError("environment", f"{failure_source} {what}", failure_source)
 
 
-def _lost(options: OpenEnvOptions, what: str) -> ToolServerLost:
+def _lost(options: OpenEnvOptions, what: str) -> ToolServerLostError:
     """Return a failure of a session that ended during an action."""
     failure_source = f"OpenEnv at {options.url}"
-    return ToolServerLost("environment", f"{failure_source} {what}", failure_source)
+    return ToolServerLostError("environment", f"{failure_source} {what}", failure_source)
 
 
 class OpenEnvSession:
@@ -125,7 +125,7 @@ class OpenEnvSession:
         return self._socket is not None and not self._socket.closed
 
     async def open(self) -> None:
-        """Open the session. Raises InfrastructureFailure."""
+        """Open the session. Raises InfrastructureError."""
         # No limit on the total, because the session lasts as long as the episode.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_seconds)
         self._http = aiohttp.ClientSession(headers=self._options.headers, timeout=timeout)
@@ -151,7 +151,7 @@ class OpenEnvSession:
             await http.close()
 
     async def reset(self, arguments: dict[str, Any]) -> ServerObservation:
-        """Start an episode. Raises InfrastructureFailure."""
+        """Start an episode. Raises InfrastructureError."""
         try:
             observed = await self._ask("reset", arguments, self._options.connect_seconds)
         except TimeoutError:
@@ -163,7 +163,7 @@ class OpenEnvSession:
         return observed
 
     async def step(self, action: dict[str, Any]) -> ServerObservation:
-        """Execute an action. Raises InfrastructureFailure."""
+        """Execute an action. Raises InfrastructureError."""
         try:
             return await self._ask("step", action, self._options.step_seconds)
         except TimeoutError:
@@ -172,7 +172,7 @@ class OpenEnvSession:
             return ServerObservation({}, None, False, is_late=True)
 
     async def _ask(self, kind: str, data: dict[str, Any], seconds: float) -> ServerObservation:
-        """Send a message and return the response. Raises InfrastructureFailure and TimeoutError."""
+        """Send a message and return the response. Raises InfrastructureError and TimeoutError."""
         if self._socket is None:
             raise failure_of(self._options, "is not connected")
         try:
@@ -191,7 +191,7 @@ class OpenEnvSession:
         return self._read(answer.data)
 
     def _read(self, text: str) -> ServerObservation:
-        """Parse a response. Raises InfrastructureFailure if it does not follow the protocol."""
+        """Parse a response. Raises InfrastructureError if it does not follow the protocol."""
         try:
             message = json.loads(text)
             data = message["data"]
@@ -285,7 +285,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             raise failure_of(self.options, f"cannot reach its tools: {error}") from error
 
     async def _described_tools(self, session: OpenEnvSession) -> list[Tool]:
-        """Return the tools of the policy. Raises InfrastructureFailure."""
+        """Return the tools of the policy. Raises InfrastructureError."""
         match self.options.interface:
             case "text":
                 return []
@@ -322,7 +322,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         await self.ready()
         name = function_of(tool)
         if name not in {known.name for known in self._tools}:
-            raise UnknownTool
+            raise UnknownToolError
         action = arguments_of(arguments)
         if self.options.interface == "tools":
             action = {"type": "call_tool", "tool_name": name, "arguments": action}
@@ -386,7 +386,7 @@ def _http_url(options: OpenEnvOptions) -> str:
 
 
 async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
-    """Return the JSON schema of the server's actions. Raises InfrastructureFailure."""
+    """Return the JSON schema of the server's actions. Raises InfrastructureError."""
     url = f"{_http_url(options)}/schema"
     timeout = aiohttp.ClientTimeout(total=options.connect_seconds)
     try:

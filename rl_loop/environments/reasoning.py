@@ -20,9 +20,9 @@ from rl_loop.environments.base import (
     Task,
     final,
 )
-from rl_loop.extras import ExtraMissing
+from rl_loop.extras import MissingExtraError
 from rl_loop.infrastructure import describe
-from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool
 from rl_loop.rewards.math_answer import last_boxed, normalized
 
@@ -98,7 +98,7 @@ def _dataset(generator: str, seed: int, settings: str) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ExtraMissing("environment reasoning", "environments", error) from None
+        raise MissingExtraError("environment reasoning", "environments", error) from None
 
     # Settings are JSON text, because lru_cache needs hashable arguments.
     return reasoning_gym.create_dataset(
@@ -123,7 +123,7 @@ def score(question: tuple[list[Any], str | None]) -> float:
         question: place of the task, and the answer; None stands for the correct answer.
 
     Raises:
-        CheckerFailure: if the generator's scorer is broken.
+        CheckerError: if the generator's scorer is broken.
     """
     [*dataset, number], answer = question
     items = _dataset(*dataset)
@@ -137,7 +137,7 @@ def score(question: tuple[list[Any], str | None]) -> float:
         try:
             _checked(items.score_answer(item["answer"], item))
         except Exception:
-            raise CheckerFailure(f"the scorer of {dataset[0]} fails: {describe(error)}") from error
+            raise CheckerError(f"the scorer of {dataset[0]} fails: {describe(error)}") from error
         return 0.0
 
 

@@ -17,10 +17,10 @@ from rl_loop.environments.base import (
     ToolError,
 )
 from rl_loop.environments.row_tasks import row_of
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 
-class ToolServerLost(InfrastructureFailure):
+class ToolServerLostError(InfrastructureError):
     """The server ended during an action."""
 
 
@@ -74,7 +74,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
     # ---- methods that a subclass defines
 
     async def connect(self) -> None:
-        """Connect to a server in its initial state. Raises InfrastructureFailure."""
+        """Connect to a server in its initial state. Raises InfrastructureError."""
         raise NotImplementedError
 
     async def disconnect(self) -> None:
@@ -93,8 +93,8 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
             The result, comparable by ``==``.
 
         Raises:
-            ToolServerLost: if the server ended during the action.
-            InfrastructureFailure: if the action failed in another way.
+            ToolServerLostError: if the server ended during the action.
+            InfrastructureError: if the action failed in another way.
         """
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
 
         Raises:
             ToolError: if the action ends every server. The episode continues on a server without it.
-            InfrastructureFailure: if the action failed in another way.
+            InfrastructureError: if the action failed in another way.
         """
         await self.ready()
         # BaseException, because the server may also have executed an action that was cancelled.
@@ -119,7 +119,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         except BaseException as error:
             # The server may have executed the action, or a part of it.
             self._state_differs = True
-            if isinstance(error, ToolServerLost) and self._ends_servers(action):
+            if isinstance(error, ToolServerLostError) and self._ends_servers(action):
                 raise ToolError("this call ended the server that it was made to") from error
             raise
         self._actions.append(RecordedAction(action, result))
@@ -138,12 +138,12 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
         """Execute a recorded action on a new server.
 
         Raises:
-            InfrastructureFailure: if the result differs. The policy has read the earlier result,
+            InfrastructureError: if the result differs. The policy has read the earlier result,
                 which would be wrong for this server.
         """
         result = await self.do(recorded.action)
         if result != recorded.result:
-            raise InfrastructureFailure(
+            raise InfrastructureError(
                 "environment",
                 f"{type(self).__name__}: replaying {recorded.action!r:.200} gave a different result. "
                 "Set replay: false if results of this environment vary",

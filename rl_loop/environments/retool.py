@@ -19,7 +19,7 @@ from rl_loop.environments.base import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
     arguments_of,
     final,
     text_in,
@@ -242,11 +242,11 @@ def _ground_truth(reward_model: Any) -> str:
 
 
 def _code_of(tool: str, arguments: str) -> str:
-    """Return the program of a call. Raises UnknownTool and ToolError."""
+    """Return the program of a call. Raises UnknownToolError and ToolError."""
     if tool == "python":
         return arguments
     if tool != "functions.python":
-        raise UnknownTool
+        raise UnknownToolError
 
     code = arguments_of(arguments).get("code")
     if not isinstance(code, str):

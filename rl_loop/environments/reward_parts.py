@@ -6,7 +6,7 @@ from dataclasses import replace
 from numbers import Real
 
 from rl_loop.environments.base import StepResult
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 RESERVED_PARTS = ("correct", "format_error", "score")
 """Reward parts that every environment has."""
@@ -28,7 +28,7 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
         giver: function that returned the reward, for messages.
 
     Raises:
-        InfrastructureFailure: if names are missing or unexpected, or a value is not a finite number.
+        InfrastructureError: if names are missing or unexpected, or a value is not a finite number.
     """
     named = given if isinstance(given, Mapping) else {"score": given}
     expected = {"score", *parts}
@@ -37,14 +37,14 @@ def read_parts(given: object, parts: Sequence[str], giver: str) -> dict[str, flo
         names = ", ".join(sorted(map(str, named)))
         wanted = ", ".join(sorted(expected))
         reason = f"{giver} returned the reward parts {names}. Expected: {wanted}"
-        raise InfrastructureFailure("checker", reason, giver)
+        raise InfrastructureError("checker", reason, giver)
 
     numbers: dict[str, float] = {}
     for name, value in named.items():
         # A NaN in one reward would make all advantages of its group NaN.
         if not isinstance(value, Real) or not math.isfinite(value):
             reason = f"{giver}: {name} is {value!r}, expected a finite number"
-            raise InfrastructureFailure("checker", reason, giver)
+            raise InfrastructureError("checker", reason, giver)
         numbers[name] = float(value)
     return numbers
 

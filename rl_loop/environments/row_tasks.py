@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_loop.environments.base import InvalidRow, Split, Task, text_in
+from rl_loop.environments.base import InvalidRowError, Split, Task, text_in
 from rl_loop.registry import Registry
 
 FUNCTIONS: Registry[Callable[..., Any]] = Registry(
@@ -41,7 +41,7 @@ def generated_task(
 
     Raises:
         NotImplementedError: if ``path`` is None.
-        InvalidRow: if the function does not return a JSON object that is a task.
+        InvalidRowError: if the function does not return a JSON object that is a task.
     """
     if path is None:
         raise NotImplementedError(
@@ -50,16 +50,16 @@ def generated_task(
     row = FUNCTIONS.resolve(path)(split, seed, index)
     where = f"{path}({split!r}, {seed}, {index})"
     if not isinstance(row, dict):
-        raise InvalidRow(f"{where} returned {type(row).__name__}, expected a dict")
+        raise InvalidRowError(f"{where} returned {type(row).__name__}, expected a dict")
     try:
         return from_record(row, f"{split}-{index}", options)
     except KeyError as error:
         keys = ", ".join(map(str, row)) or "no keys"
-        raise InvalidRow(
+        raise InvalidRowError(
             f"{where} returned a task without the key {error}; it has {keys}"
         ) from None
     except ValueError as error:
-        raise InvalidRow(f"{where} returned a task that cannot be used: {error}") from None
+        raise InvalidRowError(f"{where} returned a task that cannot be used: {error}") from None
 
 
 def row_task(

@@ -16,7 +16,7 @@ from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config.precision import DTYPE_NAMES
 from rl_loop.agents.worker import worker_class
-from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.training import EvaluationConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.engines.completions import CompletionsEngine

@@ -16,7 +16,7 @@ from rl_loop.chat.open_calls import OpenCall
 from rl_loop.chat.tools import Tool
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateResult
-from rl_loop.forked_pool import CallLimitExceeded, ForkedPool, PoolFailure
+from rl_loop.forked_pool import CallLimitError, ForkedPool, PoolError
 from rl_loop.gateway.answer import ReadTurn, read_turn
 from rl_loop.gateway.body import parse_json
 from rl_loop.gateway.errors import ApiError
@@ -187,7 +187,7 @@ class RequestWorkers:
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self) -> None:
-        """Start the first process, without waiting for it. Raises PoolFailure."""
+        """Start the first process, without waiting for it. Raises PoolError."""
         self._pool.start()
 
     def begin[Result](self, job: RequestJob[Result]) -> "asyncio.Task[Result]":
@@ -211,14 +211,14 @@ class RequestWorkers:
             return result
         # The request caused it, so the client can avoid it. A failure of the pool is not the
         # client's.
-        except CallLimitExceeded:
+        except CallLimitError:
             gigabytes = JOB_MEMORY_BYTES >> 30
             message = (
                 f"reading the request needs more than {JOB_SECONDS:g} s or {gigabytes} GiB. Send "
                 "a shorter request"
             )
             raise ApiError(413, "invalid_request", message) from None
-        except PoolFailure as error:
+        except PoolError as error:
             raise ApiError(503, "internal_error", str(error)) from None
 
     def _note_end(self, task: "asyncio.Task[Any]") -> None:

@@ -20,7 +20,7 @@ SHORT_HISTORY = 4096
 History = Literal["append", "harmony"]
 
 
-class PromptTooLong(Exception):
+class PromptTooLongError(Exception):
     """The prompt leaves no room for an answer."""
 
     def __init__(self, tokens: str) -> None:
@@ -49,7 +49,7 @@ class PromptRenderer:
 
         Raises:
             ApiError: the messages cannot be rendered.
-            PromptTooLong: the prompt leaves no room for an answer.
+            PromptTooLongError: the prompt leaves no room for an answer.
         """
         self._check_effort(request)
         self._check_size(request, position)
@@ -57,13 +57,13 @@ class PromptRenderer:
         rendered = await self.jobs.run(job, is_short=_is_short(request, job))
         # The job leaves these tokens out and returns only their number.
         if rendered.too_many is not None:
-            raise PromptTooLong(str(rendered.too_many))
+            raise PromptTooLongError(str(rendered.too_many))
 
         # At least one token must be left for the answer.
         prompt = _prompt_of(position, rendered)
         tokens = len(prompt.token_ids)
         if tokens >= self.max_tokens:
-            raise PromptTooLong(str(tokens))
+            raise PromptTooLongError(str(tokens))
         return prompt
 
     def _check_effort(self, request: TurnRequest) -> None:
@@ -77,17 +77,17 @@ class PromptRenderer:
             )
 
     def _check_size(self, request: TurnRequest, position: ForestPosition) -> None:
-        """Raise PromptTooLong for a text that is certainly too long, before it is tokenized."""
+        """Raise PromptTooLongError for a text that is certainly too long, before it is tokenized."""
         # Tools are a part of the first prompt only.
         size = text_size(position.new_messages)
         if position.parent is None:
             size += request.tools_size
         # A character has at least one byte, so characters bound the number of tokens from below.
         if size > MAX_TOKEN_BYTES * self.max_tokens:
-            raise PromptTooLong(f"at least {size // MAX_TOKEN_BYTES}")
+            raise PromptTooLongError(f"at least {size // MAX_TOKEN_BYTES}")
         # Every message has a header of at least two tokens.
         if 2 * len(position.new_messages) > self.max_tokens:
-            raise PromptTooLong(f"at least {2 * len(position.new_messages)}")
+            raise PromptTooLongError(f"at least {2 * len(position.new_messages)}")
 
     def _job(self, request: TurnRequest, position: ForestPosition) -> RenderJob:
         """Return the job that renders the new messages of a conversation."""

@@ -21,12 +21,12 @@ from rl_loop.gateway.forest import TurnForest
 from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJob
 from rl_loop.gateway.node import TurnNode, new_node
 from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
-from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLong
+from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLongError
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.gateway.stop_text import shortened
 from rl_loop.gateway.token_log_probs import text_log_probs
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout.episode import (
     Ending,
     Episode,
@@ -243,9 +243,9 @@ class ConversationSession:
                 return await self._sample_turn(request, response_id, number)
         except EpisodeOver as over:
             raise self._ended(over.ending) from None
-        except InfrastructureFailure as failure:
+        except InfrastructureError as failure:
             raise self._ended(EpisodeFailed(failure)) from failure
-        except PromptTooLong as error:
+        except PromptTooLongError as error:
             # The session continues with a shorter conversation.
             self.was_too_long = True
             raise self._too_long(error.tokens) from None
@@ -253,7 +253,7 @@ class ConversationSession:
     async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> TurnNode:
         """Sample a turn and add it to the forest.
 
-        Raises ApiError, EpisodeOver, PromptTooLong and InfrastructureFailure.
+        Raises ApiError, EpisodeOver, PromptTooLongError and InfrastructureError.
         """
         self.was_too_long = False
         position = self.forest.find(request)

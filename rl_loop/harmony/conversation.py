@@ -25,7 +25,7 @@ from typing import Any
 
 from openai_harmony import Author, DeveloperContent, Message, Role, TextContent
 
-from rl_loop.chat.open_calls import Numbered, OpenCall, UnmatchedToolOutput, in_call_order
+from rl_loop.chat.open_calls import Numbered, OpenCall, UnmatchedToolOutputError, in_call_order
 from rl_loop.chat.tools import FUNCTIONS
 
 CHANNELS = ("analysis", "commentary", "final")
@@ -91,7 +91,7 @@ class MessageTranslator:
                 raise ValueError(f"{describe_message(number, message)}: {error}") from None
         try:
             ordered = in_call_order(self.open_calls, answers)
-        except UnmatchedToolOutput as error:
+        except UnmatchedToolOutputError as error:
             raise ValueError(f"{describe_message(*answers[error.index])}: {error}") from None
 
         rendered: list[Message] = []

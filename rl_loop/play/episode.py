@@ -19,7 +19,7 @@ from rl_loop.engines.backend import EngineFactory
 from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.environments import Environment, StepResult, Task, environment_class
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.play.policies import Person, PlayError, Script, WrittenPolicy, WrittenTurns
 from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode
@@ -64,7 +64,7 @@ class EpisodeView(Protocol):
     def show_result(self, result: StepResult) -> None:
         """Show what the environment made of a turn."""
 
-    def show_failure(self, failure: InfrastructureFailure) -> None:
+    def show_failure(self, failure: InfrastructureError) -> None:
         """Show the exception that made the episode invalid."""
 
     def tell(self, text: str) -> None:
@@ -120,7 +120,7 @@ class ShownRunner(EpisodeRunner):
         await super().observe(result)
         self._view.show_tokens(self.unread_role, len(self.draft), self.unread)
 
-    def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
+    def invalidate(self, failure: InfrastructureError) -> Trajectory:
         self._view.show_failure(failure)
         return super().invalidate(failure)
 

@@ -1,5 +1,5 @@
 """Judgment of answers. This package does not need Ray, Megatron or torch."""
 
-from rl_loop.rewards.checker_pool import CheckerFailure
+from rl_loop.rewards.checker_pool import CheckerError
 
-__all__ = ["CheckerFailure"]
+__all__ = ["CheckerError"]

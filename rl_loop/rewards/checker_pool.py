@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any
 
-from rl_loop.forked_pool import CallLimitExceeded, ForkedPool, PoolFailure
+from rl_loop.forked_pool import CallLimitError, ForkedPool, PoolError
 
 
-class CheckerFailure(RuntimeError):
+class CheckerError(RuntimeError):
     """A checker could not run: it did not start, it died, or its data is missing.
 
     The failure says nothing about the answer. An episode whose reward raises it has no reward, and must
@@ -27,15 +27,15 @@ class CheckerPool(ForkedPool):
             control: see ``ForkedPool.ask``.
 
         Raises:
-            CheckerFailure: if no process can be started, none answers any question, or they die
+            CheckerError: if no process can be started, none answers any question, or they die
                 while the machine is out of memory.
         """
         try:
             return self.ask(question, control)
-        except CallLimitExceeded:
+        except CallLimitError:
             return too_expensive
-        except PoolFailure as error:
-            raise CheckerFailure(str(error)) from None
+        except PoolError as error:
+            raise CheckerError(str(error)) from None
 
     async def judge_async(self, question: Any, *, too_expensive: Any, control: Any = None) -> Any:
         """Do the same as ``judge`` without blocking the event loop."""

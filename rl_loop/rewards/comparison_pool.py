@@ -35,7 +35,7 @@ class ComparisonPool:
         An answer that kills two processes counts as different, unless the machine is out of memory.
 
         Raises:
-            CheckerFailure: if no process can be started, none answers any question, or two die
+            CheckerError: if no process can be started, none answers any question, or two die
                 while the machine is out of memory.
         """
         # Checked here, so that a huge text does not even reach a process.

@@ -65,7 +65,7 @@ async def judge(answer: str, ground_truth: str) -> bool:
     """Run ``is_correct`` on separate threads, without blocking the event loop.
 
     Raises:
-        CheckerFailure: if comparisons cannot run.
+        CheckerError: if comparisons cannot run.
     """
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_threads, is_correct, answer, ground_truth)
@@ -75,7 +75,7 @@ def is_correct(answer: str, ground_truth: str) -> bool:
     r"""Return True if the last \boxed{} of ``answer`` equals ``ground_truth``.
 
     Raises:
-        CheckerFailure: if comparisons cannot run.
+        CheckerError: if comparisons cannot run.
     """
     # A text that exhausts a parser is a wrong answer, not a failure.
     boxed = last_boxed(answer)
@@ -141,7 +141,7 @@ def normalized(answer: str | None) -> str | None:
 
 
 def is_equivalent(answer: str, truth: str) -> bool:
-    """Return True if two texts in standard notation mean the same. Raises CheckerFailure."""
+    """Return True if two texts in standard notation mean the same. Raises CheckerError."""
     if not answer or not truth:
         return False
     if _without_spaces(answer) == _without_spaces(truth):

@@ -17,7 +17,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.infrastructure import InfrastructureError, describe
 from rl_loop.rollout.environment_guard import EnvironmentGuard
 from rl_loop.rollout.episode import (
     Ending,
@@ -28,7 +28,7 @@ from rl_loop.rollout.episode import (
     MalformedTurn,
     invalidated,
 )
-from rl_loop.rollout.episode_clock import OutOfTime
+from rl_loop.rollout.episode_clock import OutOfTimeError
 from rl_loop.rollout.episode_draft import EpisodeDraft
 from rl_loop.rollout.observation import truncate_observation
 from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
@@ -72,7 +72,7 @@ async def run_episode(
             ``rollout.purification`` makes another one.
 
     Raises:
-        UnusablePrompt: the prompt leaves no room for an answer. The worker skips the task (metric
+        UnusablePromptError: the prompt leaves no room for an answer. The worker skips the task (metric
             ``rollout/skipped_tasks``).
     """
     name = f"{task_id}/{seed}"
@@ -86,7 +86,7 @@ class EpisodeRunner:
     """Runs one episode.
 
     The environment ends an episode with ``StepResult.done``. Limits and malformed turns raise
-    EpisodeOver, which ``play`` turns into a reward. An InfrastructureFailure ends the episode in
+    EpisodeOver, which ``play`` turns into a reward. An InfrastructureError ends the episode in
     ``run``.
     """
 
@@ -113,7 +113,7 @@ class EpisodeRunner:
         try:
             await self.begin()
             return await self.play()
-        except InfrastructureFailure as failure:
+        except InfrastructureError as failure:
             return self.invalidate(failure)
         finally:
             await self.guard.close(self.draft.task_id)
@@ -122,14 +122,14 @@ class EpisodeRunner:
         """Open the environment and render the prompt.
 
         Raises:
-            UnusablePrompt: the prompt leaves no room for an answer.
-            InfrastructureFailure: the environment cannot be opened.
+            UnusablePromptError: the prompt leaves no room for an answer.
+            InfrastructureError: the environment cannot be opened.
         """
         for pause in (*TOOL_PAUSES, None):
             try:
                 await self.guard.open()
                 break
-            except InfrastructureFailure:
+            except InfrastructureError:
                 if pause is None:
                     raise
                 await self.episode.clock.pause(pause)
@@ -168,7 +168,7 @@ class EpisodeRunner:
 
             try:
                 result = await self.take_step(sampled, messages)
-            except OutOfTime:
+            except OutOfTimeError:
                 raise EpisodeOver(self.episode.out_of_time()) from None
 
             self.draft.tool_calls += result.tool_calls
@@ -217,7 +217,7 @@ class EpisodeRunner:
         return turn.result
 
     async def take_step(self, sampled: GenerateResult, messages: list[ParsedMessage]) -> StepResult:
-        """Execute the turn that was sampled last. Raises InfrastructureFailure and OutOfTime.
+        """Execute the turn that was sampled last. Raises InfrastructureError and OutOfTimeError.
 
         A subclass may replace the turn by another one first (``rollout.purification``).
 
@@ -231,7 +231,7 @@ class EpisodeRunner:
         """Let the environment execute a turn, up to the limit of tool calls.
 
         After an infrastructure failure the turn is executed again, from the state before it. Raises
-        InfrastructureFailure if the failure persists, and OutOfTime.
+        InfrastructureError if the failure persists, and OutOfTimeError.
         """
         # Save the state before the first attempt, because a failed step may have changed it.
         runnable = self._runnable(messages)
@@ -246,7 +246,7 @@ class EpisodeRunner:
                 result = await self.guard.step(runnable)
                 self.calls_run += result.tool_calls
                 return result
-            except InfrastructureFailure:
+            except InfrastructureError:
                 # Without a saved state, a second attempt could repeat the effects of the first one.
                 if pause is None or state is None:
                     raise
@@ -270,7 +270,7 @@ class EpisodeRunner:
         except Exception as error:
             what = f"a tool result or a user message of task {self.draft.task_id}"
             reason = f"{what} cannot be rendered: {describe(error)}"
-            raise InfrastructureFailure("environment", reason) from error
+            raise InfrastructureError("environment", reason) from error
 
     def append(self, role: str, ids: list[int], sampled: GenerateResult | None = None) -> None:
         """Append a turn: ``sampled`` by the policy, or written by others."""
@@ -282,7 +282,7 @@ class EpisodeRunner:
         """Return the episode with its outcome."""
         return self.episode.conclude([self.draft.to_trajectory()], result, ending)
 
-    def invalidate(self, failure: InfrastructureFailure) -> Trajectory:
+    def invalidate(self, failure: InfrastructureError) -> Trajectory:
         """Return the invalid episode. The source of an unknown failure is the environment."""
         # The engine's failure names its server. Routes are large, and nothing trains on this
         # episode.

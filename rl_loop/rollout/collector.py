@@ -252,7 +252,7 @@ class RolloutCollector:
 
         Raises:
             RolloutsAbandoned: the episodes are not needed.
-            InfrastructureOutage: infrastructure failures ended too many episodes.
+            InfrastructureOutageError: infrastructure failures ended too many episodes.
             TaskFileError: none of the tasks can be run.
         """
         with self._changed:

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 
 from rl_loop.chat.messages import ParsedMessage
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.infrastructure import InfrastructureError, describe
 from rl_loop.rollout.episode import (
     Ending,
     EpisodeCompleted,
@@ -18,7 +18,7 @@ from rl_loop.rollout.episode import (
     LimitReached,
     MalformedTurn,
 )
-from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTime
+from rl_loop.rollout.episode_clock import EpisodeClock, OutOfTimeError
 from rl_loop.threads import call_user_code
 
 OPEN_SECONDS = 300.0
@@ -54,7 +54,7 @@ class EnvironmentGuard:
         return type(self.environment).__name__
 
     async def open(self) -> None:
-        """Open the environment, with the clock stopped. Raises InfrastructureFailure."""
+        """Open the environment, with the clock stopped. Raises InfrastructureError."""
         # The time limit of an episode does not include the start of its environment. The clock runs
         # if a failed step opens the environment again.
         was_running = self._clock.is_running
@@ -75,15 +75,15 @@ class EnvironmentGuard:
     async def step(self, messages: Sequence[ParsedMessage]) -> StepResult:
         """Run ``Environment.step`` within the time of the episode.
 
-        Raises InfrastructureFailure and OutOfTime.
+        Raises InfrastructureError and OutOfTimeError.
         """
         try:
             result = await self._clock.limit(self.environment.step(messages))
         # Both have a meaning for the caller. Everything else is a fault of the environment.
-        except (InfrastructureFailure, OutOfTime):
+        except (InfrastructureError, OutOfTimeError):
             raise
         except Exception as error:
-            raise InfrastructureFailure("environment", f"step(): {describe(error)}") from error
+            raise InfrastructureError("environment", f"step(): {describe(error)}") from error
 
         # Rewards count only at the end, so only the end is checked for a finite reward.
         if isinstance(result, StepResult) and not result.done:
@@ -95,14 +95,14 @@ class EnvironmentGuard:
     ) -> T:
         """Call a method on a thread, so that a method that hangs does not block other episodes.
 
-        Raises InfrastructureFailure for whatever the method raises.
+        Raises InfrastructureError for whatever the method raises.
         """
         name = getattr(method, "__name__", "a method")
         call = call_user_code(partial(method, *arguments, **options), f"{self.name}.{name}")
         return await _limit(call, name, self._seconds)
 
     async def outcome(self, ending: Ending) -> StepResult:
-        """Return the outcome of an episode without an answer. Raises InfrastructureFailure."""
+        """Return the outcome of an episode without an answer. Raises InfrastructureError."""
         match ending:
             case MalformedTurn(kind):
                 result = await self.ask(self.environment.end_with_format_error, kind)
@@ -120,33 +120,33 @@ async def _limit[T](call: Coroutine[Any, Any, T], name: str, seconds: float) -> 
     """Await the call of a method.
 
     Raises:
-        InfrastructureFailure: if the method raises an exception, or exceeds the time limit.
+        InfrastructureError: if the method raises an exception, or exceeds the time limit.
     """
     try:
         return await asyncio.wait_for(call, seconds)
-    except InfrastructureFailure:
+    except InfrastructureError:
         raise
     except TimeoutError:
         reason = f"{name}() did not return within {seconds:g} s"
-        raise InfrastructureFailure("environment", reason) from None
+        raise InfrastructureError("environment", reason) from None
     except Exception as error:
-        raise InfrastructureFailure("environment", f"{name}(): {describe(error)}") from error
+        raise InfrastructureError("environment", f"{name}(): {describe(error)}") from error
 
 
 def checked_end(result: StepResult) -> StepResult:
     """Return the end of an episode.
 
     Raises:
-        InfrastructureFailure: ``result`` is not an end, or its reward or a part of it is not a
+        InfrastructureError: ``result`` is not an end, or its reward or a part of it is not a
             finite number.
     """
     if not isinstance(result, StepResult):
         reason = f"an episode ended with {type(result).__name__}, expected a StepResult"
-        raise InfrastructureFailure("environment", reason)
+        raise InfrastructureError("environment", reason)
 
     # One NaN would spread to the advantages of the whole group.
     for name, value in {"reward": result.reward, **result.reward_parts}.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             reason = f"{name} is {value!r}, expected a finite number"
-            raise InfrastructureFailure("checker", reason)
+            raise InfrastructureError("checker", reason)
     return result

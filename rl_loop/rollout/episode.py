@@ -20,7 +20,7 @@ from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, InvalidReason, Trajectory
 from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
 from rl_loop.environments.base import StepResult
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout.episode_clock import EpisodeClock
 from rl_loop.rollout.turn_sampler import TurnSampler
 
@@ -55,14 +55,14 @@ class LimitReached:
 class EpisodeFailed:
     """An infrastructure failure ended the episode."""
 
-    failure: InfrastructureFailure
+    failure: InfrastructureError
     reason: ClassVar[FinishReason] = FinishReason.ABORT
 
 
 type Ending = EpisodeCompleted | MalformedTurn | LimitReached | EpisodeFailed
 
 
-class EpisodeOver(Exception):
+class EpisodeOver(Exception):  # noqa: N818 - control flow, not an error
     """The episode accepts no further turns."""
 
     def __init__(self, ending: Ending) -> None:
@@ -196,7 +196,7 @@ class Episode:
 
         Raises:
             EpisodeOver: no tokens are left, or no time to sample a token.
-            EngineFault: the engine failed repeatedly.
+            EngineError: the engine failed repeatedly.
         """
         budget = self._budget(len(prefix), max_new_tokens)
         if budget.tokens <= 0:
@@ -286,7 +286,7 @@ class Episode:
 
 
 def invalidated(
-    sequence: Trajectory, failure: InfrastructureFailure, failure_source: str = ""
+    sequence: Trajectory, failure: InfrastructureError, failure_source: str = ""
 ) -> Trajectory:
     """Return the trajectory of an episode that infrastructure ended. It is not trained on.
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 CANCEL_SECONDS = 1.0
 """Time for a cancelled call to end. A call that takes longer is abandoned."""
@@ -15,7 +15,7 @@ CANCEL_SECONDS = 1.0
 _running_clock: ContextVar["EpisodeClock"] = ContextVar("running_clock")
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """The time of the episode is over."""
 
 
@@ -77,8 +77,8 @@ class EpisodeClock:
         """Return the result of ``call``. Cancel it after the time limit.
 
         Raises:
-            OutOfTime: the time of the episode is over.
-            InfrastructureFailure: other code cancelled the call.
+            OutOfTimeError: the time of the episode is over.
+            InfrastructureError: other code cancelled the call.
         """
         # The task that is created next copies the context, so the call sees this clock.
         _running_clock.set(self)
@@ -90,11 +90,11 @@ class EpisodeClock:
                 await asyncio.wait({task}, timeout=max(0.001, self.left))
 
             if not task.done():
-                raise OutOfTime
+                raise OutOfTimeError
             # A cancelled task raises CancelledError, which would look like a cancellation of this
             # episode.
             if task.cancelled():
-                raise InfrastructureFailure("environment", "a call was cancelled from within")
+                raise InfrastructureError("environment", "a call was cancelled from within")
             return task.result()
         finally:
             await end_task(task)

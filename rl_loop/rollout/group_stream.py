@@ -49,7 +49,7 @@ class EndedGroup:
     group: TrajectoryGroup
 
 
-class RolloutsAbandoned(Exception):
+class RolloutsAbandoned(Exception):  # noqa: N818 - control flow, not an error
     """The caller does not need the requested episodes."""
 
 
@@ -160,7 +160,7 @@ def run_groups(
 
     Raises:
         RolloutsAbandoned: ``abandon`` returned True.
-        InfrastructureOutage: too many episodes failed.
+        InfrastructureOutageError: too many episodes failed.
         TaskFileError: no task can be run.
     """
     streak = CircuitBreaker.with_streak(rollout.max_invalid_share)
@@ -189,7 +189,7 @@ def check_groups(groups: Sequence[TrajectoryGroup], rollout: RolloutConfig) -> N
     """Check that enough episodes are valid.
 
     Raises:
-        InfrastructureOutage: infrastructure failures ended too many of the episodes.
+        InfrastructureOutageError: infrastructure failures ended too many of the episodes.
         TaskFileError: none of the tasks can be run.
     """
     # Check the share over all episodes, because one short outage may have ended the first ones.

@@ -27,7 +27,7 @@ from rl_loop.cluster.placement import (
     ignore_sigterm,
     placement_options,
 )
-from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -86,7 +86,7 @@ class GroupAssignment:
     """References to the routes of the group's episodes. Empty without routes."""
 
 
-class PoolClosed(Exception):
+class PoolClosedError(Exception):
     """The pool was closed while its thread waited for a worker."""
 
 
@@ -213,7 +213,7 @@ class RolloutPool:
             # A loop, because a replacement may die while it starts.
             while self._workers[index] is dead:
                 if self._is_closed:
-                    raise PoolClosed
+                    raise PoolClosedError
                 self._count_death(death)
 
                 logger.warning("rollout worker %d died; replacing it: %s", index, describe(death))

@@ -24,7 +24,7 @@ from rl_loop.config.episode import PurificationConfig
 from rl_loop.data.trajectory import WeightVersionSpan
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.environments.base import Environment, StepResult
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode, EpisodeOver
 from rl_loop.threads import run_in_thread
@@ -91,7 +91,7 @@ class PurifyingRunner(EpisodeRunner):
             return result
         if before is None:
             reason = f"rollout.purification needs {self.guard.name}.save_state"
-            raise InfrastructureFailure("environment", reason)
+            raise InfrastructureError("environment", reason)
 
         # The failed turn is the last one of the draft.
         start = self.draft.turns[-1].start

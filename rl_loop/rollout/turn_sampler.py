@@ -21,7 +21,7 @@ from rl_loop.engines.protocol import (
     check_result,
     fault_in_log_probs,
 )
-from rl_loop.infrastructure import EngineFault, describe
+from rl_loop.infrastructure import EngineError, describe
 from rl_loop.rollout.episode_clock import EpisodeClock, end_task
 
 FAULT_PAUSES = (0.1, 1.0, 4.0)
@@ -78,7 +78,7 @@ class TurnSampler:
             routes_start: index of the first token whose experts are returned.
 
         Raises:
-            EngineFault: the engine failed repeatedly.
+            EngineError: the engine failed repeatedly.
         """
         sampled = GenerateResult([], [], FinishReason.ABORT)
         idle_aborts = 0
@@ -103,7 +103,7 @@ class TurnSampler:
                 if idle_aborts == len(ABORT_PAUSES):
                     name = f"{self.episode}/{turn}/{len(sampled.output_ids)}"
                     what = f"the engine aborted it {idle_aborts + 1} times in a row before its first token"
-                    raise EngineFault(name, what)
+                    raise EngineError(name, what)
                 await self.clock.pause(ABORT_PAUSES[idle_aborts])
                 idle_aborts += 1
             sampled = _joined(sampled, rest)
@@ -113,7 +113,7 @@ class TurnSampler:
         """Return log-probs (natural log) of ``token_ids[1:]`` at the sampling temperature.
 
         Raises:
-            EngineFault: the engine failed repeatedly.
+            EngineError: the engine failed repeatedly.
         """
         name = f"{self.episode}/score"
         # Greedy sampling has a temperature of 0, at which log-probs are not defined.
@@ -129,15 +129,15 @@ class TurnSampler:
 
     @staticmethod
     def _check_scores(name: str, log_probs: list[float], tokens: int) -> None:
-        """Raise EngineFault if these cannot be the log-probs of ``tokens`` tokens."""
+        """Raise EngineError if these cannot be the log-probs of ``tokens`` tokens."""
         if len(log_probs) != tokens - 1:
-            raise EngineFault(
+            raise EngineError(
                 name, f"the engine returned {len(log_probs)} log-probs for {tokens} tokens"
             )
         if log_probs:
             fault = fault_in_log_probs(log_probs)
             if fault is not None:
-                raise EngineFault(name, fault)
+                raise EngineError(name, fault)
 
     async def _sample_rest(
         self,
@@ -181,11 +181,11 @@ class TurnSampler:
         """Wait before the next attempt.
 
         Raises:
-            EngineFault: there is no further attempt, or it would fail, too.
+            EngineError: there is no further attempt, or it would fail, too.
         """
         is_of_request = isinstance(error, ValueError)  # Every attempt would raise it.
         if pause is None or is_of_request:
-            fault = error if isinstance(error, EngineFault) else EngineFault(name, describe(error))
+            fault = error if isinstance(error, EngineError) else EngineError(name, describe(error))
             raise fault from error
         await self.clock.pause(pause)
 
@@ -211,7 +211,7 @@ class TurnSampler:
         try:
             await asyncio.wait(either, timeout=QUEUE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not running.done() and not begun.is_set():
-                raise EngineFault(
+                raise EngineError(
                     request.request_id, f"the engine did not start it within {QUEUE_SECONDS:g} s"
                 )
 
@@ -221,7 +221,7 @@ class TurnSampler:
             if not running.done():
                 await self._abort(request.request_id, running)
             if running.cancelled():
-                raise EngineFault(request.request_id, "cancelled by the engine")
+                raise EngineError(request.request_id, "cancelled by the engine")
             return running.result()
         finally:
             await end_task(beginning)
@@ -233,7 +233,7 @@ class TurnSampler:
         """Send an abort to the engine, and wait until the request has ended.
 
         Raises:
-            EngineFault: the request does not end.
+            EngineError: the request does not end.
         """
 
         async def ask() -> None:
@@ -251,7 +251,7 @@ class TurnSampler:
                 "it exceeded the time of the episode, and the engine did not end it within "
                 f"{ABORT_SECONDS:g} s after an abort"
             )
-            raise EngineFault(request_id, what)
+            raise EngineError(request_id, what)
 
 
 def _joined(begin: GenerateResult, rest: GenerateResult) -> GenerateResult:

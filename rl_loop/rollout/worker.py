@@ -13,7 +13,7 @@ import torch
 
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.config import ModelConfig
-from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
@@ -27,14 +27,14 @@ from rl_loop.engines.protocol import (
     weight_holder,
 )
 from rl_loop.environments import Task, make_environment
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.process_memory import exempt_from_collection
 from rl_loop.rollout.agent import RunnerFactory, run_episode
 from rl_loop.rollout.episode_clock import running_clock
 from rl_loop.rollout.purification import purifying
-from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxFailure
+from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxError
 from rl_loop.tasks.codec import codec_of
-from rl_loop.tasks.prompt_limit import UnusablePrompt
+from rl_loop.tasks.prompt_limit import UnusablePromptError
 
 
 class RolloutWorker:
@@ -58,7 +58,7 @@ class RolloutWorker:
         self._shape = model_shape(config.model)
 
     async def start(self) -> None:
-        """Start the sandbox. Raises SandboxUnavailable with the reason if it cannot isolate."""
+        """Start the sandbox. Raises SandboxUnavailableError with the reason if it cannot isolate."""
         await self.sandbox.start()
         # Engine and libraries have 500,000 objects, which live as long as the process.
         exempt_from_collection()
@@ -122,7 +122,7 @@ class RolloutWorker:
         except ExceptionGroup as errors:
             # The other tasks raised an equal error, or were cancelled because of this one.
             error = errors.exceptions[0]
-            if isinstance(error, UnusablePrompt):
+            if isinstance(error, UnusablePromptError):
                 return TrajectoryGroup(task.task_id, [], skipped=str(error))
             raise error from None
 
@@ -181,17 +181,15 @@ class RolloutWorker:
         """Run a program after the earlier ones of its session.
 
         Raises:
-            InfrastructureFailure: the sandbox, and not the program, failed.
+            InfrastructureError: the sandbox, and not the program, failed.
         """
         # Time in the queue for the sandbox does not count as time of this episode.
         clock = running_clock()
         clock.stop()
         try:
             return await self.sandbox.run(code, history, on_begin=clock.start)
-        except SandboxFailure as failure:
-            raise InfrastructureFailure(
-                "sandbox", str(failure), failure.failure_source
-            ) from failure
+        except SandboxError as failure:
+            raise InfrastructureError("sandbox", str(failure), failure.failure_source) from failure
         finally:
             clock.start()
 

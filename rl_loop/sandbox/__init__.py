@@ -1,6 +1,11 @@
 """Isolated Python interpreter for programs written by a model. Needs Linux and bubblewrap."""
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxLimits, SandboxUnavailable
+from rl_loop.sandbox.config import (
+    SandboxConfig,
+    SandboxError,
+    SandboxLimits,
+    SandboxUnavailableError,
+)
 from rl_loop.sandbox.connection import ExecutionResult
 from rl_loop.sandbox.python_sandbox import PythonSandbox, check_isolation
 
@@ -8,8 +13,8 @@ __all__ = [
     "ExecutionResult",
     "PythonSandbox",
     "SandboxConfig",
-    "SandboxFailure",
+    "SandboxError",
     "SandboxLimits",
-    "SandboxUnavailable",
+    "SandboxUnavailableError",
     "check_isolation",
 ]

@@ -12,7 +12,7 @@ MIB = 1 << 20
 MIN_CPU_SECONDS = 10
 
 
-class SandboxFailure(RuntimeError):
+class SandboxError(RuntimeError):
     """Call that failed for a reason other than its program.
 
     Examples: the server died or hung, the machine has no memory or no process left, or the sandbox
@@ -30,7 +30,7 @@ class SandboxFailure(RuntimeError):
         self.failure_source = failure_source
 
 
-class SandboxUnavailable(UserError, SandboxFailure):
+class SandboxUnavailableError(UserError, SandboxError):
     """Untrusted code cannot be isolated on this machine. The message has a remedy."""
 
 

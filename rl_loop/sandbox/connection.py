@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rl_loop.sandbox.cgroup import ServerCgroup, find_base
-from rl_loop.sandbox.config import SandboxConfig, SandboxLimits, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxLimits, SandboxUnavailableError
 from rl_loop.sandbox.inside.messages import (
     FAILED,
     READY,
@@ -67,7 +67,7 @@ class ExecutionResult:
     continue. An exception does not end the interpreter."""
 
 
-class SandboxServerLost(Exception):
+class SandboxServerLostError(Exception):
     """Server that died, hung or could not set up a call."""
 
     def __init__(self, reason: str, failure_source: str, started: bool) -> None:
@@ -94,7 +94,7 @@ class ServerProcess:
         """Start the server and wait until it is ready.
 
         Raises:
-            SandboxUnavailable: if it does not start. The message has the error of bubblewrap or
+            SandboxUnavailableError: if it does not start. The message has the error of bubblewrap or
                 the server.
         """
         self._config = config
@@ -122,7 +122,7 @@ class ServerProcess:
                 self._cgroup.limit_calls(config.total_memory_bytes)
         except (OSError, EOFError) as error:
             reason = f"the sandbox server did not start: {self.close() or error}"
-            raise SandboxUnavailable("; ".join([reason, *hints()])) from error
+            raise SandboxUnavailableError("; ".join([reason, *hints()])) from error
         except BaseException:
             # For example, the system calls of this machine may be unknown.
             self.close()
@@ -204,7 +204,7 @@ class ServerProcess:
             history: earlier programs of the session, oldest first.
 
         Raises:
-            SandboxServerLost: if the server failed. Do not use it again.
+            SandboxServerLostError: if the server failed. Do not use it again.
         """
         self.calls += 1
         # A lone surrogate cannot be encoded as UTF-8.
@@ -232,19 +232,19 @@ class ServerProcess:
                 reason = payload.decode("utf-8", "replace")
                 # After the start of a program a server reports only this failure (``run_call``).
                 failure_source = "machine out of memory" if started else "set-up of a call"
-                raise SandboxServerLost(
+                raise SandboxServerLostError(
                     f"a call failed in the sandbox: {reason}", failure_source, started
                 )
             if kind != RESULT or not started:
-                raise SandboxServerLost(
+                raise SandboxServerLostError(
                     f"the server sent the unexpected message {kind!r}", "server died", started
                 )
             return self._result(payload)
         except TimeoutError as error:
-            raise SandboxServerLost(str(error), "server hung", started) from None
+            raise SandboxServerLostError(str(error), "server hung", started) from None
         except (OSError, EOFError, ValueError, KeyError) as error:
             reason = f"the sandbox server exited: {self.close() or error}"
-            raise SandboxServerLost(reason, "server died", started) from error
+            raise SandboxServerLostError(reason, "server died", started) from error
 
     def kill(self) -> None:
         """Kill the server and its processes. Can be called from any thread."""

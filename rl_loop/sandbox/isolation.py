@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailable
+from rl_loop.sandbox.config import SandboxConfig, SandboxUnavailableError
 from rl_loop.sandbox.inside.confinement import NOBODY
 
 # Files of the server. Nothing else of the host's rl_loop is visible inside.
@@ -50,12 +50,12 @@ def bubblewrap_command(
         info_descriptor: descriptor to which bubblewrap writes its process id as JSON.
 
     Raises:
-        SandboxUnavailable: if bubblewrap or the interpreter is missing.
+        SandboxUnavailableError: if bubblewrap or the interpreter is missing.
     """
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         install = "apt-get install bubblewrap, dnf install bubblewrap"
-        raise SandboxUnavailable(f"bubblewrap (bwrap) is not in PATH. Install it ({install})")
+        raise SandboxUnavailableError(f"bubblewrap (bwrap) is not in PATH. Install it ({install})")
 
     interpreter = find_interpreter(config)
     # bubblewrap processes options in order: later mounts cover earlier ones.
@@ -170,7 +170,7 @@ def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
     and its libraries are visible, because its directory is often a home directory.
 
     Raises:
-        SandboxUnavailable: if the interpreter does not exist or is a virtual environment.
+        SandboxUnavailableError: if the interpreter does not exist or is a virtual environment.
     """
     executable = config.interpreter
     if executable is None:
@@ -183,12 +183,12 @@ def find_interpreter(config: SandboxConfig) -> SandboxInterpreter:
         advice = (
             "which the sandbox does not mount. Name a base installation such as /usr/bin/python3"
         )
-        raise SandboxUnavailable(
+        raise SandboxUnavailableError(
             f"sandbox.interpreter: {executable} is a virtual environment, {advice}"
         )
     if not executable.exists():
         advice = "Set sandbox.interpreter"
-        raise SandboxUnavailable(f"sandbox.interpreter: {executable} does not exist. {advice}")
+        raise SandboxUnavailableError(f"sandbox.interpreter: {executable} does not exist. {advice}")
 
     executable = executable.resolve()
     prefix = executable.parent.parent

@@ -8,8 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
-from rl_loop.sandbox.config import SandboxConfig, SandboxFailure, SandboxLimits, SandboxUnavailable
-from rl_loop.sandbox.connection import ExecutionResult, SandboxServerLost, ServerProcess
+from rl_loop.sandbox.config import (
+    SandboxConfig,
+    SandboxError,
+    SandboxLimits,
+    SandboxUnavailableError,
+)
+from rl_loop.sandbox.connection import ExecutionResult, SandboxServerLostError, ServerProcess
 from rl_loop.sandbox.isolation import hints
 
 _CLOSED = "the sandbox was closed"
@@ -25,21 +30,21 @@ def check_isolation(
     It starts one server and runs one program in it (about 0.2 s), because only that is proof.
 
     Raises:
-        SandboxUnavailable: if isolation fails, with the reason and a remedy.
+        SandboxUnavailableError: if isolation fails, with the reason and a remedy.
     """
     server = ServerProcess(config or SandboxConfig(), limits or SandboxLimits())
     try:
         result = server.execute(
             "import os; print(os.getuid(), os.getgid(), os.getpid(), sorted(os.listdir('/tmp')))"
         )
-    except SandboxServerLost as error:
-        raise SandboxUnavailable("; ".join([str(error), *hints()])) from error
+    except SandboxServerLostError as error:
+        raise SandboxUnavailableError("; ".join([str(error), *hints()])) from error
     finally:
         server.close()
     expected = "65534 65534 1 []\n"
     if result.output != expected:
         saw = f"should see {expected!r} as its ids and /tmp, but saw {result.output!r}"
-        raise SandboxUnavailable(f"a program in the sandbox {saw}")
+        raise SandboxUnavailableError(f"a program in the sandbox {saw}")
 
 
 class PythonSandbox:
@@ -63,7 +68,7 @@ class PythonSandbox:
         self._closing = False
 
     async def start(self) -> None:
-        """Start the servers. Raises SandboxUnavailable, with the reason, if isolation fails."""
+        """Start the servers. Raises SandboxUnavailableError, with the reason, if isolation fails."""
         if self._threads is not None:
             return
         await asyncio.to_thread(check_isolation, self.config, self.limits)
@@ -101,7 +106,7 @@ class PythonSandbox:
             The result of the program.
 
         Raises:
-            SandboxFailure: if the call fails for a reason other than the program.
+            SandboxError: if the call fails for a reason other than the program.
             RuntimeError: if the sandbox is not started.
         """
         if self._threads is None:
@@ -123,7 +128,7 @@ class PythonSandbox:
     async def close(self) -> None:
         """Kill running programs and stop the servers. May be called again.
 
-        Waiting calls raise SandboxFailure.
+        Waiting calls raise SandboxError.
         """
         threads, self._threads = self._threads, None
         if threads is None:
@@ -169,35 +174,35 @@ class PythonSandbox:
             server is not None and server.calls >= self.limits.calls_per_server
         ):
             # The next call tries again and reports the error.
-            with contextlib.suppress(SandboxUnavailable, OSError):
+            with contextlib.suppress(SandboxUnavailableError, OSError):
                 self._replace_server()
 
     def _execute(self, code: str, history: Sequence[str]) -> ExecutionResult:
-        """Run a program on this thread's server. Raises SandboxFailure."""
-        failure = SandboxFailure(_CLOSED, "closed")
+        """Run a program on this thread's server. Raises SandboxError."""
+        failure = SandboxError(_CLOSED, "closed")
         for _ in range(2):
             try:
                 server = self._servers.get(threading.get_ident())
                 if server is None or not server.is_alive():
                     server = self._replace_server()
                 return server.execute(code, history)
-            except (SandboxUnavailable, OSError) as error:
+            except (SandboxUnavailableError, OSError) as error:
                 # OSError: this process has no descriptor, process or memory left to start a server.
-                failure = SandboxFailure(str(error))
-            except SandboxServerLost as error:
-                failure = SandboxFailure(str(error), error.failure_source)
+                failure = SandboxError(str(error))
+            except SandboxServerLostError as error:
+                failure = SandboxError(str(error), error.failure_source)
                 self._discard_server()
                 if not self._closing:
                     logger.warning("a sandbox server was lost; replacing it: %s", error)
                 if error.started:
                     break
-        raise SandboxFailure(_CLOSED, "closed") if self._closing else failure
+        raise SandboxError(_CLOSED, "closed") if self._closing else failure
 
     def _replace_server(self) -> ServerProcess:
         """Start a new server for this thread.
 
         Raises:
-            SandboxUnavailable: if it does not start, or if the sandbox is being closed.
+            SandboxUnavailableError: if it does not start, or if the sandbox is being closed.
         """
         self._discard_server()
         if not self._closing:
@@ -205,7 +210,7 @@ class PythonSandbox:
             # While the sandbox closes, ``close`` may have missed the new server.
             if not self._closing:
                 return server
-        raise SandboxUnavailable(_CLOSED)
+        raise SandboxUnavailableError(_CLOSED)
 
     def _discard_server(self) -> None:
         server = self._servers.pop(threading.get_ident(), None)

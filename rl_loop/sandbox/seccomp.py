@@ -23,7 +23,7 @@ import errno
 import struct
 from dataclasses import dataclass
 
-from rl_loop.sandbox.config import SandboxUnavailable
+from rl_loop.sandbox.config import SandboxUnavailableError
 
 # name: (number on x86_64, number on aarch64); None if the architecture does not have the call
 DENIED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
@@ -178,11 +178,11 @@ def seccomp_filter(machine: str) -> bytes:
         machine: name as in ``platform.machine()``.
 
     Raises:
-        SandboxUnavailable: if the machine is neither x86_64 nor aarch64.
+        SandboxUnavailableError: if the machine is neither x86_64 nor aarch64.
     """
     if machine not in _ARCHITECTURES:
         known = " and ".join(sorted(_ARCHITECTURES))
-        raise SandboxUnavailable(f"the sandbox supports {known}, not {machine!r}")
+        raise SandboxUnavailableError(f"the sandbox supports {known}, not {machine!r}")
     architecture, column = _ARCHITECTURES[machine]
 
     program: list[Instruction] = [

@@ -24,7 +24,7 @@ from rl_loop.chat.tokenizer_vocabulary import (
 from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.vocabulary import ChatMlVocabulary, tiny_vocabulary
 from rl_loop.config.load import read_yaml
-from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.config.training import DemonstrationConfig
 from rl_loop.conversations.corpus import conversation_texts

@@ -84,7 +84,7 @@ async def play(environment: Environment, script: ScriptedPolicy) -> PlayedEpisod
 
     Raises:
         ValueError: if the script ends before the episode.
-        InfrastructureFailure: if the environment or one of its tools fails.
+        InfrastructureError: if the environment or one of its tools fails.
     """
     # As the agent loop does, because a prompt may need an open environment.
     await environment.open()

@@ -20,7 +20,7 @@ FRAME_TOKENS = 1024
 headers."""
 
 
-class UnusablePrompt(ValueError):
+class UnusablePromptError(ValueError):
     """Prompt that is too long or cannot be rendered, so the task cannot be run.
 
     The message names the task.
@@ -56,7 +56,7 @@ class PromptLimit:
             prompt: prompt to render.
 
         Raises:
-            UnusablePrompt: if it is too long or cannot be rendered.
+            UnusablePromptError: if it is too long or cannot be rendered.
         """
         try:
             # Reject prompts of megabytes early, because tokenizing them would take minutes.
@@ -67,10 +67,10 @@ class PromptLimit:
                     task_id, f"{size} bytes, more than {MAX_TOKEN_BYTES} per token"
                 )
             ids = self._codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
-        except UnusablePrompt:
+        except UnusablePromptError:
             raise
         except Exception as error:
-            raise UnusablePrompt(
+            raise UnusablePromptError(
                 f"the prompt of task {task_id} cannot be rendered: {describe(error)}"
             ) from error
 
@@ -88,6 +88,6 @@ class PromptLimit:
         written = sum(len(repr(message).encode()) for message in prompt.messages)
         return written + 2 * described + FRAME_TOKENS < self._max_tokens
 
-    def _too_long(self, task_id: str, length: str) -> UnusablePrompt:
+    def _too_long(self, task_id: str, length: str) -> UnusablePromptError:
         limit = f"has {length}; rollout.max_tokens is {self._max_tokens}"
-        return UnusablePrompt(f"the prompt of task {task_id} {limit}")
+        return UnusablePromptError(f"the prompt of task {task_id} {limit}")

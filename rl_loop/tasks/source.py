@@ -15,12 +15,12 @@ from rl_loop.config.training import DemonstrationConfig
 from rl_loop.data.decontamination import SHARED_WORDS, find_contaminated
 from rl_loop.data.mixture import SourceMixture
 from rl_loop.environments import Task, environment_class, make_offline_environment
-from rl_loop.environments.base import InvalidRow, Split
+from rl_loop.environments.base import InvalidRowError, Split
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
 from rl_loop.tasks.demonstrations import demonstrations_of
 from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
-from rl_loop.tasks.prompt_limit import PromptLimit, UnusablePrompt, prompt_of
+from rl_loop.tasks.prompt_limit import PromptLimit, UnusablePromptError, prompt_of
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 logger = logging.getLogger(__name__)
@@ -375,7 +375,7 @@ class TaskSource:
         """Generate a task. Raises TaskFileError if the environment cannot generate it."""
         try:
             task = self.environment.generate(split, self.seed, index, self.options)
-        except (NotImplementedError, InvalidRow) as error:
+        except (NotImplementedError, InvalidRowError) as error:
             raise TaskFileError(f"tasks.sources.{self.name}: {error}") from None
         return replace(
             task, task_id=f"{self.name}-{split}-{index}", environment=self.config.environment
@@ -434,7 +434,7 @@ def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
         return None
     try:
         limit.render(task.task_id, prompt)
-    except UnusablePrompt as reason:
+    except UnusablePromptError as reason:
         return str(reason)
     return None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.data.trained_tokens import TrainedTokens
+from rl_loop.data.response_check import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32())])

@@ -20,7 +20,7 @@ It consists of Linux's lease of 90 s and the time for detection.
 """
 
 
-class RunLocked(RunDirectoryError):
+class RunLockedError(RunDirectoryError):
     """Run that another process uses. The message names the process."""
 
 
@@ -40,7 +40,7 @@ def locked_run(path: Path, wait_seconds: float = 0.0) -> Iterator[None]:
         wait_seconds: time to wait for another process.
 
     Raises:
-        RunLocked: if another process has the lock.
+        RunLockedError: if another process has the lock.
         RunDirectoryError: if the directory cannot be created.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -86,7 +86,7 @@ def _acquire(path: Path, wait_seconds: float) -> int:
             if time.monotonic() < deadline:
                 time.sleep(1)
                 continue
-            raise RunLocked(
+            raise RunLockedError(
                 f"{path.parent} is in use by {holder}. Wait until it has ended, or choose "
                 "another name for this run"
             ) from None

@@ -28,7 +28,7 @@ def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
     Raises:
         ConversionError: ``write_export`` failed (on rank 0), or ``WeightGathering.confirmed``
             failed (on every rank).
-        GatheringAborted: on every rank, if a rank has too little memory for its part.
+        GatheringAbortedError: on every rank, if a rank has too little memory for its part.
     """
     weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
     try:

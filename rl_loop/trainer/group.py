@@ -14,11 +14,11 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS
 from rl_loop.algorithms.config import AlgorithmConfig
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore
-from rl_loop.trainer.rank_results import RankPosition, ResumedState
+from rl_loop.trainer.rank_state import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import gather_tokens
 from rl_loop.trainer.step_plan import StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport

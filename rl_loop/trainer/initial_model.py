@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from converters.adapter_checkpoint import Adapters, CheckpointAdapters
+from converters.adapter_weights import load_adapter
 from converters.hf_directory import HfDirectory, LazyExpertStack
-from converters.live import load_hf_weights
-from converters.live_adapters import load_adapter
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.model_weights import load_hf_weights
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from converters.names import hf_shapes, parameter_mappings
 from converters.peft_format import PeftDirectory
@@ -22,7 +22,7 @@ from megatron_gptoss.config import Quantization
 from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 
 
 def build_initial_model(

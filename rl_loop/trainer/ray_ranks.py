@@ -23,16 +23,16 @@ from rl_loop.cluster.placement import (
     ranks_are_here,
 )
 from rl_loop.cluster.ray_session import local_directory
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.logs import with_logging
-from rl_loop.trainer.rank_results import RankPosition
 from rl_loop.trainer.rank_start import check_local_ranks, start_limit, wait_for_processes
+from rl_loop.trainer.rank_state import RankPosition
 
 if TYPE_CHECKING:
     from rl_loop.trainer.worker import TrainerWorker
 
 
-class RankDied(UserError, RuntimeError):
+class RankDiedError(UserError, RuntimeError):
     """The process of a trainer rank died. The message names rank, host and Ray's reason."""
 
 
@@ -205,7 +205,7 @@ class RayRanks:
 
         for rank, error in failures.items():
             if process_died(error):
-                raise RankDied(
+                raise RankDiedError(
                     f"trainer rank {rank} on {self._processes[rank]} died: {_reason(error)}"
                 ) from error
         # Later errors of other ranks usually follow from the first one.

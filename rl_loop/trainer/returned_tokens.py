@@ -13,7 +13,7 @@ from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import StepStatistics
 from rl_loop.algorithms.objectives import RETURNED_VALUES
-from rl_loop.data.trained_tokens import TrainedTokens
+from rl_loop.data.response_check import TrainedTokens
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.step_plan import StepPlan
 

@@ -25,10 +25,10 @@ from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.critic import ValueTrainer
 from megatron_gptoss.trainer import PolicyTrainer
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.trainer.adapter_archiver import AdapterArchiver
-from rl_loop.trainer.rank_results import ResumedState
+from rl_loop.trainer.rank_state import ResumedState
 
 
 class RunCheckpoints:

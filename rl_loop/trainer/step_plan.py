@@ -19,7 +19,7 @@ from megatron_gptoss.routes import route_digests
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import SharedTokens
 from megatron_gptoss.token_columns import ColumnError
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.data.stored_routes import StoredRoutes
 
 ROUTES_AT_A_TIME = 64

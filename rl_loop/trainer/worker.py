@@ -39,7 +39,7 @@ from rl_loop.algorithms.objectives import (
     value_objective,
 )
 from rl_loop.cluster.group_authentication import authenticate_groups
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.process_memory import exempt_from_collection
@@ -47,7 +47,7 @@ from rl_loop.trainer.gathered_export import export_weights
 from rl_loop.trainer.initial_model import build_initial_model, build_teacher
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_inputs import RankInputs
-from rl_loop.trainer.rank_results import RankPosition, ResumedState
+from rl_loop.trainer.rank_state import RankPosition, ResumedState
 from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.step_plan import RankMiniBatch
@@ -446,7 +446,7 @@ class TrainerWorker:
 
         Raises:
             ConversionError: ``export_weights`` failed.
-            GatheringAborted: a rank has too little memory for its part.
+            GatheringAbortedError: a rank has too little memory for its part.
         """
         gather_parameters(self.trainer.model)
         export_weights(self._gathering, export)
@@ -462,8 +462,8 @@ class TrainerWorker:
         afterwards. Therefore all ranks can try again.
 
         Raises:
-            SyncFailed: on the ranks that failed.
-            GatheringFailed: the ranks cannot exchange further messages.
+            SyncError: on the ranks that failed.
+            GatheringError: the ranks cannot exchange further messages.
         """
         self.enter_phase("sync")
         gather_parameters(self.trainer.model)

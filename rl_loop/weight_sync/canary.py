@@ -137,7 +137,7 @@ def check_sync(
 
     Raises:
         CanaryError: if bits or log-probs differ.
-        WeightMismatch: if log-probs differ, and a server holds another tensor than was sent.
+        WeightMismatchError: if log-probs differ, and a server holds another tensor than was sent.
     """
     # Bits first, because a difference names its matrix. The canary covers all weights, but shows
     # only that something differs.
@@ -169,7 +169,7 @@ def check_canary(
         The largest mean |log-prob difference| over the engines, in nats per token.
 
     Raises:
-        WeightMismatch: if the difference is too large, and a server holds another tensor than was
+        WeightMismatchError: if the difference is too large, and a server holds another tensor than was
             sent.
         CanaryError: if the difference is too large.
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from converters.hf_layouts import Shape
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 
 PACKED_ENDINGS = ("_blocks", "_scales")
 """Name endings of MXFP4 tensors, which are uint8."""
@@ -70,19 +70,19 @@ class ExpectedTensors:
             named: (Hugging Face name, tensor in the shape of this name).
 
         Raises:
-            WeightMismatch: at the first unexpected tensor, or at the end if one is missing.
+            WeightMismatchError: at the first unexpected tensor, or at the end if one is missing.
         """
         # Checked while sending, so that a wrong tensor stops the sync before a server can serve
         # with it.
         for name, tensor in named:
             fault = self.fault_in(name, tensor)
             if fault is not None:
-                raise WeightMismatch(fault)
+                raise WeightMismatchError(fault)
             yield name, tensor
             del tensor  # otherwise it would outlive its bucket
 
         missing = self.missing()
         if missing:
-            raise WeightMismatch(
+            raise WeightMismatchError(
                 f"tensor {missing[0]} is missing ({len(missing)} tensors of {self._model} were not sent)"
             )

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from converters.errors import GatheringAborted, GatheringFailed
+from converters.errors import GatheringAbortedError, GatheringError
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.mapping import NamedTensor
-from rl_loop.weight_sync.source import SyncFailed, WeightSender
+from rl_loop.weight_sync.source import SyncError, WeightSender
 
 
 def send_gathered(
@@ -29,8 +29,8 @@ def send_gathered(
         memory for the engines.
 
     Raises:
-        SyncFailed: on every rank, if a rank cannot allocate memory for the weights of others.
-        GatheringFailed: if the ranks can no longer communicate.
+        SyncError: on every rank, if a rank cannot allocate memory for the weights of others.
+        GatheringError: if the ranks can no longer communicate.
     """
     try:
         weights = gathering.begin(
@@ -42,14 +42,14 @@ def send_gathered(
             paced=len(sender.ranks) == 1,
         )
     # No rank has sent anything yet, so a further attempt may succeed with more free memory.
-    except GatheringAborted as error:
-        raise SyncFailed(str(error)) from error
+    except GatheringAbortedError as error:
+        raise SyncError(str(error)) from error
 
     failure: Exception | None = None
     try:
         if dist.get_rank() in sender.ranks:
             sender.send(_in_dtype(weights, dtype), dist.get_rank())
-    except GatheringFailed:
+    except GatheringError:
         # The ranks can no longer communicate, so the messages below would never arrive.
         raise
     except Exception as error:
@@ -58,7 +58,7 @@ def send_gathered(
     # Also after a failure, because the other ranks wait for this rank's messages.
     weights.finish()
     if failure is None and weights.failure is not None:
-        failure = SyncFailed(f"rank {dist.get_rank()} has no weights: {weights.failure}")
+        failure = SyncError(f"rank {dist.get_rank()} has no weights: {weights.failure}")
 
     # The traceback of a failure references this function's variables.
     del weights

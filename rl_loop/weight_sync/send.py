@@ -11,13 +11,13 @@ import asyncio
 import traceback
 from collections import deque
 
-from converters.errors import GatheringFailed
+from converters.errors import GatheringError
 from megatron_gptoss.config import ModelConfig
 from rl_loop.weight_sync.checksums import WeightSample
 from rl_loop.weight_sync.expected import ExpectedTensors
 from rl_loop.weight_sync.servers import WeightServers
 from rl_loop.weight_sync.shapes import synced_shapes, unmerged_shapes
-from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 from rl_loop.weight_sync.transports import (
     NamedTensors,
     buckets,
@@ -36,10 +36,10 @@ async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: Wei
         servers: servers, with the plan of the sync.
 
     Raises:
-        SyncFailed: if a server fails. The message names it.
-        WeightMismatch: if a tensor does not fit the model or differs on a server. The message names
+        SyncError: if a server fails. The message names it.
+        WeightMismatchError: if a tensor does not fit the model or differs on a server. The message names
             it.
-        GatheringFailed: if ``named`` raises it.
+        GatheringError: if ``named`` raises it.
     """
     try:
         await _sync(named, config, servers)
@@ -49,10 +49,10 @@ async def send_to_servers(named: NamedTensors, config: ModelConfig, servers: Wei
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         _clear_locals(error)
-        if isinstance(cause, WeightMismatch | GatheringFailed):
+        if isinstance(cause, WeightMismatchError | GatheringError):
             raise cause from None
         version = servers.plan.version
-        raise SyncFailed(f"weights {version} did not reach all servers: {cause}") from cause
+        raise SyncError(f"weights {version} did not reach all servers: {cause}") from cause
 
 
 def _clear_locals(error: BaseException) -> None:
@@ -123,11 +123,11 @@ async def _compare(sample: WeightSample, servers: WeightServers) -> None:
     """Compare the servers' checksums with those of the sent weights.
 
     Raises:
-        WeightMismatch: if a server holds other weights.
+        WeightMismatchError: if a server holds other weights.
     """
     plan = servers.plan
     for url, ranks in zip(plan.urls, await servers.checksums(), strict=True):
         if difference := sample.first_difference(ranks):
-            raise WeightMismatch(
+            raise WeightMismatchError(
                 f"{url} received weights {plan.version}, but its content differs in {difference}"
             )

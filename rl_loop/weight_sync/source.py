@@ -7,14 +7,14 @@ if TYPE_CHECKING:
     import torch
 
 
-class SyncFailed(RuntimeError):
+class SyncError(RuntimeError):
     """Engines may hold a mixture of old and new weights.
 
     Another attempt may succeed. Every trainer rank is able to begin it.
     """
 
 
-class WeightMismatch(ValueError):
+class WeightMismatchError(ValueError):
     """The weights do not belong to this model, or a server holds others than were sent.
 
     The message names the tensor.
@@ -59,7 +59,7 @@ class WeightSender(Protocol):
             rank: trainer rank of this process.
 
         Raises:
-            SyncFailed: if another attempt may succeed.
+            SyncError: if another attempt may succeed.
         """
         ...
 

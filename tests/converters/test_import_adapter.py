@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from converters import adapter_checkpoint
 from converters.adapter_checkpoint import CheckpointAdapters, export_adapter, import_adapter
+from converters.adapter_weights import load_adapter
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
-from converters.live import export_hf_weights, load_hf_weights
-from converters.live_adapters import load_adapter
 from converters.merge_adapter import merge_adapter
+from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.names import hf_shapes
 from converters.peft_format import PREFIX, WEIGHTS_FILE
 from launch.cli import app

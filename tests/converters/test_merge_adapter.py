@@ -16,8 +16,8 @@ from converters.adapter_checkpoint import export_adapter
 from converters.bits import FileRange
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory, write_hf_directory
-from converters.live import export_hf_weights
 from converters.merge_adapter import merge_adapter
+from converters.model_weights import export_hf_weights
 from converters.names import hf_shapes
 from converters.peft_format import WEIGHTS_FILE, PeftDirectory
 from converters.reports import MergeLoss, MergeReport

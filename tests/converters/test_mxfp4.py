@@ -26,9 +26,9 @@ from converters.families.gpt_oss.table import _transpose
 from converters.families.registry import hugging_face_reference
 from converters.hf_directory import HfDirectory, LazyExpertStack, written_shapes
 from converters.hf_layouts import openai_name
-from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import identity, single_part
 from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.names import hf_shapes
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.torch_dist_files import TorchDistReader

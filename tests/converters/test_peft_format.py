@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from converters.adapter_checkpoint import export_adapter
+from converters.adapter_weights import load_adapter
 from converters.errors import ConversionError
-from converters.live import export_hf_weights
-from converters.live_adapters import load_adapter
+from converters.model_weights import export_hf_weights
 from converters.peft_format import PREFIX, WEIGHTS_FILE, PeftDirectory
 from converters.peft_settings import CONFIG_FILE
 from converters.safetensors_files import SafetensorsWriter

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megatron_gptoss.config import ModelConfig
-from rl_loop.data.trained_tokens import MIN_TOKENS
+from rl_loop.data.response_check import MIN_TOKENS
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.backend import EngineConfig, EngineFactory
 from rl_loop.engines.embedded.backend import EmbeddedBackend, build_engine

@@ -17,10 +17,10 @@ from tests.faults.checks import (
     find_named_damage,
     judge_outcome,
 )
-from tests.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYet, possible_kinds
+from tests.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYetError, possible_kinds
 from tests.faults.observed_run import Attempt, ObservedRun, small_file_system
 from tests.faults.options import Options
-from tests.faults.pairs import SEPARATOR, OnlyFirst, kind_of, plan_pairs
+from tests.faults.pairs import SEPARATOR, OnlyFirstError, kind_of, plan_pairs
 from tests.faults.reference import Reference
 from tests.faults.results import Injection, Results, RunResult
 
@@ -167,11 +167,11 @@ class FaultInjector:
         with moment.undo:
             try:
                 injection.detail = kind_of(injection.kind).inject(moment)
-            except OnlyFirst as one:
+            except OnlyFirstError as one:
                 self._put_back(injection.kind)
                 injection.kind = one.kind
                 injection.detail = one.detail
-            except (NotPossibleYet, psutil.NoSuchProcess, FileNotFoundError) as error:
+            except (NotPossibleYetError, psutil.NoSuchProcess, FileNotFoundError) as error:
                 self._put_off(injection, str(error))
             except AssertionError as error:
                 injection.failure = str(error)

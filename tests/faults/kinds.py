@@ -36,7 +36,7 @@ PROCESSES = {
 """Part of the command line of each process. The driver is known by its id."""
 
 
-class NotPossibleYet(Exception):
+class NotPossibleYetError(Exception):
     """A requirement of the fault is missing at this moment."""
 
 
@@ -61,7 +61,7 @@ class Kind:
     inject: Callable[[Moment], str]
     """Injects the fault and returns a description of the affected object.
 
-    Raises NotPossibleYet, or AssertionError if the product has not noticed the fault.
+    Raises NotPossibleYetError, or AssertionError if the product has not noticed the fault.
     """
     must_end: bool = False
     """The run must end. If it continues, it has not noticed the fault."""
@@ -82,12 +82,12 @@ class Kind:
 
 
 def victim(moment: Moment, name: str) -> psutil.Process:
-    """Choose one of the run's processes. Raises NotPossibleYet if no process has this name."""
+    """Choose one of the run's processes. Raises NotPossibleYetError if no process has this name."""
     if name == "driver":
         return psutil.Process(moment.attempt.driver.pid)
     found = sorted(moment.attempt.processes(PROCESSES[name]), key=lambda process: process.pid)
     if not found:
-        raise NotPossibleYet(f"no {name} is running")
+        raise NotPossibleYetError(f"no {name} is running")
     return moment.random.choice(found)
 
 
@@ -143,7 +143,7 @@ def cut(moment: Moment) -> str:
         c for c in process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED and c.raddr
     ]
     if not connections:
-        raise NotPossibleYet(f"the {name} has no connections")
+        raise NotPossibleYetError(f"the {name} has no connections")
 
     for connection in connections:
         close_connection(connection.laddr.port, connection.raddr.port)
@@ -180,7 +180,7 @@ def can_close_connections() -> bool:
 def fill(moment: Moment) -> str:
     """Fill the file system of the run."""
     if not os.path.ismount(moment.run.directory):
-        raise NotPossibleYet("the run is on no file system of its own")
+        raise NotPossibleYetError("the run is on no file system of its own")
     ballast = moment.run.directory / "ballast"
     moment.undo.callback(ballast.unlink, missing_ok=True)
     written = 0
@@ -213,13 +213,13 @@ SYNC_PATHS = {
 
 
 def server(moment: Moment) -> psutil.Process:
-    """Choose a server. Raises NotPossibleYet while a server is missing.
+    """Choose a server. Raises NotPossibleYetError while a server is missing.
 
     Otherwise the effect of an earlier fault would count as an effect of this one.
     """
     running = moment.attempt.processes(PROCESSES["server"])
     if len(running) < moment.run.servers:
-        raise NotPossibleYet(f"{len(running)} of {moment.run.servers} servers are running")
+        raise NotPossibleYetError(f"{len(running)} of {moment.run.servers} servers are running")
     return victim(moment, "server")
 
 
@@ -264,13 +264,13 @@ def corrupt_checkpoint(moment: Moment) -> str:
     """Damage the newest checkpoint and end the run. The resumed run must detect the damage."""
     root = moment.run.files.checkpoints
     if _intact_checkpoints(root) < 2:
-        raise NotPossibleYet("there are no two intact checkpoints")
+        raise NotPossibleYetError("there are no two intact checkpoints")
     moment.attempt.driver.kill()
     moment.attempt.driver.wait()
     # The ranks may still be writing another checkpoint.
     moment.attempt.leftovers(moment.options.limit())
     if _intact_checkpoints(root) < 2:
-        raise NotPossibleYet("the driver was killed while its second checkpoint was written")
+        raise NotPossibleYetError("the driver was killed while its second checkpoint was written")
 
     newest = root / (root / "latest").read_text().strip()
     names = sorted(file for file in newest.iterdir() if file.name != "checksums.json")
@@ -288,7 +288,7 @@ def corrupt_episodes(moment: Moment) -> str:
     """
     files = sorted(moment.run.files.episodes.glob("*-*.parquet"))
     if not files:
-        raise NotPossibleYet("no file of episodes is complete")
+        raise NotPossibleYetError("no file of episodes is complete")
     path = moment.random.choice(files)
     pristine = path.read_bytes()
     row_group = parquet.read_metadata(path).row_group(0)
@@ -328,12 +328,12 @@ def order(name: str, content: str = "") -> Callable[[Moment], str]:
 
 
 def withdraw(path: Path) -> None:
-    """Delete an unexecuted order. Raises NotPossibleYet unless it has just been executed."""
+    """Delete an unexecuted order. Raises NotPossibleYetError unless it has just been executed."""
     try:
         path.unlink()
     except FileNotFoundError:
         return
-    raise NotPossibleYet("nobody has carried out the order")
+    raise NotPossibleYetError("nobody has carried out the order")
 
 
 KINDS: dict[str, Kind] = {

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
+from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYetError
 
 SEPARATOR = "+"
 """Separator of the two kinds in the name of a pair."""
@@ -15,7 +15,7 @@ LONGEST_BETWEEN = 3.0
 """Maximum seconds between the starts of two faults."""
 
 
-class OnlyFirst(Exception):
+class OnlyFirstError(Exception):
     """The second fault had no possible target."""
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -78,7 +78,7 @@ def _all_kinds() -> dict[str, Kind]:
 def _inject_both(name: str, moment: Moment) -> str:
     """Inject two faults, which may overlap. Raises the errors of the first fault.
 
-    Raises OnlyFirst if only one of the two faults is possible.
+    Raises OnlyFirstError if only one of the two faults is possible.
     """
     first, second = name.split(SEPARATOR)
     with ThreadPoolExecutor(1) as thread:
@@ -86,10 +86,10 @@ def _inject_both(name: str, moment: Moment) -> str:
         time.sleep(moment.random.uniform(0, LONGEST_BETWEEN))
         try:
             second_detail = _all_kinds()[second].inject(moment)
-        except (NotPossibleYet, psutil.NoSuchProcess, FileNotFoundError):
-            raise OnlyFirst(first, injecting.result()) from None
+        except (NotPossibleYetError, psutil.NoSuchProcess, FileNotFoundError):
+            raise OnlyFirstError(first, injecting.result()) from None
         try:
             first_detail = injecting.result()
-        except (NotPossibleYet, psutil.NoSuchProcess, FileNotFoundError):
-            raise OnlyFirst(second, second_detail) from None
+        except (NotPossibleYetError, psutil.NoSuchProcess, FileNotFoundError):
+            raise OnlyFirstError(second, second_detail) from None
     return f"{first_detail}; {second_detail}"

@@ -19,7 +19,7 @@ from tests.faults.injector import FaultInjector
 from tests.faults.kinds import (
     KINDS,
     Moment,
-    NotPossibleYet,
+    NotPossibleYetError,
     can_close_connections,
     can_mount,
     fill,
@@ -60,7 +60,7 @@ def test_impossible_kinds_are_left_out(tmp_path: Path, monkeypatch: pytest.Monke
     can_mount.cache_clear()
 
     moment = Moment(cast(ObservedRun, Recorded({}, directory=tmp_path)), *3 * [cast(Any, None)])
-    with pytest.raises(NotPossibleYet, match="no file system of its own"):
+    with pytest.raises(NotPossibleYetError, match="no file system of its own"):
         fill(moment)
     assert list(tmp_path.iterdir()) == []
 

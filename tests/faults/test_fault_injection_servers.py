@@ -26,14 +26,14 @@ from rl_loop.engines.sglang.turn import STREAM_INTERVAL
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.tracking.run_directory import RunDirectory
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 from tests.faults.checks import judge_outcome
 from tests.faults.engine import DAMAGED
 from tests.faults.injector import FaultInjector
-from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYet
+from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYetError
 from tests.faults.observed_run import Attempt, ObservedRun
 from tests.faults.options import Options
-from tests.faults.pairs import OnlyFirst, kind_of, plan_pairs
+from tests.faults.pairs import OnlyFirstError, kind_of, plan_pairs
 from tests.faults.results import Injection
 from tests.faults.server import PolicyServer, ServerOptions
 
@@ -190,12 +190,14 @@ def test_sync_detects_flipped_bit_and_stale_tensor(tmp_path: Path) -> None:
         async with serving(tmp_path) as servers:
             await servers.sync(2, VERSION)
             servers.order("bucket")
-            with pytest.raises(WeightMismatch, match=f"but its content differs in {DAMAGED}"):
+            with pytest.raises(WeightMismatchError, match=f"but its content differs in {DAMAGED}"):
                 await servers.sync(1, VERSION)
 
             # Every run compares a sync of version 7. Its sample is of layer 1.
             servers.order("keep")
-            with pytest.raises(WeightMismatch, match=r"differs in model\.layers\.1\.self_attn"):
+            with pytest.raises(
+                WeightMismatchError, match=r"differs in model\.layers\.1\.self_attn"
+            ):
                 await servers.sync(3, VERSION + 1)
             assert servers.left == []
 
@@ -283,7 +285,7 @@ def test_only_first_fault_counts_when_second_has_no_target(
     def inject(name: str, is_possible: bool) -> Any:
         def act(moment: Moment) -> str:
             if not is_possible:
-                raise NotPossibleYet(name)
+                raise NotPossibleYetError(name)
             done.append(name)
             return name
 
@@ -296,8 +298,8 @@ def test_only_first_fault_counts_when_second_has_no_target(
     assert kind_of("stop+starve").inject(moment) == "stop; starve"
     assert sorted(done) == ["starve", "stop"]
     for pair in ("stop+fill", "fill+stop"):
-        with pytest.raises(OnlyFirst) as one:
+        with pytest.raises(OnlyFirstError) as one:
             kind_of(pair).inject(moment)
         assert one.value.kind == "stop"
-    with pytest.raises(NotPossibleYet):
+    with pytest.raises(NotPossibleYetError):
         kind_of("fill+fill").inject(moment)

@@ -331,7 +331,8 @@ first on trainer rank 3 on n2 (pid 7)
     ("log", "error"),
     [
         (RAY_ERROR, "ValueError: no token to learn from (first on trainer rank 3 on n2 (pid 7))"),
-        ("Traceback (most recent call last):\n  x\nrl_loop.trainer_group.RankDied: rank 1 on n2 (pid 5) died: gone\n",
+        ("Traceback (most recent call last):\n  x\n"
+         "rl_loop.trainer_group.RankDiedError: rank 1 on n2 (pid 5) died: gone\n",
          "rank 1 on n2 (pid 5) died: gone"),
         ("gptoss: checkpoint /x cannot be loaded: no\n", "checkpoint /x cannot be loaded: no"),
         ("step 1/3\n", ""),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters.live import export_hf_weights
+from converters.model_weights import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.state import model_state

@@ -12,10 +12,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from converters.adapter_checkpoint import CheckpointAdapters
+from converters.adapter_weights import load_adapter
 from converters.errors import ConversionError
-from converters.live import load_hf_weights
-from converters.live_adapters import load_adapter
 from converters.megatron_checkpoint import MegatronCheckpoint
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.directory import (

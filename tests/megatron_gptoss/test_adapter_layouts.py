@@ -11,8 +11,8 @@ import torch
 from megatron.core import parallel_state
 
 from converters.adapter_checkpoint import CheckpointAdapters
-from converters.live import export_hf_weights
-from converters.live_adapters import load_adapter
+from converters.adapter_weights import load_adapter
+from converters.model_weights import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.loader import load_checkpoint

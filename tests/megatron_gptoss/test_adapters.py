@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import split_qkv
+from converters.model_weights import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import LowRank, initialize_adapters, named_adapters

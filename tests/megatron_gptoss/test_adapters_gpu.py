@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from converters.gathering import WeightGathering
-from converters.live import export_hf_weights, load_hf_weights
 from converters.mapping import split_qkv
+from converters.model_weights import export_hf_weights, load_hf_weights
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

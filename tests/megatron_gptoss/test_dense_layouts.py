@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.torch_dist import import_checkpoint
 from converters.verify import verify
 from megatron_gptoss import distributed

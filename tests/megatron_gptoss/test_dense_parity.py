@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig

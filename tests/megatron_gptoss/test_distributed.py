@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed, trainer
 from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss.checkpoint import state as checkpoint_state

@@ -12,7 +12,7 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss import layers as gpt_oss_layers

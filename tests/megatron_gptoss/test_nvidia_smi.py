@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gptoss.nvidia_smi import NvidiaSmiFailed, NvidiaSmiMissing, memory_bytes, query_gpus
+from megatron_gptoss.nvidia_smi import (
+    NvidiaSmiError,
+    NvidiaSmiMissingError,
+    memory_bytes,
+    query_gpus,
+)
 
 
 @pytest.fixture
@@ -37,13 +42,13 @@ def test_query_gpus_is_empty_when_driver_finds_none(program: Path, fields: tuple
 )
 def test_query_gpus_fails_when_nvidia_smi_fails(program: Path, script: str, message: str) -> None:
     program.write_text(f"#!/bin/sh\n{script}\n")
-    with pytest.raises(NvidiaSmiFailed, match=message):
+    with pytest.raises(NvidiaSmiError, match=message):
         query_gpus("name", "index")
 
 
 def test_query_gpus_raises_without_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NvidiaSmiMissing):
+    with pytest.raises(NvidiaSmiMissingError):
         query_gpus("name")
 
 

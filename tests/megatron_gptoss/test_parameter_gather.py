@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig, Quantization
 from megatron_gptoss.model import build_model

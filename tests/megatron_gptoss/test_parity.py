@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from gptoss_kernels.sink_attention import dispatch
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig

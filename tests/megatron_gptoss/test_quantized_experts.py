@@ -14,7 +14,7 @@ from converters import mxfp4_tensors
 from converters.errors import ConversionError
 from converters.gathering import WeightGathering
 from converters.hf_directory import write_hf_directory
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.mxfp4_tensors import fake_quantize_experts, pack_experts
 from converters.torch_dist import export_checkpoint
 from gptoss_kernels import mxfp4

@@ -10,14 +10,14 @@ import torch
 from converters import gathering_plan
 from converters.gathering import WeightGathering
 from converters.hf_layouts import is_expert_matrix
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from converters.mxfp4_tensors import pack_experts, stack_digests, stored_names
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.converters.live import OutOfMemory, break_gathering
+from tests.support.converters.live import OutOfMemoryError, break_gathering
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.adapted import MODEL
 from tests.support.megatron_gptoss.reference import (
@@ -207,7 +207,7 @@ def gather_with_stack_faults(rank: int, port: int) -> list[Any]:
             error = None
             try:
                 names += [name for name, _ in weights]
-            except OutOfMemory as failure:
+            except OutOfMemoryError as failure:
                 error = str(failure)
             results.append((error, sorted(names)))
     distributed.shutdown()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.router import GptOssRouter

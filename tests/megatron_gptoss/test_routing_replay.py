@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.context_parallel.token_order import rank_tokens

@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.critic import ValueTrainer, make_critic

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig

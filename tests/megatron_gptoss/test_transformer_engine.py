@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint

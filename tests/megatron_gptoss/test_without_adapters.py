@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, without_adapters

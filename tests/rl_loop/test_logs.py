@@ -60,7 +60,7 @@ def test_log_level_applies_to_our_packages_and_not_to_libraries(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging(LogSettings(level="DEBUG"))
-    for name in ("rl_loop.loop", "converters.live", "some.package"):
+    for name in ("rl_loop.loop", "converters.model_weights", "some.package"):
         logging.getLogger(name).debug("detail")
         logging.getLogger(name).warning("trouble")
     lines = [
@@ -69,8 +69,8 @@ def test_log_level_applies_to_our_packages_and_not_to_libraries(
     assert lines == [
         "DEBUG rl_loop.loop: detail",
         "WARNING rl_loop.loop: trouble",
-        "DEBUG converters.live: detail",
-        "WARNING converters.live: trouble",
+        "DEBUG converters.model_weights: detail",
+        "WARNING converters.model_weights: trouble",
         "WARNING some.package: trouble",
     ]
 

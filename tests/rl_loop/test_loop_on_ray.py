@@ -33,7 +33,7 @@ from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.data.tensor_bytes import StoredTensors
-from rl_loop.infrastructure import COMPONENTS, InfrastructureOutage
+from rl_loop.infrastructure import COMPONENTS, InfrastructureOutageError
 from rl_loop.rollout.group_stream import GroupRequest
 from rl_loop.run import RunInterrupted, run_engine_report, run_rl, run_sft
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
@@ -44,7 +44,7 @@ from rl_loop.tracking.run_directory import (
     read_json_lines,
     read_training_steps,
 )
-from rl_loop.trainer.ray_ranks import RankDied, TrainerProcess
+from rl_loop.trainer.ray_ranks import RankDiedError, TrainerProcess
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.forked_workers import local_ray
@@ -383,7 +383,7 @@ def test_rank_that_dies_in_a_gather_is_named_and_all_ranks_end(victim: int, tmp_
             processes.append(psutil.Process(pid))
 
         began = time.monotonic()
-        with pytest.raises(RankDied, match=rf"^trainer rank {victim} on .* died: "):
+        with pytest.raises(RankDiedError, match=rf"^trainer rank {victim} on .* died: "):
             trainer.save(1, {}, block=True)
         assert time.monotonic() - began < 120
         assert processes[1 - victim].is_running(), "it still waits"
@@ -478,7 +478,7 @@ def test_unreachable_tool_server_ends_training_with_one_line(tmp_path: Path) -> 
     config = rl_config(
         tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_share=0.05"
     )
-    with pytest.raises(InfrastructureOutage) as outage:
+    with pytest.raises(InfrastructureOutageError) as outage:
         run_rl(config, Quiet())
     message = str(outage.value)
     assert "\n" not in message

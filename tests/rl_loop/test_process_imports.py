@@ -22,7 +22,7 @@ from launch.cli import app
 from ray import cloudpickle
 from rl_loop import session
 from rl_loop.rollout.pool import RolloutPool
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.ray_ranks import RayRanks
 
 arguments, heavy, worker = sys.argv[1].split(), sys.argv[2].split(), Path(sys.argv[3])

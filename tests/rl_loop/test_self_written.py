@@ -46,7 +46,7 @@ def chats_of(path: Path) -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in path.read_text().splitlines()]
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     pass
 
 
@@ -55,7 +55,7 @@ def stop_after(conversations: int) -> object:
 
     def progress(done: int, total: int) -> None:
         if done >= conversations:
-            raise Interruption
+            raise InterruptionError
 
     return progress
 
@@ -94,7 +94,7 @@ def test_interrupted_writing_continues(
     write_conversations(model, whole, questions, OPTIONS)
 
     out = tmp_path / "out.jsonl"
-    with pytest.raises(Interruption):
+    with pytest.raises(InterruptionError):
         write_conversations(model, out, questions, OPTIONS, stop_after(1))
     kept = chats_of(out)
     assert 1 <= len(kept) <= 4

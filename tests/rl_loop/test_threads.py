@@ -18,7 +18,7 @@ from rl_loop.environments import arithmetic
 from rl_loop.environments.base import RewardConfig
 from rl_loop.environments.mcp_tools import McpEnvironment, McpOptions
 from rl_loop.environments.tool_servers.config import ToolServerConfig
-from rl_loop.threads import MAX_HUNG_CALLS, TooManyHungCalls, call_user_code
+from rl_loop.threads import MAX_HUNG_CALLS, TooManyHungCallsError, call_user_code
 
 released = threading.Event()
 
@@ -86,7 +86,7 @@ def test_judge_is_called_while_other_judges_hang() -> None:
 def test_too_many_hanging_calls_name_the_function() -> None:
     async def run() -> None:
         await cancelled_calls(MAX_HUNG_CALLS, "judges:slow")
-        with pytest.raises(TooManyHungCalls, match="judges:slow: 64 calls have not returned"):
+        with pytest.raises(TooManyHungCallsError, match="judges:slow: 64 calls have not returned"):
             await call_user_code(lambda: 1, "judges:slow")
         # The limit applies per function, and ends when the calls have returned.
         assert await call_user_code(lambda: 2, "judges:other") == 2

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from rl_loop import run
-from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import SyncError
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_mxfp4_weights_are_compared_before_the_engines_close(
 
 
 def test_run_does_not_export_if_engine_weights_differ(steps: MagicMock) -> None:
-    steps.rollouts.compare_weights.side_effect = SyncFailed("but its content differs in a tensor")
-    with pytest.raises(SyncFailed, match="but its content differs"):
+    steps.rollouts.compare_weights.side_effect = SyncError("but its content differs in a tensor")
+    with pytest.raises(SyncError, match="but its content differs"):
         run.run_rl(config(packs_experts=True), MagicMock())
     assert not steps.export.called

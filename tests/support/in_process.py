@@ -14,7 +14,7 @@ from megatron_gptoss import distributed
 from rl_loop.ablations.engine_weights import engine_faults
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.load import dump_config
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.tensor_bytes import TensorBytes
 from rl_loop.data.trajectory import TrajectoryGroup
@@ -32,7 +32,7 @@ from rl_loop.tracking.recorder import StepRecorder
 from rl_loop.tracking.run_directory import StartMode, start_run
 from rl_loop.trainer.checkpointer import Checkpointer, RunState
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from rl_loop.weight_sync.source import WeightSource
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.data.trained_tokens import TrainedTokens
+from rl_loop.data.response_check import TrainedTokens
 from rl_loop.data.trajectory import (
     FinishReason,
     InvalidReason,

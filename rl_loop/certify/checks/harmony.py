@@ -11,14 +11,14 @@ from rl_loop.certify.harmony_tokens import (
     HarmonyMessage,
     describe_difference,
 )
-from rl_loop.certify.subject import UnsupportedOperation
+from rl_loop.certify.subject import UnsupportedOperationError
 
 
 def check_harmony(exam: Examination) -> CheckResult:
     """Compare the token ids of a conversation with a tool call with openai-harmony's."""
     title = TITLES["harmony"]
     if exam.vocabulary is None:
-        raise UnsupportedOperation(f"{exam.first_directory} has an unknown vocabulary")
+        raise UnsupportedOperationError(f"{exam.first_directory} has an unknown vocabulary")
 
     # Any of these operations is enough for a verdict.
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
@@ -37,7 +37,7 @@ def check_harmony(exam: Examination) -> CheckResult:
     for name, answer, messages in attempts:
         try:
             ids = answer()
-        except UnsupportedOperation:
+        except UnsupportedOperationError:
             continue
 
         done.append(name)
@@ -46,7 +46,9 @@ def check_harmony(exam: Examination) -> CheckResult:
             wrong.append(difference)
 
     if not done:
-        raise UnsupportedOperation(f"{exam.subject.name} supports neither rendering nor tokenizing")
+        raise UnsupportedOperationError(
+            f"{exam.subject.name} supports neither rendering nor tokenizing"
+        )
     if not wrong:
         summary = f"{', '.join(done)}: the ids equal those of openai-harmony"
         return CheckResult("harmony", title, CheckOutcome.PASSED, summary)

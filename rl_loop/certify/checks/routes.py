@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.examination import Examination, gap, joined
-from rl_loop.certify.subject import UnsupportedOperation, checked_scores
+from rl_loop.certify.subject import UnsupportedOperationError, checked_scores
 from rl_loop.certify.texts import ProbeText
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel
 
@@ -25,7 +25,7 @@ def check_returned_routes(exam: Examination) -> CheckResult:
     texts = [*exam.texts.short, *exam.texts.window]
     returned = [scored.routes for scored in exam.scored(texts)]
     if any(routes is None for routes in returned):
-        raise UnsupportedOperation(f"{exam.subject.name} does not return routed experts")
+        raise UnsupportedOperationError(f"{exam.subject.name} does not return routed experts")
 
     config = exam.weights.config
     agreeing = compared = 0

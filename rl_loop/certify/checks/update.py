@@ -11,7 +11,7 @@ from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
 from rl_loop.certify.examination import Examination, ReferenceName, gap, joined
 from rl_loop.certify.faults import ModelFault
-from rl_loop.certify.subject import UnsupportedOperation, checked_scores
+from rl_loop.certify.subject import UnsupportedOperationError, checked_scores
 from rl_loop.certify.variants import EXACT, FaultyVariant
 
 
@@ -19,7 +19,7 @@ def check_update(exam: Examination) -> CheckResult:
     """Update the subject to the second weights, check that all arrived, and update it back."""
     title = TITLES["update"]
     if exam.second is None:
-        raise UnsupportedOperation("there is no second set of weights")
+        raise UnsupportedOperationError("there is no second set of weights")
     texts = [*exam.texts.short, exam.texts.window[0]]
     # Before the update, because cached scores must be of the first weights.
     before = exam.log_probs(texts)

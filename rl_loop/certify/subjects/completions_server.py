@@ -10,8 +10,8 @@ from rl_loop.certify.subject import (
     CertifySubject,
     SampledText,
     ScoredText,
-    SubjectFailed,
-    UnsupportedOperation,
+    SubjectError,
+    UnsupportedOperationError,
 )
 
 SHOWN_CHARACTERS = 300
@@ -31,10 +31,10 @@ class CompletionsServer(CertifySubject):
             self._model = models["data"][0]["id"]
         except (LookupError, TypeError) as error:
             self.close()
-            raise SubjectFailed(
+            raise SubjectError(
                 f"{self._url}/models: the response contains no model name ({error!r})"
             ) from error
-        except SubjectFailed:
+        except SubjectError:
             self.close()
             raise
 
@@ -49,11 +49,11 @@ class CompletionsServer(CertifySubject):
                 text = await answer.text()
                 if answer.status != 200:
                     quoted = text[:SHOWN_CHARACTERS]
-                    raise SubjectFailed(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
+                    raise SubjectError(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
                 # With None, aiohttp accepts JSON that the server declares as another content type.
                 return await answer.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise SubjectFailed(f"{self._url}{path}: {error!r}") from error
+            raise SubjectError(f"{self._url}{path}: {error!r}") from error
 
     def _complete(self, prompt: object, **options: object) -> dict[str, Any]:
         """Return the only choice of a response."""
@@ -62,7 +62,7 @@ class CompletionsServer(CertifySubject):
         try:
             choice: dict[str, Any] = answer["choices"][0]
         except (LookupError, TypeError) as error:
-            raise SubjectFailed(
+            raise SubjectError(
                 f"{self._url}/completions: the response contains no choices ({answer})"
             ) from error
         return choice
@@ -76,7 +76,7 @@ class CompletionsServer(CertifySubject):
             # The first token has no log-prob. After the prompt comes the entry of the sampled
             # token.
             if len(log_probs) < len(text) or None in log_probs[1 : len(text)]:
-                raise SubjectFailed(
+                raise SubjectError(
                     f"{self._url} does not echo the log-probs of a prompt of {len(text)} tokens"
                 )
             results.append(ScoredText([float(value) for value in log_probs[1 : len(text)]]))
@@ -94,7 +94,7 @@ class CompletionsServer(CertifySubject):
         )
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
-            raise UnsupportedOperation(f"{self.name} does not return token ids")
+            raise UnsupportedOperationError(f"{self.name} does not return token ids")
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return SampledText(ids, [float(value) for value in log_probs])
 
@@ -103,7 +103,9 @@ class CompletionsServer(CertifySubject):
         choice = self._complete(text, max_tokens=1, return_token_ids=True)
         ids = choice.get("prompt_token_ids")
         if not isinstance(ids, list):
-            raise UnsupportedOperation(f"{self.name} does not return the token ids of a prompt")
+            raise UnsupportedOperationError(
+                f"{self.name} does not return the token ids of a prompt"
+            )
         return ids
 
     def close(self) -> None:

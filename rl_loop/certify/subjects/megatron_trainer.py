@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from converters.hf_directory import HfDirectory
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.config.precision import Precision
@@ -21,7 +21,7 @@ from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
 from rl_loop.certify.model import DTYPES, vocabulary_of
-from rl_loop.certify.subject import CertifySubject, ScoredText, UnsupportedOperation
+from rl_loop.certify.subject import CertifySubject, ScoredText, UnsupportedOperationError
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
 
@@ -131,7 +131,7 @@ class MegatronTrainer(CertifySubject):
         """
         vocabulary = vocabulary_of(self._directory, self.config.vocab_size)
         if vocabulary is None:
-            raise UnsupportedOperation("the vocabulary is not known")
+            raise UnsupportedOperationError("the vocabulary is not known")
 
         harmony = Harmony(vocabulary, PromptConfig())
         ids: list[int] = []

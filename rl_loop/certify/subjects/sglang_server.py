@@ -13,10 +13,10 @@ from rl_loop.certify.subject import (
     CertifySubject,
     SampledText,
     ScoredText,
-    SubjectFailed,
-    UnsupportedOperation,
+    SubjectError,
+    UnsupportedOperationError,
 )
-from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.engines.sglang.client import RequestRejectedError, ServerError, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 
 CONCURRENT_REQUESTS = 8
@@ -40,7 +40,7 @@ class SglangSubject(CertifySubject):
         try:
             info = self._run(self._client.call("/server_info"))
         # The caller has no object to close yet.
-        except SubjectFailed:
+        except SubjectError:
             self.close()
             raise
         settings = [str(info.get(key, "?")) for key in ("version", "attention_backend")]
@@ -50,11 +50,11 @@ class SglangSubject(CertifySubject):
     def _run[T](self, calls: Coroutine[Any, Any, T]) -> T:
         try:
             return self._runner.run(calls)
-        except (ServerFailed, RequestRejected) as error:
-            raise SubjectFailed(str(error)) from error
+        except (ServerError, RequestRejectedError) as error:
+            raise SubjectError(str(error)) from error
         # Responses of other servers lack the fields that are read here.
         except (LookupError, TypeError, ValueError) as error:
-            raise SubjectFailed(
+            raise SubjectError(
                 f"{self._url}: the response lacks a field of SGLang ({error!r}). Give the URL of an "
                 "SGLang server"
             ) from error
@@ -122,9 +122,11 @@ class SglangSubject(CertifySubject):
         }
         try:
             entries = self._run(self._entries(body, "input_token_logprobs"))
-        except SubjectFailed as error:
+        except SubjectError as error:
             # For example with --skip-tokenizer-init.
-            raise UnsupportedOperation(f"{self.name} does not tokenize text: {error}") from error
+            raise UnsupportedOperationError(
+                f"{self.name} does not tokenize text: {error}"
+            ) from error
         return [entry[1] for entry in entries]
 
     def update(self, directory: Path) -> None:

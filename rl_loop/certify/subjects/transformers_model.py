@@ -14,7 +14,12 @@ from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
 from megatron_gptoss.config.precision import Precision
 from rl_loop.certify.model import DTYPES
-from rl_loop.certify.subject import CertifySubject, SampledText, ScoredText, UnsupportedOperation
+from rl_loop.certify.subject import (
+    CertifySubject,
+    SampledText,
+    ScoredText,
+    UnsupportedOperationError,
+)
 
 
 class TransformersModel(CertifySubject):
@@ -119,7 +124,7 @@ class TransformersModel(CertifySubject):
     def tokenize(self, text: str) -> list[int]:
         """Tokenize with the directory's tokenizer."""
         if not read_extras(self._directory).has_tokenizer:
-            raise UnsupportedOperation(f"{self._directory} has no tokenizer")
+            raise UnsupportedOperationError(f"{self._directory} has no tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(self._directory)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids

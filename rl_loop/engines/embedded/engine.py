@@ -26,7 +26,7 @@ from rl_loop.engines.embedded.kv_cache import ATTENTION_NAME, row_cache_attentio
 from rl_loop.engines.embedded.scheduler import RunningSequence, SequenceScheduler
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.weight_sync.expected import ExpectedTensors
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 
 MAX_REPORTED_FAULTS = 20
 """Maximum number of tensors that an error about weights names."""
@@ -230,7 +230,7 @@ class TransformersEngine:
             version: version of the weights.
 
         Raises:
-            WeightMismatch: if tensors are missing, unknown, repeated or have a wrong shape. The
+            WeightMismatchError: if tensors are missing, unknown, repeated or have a wrong shape. The
                 message lists them. The weights are then unchanged.
         """
         # All tensors are needed at once, because none is written before all are checked.
@@ -247,7 +247,7 @@ class TransformersEngine:
             shown = "; ".join(faults[:MAX_REPORTED_FAULTS])
             if len(faults) > MAX_REPORTED_FAULTS:
                 shown += f"; and {len(faults) - MAX_REPORTED_FAULTS} more"
-            raise WeightMismatch(
+            raise WeightMismatchError(
                 f"weights {version} do not fit the model of the rollout engine, which keeps its earlier "
                 f"weights. Faults: {shown}"
             )

@@ -1,7 +1,7 @@
 """HTTP client of one SGLang server (0.5.17).
 
-``ServerFailed`` is a fault of the server: another server may serve the same request.
-``RequestRejected`` is a fault of the request: every server would reject it.
+``ServerError`` is a fault of the server: another server may serve the same request.
+``RequestRejectedError`` is a fault of the request: every server would reject it.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ SHOWN_CHARACTERS = 300
 """Length limit of a server's response in an error message."""
 
 
-class ServerFailed(RuntimeError):
+class ServerError(RuntimeError):
     """The server is gone, silent, or sent an invalid response. The message names the server."""
 
 
-class RequestRejected(ValueError):
+class RequestRejectedError(ValueError):
     """The server understood the request and rejected it. Every other server would, too."""
 
 
@@ -75,8 +75,8 @@ class SglangClient:
             The decoded response. None if it is empty or not JSON.
 
         Raises:
-            RequestRejected: for HTTP 4xx and for ``success: false``.
-            ServerFailed: for HTTP 5xx, without a connection, and after ``seconds``.
+            RequestRejectedError: for HTTP 4xx and for ``success: false``.
+            ServerError: for HTTP 5xx, without a connection, and after ``seconds``.
         """
         where = f"{self.url}{path}"
         method = "GET" if body is None else "POST"
@@ -85,7 +85,7 @@ class SglangClient:
             async with asyncio.timeout(seconds), request as answer:
                 text = await answer.text()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise ServerFailed(f"{where}: {_reason(error)}") from error
+            raise ServerError(f"{where}: {_reason(error)}") from error
 
         try:
             content = json.loads(text)
@@ -104,8 +104,8 @@ class SglangClient:
         """Yield the chunks of a streamed ``/generate``: ``output_ids`` and ``meta_info``.
 
         Raises:
-            RequestRejected: for HTTP 4xx, also as an error within the stream.
-            ServerFailed: for every other failure, and if the stream ends early.
+            RequestRejectedError: for HTTP 4xx, also as an error within the stream.
+            ServerError: for every other failure, and if the stream ends early.
         """
         where = f"{self.url}/generate"
         try:
@@ -119,9 +119,9 @@ class SglangClient:
                             return
                         yield _read_chunk(where, payload)
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailed(f"{where}: {_reason(error)}") from error
+            raise ServerError(f"{where}: {_reason(error)}") from error
         # A server that dies in the middle of a stream may close the connection without an error.
-        raise ServerFailed(f"{where}: the response ended before its last chunk")
+        raise ServerError(f"{where}: the response ended before its last chunk")
 
     async def healthy(self, seconds: float) -> bool:
         """Return True if the server generates a token within ``seconds``.
@@ -130,7 +130,7 @@ class SglangClient:
         """
         try:
             await self.call("/health_generate", seconds=seconds)
-        except (ServerFailed, RequestRejected):
+        except (ServerError, RequestRejectedError):
             return False
         return True
 
@@ -156,15 +156,15 @@ async def _event_payloads(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]
             yield bytes(event.removeprefix(b"data: "))
 
 
-def _error_class(status: int) -> type[ServerFailed | RequestRejected]:
-    return ServerFailed if status >= 500 else RequestRejected
+def _error_class(status: int) -> type[ServerError | RequestRejectedError]:
+    return ServerError if status >= 500 else RequestRejectedError
 
 
 def _read_chunk(where: str, payload: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(payload)
     except ValueError:
-        raise ServerFailed(f"{where}: a chunk is not JSON: {payload[:100]!r}") from None
+        raise ServerError(f"{where}: a chunk is not JSON: {payload[:100]!r}") from None
 
     # An error within a stream is a chunk that contains the HTTP status of the error.
     if error := chunk.get("error"):

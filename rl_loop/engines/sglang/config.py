@@ -14,7 +14,7 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.config.precision import DTYPE_NAMES
 from megatron_gptoss.families.registry import read_hf_config
 from megatron_gptoss.planning.memory_inputs import EngineMemory
-from rl_loop.engines.backend import EngineConfig, EngineUnavailable, ServerProcesses
+from rl_loop.engines.backend import EngineConfig, EngineUnavailableError, ServerProcesses
 from rl_loop.engines.sglang.gpu_memory import (
     MAX_ADAPTER_RANK,
     WORKING_BYTES,
@@ -376,18 +376,18 @@ class SglangConfig(EngineConfig):
         """Check that ``python`` exists and can import SGLang, and the plugin if servers load it.
 
         Raises:
-            EngineUnavailable: if a check fails. The message contains the remedy.
+            EngineUnavailableError: if a check fails. The message contains the remedy.
         """
         python = shutil.which(self.python)
         if python is None:
-            raise EngineUnavailable(
+            raise EngineUnavailableError(
                 f"rollout.engine.python: {self.python} is not executable. `gptoss doctor "
                 "--install-engine DIR` creates an environment with SGLang and prints the value "
                 "for this key"
             )
 
         if not self._can_import(python, "sglang"):
-            raise EngineUnavailable(
+            raise EngineUnavailableError(
                 f"rollout.engine.python: {python} has no SGLang. `gptoss doctor --install-engine "
                 "DIR` installs it and prints the value for this key"
             )
@@ -395,7 +395,7 @@ class SglangConfig(EngineConfig):
         # A wrapper that replaces PYTHONPATH would start servers without the plugin's patches, and
         # without an error.
         if self.has_plugin and not self._can_import(python, PLUGIN_MODULE):
-            raise EngineUnavailable(
+            raise EngineUnavailableError(
                 f"rollout.engine.python: {python} ignores PYTHONPATH, by which servers find the "
                 f"plugin for {', '.join(self._patches)}. Let the wrapper keep PYTHONPATH"
             )
@@ -505,7 +505,7 @@ class SglangConfig(EngineConfig):
             adapter: adapters that servers add without merging. None without them.
 
         Returns:
-            The function. It raises NotEnoughGpuMemory if ``memory_fraction`` does not fit the GPU.
+            The function. It raises NotEnoughGpuMemoryError if ``memory_fraction`` does not fit the GPU.
         """
         options: dict[str, object] = {
             "--model-path": model,

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from megatron_gptoss.config import ModelConfig
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
-from rl_loop.engines.sglang.client import ServerFailed, SglangClient
+from rl_loop.engines.sglang.client import ServerError, SglangClient
 from rl_loop.engines.sglang.scored_tokens import log_probs_of
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.turn import (
@@ -23,7 +23,7 @@ from rl_loop.engines.sglang.turn import (
     check_routes_present,
     end_turn,
 )
-from rl_loop.infrastructure import EngineFault
+from rl_loop.infrastructure import EngineError
 
 MAX_FAULTS = 20
 """Number of faults after which a request fails: the servers are unlikely to cause more."""
@@ -86,7 +86,7 @@ class SglangEngine:
 
         Raises:
             ValueError: if the request id is not unique, or servers reject the request.
-            EngineFault: after ``MAX_FAULTS`` faults. The message names the last.
+            EngineError: after ``MAX_FAULTS`` faults. The message names the last.
             RuntimeError: if no server held the policy for ``wait_seconds``.
         """
         if request.request_id in self._turns:
@@ -119,14 +119,14 @@ class SglangEngine:
                 await self._stream(turn, server)
                 check_routes_present(turn, server.url)
                 return
-            except ServerFailed as failure:
+            except ServerError as failure:
                 # The tokens so far are kept. Request the states again: the server may be dead.
                 turn.failures[server.url] += 1
                 faults = turn.failures.total()
                 self._refreshed_at = -math.inf
                 if faults == MAX_FAULTS:
                     what = f"had {faults} faults, the last: {failure}"
-                    raise EngineFault(turn.request.request_id, what) from failure
+                    raise EngineError(turn.request.request_id, what) from failure
                 await asyncio.sleep(min(MAX_PAUSE, 0.01 * 2**faults))
             finally:
                 turn.client = None
@@ -203,7 +203,7 @@ class SglangEngine:
         """Let ``server`` continue the turn to its end.
 
         Raises:
-            ServerFailed: if the server fails. The tokens before are kept.
+            ServerError: if the server fails. The tokens before are kept.
         """
         turn.client = self._client(server.url)
         start = len(turn.result.output_ids)
@@ -230,7 +230,7 @@ class SglangEngine:
                 if chunk.finish is not None:
                     end_turn(turn, chunk.finish["type"], server.url)
                     return
-        raise ServerFailed(f"{server.url}: the response has no finish reason")
+        raise ServerError(f"{server.url}: the response has no finish reason")
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Score a text on any server that holds the policy (see ``score_on``)."""
@@ -289,8 +289,8 @@ async def score_on(
         temperature: must be 1, because SGLang has no temperature for prompts.
 
     Raises:
-        ServerFailed: if the server fails or scored other tokens.
-        RequestRejected: if the server rejects the request.
+        ServerError: if the server fails or scored other tokens.
+        RequestRejectedError: if the server rejects the request.
         ValueError: if ``temperature`` is not 1.
     """
     if temperature != 1:

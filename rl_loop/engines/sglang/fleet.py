@@ -30,8 +30,8 @@ from megatron_gptoss.config import AdapterConfig, ModelConfig
 from rl_loop.cluster.actor_deaths import ACTOR_DEATHS
 from rl_loop.cluster.placement import ENGINE_SERVER, placement_options
 from rl_loop.cluster.ray_session import LOOPBACK, local_directory
-from rl_loop.engines.backend import BackendContext, EngineUnavailable
-from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.engines.backend import BackendContext, EngineUnavailableError
+from rl_loop.engines.sglang.client import RequestRejectedError, ServerError, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.engine import score_on
 from rl_loop.engines.sglang.gpu_memory import memory_fault
@@ -41,7 +41,7 @@ from rl_loop.infrastructure import describe
 from rl_loop.logs import with_logging
 from rl_loop.weight_sync.canary import SAME_WEIGHTS, Canary, exceeds
 from rl_loop.weight_sync.servers import SyncPlan, TransportName
-from rl_loop.weight_sync.source import SyncFailed, WeightSource
+from rl_loop.weight_sync.source import SyncError, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class SglangFleet:
         """Wait until every server is healthy.
 
         Raises:
-            EngineUnavailable: if a server cannot start. The message gives a remedy, or quotes the
+            EngineUnavailableError: if a server cannot start. The message gives a remedy, or quotes the
                 end of the server's log.
         """
         self._healthy(wait_for=(ServerState.DEAD, ServerState.STARTING))
@@ -200,7 +200,7 @@ class SglangFleet:
             wait_for: states of servers to wait for.
 
         Raises:
-            EngineUnavailable: if a server was given up that is waited for, or none is healthy and
+            EngineUnavailableError: if a server was given up that is waited for, or none is healthy and
                 one was given up.
         """
         began = last_log = time.monotonic()
@@ -212,7 +212,7 @@ class SglangFleet:
             for status in known.values():
                 is_missed = status in awaited or not healthy
                 if status.given_up and is_missed:
-                    raise EngineUnavailable(f"an SGLang server does not start: {status.fault}")
+                    raise EngineUnavailableError(f"an SGLang server does not start: {status.fault}")
             if healthy and not awaited:
                 return healthy
 
@@ -254,8 +254,8 @@ class SglangFleet:
         """Give all healthy servers weights ``version``.
 
         Raises:
-            SyncFailed: after ``MAX_SYNCS`` failed attempts.
-            WeightMismatch: a ValueError, if the weights do not belong to this model or a server
+            SyncError: after ``MAX_SYNCS`` failed attempts.
+            WeightMismatchError: a ValueError, if the weights do not belong to this model or a server
                 holds others.
         """
         # The canary's log-probs belong to the previous weights.
@@ -269,7 +269,7 @@ class SglangFleet:
             try:
                 self._sync_to_current(self._healthy())
                 return
-            except SyncFailed as failure:
+            except SyncError as failure:
                 if attempt + 1 == MAX_SYNCS:
                     raise
                 logger.warning(
@@ -283,7 +283,7 @@ class SglangFleet:
         the trainer updates the weights.
 
         Raises:
-            SyncFailed: if the sync fails and no other server is healthy.
+            SyncError: if the sync fails and no other server is healthy.
         """
         # Do not wait for the update: the trainer's next sync includes the restarted servers.
         if self._current is None or not self._updating.acquire(blocking=False):
@@ -300,7 +300,7 @@ class SglangFleet:
 
             try:
                 self._sync_to_current(unsynced)
-            except SyncFailed as failure:
+            except SyncError as failure:
                 # Other servers still serve, so the run continues without the restarted ones.
                 if len(unsynced) == len(healthy):
                     raise
@@ -328,12 +328,12 @@ class SglangFleet:
         reached: int | None = None  # None: the weights of the servers are unknown
         try:
             if not taking_part:
-                raise SyncFailed(f"weights {version}: every server died before the sync began")
+                raise SyncError(f"weights {version}: every server died before the sync began")
             self._send_to(taking_part, version)
             reached = version
-        except (ServerFailed, RequestRejected) as failure:
+        except (ServerError, RequestRejectedError) as failure:
             # The server did not wake, or ended while it scored.
-            raise SyncFailed(f"weights {version} did not reach all servers: {failure}") from failure
+            raise SyncError(f"weights {version} did not reach all servers: {failure}") from failure
         finally:
             for actor, status in taking_part.items():
                 _ask(actor.end_sync.remote(status.incarnation, reached))
@@ -437,7 +437,7 @@ class SglangFleet:
         """Compare the servers' weights with those of the last ``sync``.
 
         Raises:
-            WeightMismatch: if a server holds other weights. The message names the first tensor.
+            WeightMismatchError: if a server holds other weights. The message names the first tensor.
         """
         if self._current is not None:
             self._send(self._synced(), compare=True, transport="none")
@@ -455,15 +455,15 @@ class SglangFleet:
             temperature: must be 1.
 
         Raises:
-            ServerFailed: if a server failed in each of ``MAX_SCORINGS`` attempts.
-            EngineUnavailable: if no server lived long enough.
+            ServerError: if a server failed in each of ``MAX_SCORINGS`` attempts.
+            EngineUnavailableError: if no server lived long enough.
             ValueError: if ``temperature`` is not 1.
         """
 
-        async def score(client: SglangClient) -> list[float] | ServerFailed:
+        async def score(client: SglangClient) -> list[float] | ServerError:
             try:
                 return await score_on(client, token_ids, temperature)
-            except ServerFailed as failure:
+            except ServerError as failure:
                 return failure
 
         # Servers may end, or lose a connection, while they score.
@@ -475,8 +475,8 @@ class SglangFleet:
                 synced = self._synced()
 
             answers = self._at_all(tuple(status.url for status in synced.values()), score)
-            failures = [answer for answer in answers if isinstance(answer, ServerFailed)]
-            scores = [answer for answer in answers if not isinstance(answer, ServerFailed)]
+            failures = [answer for answer in answers if isinstance(answer, ServerError)]
+            scores = [answer for answer in answers if not isinstance(answer, ServerError)]
             if scores and not failures:
                 # Any server's scores, because all of them hold the same weights.
                 self._canary = Canary(token_ids, scores[0])
@@ -486,7 +486,7 @@ class SglangFleet:
             for failure in failures:
                 logger.warning("an SGLang server failed to score a text; retrying: %s", failure)
             time.sleep(SCORING_PAUSE)
-        raise EngineUnavailable("no SGLang server stayed alive while scoring a text")
+        raise EngineUnavailableError("no SGLang server stayed alive while scoring a text")
 
     def _compare_with_canary(self, urls: tuple[str, ...]) -> None:
         canary = self._canary
@@ -497,7 +497,7 @@ class SglangFleet:
         for url, log_probs in zip(urls, scored, strict=True):
             gap = canary.gap(log_probs)
             if exceeds(gap, SAME_WEIGHTS):
-                raise SyncFailed(
+                raise SyncError(
                     f"{url} received the weights again, but its log-probs differ by {gap:.2e} "
                     "nats from those of the other servers"
                 )
@@ -536,7 +536,7 @@ class SglangFleet:
             # First, because running requests use the memory that is released next.
             await client.call("/pause_generation", {"mode": "abort"}, seconds=seconds)
             await client.call("/release_memory_occupation", tags, seconds=seconds)
-        except (ServerFailed, RequestRejected) as failure:
+        except (ServerError, RequestRejectedError) as failure:
             return str(failure)
         return None
 

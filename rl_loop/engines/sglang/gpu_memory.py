@@ -18,8 +18,8 @@ from itertools import pairwise
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.config.precision import bytes_of
-from megatron_gptoss.nvidia_smi import NvidiaSmiMissing, memory_bytes, query_gpus
-from rl_loop.engines.backend import EngineUnavailable
+from megatron_gptoss.nvidia_smi import NvidiaSmiMissingError, memory_bytes, query_gpus
+from rl_loop.engines.backend import EngineUnavailableError
 
 KEY = "rollout.engine.memory_fraction"
 
@@ -91,7 +91,7 @@ HIDE_THE_REST = ("", "-1", "NoDevFiles")
 """Entries of CUDA_VISIBLE_DEVICES after which CUDA ignores the rest. Slurm writes "NoDevFiles"."""
 
 
-class NotEnoughGpuMemory(EngineUnavailable):
+class NotEnoughGpuMemoryError(EngineUnavailableError):
     """A GPU has too little memory for a server. The message names the key and a value."""
 
 
@@ -258,7 +258,7 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
         needs: memory that the server needs on each of them.
 
     Raises:
-        NotEnoughGpuMemory: if the share is larger than the free memory, or too small for the
+        NotEnoughGpuMemoryError: if the share is larger than the free memory, or too small for the
             server.
     """
     # All ranks of a server get the same fraction.
@@ -270,18 +270,18 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
 
     share = fraction * gpu.total
     if least > most:
-        raise NotEnoughGpuMemory(
+        raise NotEnoughGpuMemoryError(
             f"{KEY}: a server needs {_gb(needs.all)} of {gpu.name} ({_describe_needs(needs)}), "
             f"but only {_gb(gpu.free)} of {_gb(gpu.total)} are free. Reduce the trainer's memory "
             "there (optimizer.offload, more GPUs), or run servers on separate GPUs"
         )
     if share < needs.all:
-        raise NotEnoughGpuMemory(
+        raise NotEnoughGpuMemoryError(
             f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, but a server needs "
             f"{_gb(needs.all)} ({_describe_needs(needs)}). Set it to {least:.2f} to {most:.2f}"
         )
     if share > gpu.free:
-        raise NotEnoughGpuMemory(
+        raise NotEnoughGpuMemoryError(
             f"{KEY}: {fraction:g} of {gpu.name} is {_gb(share)}, but only {_gb(gpu.free)} of "
             f"{_gb(gpu.total)} are free. Set it to {least:.2f} to {most:.2f}"
         )
@@ -361,16 +361,16 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
     The list is empty without nvidia-smi: on a CPU, SGLang's fraction refers to the main memory.
 
     Raises:
-        EngineUnavailable: if nvidia-smi does not respond, does not report a GPU's memory, or if
+        EngineUnavailableError: if nvidia-smi does not respond, does not report a GPU's memory, or if
             CUDA_VISIBLE_DEVICES names an unknown GPU.
     """
     try:
         rows = query_gpus("index", "uuid", "memory.used", "memory.free")
-    except NvidiaSmiMissing:
+    except NvidiaSmiMissingError:
         return []
     except OSError as error:
         # Without this error, the share would silently refer to the main memory.
-        raise EngineUnavailable(
+        raise EngineUnavailableError(
             f"{KEY} is a share of the whole GPU, but the size of the GPU is unknown: {error}"
         ) from error
 
@@ -379,7 +379,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[GpuMemory]:
         used, free = memory_bytes(row["memory.used"]), memory_bytes(row["memory.free"])
         if used is None or free is None:
             # "[N/A]", for example for GPUs that share the machine's main memory.
-            raise EngineUnavailable(
+            raise EngineUnavailableError(
                 f"{KEY} is a share of the whole GPU, but nvidia-smi does not report the memory "
                 f"of GPU {row['index']}: memory.used is {row['memory.used']!r}, memory.free "
                 f"{row['memory.free']!r}"
@@ -413,7 +413,7 @@ def _chosen_gpus(visible: str, gpus: Sequence[_ListedGpu]) -> list[GpuMemory]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order.
 
     Raises:
-        EngineUnavailable: if an entry does not name exactly one GPU.
+        EngineUnavailableError: if an entry does not name exactly one GPU.
     """
     chosen = []
     for entry in visible.split(","):
@@ -425,7 +425,7 @@ def _chosen_gpus(visible: str, gpus: Sequence[_ListedGpu]) -> list[GpuMemory]:
         if len(meant) != 1:
             count = "none" if not meant else "several"
             known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
-            raise EngineUnavailable(
+            raise EngineUnavailableError(
                 f"CUDA_VISIBLE_DEVICES={visible}: {name} matches {count} of the GPUs that "
                 f"nvidia-smi reports: {known or 'no GPU'}. {KEY} is a share of a whole GPU, not "
                 "of a MIG slice. Use indices or UUIDs of whole GPUs"

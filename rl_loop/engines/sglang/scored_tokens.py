@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rl_loop.engines.sglang.client import ServerFailed
+from rl_loop.engines.sglang.client import ServerError
 
 
 def log_probs_of(
@@ -17,7 +17,7 @@ def log_probs_of(
         url: address of the server.
 
     Raises:
-        ServerFailed: if other tokens were scored.
+        ServerError: if other tokens were scored.
     """
     scored = [entry[1] for entry in entries]
     # SGLang 0.5.17 returns id 0 for the largest id of the vocabulary, because
@@ -25,5 +25,5 @@ def log_probs_of(
     # the token that was sent.
     last = max(input_ids)
     if scored not in (list(input_ids), [0 if i == last else i for i in input_ids]):
-        raise ServerFailed(f"{url}: the server scored other tokens than those of the request")
+        raise ServerError(f"{url}: the server scored other tokens than those of the request")
     return [float(entry[0]) for entry in entries[1:]]

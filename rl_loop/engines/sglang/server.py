@@ -26,7 +26,7 @@ from typing import Any
 
 from rl_loop.cluster.placement import exit_with_parent, free_address
 from rl_loop.cluster.ray_session import local_directory
-from rl_loop.engines.backend import EngineUnavailable
+from rl_loop.engines.backend import EngineUnavailableError
 from rl_loop.engines.sglang.client import SglangClient
 from rl_loop.engines.sglang.config import Command, inherited_environment
 
@@ -274,7 +274,7 @@ class SglangServer:
                 return self._explain(fault)
             self._change(state=ServerState.UNSYNCED)
             return self._explain(await self._watch_health(client, self._process))
-        except EngineUnavailable as error:
+        except EngineUnavailableError as error:
             return ServerFailure(str(error), is_permanent=True)
         except OSError as error:
             return ServerFailure(str(error))

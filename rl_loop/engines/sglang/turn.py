@@ -1,6 +1,6 @@
 """One turn at an SGLang server: the request body, and checks of the streamed response.
 
-Servers are not trusted. An impossible response raises ServerFailed, which names the server. The
+Servers are not trusted. An impossible response raises ServerError, which names the server. The
 tokens that the turn had before are kept.
 """
 
@@ -25,7 +25,7 @@ from rl_loop.engines.protocol import (
     fault_in_ids,
     fault_in_log_probs,
 )
-from rl_loop.engines.sglang.client import RequestRejected, ServerFailed, SglangClient
+from rl_loop.engines.sglang.client import RequestRejectedError, ServerError, SglangClient
 from rl_loop.infrastructure import describe
 
 FINISH_REASONS = {
@@ -124,7 +124,7 @@ class ResponseReader:
             The chunk. It has no tokens if the server only repeated the last one.
 
         Raises:
-            ServerFailed: if the chunk is malformed or its values are impossible.
+            ServerError: if the chunk is malformed or its values are impossible.
         """
         with _malformed_chunks_as_faults(url):
             meta = content["meta_info"]
@@ -147,7 +147,7 @@ class ResponseReader:
             if ids:
                 fault = fault_in_ids(ids, self._vocab_size) or fault_in_log_probs(log_probs)
                 if fault is not None:
-                    raise ServerFailed(f"{url}, weights {version}: {fault}")
+                    raise ServerError(f"{url}, weights {version}: {fault}")
             return Chunk(
                 ids=[int(token) for token in ids],
                 log_probs=[float(log_prob) for log_prob in log_probs],
@@ -165,7 +165,7 @@ class ResponseReader:
             url: address of the server.
 
         Raises:
-            ServerFailed: if the chunk reports a failure of the server, or its expert indices cannot
+            ServerError: if the chunk reports a failure of the server, or its expert indices cannot
                 be read.
             RuntimeError: if an expert index is out of range.
         """
@@ -174,7 +174,7 @@ class ResponseReader:
             # SGLang reports an internal failure as an abort with an HTTP status code.
             is_abort = chunk.finish["type"] == "abort"
             if is_abort and (chunk.finish.get("status_code") or 0) >= 500:
-                raise ServerFailed(f"{url}: {chunk.finish.get('message')}")
+                raise ServerError(f"{url}: {chunk.finish.get('message')}")
 
             if turn.request.return_routed_experts:
                 # The last sampled token was never an input of the model, so it has no experts.
@@ -199,7 +199,7 @@ class ResponseReader:
             uint8 or int16 [tokens, layers, top_k]. None if the server sent none.
 
         Raises:
-            ServerFailed: if they cannot be read or belong to another number of tokens.
+            ServerError: if they cannot be read or belong to another number of tokens.
             RuntimeError: if an index is out of range.
         """
         # ``check_routes_present`` reports missing experts, because it is not a fault of this
@@ -212,9 +212,9 @@ class ResponseReader:
             data = base64.b64decode(meta["routed_experts"])
             routes = np.frombuffer(data, dtype=np.int32).reshape(self._routes_shape)
         except (TypeError, ValueError) as error:
-            raise ServerFailed(f"routed experts cannot be read: {describe(error)}") from error
+            raise ServerError(f"routed experts cannot be read: {describe(error)}") from error
         if len(routes) != tokens:
-            raise ServerFailed(
+            raise ServerError(
                 f"the server returned routed experts of {len(routes)} tokens, expected {tokens}"
             )
         # Checked before the cast: a smaller dtype would turn invalid indices into valid ones.
@@ -225,17 +225,17 @@ def _checked_version(meta: dict[str, Any], turn: StreamedTurn, url: str, min_ver
     """Return the weight version of a chunk.
 
     Raises:
-        ServerFailed: if the version is too old or invalid, or the chunk belongs to another request.
+        ServerError: if the version is too old or invalid, or the chunk belongs to another request.
     """
     version = str(meta.get("weight_version"))
     if not version.isdigit() or int(version) < min_version:
-        raise ServerFailed(
+        raise ServerError(
             f"{url} answered with weights {version!r}, but the policy has {min_version} or later"
         )
 
     # Tokens of another request would have valid ids and log-probs, so no later check finds them.
     if meta.get("id", turn.server_request_id) != turn.server_request_id:
-        raise ServerFailed(f"{url} sent the response to request {meta['id']!r}")
+        raise ServerError(f"{url} sent the response to request {meta['id']!r}")
     return int(version)
 
 
@@ -243,22 +243,22 @@ def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
     """Return the finish reason of a chunk. None if the stream continues.
 
     Raises:
-        ServerFailed: if the reason is unknown.
+        ServerError: if the reason is unknown.
     """
     finish: dict[str, Any] | None = meta.get("finish_reason")
     if finish is not None and finish["type"] not in FINISH_REASONS:
-        raise ServerFailed(f"{url}: the finish reason {finish['type']!r} is unknown")
+        raise ServerError(f"{url}: the finish reason {finish['type']!r} is unknown")
     return finish
 
 
 def _check_limit(ids: list[int], turn: StreamedTurn, url: str) -> None:
-    """Raise ServerFailed if a chunk has more tokens than are left of the turn.
+    """Raise ServerError if a chunk has more tokens than are left of the turn.
 
     More tokens than requested would exceed the limits of the episode.
     """
     room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
     if len(ids) > room:
-        raise ServerFailed(
+        raise ServerError(
             f"{url}: the server returned {len(ids)} tokens, but {room} were left of max_new_tokens"
         )
 
@@ -276,10 +276,10 @@ def _check_counts(ids: list[int], entries: list[Any], received: int, total: int,
         url: address of the server.
 
     Raises:
-        ServerFailed: if the numbers do not match.
+        ServerError: if the numbers do not match.
     """
     if received + len(ids) != total or [entry[1] for entry in entries] != ids:
-        raise ServerFailed(
+        raise ServerError(
             f"{url}: {len(ids)} tokens and {len(entries)} log-probs after {received} of {total} "
             "do not match. Start the server with --incremental-streaming-output"
         )
@@ -287,23 +287,23 @@ def _check_counts(ids: list[int], entries: list[Any], received: int, total: int,
 
 @contextmanager
 def _malformed_chunks_as_faults(url: str) -> Iterator[None]:
-    """Raise ServerFailed if the code in the context meets a malformed chunk."""
+    """Raise ServerError if the code in the context meets a malformed chunk."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ServerFailed(f"{url}: a chunk cannot be read: {describe(error)}") from error
+        raise ServerError(f"{url}: a chunk cannot be read: {describe(error)}") from error
 
 
 def check_routes_present(turn: StreamedTurn, url: str) -> None:
     """Check that tokens came with expert indices if the request needs them.
 
     Raises:
-        RequestRejected: if the indices are missing.
+        RequestRejectedError: if the indices are missing.
     """
     asked = turn.request.return_routed_experts and turn.result.output_ids
     # All servers have the same options, so another server would not return them either.
     if asked and turn.result.routed_experts is None:
-        raise RequestRejected(
+        raise RequestRejectedError(
             f"{url} returned no routed experts for request {turn.request.request_id}. Start the "
             "server with --enable-return-routed-experts"
         )
@@ -313,11 +313,11 @@ def end_turn(turn: StreamedTurn, reason: str, url: str) -> None:
     """Set the finish reason of a turn.
 
     Raises:
-        ServerFailed: if the turn has no token and was not aborted.
+        ServerError: if the turn has no token and was not aborted.
     """
     turn.result.finish_reason = FINISH_REASONS[reason]
     if not turn.result.output_ids and turn.result.finish_reason is not FinishReason.ABORT:
-        raise ServerFailed(f"{url}: the response has no token, and its finish reason is {reason!r}")
+        raise ServerError(f"{url}: the response has no token, and its finish reason is {reason!r}")
 
 
 def _extend_versions(spans: list[WeightVersionSpan], tokens: int, version: int) -> None:

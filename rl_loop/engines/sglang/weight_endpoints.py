@@ -35,10 +35,10 @@ async def send_weights(
         plan: servers and transport.
 
     Raises:
-        SyncFailed: if a server fails. The message names it.
-        WeightMismatch: if the weights do not fit the model, or a server holds other weights
+        SyncError: if a server fails. The message names it.
+        WeightMismatchError: if the weights do not fit the model, or a server holds other weights
             afterwards. The message names the tensor.
-        GatheringFailed: if ``named`` raises it.
+        GatheringError: if ``named`` raises it.
     """
     servers = SglangServers(model, plan)
     try:
@@ -82,10 +82,10 @@ class SglangSender:
             rank: trainer rank of this process.
 
         Raises:
-            SyncFailed: if a server fails. The message names it.
-            WeightMismatch: if the weights do not fit the model, or a server holds other weights
+            SyncError: if a server fails. The message names it.
+            WeightMismatchError: if the weights do not fit the model, or a server holds other weights
                 afterwards. The message names the tensor.
-            GatheringFailed: if ``named`` raises it.
+            GatheringError: if ``named`` raises it.
         """
         asyncio.run(send_weights(named, self.model, self.plans[rank]))
 

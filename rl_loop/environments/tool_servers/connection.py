@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_loop.chat.truncate_text import truncate_text
-from rl_loop.environments.replayed import ToolServerLost
+from rl_loop.environments.replayed import ToolServerLostError
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
 from rl_loop.environments.tool_servers.content import text_of
-from rl_loop.infrastructure import InfrastructureFailure, describe
+from rl_loop.infrastructure import InfrastructureError, describe
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -75,7 +75,7 @@ class ServerConnection:
         """Connect, and list the tools.
 
         Raises:
-            InfrastructureFailure: if that fails. The connection is closed then.
+            InfrastructureError: if that fails. The connection is closed then.
         """
         seconds = self.config.connect_seconds
         self._holding = asyncio.create_task(self._hold(), name=f"tool server {self.name}")
@@ -108,8 +108,8 @@ class ServerConnection:
             Result of the tool. Errors of the tool and timeouts are results, too.
 
         Raises:
-            ToolServerLost: if the connection is lost during the call.
-            InfrastructureFailure: if the connection was lost before, or the server reports an
+            ToolServerLostError: if the connection is lost during the call.
+            InfrastructureError: if the connection was lost before, or the server reports an
                 internal error.
         """
         if not self.is_usable:
@@ -183,7 +183,7 @@ class ServerConnection:
     # ---- results and failures
 
     def _answer_of(self, tool: str, asking: "asyncio.Future[Any]") -> ToolResult:
-        """Return the result of a finished call. Raises InfrastructureFailure."""
+        """Return the result of a finished call. Raises InfrastructureError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
@@ -216,13 +216,13 @@ class ServerConnection:
         error = self._holding.exception()
         return "it ended" if error is None else describe(_innermost(error))
 
-    def _failure(self, what: str) -> InfrastructureFailure:
+    def _failure(self, what: str) -> InfrastructureError:
         failure_source = f"tool server {self.name}"
-        return InfrastructureFailure("tool", f"{failure_source} {what}", failure_source)
+        return InfrastructureError("tool", f"{failure_source} {what}", failure_source)
 
-    def _lost(self, what: str) -> ToolServerLost:
+    def _lost(self, what: str) -> ToolServerLostError:
         failure_source = f"tool server {self.name}"
-        return ToolServerLost("tool", f"{failure_source} {what}", failure_source)
+        return ToolServerLostError("tool", f"{failure_source} {what}", failure_source)
 
 
 async def _end(task: "asyncio.Future[Any]") -> None:

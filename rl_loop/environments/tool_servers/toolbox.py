@@ -60,7 +60,7 @@ class ToolBox:
         """Connect to all servers. After an error all connections are closed.
 
         Raises:
-            InfrastructureFailure: if a server cannot be reached.
+            InfrastructureError: if a server cannot be reached.
             ValueError: if two tools have the same name.
         """
         opening = [self._connect(name, config) for name, config in self._servers.items()]
@@ -105,13 +105,13 @@ class ToolBox:
 
         Raises:
             KeyError: if there is no such tool.
-            InfrastructureFailure: if the server fails.
+            InfrastructureError: if the server fails.
         """
         tool = self._tools[name]
         return await tool.connection.call(tool.described.name, arguments)
 
     async def _connect(self, name: str, config: ToolServerConfig) -> ServerConnection:
-        """Return an open connection. Raises InfrastructureFailure."""
+        """Return an open connection. Raises InfrastructureError."""
         if config.shared:
             return await _shared_connection(name, config)
         # A separate server for each episode, because it may keep state.
@@ -161,7 +161,7 @@ async def _shared_connection(name: str, config: ToolServerConfig) -> ServerConne
     """Return the connection that all episodes of this event loop share.
 
     Raises:
-        InfrastructureFailure: if the server cannot be reached.
+        InfrastructureError: if the server cannot be reached.
     """
     # A connection works only in the event loop that opened it.
     connections = _shared.setdefault(asyncio.get_running_loop(), {})
@@ -204,7 +204,7 @@ def offered_without_episode(servers: Servers, task: Mapping[str, Any]) -> list[T
         task: row of a task, for servers with ``in_process``. Their tools must not depend on it.
 
     Raises:
-        InfrastructureFailure: if a server cannot be reached.
+        InfrastructureError: if a server cannot be reached.
         ValueError: if two tools have the same name.
     """
     key = _SERVERS.dump_json(dict(servers))

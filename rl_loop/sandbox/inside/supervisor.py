@@ -28,7 +28,7 @@ from rl_loop.sandbox.inside.progress import ProgramDeadline, SharedProgress
 READ_BYTES = 1 << 16
 
 
-class CallFailed(Exception):
+class CallFailedError(Exception):
     """Call that failed for a reason other than the program."""
 
 
@@ -41,7 +41,7 @@ def supervise(settings: SandboxServerSettings, seccomp: SeccompProgram) -> None:
     exit_with_parent()
     try:
         result, output = run_call(call, settings, seccomp)
-    except CallFailed as failure:
+    except CallFailedError as failure:
         send(FAILED + str(failure).encode())
         return
     send(result.to_message(output))
@@ -61,7 +61,7 @@ def run_call(
         The result of the last program, and its output.
 
     Raises:
-        CallFailed: if the call failed for a reason other than the program.
+        CallFailedError: if the call failed for a reason other than the program.
     """
     progress = SharedProgress()
     try:
@@ -74,7 +74,7 @@ def run_call(
         )
         enter_namespaces()
     except OSError as error:
-        raise CallFailed(str(error)) from error
+        raise CallFailedError(str(error)) from error
 
     program, output_read = start_program(call, settings, seccomp, progress)
     process_watch.watch_tmp()
@@ -124,7 +124,7 @@ def start_program(
         The process id, and the read end of the output pipe.
 
     Raises:
-        CallFailed: if the set-up fails.
+        CallFailedError: if the set-up fails.
     """
     output_read, output_write = os.pipe()
     setup_read, setup_write = os.pipe()
@@ -143,7 +143,7 @@ def start_program(
             setup.decode("utf-8", "replace")
             or "the child process exited before it could start the program"
         )
-        raise CallFailed(reason)
+        raise CallFailedError(reason)
     return program, output_read
 
 
@@ -176,14 +176,14 @@ def collect_ended(program: int) -> ProcessEnd:
 
 
 def check_machine(ending: ProcessEnd, process_watch: ProcessWatch) -> None:
-    """Raise CallFailed if the kernel killed the program because the machine is out of memory.
+    """Raise CallFailedError if the kernel killed the program because the machine is out of memory.
 
     A program can get a SIGKILL in several ways: by a lower limit of its processor time, or by a
     signal that seems to come from the kernel. Blame the machine only with evidence.
     """
     is_unexplained = ending.exit_code == -signal.SIGKILL and not ending.used_its_cpu_time
     if is_unexplained and process_watch.killed_by_machine():
-        raise CallFailed(
+        raise CallFailedError(
             "the kernel killed the program, because the machine or its container is out of memory"
         )
 

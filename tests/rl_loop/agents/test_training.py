@@ -11,7 +11,7 @@ import pytest
 
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
-from rl_loop.infrastructure import InfrastructureOutage
+from rl_loop.infrastructure import InfrastructureOutageError
 from rl_loop.run import RunInterrupted, run_rl
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.run_directory import read_json_lines
@@ -136,5 +136,5 @@ def test_dense_model_trains_on_agent_tokens_unchanged(tmp_path: Path) -> None:
 
 
 def test_broken_agent_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InfrastructureOutage, match=rf"{PROGRAMS}:exiting: SystemExit: enough"):
+    with pytest.raises(InfrastructureOutageError, match=rf"{PROGRAMS}:exiting: SystemExit: enough"):
         run_rl(config(tmp_path, "exiting"), Quiet())

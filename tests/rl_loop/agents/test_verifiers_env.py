@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_loop.agents.verifiers_env import score_of
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 
 def trace(reward: float, *errors: Any, is_timeout: bool = False) -> SimpleNamespace:
@@ -46,7 +46,7 @@ def test_verifiers_reward_before_a_time_limit_counts() -> None:
 def test_other_verifiers_errors_are_infrastructure_failures(
     broken: SimpleNamespace, reason: str
 ) -> None:
-    with pytest.raises(InfrastructureFailure) as failure:
+    with pytest.raises(InfrastructureError) as failure:
         score_of(broken)
     assert failure.value.component == "environment"
     assert failure.value.reason == reason

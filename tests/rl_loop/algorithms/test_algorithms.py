@@ -56,12 +56,12 @@ DEVIATIONS = {"sample": statistics.stdev, "population": statistics.pstdev}
 @given(rewards)
 def test_group_advantages_equal_the_papers_formulas(deviation: str, values: list[float]) -> None:
     mean, spread, n = statistics.fmean(values), DEVIATIONS[deviation](values), len(values)
-    names = ("grpo", "dr_grpo", "leave_one_out")
+    names = ("grpo", "dr_grpo", "rloo")
     got = {name: group_advantages(tensor(values), name, deviation).tolist() for name in names}
     assert got["grpo"] == pytest.approx([(v - mean) / (spread + 1e-6) for v in values], **EXACT)
     assert got["dr_grpo"] == pytest.approx([v - mean for v in values], **EXACT)
     others = [statistics.fmean(values[:i] + values[i + 1 :]) for i in range(n)]
-    assert got["leave_one_out"] == pytest.approx(
+    assert got["rloo"] == pytest.approx(
         [v - o for v, o in zip(values, others, strict=True)], **EXACT
     )
 

@@ -27,7 +27,7 @@ from rl_loop.config.run import SftConfig
 from rl_loop.lifecycle.start_checks import check_teacher
 from rl_loop.supervised_data import with_all_tokens
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank, local_trainer

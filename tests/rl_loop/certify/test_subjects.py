@@ -28,7 +28,7 @@ from rl_loop.certify.model import (
     vocabulary_of,
 )
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
-from rl_loop.certify.subject import CertifySubject, ScoredText, SubjectFailed, checked_scores
+from rl_loop.certify.subject import CertifySubject, ScoredText, SubjectError, checked_scores
 from rl_loop.certify.subjects.completions_server import CompletionsServer
 from rl_loop.certify.subjects.sglang_server import SglangSubject
 from rl_loop.certify.subjects.transformers_model import TransformersModel
@@ -252,9 +252,9 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
-    with pytest.raises(SubjectFailed, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(SubjectError, match=r"127\.0\.0\.1:9"):
         SglangSubject("http://127.0.0.1:9", prepared.first.config)
-    with pytest.raises(SubjectFailed, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(SubjectError, match=r"127\.0\.0\.1:9"):
         CompletionsServer("http://127.0.0.1:9/v1")
 
 
@@ -268,7 +268,7 @@ def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
     ids=str,
 )
 def test_answers_that_cannot_be_any_are_failures(answer: list[ScoredText], message: str) -> None:
-    with pytest.raises(SubjectFailed, match=message):
+    with pytest.raises(SubjectError, match=message):
         checked_scores(CertifySubject(), answer, [[1, 2, 3]])
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rl_loop.cluster.group_authentication import (
     TOKEN_PATH,
     EncryptedStore,
-    UnknownRank,
+    UnknownRankError,
     authenticate_groups,
 )
 from rl_loop.cluster.tokens import write_token
@@ -144,7 +144,9 @@ def test_store_rejects_a_value_of_another_process(forged: bytes) -> None:
     store = EncryptedStore(inner, b"token")
     store.set("0/1", b"address")
     inner.set("0/0", forged)  # type: ignore[arg-type]
-    with pytest.raises(UnknownRank, match="value of 0/0 was written by a process that does not"):
+    with pytest.raises(
+        UnknownRankError, match="value of 0/0 was written by a process that does not"
+    ):
         store.get("0/0")
 
 
@@ -154,7 +156,7 @@ def test_store_rejects_a_value_at_another_key() -> None:
     store.set("0/1", b"address")
     inner.set("0/0", inner.get("0/1"))  # type: ignore[arg-type]
     assert store.get("0/1") == b"address"
-    with pytest.raises(UnknownRank, match="value of 0/0"):
+    with pytest.raises(UnknownRankError, match="value of 0/0"):
         store.get("0/0")
 
 

@@ -17,8 +17,8 @@ from rl_loop.conversations.chatml import ChatMlRenderer
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import ConversationError
+from rl_loop.conversations.harmony import RenderedSample, RenderOptions
 from rl_loop.conversations.rejections import RejectionReport
-from rl_loop.conversations.rendering import RenderedSample, RenderOptions
 from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES
 
 LONG = 100_000

@@ -14,7 +14,7 @@ from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import make_conversation
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import detect_format, read_conversation
-from rl_loop.conversations.rendering import ConversationRenderer, RenderedSample, RenderOptions
+from rl_loop.conversations.harmony import HarmonyRenderer, RenderedSample, RenderOptions
 from rl_loop.conversations.rows import RawRow
 from rl_loop.harmony.codec import Harmony, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
@@ -35,7 +35,7 @@ LONG = 100_000
 
 def rendered(case: Case, harmony: Harmony, max_tokens: int = LONG) -> list[RenderedSample]:
     options = RenderOptions(case.history, max_tokens, "reject")  # type: ignore[arg-type]
-    samples, rejected = ConversationRenderer(harmony, options).render(
+    samples, rejected = HarmonyRenderer(harmony, options).render(
         read_conversation(case.record, case.form)
     )
     assert rejected == []
@@ -152,9 +152,7 @@ def test_recorded_episode_trains_like_its_demonstration(
         conversation = make_conversation(as_record(episode), tools=list(episode.tools))
 
         whole, by_turn = (
-            ConversationRenderer(harmony, RenderOptions(history, LONG, "reject")).render(
-                conversation
-            )[0]
+            HarmonyRenderer(harmony, RenderOptions(history, LONG, "reject")).render(conversation)[0]
             for history in ("append", "harmony")
         )
         shown_whole = render_as_sampled(episode, harmony)
@@ -176,7 +174,7 @@ def test_recorded_episode_trains_like_its_demonstration(
 def test_malformed_conversation_is_rejected_with_the_reason(
     form: Format, content: bytes, reason: str, full: Harmony
 ) -> None:
-    renderer = ConversationRenderer(full, RenderOptions("harmony", LONG, "reject"))
+    renderer = HarmonyRenderer(full, RenderOptions("harmony", LONG, "reject"))
     with pytest.raises(ConversationError, match=re.escape(reason)):
         renderer.render(read_conversation(RawRow(1, content).record({}), form))
 
@@ -193,25 +191,25 @@ def test_too_long_sample_is_rejected_or_truncated(full: Harmony) -> None:
     assert len(first.token_ids) <= limit
 
     harmony = Harmony(GptOssVocabulary(), SHORT_PROMPT)
-    kept, rejected = ConversationRenderer(
-        harmony, RenderOptions("harmony", limit, "reject")
-    ).render(conversation)
+    kept, rejected = HarmonyRenderer(harmony, RenderOptions("harmony", limit, "reject")).render(
+        conversation
+    )
     assert kept == [first]
     assert rejected == [
         f"turn 1 of the user: it has {limit + 1} tokens, more than data.max_tokens ({limit})"
     ]
 
-    kept, rejected = ConversationRenderer(
-        harmony, RenderOptions("harmony", limit, "truncate")
-    ).render(conversation)
+    kept, rejected = HarmonyRenderer(harmony, RenderOptions("harmony", limit, "truncate")).render(
+        conversation
+    )
     assert rejected == []
     assert kept[1].token_ids == second.token_ids[:-1]
     assert kept[1].loss_mask == second.loss_mask[:-1]
 
     few = second.loss_mask.index(True)
-    kept, rejected = ConversationRenderer(
-        harmony, RenderOptions("harmony", few, "truncate")
-    ).render(conversation)
+    kept, rejected = HarmonyRenderer(harmony, RenderOptions("harmony", few, "truncate")).render(
+        conversation
+    )
     assert f"its first {few} tokens (data.max_tokens) have no token in the loss" in rejected[-1]
 
 
@@ -222,7 +220,7 @@ def test_cached_prompt_prefixes_are_not_mixed_up(full: Harmony) -> None:
         record = cases[0].record | {"reasoning_effort": effort}
         cases.append(replace(cases[0], record=record))
 
-    renderer = ConversationRenderer(full, RenderOptions("append", LONG, "reject"))
+    renderer = HarmonyRenderer(full, RenderOptions("append", LONG, "reject"))
     prefixes = set()
     for _ in range(2):
         for case in cases:

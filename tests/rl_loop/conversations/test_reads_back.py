@@ -14,8 +14,8 @@ from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.conversations.renderers import record_renderer
-from rl_loop.conversations.rendering import RenderOptions
+from rl_loop.conversations.harmony import RenderOptions
+from rl_loop.conversations.renderers import conversation_renderer
 from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import GptOssVocabulary
@@ -26,7 +26,7 @@ CODECS: dict[str, Any] = {
     "harmony": Harmony(GptOssVocabulary(), SHORT_PROMPT),
     "chatml": ChatMl(tiny_vocabulary(1300, vocabulary_text()), ChatMlConfig()),
 }
-RENDERERS = {name: record_renderer(codec, OPTIONS) for name, codec in CODECS.items()}
+RENDERERS = {name: conversation_renderer(codec, OPTIONS) for name, codec in CODECS.items()}
 
 TEXTS = st.text('a1 \n{}"\\<|>é', min_size=1, max_size=8) | st.text(max_size=6)
 NAMES = ["f", "functions.f", "python", "browser.search", "json", "to=functions.f", "assistant"]

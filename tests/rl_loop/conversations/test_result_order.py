@@ -11,8 +11,8 @@ from rl_loop.chatml.codec import ChatMl
 from rl_loop.chatml.prompt_config import ChatMlConfig
 from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.conversations.errors import ConversationError
-from rl_loop.conversations.renderers import record_renderer
-from rl_loop.conversations.rendering import RenderOptions
+from rl_loop.conversations.harmony import RenderOptions
+from rl_loop.conversations.renderers import conversation_renderer
 from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.harmony.codec import Harmony
 
@@ -41,7 +41,7 @@ def record(calls: list[dict[str, Any]], results: list[dict[str, Any]]) -> dict[s
 
 
 def rendered(codec: Any, given: dict[str, Any]) -> str:
-    [sample], _ = record_renderer(codec, OPTIONS).render_record(given, "auto")
+    [sample], _ = conversation_renderer(codec, OPTIONS).render_record(given, "auto")
     return codec.decode(sample.token_ids)
 
 

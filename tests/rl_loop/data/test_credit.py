@@ -163,7 +163,7 @@ def test_only_sampled_tokens_have_the_episodes_advantage() -> None:
 # ---- episodes of several sequences
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "leave_one_out", "gdpo", "gae"])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "gdpo", "gae"])
 def test_episode_of_several_sequences_counts_once(
     advantage: str,
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateRequest
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 from tests.support.rl_loop.engines.models import (
     VOCAB,
     engine_of,
@@ -195,7 +195,7 @@ def test_weights_that_do_not_fit_are_named_and_not_loaded(fault: str) -> None:
 
     async def main() -> None:
         before = await engine.generate(request(prompt(20), 5, temperature=0.0))
-        with pytest.raises(WeightMismatch, match=f"tensor {name} {fault}"):
+        with pytest.raises(WeightMismatchError, match=f"tensor {name} {fault}"):
             await engine.sync_weights([*named.items(), *extra], 2)
         assert engine._scheduler.weight_version == 1
         after = await engine.generate(request(prompt(20), 5, temperature=0.0))

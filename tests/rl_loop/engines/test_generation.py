@@ -15,7 +15,7 @@ from megatron_gptoss.log_probs import log_probs_and_entropy
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.engines.protocol import GenerateResult, ModelShape, check_result
-from rl_loop.infrastructure import EngineFault
+from rl_loop.infrastructure import EngineError
 from tests.support.rl_loop.engines.models import (
     LAYERS,
     TOP_K,
@@ -327,7 +327,7 @@ def test_result_of_another_request_is_rejected() -> None:
     shape = ModelShape(VOCAB)
     for asked, answer in zip((first, second), answers, strict=True):
         check_result(asked, answer, shape)
-    with pytest.raises(EngineFault, match=f"the result of another request .{second.request_id}"):
+    with pytest.raises(EngineError, match=f"the result of another request .{second.request_id}"):
         check_result(first, answers[1], shape)
     # Results without a request id are accepted.
     check_result(first, replace(answers[1], request_id=None), shape)

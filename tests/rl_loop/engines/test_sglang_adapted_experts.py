@@ -16,7 +16,7 @@ from converters.expert_adapters import changed_names, expert_adapter_shapes
 from megatron_gptoss.config import AdapterConfig
 from rl_loop.engines.sglang.server_layout import EXPERT_ADAPTERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
-from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 from tests.support.rl_loop.packed_server import (
     PackedServer,
     ServedModel,
@@ -66,7 +66,7 @@ def test_servers_hold_the_adapters_that_were_sent(
         everything = replace(plan, transport="none")
         await send_weights(weights().items(), MODEL, plan)
         await send_weights(weights().items(), MODEL, everything)
-        with pytest.raises(WeightMismatch, match=r"differs in model\.layers\.\d\.mlp.*lora_A"):
+        with pytest.raises(WeightMismatchError, match=r"differs in model\.layers\.\d\.mlp.*lora_A"):
             await send_weights(weights(seed=1).items(), MODEL, everything)
 
         servers = SglangServers(MODEL, plan)
@@ -121,7 +121,7 @@ def test_wrong_padding_of_an_adapter_is_named(name: str) -> None:
         plan = replace(plan_for(server.url, ranks=2), adapter=ADAPTER)
         await send_weights(weights().items(), MODEL, plan)
         server.synced[1].experts[0].storage[name][0, -1, -1] = 1
-        with pytest.raises(WeightMismatch, match=r"wrong padding: 1 elements"):
+        with pytest.raises(WeightMismatchError, match=r"wrong padding: 1 elements"):
             await send_weights(weights().items(), MODEL, replace(plan, transport="none"))
 
     run_with_server(2, work)
@@ -133,10 +133,10 @@ def test_missing_adapter_is_named_and_the_server_does_not_serve() -> None:
     async def work(server: PackedServer) -> None:
         some = {name: tensor for name, tensor in weights().items() if name != lost}
         plan = replace(plan_for(server.url), adapter=ADAPTER)
-        with pytest.raises(WeightMismatch, match=f"the first is {lost}"):
+        with pytest.raises(WeightMismatchError, match=f"the first is {lost}"):
             await send_weights(some.items(), MODEL, plan)
         # A trainer that sends no adapters.
-        with pytest.raises(SyncFailed, match=r"8 tensors are missing"):
+        with pytest.raises(SyncError, match=r"8 tensors are missing"):
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         assert server.version == "default"
         assert not server.paused.is_set()
@@ -147,7 +147,7 @@ def test_missing_adapter_is_named_and_the_server_does_not_serve() -> None:
 def test_server_without_adapters_rejects_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GPTOSS_EXPERT_ADAPTER")
     synced = SyncedModel(ServedModel(MODEL))
-    with pytest.raises(expert_storage.WrongWeights, match=r"has no tensor .*lora_A"):
+    with pytest.raises(expert_storage.WrongWeightsError, match=r"has no tensor .*lora_A"):
         list(synced.load_experts(adapters().items()))
 
 
@@ -155,7 +155,7 @@ def test_adapter_of_another_rank_is_rejected() -> None:
     synced = SyncedModel(ServedModel(MODEL))
     name = f"{PREFIX}gate_up_proj.lora_A"
     wrong = torch.zeros(MODEL.num_experts, RANK + 1, MODEL.hidden_size)
-    with pytest.raises(expert_storage.WrongWeights, match=r"lora_A has .*\[3, 4, 96\]"):
+    with pytest.raises(expert_storage.WrongWeightsError, match=r"lora_A has .*\[3, 4, 96\]"):
         list(synced.load_experts([(name, wrong)]))
 
 
@@ -179,7 +179,7 @@ def test_sync_of_adapters_keeps_the_base(ranks: int) -> None:
         await send_weights(adapters_alone(2).items(), MODEL, replace(plan, adapters_only=True))
         expected = weights() | adapters_alone(2)
         await send_weights(expected.items(), MODEL, replace(plan, transport="none"))
-        with pytest.raises(WeightMismatch, match="differs in"):
+        with pytest.raises(WeightMismatchError, match="differs in"):
             await send_weights(weights().items(), MODEL, replace(plan, transport="none"))
 
     run_with_server(ranks, work)
@@ -188,7 +188,7 @@ def test_sync_of_adapters_keeps_the_base(ranks: int) -> None:
 def test_sync_of_adapters_needs_the_base_first() -> None:
     async def work(server: PackedServer) -> None:
         plan = replace(plan_for(server.url), adapter=ADAPTER, adapters_only=True)
-        with pytest.raises(SyncFailed, match="came before one with all tensors"):
+        with pytest.raises(SyncError, match="came before one with all tensors"):
             await send_weights(adapters_alone(2).items(), MODEL, plan)
 
     run_with_server(1, work)
@@ -203,12 +203,12 @@ def test_sync_of_adapters_notices_a_lost_tensor(lost: str) -> None:
         await send_weights(weights().items(), MODEL, plan)
         some = replace(plan, adapters_only=True)
         sent = {name: tensor for name, tensor in adapters_alone(2).items() if name != lost}
-        with pytest.raises(WeightMismatch, match=f"the first is {lost}"):
+        with pytest.raises(WeightMismatchError, match=f"the first is {lost}"):
             await send_weights(sent.items(), MODEL, some)
 
         load = server._load
         server._load = lambda tensors: load({k: v for k, v in tensors.items() if k != lost})
-        with pytest.raises(SyncFailed, match="the sync is incomplete"):
+        with pytest.raises(SyncError, match="the sync is incomplete"):
             await send_weights(adapters_alone(2).items(), MODEL, some)
 
     run_with_server(1, work)

@@ -24,7 +24,7 @@ from rl_loop.engines.protocol import (
 )
 from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
-from rl_loop.infrastructure import EngineFault
+from rl_loop.infrastructure import EngineError
 from tests.support.rl_loop.sglang_protocol import (
     FAULTS,
     LAYERS,
@@ -280,7 +280,7 @@ async def test_invalid_response_of_a_server_names_the_server(lie: str) -> None:
     liar.always = lie
     async with engine_over(liar) as (engine, _):
         with pytest.raises(
-            EngineFault, match=rf"request e/0/0/0: had 20 faults, the last: {liar.url}"
+            EngineError, match=rf"request e/0/0/0: had 20 faults, the last: {liar.url}"
         ):
             await engine.generate(request(PROMPT, 30))
         assert len(liar.served) == 20

@@ -19,7 +19,7 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory_inputs import EngineMemory, MemoryInputs
 from megatron_gptoss.planning.sync_memory import sent_tensor_bytes
-from rl_loop.engines.backend import BackendContext, EngineUnavailable
+from rl_loop.engines.backend import BackendContext, EngineUnavailableError
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.fleet import CurrentWeights, SglangFleet
 from rl_loop.engines.sglang.gpu_memory import (
@@ -27,7 +27,7 @@ from rl_loop.engines.sglang.gpu_memory import (
     USEFUL_CACHE_TOKENS,
     WORKING_BYTES,
     GpuMemory,
-    NotEnoughGpuMemory,
+    NotEnoughGpuMemoryError,
     ServerNeeds,
     memory_fault,
     static_fraction,
@@ -190,7 +190,7 @@ def test_memory_fraction_follows_the_fullest_gpu_of_a_server() -> None:
 
 
 def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
-    with pytest.raises(NotEnoughGpuMemory) as too_small:
+    with pytest.raises(NotEnoughGpuMemoryError) as too_small:
         static_fraction(0.3, [gpu(0.9)], TWENTY_B)
     message = str(too_small.value)
     assert message.startswith(
@@ -200,11 +200,12 @@ def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
     least, most = message.rpartition("Set it to ")[2].split(" to ")
     assert most == "0.90"
     static_fraction(float(least), [gpu(0.9)], TWENTY_B)
-    with pytest.raises(NotEnoughGpuMemory):
+    with pytest.raises(NotEnoughGpuMemoryError):
         static_fraction(float(least) - 0.02, [gpu(0.9)], TWENTY_B)
 
     with pytest.raises(
-        NotEnoughGpuMemory, match=r"only 60\.0 GB of 150\.0 GB are free\. Set it to .* to 0\.40$"
+        NotEnoughGpuMemoryError,
+        match=r"only 60\.0 GB of 150\.0 GB are free\. Set it to .* to 0\.40$",
     ):
         static_fraction(0.5, [gpu(0.4)], TWENTY_B)
     static_fraction(0.4, [gpu(0.4)], TWENTY_B)
@@ -212,7 +213,7 @@ def test_unusable_memory_fraction_is_rejected_with_usable_ones() -> None:
 
 def test_gpu_without_enough_free_memory_is_rejected() -> None:
     with pytest.raises(
-        NotEnoughGpuMemory,
+        NotEnoughGpuMemoryError,
         match=r"only 30\.0 GB of 150\.0 GB are free\. Reduce the trainer's memory",
     ):
         static_fraction(0.5, [gpu(0.2)], TWENTY_B)
@@ -291,7 +292,7 @@ def test_unknown_gpu_in_cuda_visible_devices_is_rejected(
     visible: str, message: str, two_gpus: None
 ) -> None:
     """CUDA ignores all GPUs after an invalid entry, so the share would be of other GPUs."""
-    with pytest.raises(EngineUnavailable, match=re.escape(message)):
+    with pytest.raises(EngineUnavailableError, match=re.escape(message)):
         visible_gpus({"CUDA_VISIBLE_DEVICES": visible})
 
 
@@ -306,7 +307,7 @@ def test_failed_gpu_query_is_an_error_and_not_zero_gpus(tmp_path: Path, two_gpus
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\nexit 9\n")
     with pytest.raises(
-        EngineUnavailable, match=r"memory_fraction is a share .*failed: .*exit status 9"
+        EngineUnavailableError, match=r"memory_fraction is a share .*failed: .*exit status 9"
     ):
         visible_gpus({})
 
@@ -315,7 +316,8 @@ def test_gpu_of_unknown_memory_is_named(tmp_path: Path, two_gpus: None) -> None:
     program = tmp_path / "bin/nvidia-smi"
     program.write_text("#!/bin/sh\necho '3, GPU-8ab2-0f, [N/A], [N/A]'\n")
     with pytest.raises(
-        EngineUnavailable, match=r"does not report the memory of GPU 3: memory.used is '\[N/A\]'"
+        EngineUnavailableError,
+        match=r"does not report the memory of GPU 3: memory.used is '\[N/A\]'",
     ):
         visible_gpus({})
 
@@ -342,6 +344,6 @@ def test_server_start_reads_the_memory_of_its_own_gpu(tmp_path: Path, two_gpus: 
     assert float(own["--mem-fraction-static"]) == pytest.approx(expected(80_000), abs=1e-4)
     on_a_cpu = options(0, arguments=["--device", "cpu"])
     assert float(on_a_cpu["--mem-fraction-static"]) == 0.5
-    with pytest.raises(NotEnoughGpuMemory, match=r"rollout\.engine\.memory_fraction"):
+    with pytest.raises(NotEnoughGpuMemoryError, match=r"rollout\.engine\.memory_fraction"):
         config = SglangConfig(memory_fraction=0.2)
         config.command(0, tmp_path, "bf16", routed_experts=False, seed=0)("127.0.0.1", 1)

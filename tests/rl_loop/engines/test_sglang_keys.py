@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_loop.engines.sglang.client import RequestRejected, SglangClient
+from rl_loop.engines.sglang.client import RequestRejectedError, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.server import ServerState, SglangServer
 from tests.support.processes import command_of
@@ -55,7 +55,7 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
             for key in (None, "", KEY[:-1]):
                 attacker = SglangClient(status.url, api_key=key)
                 for path, body in PROTECTED.items():
-                    with pytest.raises(RequestRejected, match="HTTP 401"):
+                    with pytest.raises(RequestRejectedError, match="HTTP 401"):
                         await attacker.call(path, body, seconds=PATIENCE_SECONDS)
                 await attacker.close()
 

@@ -32,7 +32,7 @@ from rl_loop.engines.sglang.gpu_memory import ServerNeeds, mxfp4_expert_bytes
 from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
-from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 from tests.support.distributed import free_port, run_distributed
 from tests.support.rl_loop.packed_server import (
     PackedServer,
@@ -246,7 +246,7 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
         blocks, scales = mxfp4.quantize(matrix)
         assert torch.equal(server.weights[f"{name}_blocks"][2], blocks)
         assert torch.equal(server.weights[f"{name}_scales"][2], scales)
-        with pytest.raises(WeightMismatch, match="but its content differs in model"):
+        with pytest.raises(WeightMismatchError, match="but its content differs in model"):
             await send_weights(mxfp4_weights(2).items(), MODEL, everything)
 
     run_with_server(ranks, work)
@@ -264,7 +264,7 @@ def test_sleeping_server_keeps_addresses_and_reloads_experts() -> None:
         servers = SglangServers(MODEL, plan_for(server.url))
         await send_weights(weights.items(), MODEL, plan_for(server.url))
         await servers.call("/release_memory_occupation", {})
-        with pytest.raises(WeightMismatch, match="but its content differs in model"):
+        with pytest.raises(WeightMismatchError, match="but its content differs in model"):
             await send_weights(weights.items(), MODEL, plan_for(server.url, transport="none"))
         await servers.call("/resume_memory_occupation", {})
         await send_weights(weights.items(), MODEL, plan_for(server.url))
@@ -293,7 +293,7 @@ def test_lost_bucket_is_named_and_the_server_does_not_serve(
 
     async def work(server: PackedServer) -> None:
         monkeypatch.setattr(send, "buckets", some)
-        with pytest.raises(SyncFailed) as failure:
+        with pytest.raises(SyncError) as failure:
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         first = sorted(names)[0]
         assert f"the first is {first}" in str(failure.value)
@@ -322,7 +322,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
 
     async def work(server: PackedServer) -> None:
         monkeypatch.setattr(send, "buckets", changed)
-        with pytest.raises(WeightMismatch, match=f"but its content differs in {name}$"):
+        with pytest.raises(WeightMismatchError, match=f"but its content differs in {name}$"):
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
         assert server.version == "default"
         assert not server.paused.is_set()
@@ -352,7 +352,7 @@ def test_wrong_byte_of_padding_is_named(name: str) -> None:
             layout.swizzle_values(padded, tensor)
         plan = plan_for(server.url, ranks=2, transport="none")
         source = expert_storage.SOURCES[name]
-        with pytest.raises(WeightMismatch, match=rf"{source} \(wrong padding: 1 elements\)"):
+        with pytest.raises(WeightMismatchError, match=rf"{source} \(wrong padding: 1 elements\)"):
             await send_weights(weights.items(), MODEL, plan)
 
     run_with_server(2, work)
@@ -476,7 +476,7 @@ def cut_rows(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 def test_tensor_unknown_to_the_server_is_rejected(change: Any) -> None:
     sent, message = change(mxfp4_weights(1))
     synced = SyncedModel(ServedModel(MODEL))
-    with pytest.raises(expert_storage.WrongWeights, match=message):
+    with pytest.raises(expert_storage.WrongWeightsError, match=message):
         list(synced.load_experts(sent.items()))
 
 
@@ -487,10 +487,12 @@ def test_tensor_sent_twice_is_rejected_until_the_next_sync() -> None:
     assert others == [name for name in weights if ".experts." not in name]
     synced.end_sync()
     list(synced.load_experts(weights.items()))
-    with pytest.raises(expert_storage.WrongWeights, match="was sent twice"):
+    with pytest.raises(expert_storage.WrongWeightsError, match="was sent twice"):
         list(synced.load_experts(weights.items()))
     synced.begin_sync()
-    with pytest.raises(expert_storage.WrongWeights, match=f"{len(weights)} tensors are missing"):
+    with pytest.raises(
+        expert_storage.WrongWeightsError, match=f"{len(weights)} tensors are missing"
+    ):
         synced.end_sync()
 
 
@@ -517,7 +519,7 @@ def test_too_large_scale_is_rejected_at_the_end_of_a_sync() -> None:
     synced = SyncedModel(ServedModel(MODEL))
     with NoWaiting():
         list(synced.load_experts(weights_with_a_large_scale().items()))
-    with pytest.raises(expert_storage.WrongWeights, match=f"^{TOO_LARGE}$"):
+    with pytest.raises(expert_storage.WrongWeightsError, match=f"^{TOO_LARGE}$"):
         synced.end_sync()
 
     # A failed or interrupted sync does not affect the next sync.
@@ -525,7 +527,7 @@ def test_too_large_scale_is_rejected_at_the_end_of_a_sync() -> None:
     synced.end_sync()
     list(synced.load_experts({LAST: weights_with_a_large_scale()[LAST]}.items()))
     synced.begin_sync()
-    with pytest.raises(expert_storage.WrongWeights, match="tensors are missing"):
+    with pytest.raises(expert_storage.WrongWeightsError, match="tensors are missing"):
         synced.end_sync()
 
 
@@ -541,7 +543,7 @@ def test_largest_supported_scale_is_served_and_the_next_is_not(
     if largest == expert_storage.MAX_SCALE:
         synced.end_sync()
     else:
-        with pytest.raises(expert_storage.WrongWeights, match=f"^{name} has"):
+        with pytest.raises(expert_storage.WrongWeightsError, match=f"^{name} has"):
             synced.end_sync()
 
 
@@ -551,7 +553,7 @@ def test_server_with_a_too_large_scale_serves_after_a_new_sync(
 ) -> None:
     async def work(server: PackedServer) -> None:
         plan = plan_for(server.url, ranks=2, transport=transport, directory=tmp_path / "weights")
-        with pytest.raises(SyncFailed) as failure:
+        with pytest.raises(SyncError) as failure:
             await send_weights(weights_with_a_large_scale().items(), MODEL, plan)
         assert TOO_LARGE in str(failure.value)
         assert server.version == "default"

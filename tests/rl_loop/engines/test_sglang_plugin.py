@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_loop.cluster.placement import free_port
-from rl_loop.engines.backend import EngineUnavailable
+from rl_loop.engines.backend import EngineUnavailableError
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from tests.support.rl_loop.plugin_process import write_modules
 from tests.support.waiting import PATIENCE_SECONDS
@@ -204,7 +204,7 @@ def test_interpreter_that_hides_the_plugin_is_rejected(tmp_path: Path) -> None:
 
     wrap(str(packages))
     with pytest.raises(
-        EngineUnavailable,
+        EngineUnavailableError,
         match=r"the plugin for .*triton_window, fast_abort, fused_sampling, fp32_logits\. ",
     ):
         SglangConfig(**settings).check_machine()

@@ -27,7 +27,7 @@ from rl_loop.engines.sglang.engine import SglangEngine
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 
 PYTHON = os.environ.get("GPTOSS_SGLANG_PYTHON")
 pytestmark = [
@@ -123,7 +123,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
         held = weights_of(4)
         await send_weights(held.items(), MODEL, everything)
         last = "model.layers.3.mlp.experts.down_proj"
-        with pytest.raises(WeightMismatch, match=f"but its content differs in {last}$"):
+        with pytest.raises(WeightMismatchError, match=f"but its content differs in {last}$"):
             await send_weights((held | {last: held[last] + 1}).items(), MODEL, everything)
         client = SglangClient(url)  # a mismatch leaves the server paused
         await client.call("/continue_generation", {"torch_empty_cache": False})

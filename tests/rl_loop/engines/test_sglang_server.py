@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_loop.engines.sglang.gpu_memory import NotEnoughGpuMemory, memory_fault
+from rl_loop.engines.sglang.gpu_memory import NotEnoughGpuMemoryError, memory_fault
 from rl_loop.engines.sglang.server import ServerState, ServerStatus, SglangServer
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -111,7 +111,7 @@ def test_server_without_memory_starts_once_and_names_the_remedy(tmp_path: Path) 
 
 def test_unusable_memory_fraction_is_reported_without_a_start(tmp_path: Path) -> None:
     def command(host: str, port: int) -> list[str]:
-        raise NotEnoughGpuMemory("rollout.engine.memory_fraction: set 0.36 to 0.40")
+        raise NotEnoughGpuMemoryError("rollout.engine.memory_fraction: set 0.36 to 0.40")
 
     async def main() -> None:
         server = SglangServer(command, {}, tmp_path / "log")

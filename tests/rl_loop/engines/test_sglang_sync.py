@@ -45,7 +45,7 @@ from rl_loop.session import build_rollouts, build_tasks, build_trainer
 from rl_loop.tasks.codec import codec_of
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 from rl_loop.weight_sync.transports import buckets
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
@@ -152,7 +152,7 @@ def test_weights_of_another_model_are_named_and_not_served(change: object, messa
             transport="shared_memory",
             bucket_bytes=20_000,
         )
-        with pytest.raises(WeightMismatch, match=message):
+        with pytest.raises(WeightMismatchError, match=message):
             await send_weights(change(weights_of(2)).items(), MODEL, plan)
         assert server.version == "1"
         assert not server.paused.is_set(), "half-loaded weights could be served"
@@ -194,7 +194,7 @@ def test_dropped_or_transposed_tensor_is_named_and_not_served(
         if fault:
             setattr(server, fault, f"model.layers.1.{name}")
             with pytest.raises(
-                WeightMismatch,
+                WeightMismatchError,
                 match=rf"received weights 3, but its content differs in model.layers.1.{name}$",
             ):
                 await send_weights(after.items(), square, plan)
@@ -232,7 +232,7 @@ def test_sent_weights_are_compared_without_sending_them_again(lost: str | None) 
         if lost:
             sampled = [name for names in sampled_parameters(MODEL, 2).values() for name in names]
             assert lost not in sampled
-            with pytest.raises(WeightMismatch, match=f"but its content differs in {lost}$"):
+            with pytest.raises(WeightMismatchError, match=f"but its content differs in {lost}$"):
                 await send_weights(after.items(), MODEL, everything)
         else:
             await send_weights(after.items(), MODEL, everything)
@@ -575,7 +575,7 @@ def test_canary_detects_wrong_server_weights(
             check_canary(trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "fp32"), version=5)
         pool.backend.fleet._current = CurrentWeights(Trainer(7), 5)
         with pytest.raises(
-            WeightMismatch,
+            WeightMismatchError,
             match=r"received weights 5, but its content differs in model.embed_tokens.weight$",
         ):
             check_canary(trainer, pool, TEXT, tolerance=CanaryTolerance.of(2e-2, "fp32"), version=5)
@@ -676,7 +676,7 @@ def test_restarted_server_gets_base_and_adapters(config: RlConfig, tmp_path: Pat
         # The comparison covers the base that no sync of adapters has sent.
         name = "model.layers.1.mlp.experts.down_proj_blocks"
         trainer.everything[name] = trainer.everything[name] ^ 1
-        with pytest.raises(WeightMismatch, match=name):
+        with pytest.raises(WeightMismatchError, match=name):
             fleet.compare()
     finally:
         fleet.close()

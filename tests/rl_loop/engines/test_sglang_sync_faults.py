@@ -27,7 +27,7 @@ from rl_loop.lifecycle.failures import explain
 from rl_loop.session import build_trainer
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.weight_sync import gather
-from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import SyncError
 from tests.support.forked_workers import local_ray
 from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
 from tests.support.waiting import wait_until
@@ -250,12 +250,12 @@ def test_sync_that_always_fails_ends_with_its_cause_in_one_line(run: Run, tmp_pa
         fault = Fault("assemble", "", call=5, rank=number)
         ray.get(rank.__ray_call__.remote(_inject_fault(fault, once=False)))
     began = time.monotonic()
-    with pytest.raises(SyncFailed) as failure:
+    with pytest.raises(SyncError) as failure:
         run.fleet.sync(run.trainer, run.version)
     assert time.monotonic() - began < LIMIT_SECONDS
     line = explain(failure.value, tmp_path)
     assert line.startswith(
-        f"SyncFailed: weights {run.version} did not reach all servers: CUDA out of memory"
+        f"SyncError: weights {run.version} did not reach all servers: CUDA out of memory"
     )
     assert "\n" not in line
 

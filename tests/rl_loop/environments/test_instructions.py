@@ -23,10 +23,10 @@ from rl_loop.environments.instruction_checkers import (
     ifbench_checkers,
     ifeval_checkers,
     make_checker,
-    meets,
+    satisfies,
 )
 from rl_loop.environments.instructions import InstructionEnvironment, InstructionOptions
-from rl_loop.rewards import CheckerFailure
+from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
@@ -95,7 +95,7 @@ def test_row_whose_checker_lacks_data_is_rejected_with_remedy(tmp_path, without_
 
 
 def test_checker_that_loses_its_data_is_a_checker_failure(without_nltk_data) -> None:
-    with pytest.raises(CheckerFailure, match="punkt_tab"):
+    with pytest.raises(CheckerError, match="punkt_tab"):
         check(
             TextConstraint(SENTENCES, {"num_sentences": 2, "relation": "at least"}), "One. Two.", ""
         )
@@ -110,15 +110,15 @@ def test_sentences_are_counted_if_nltk_data_is_present(with_nltk_data) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckerPool]:
     """Checkers with a tenth of the default time limit."""
-    kept = instruction_checkers._processes
+    kept = instruction_checkers._checker_pool
     pool = CheckerPool(
         "the checker",
-        "rl_loop.environments.instruction_checkers:answer",
+        "rl_loop.environments.instruction_checkers:run_check_request",
         prepare="rl_loop.environments.instruction_checkers:prepare",
         seconds=kept.seconds / 10,
         control=kept.control,
     )
-    monkeypatch.setattr(instruction_checkers, "_processes", pool)
+    monkeypatch.setattr(instruction_checkers, "_checker_pool", pool)
     yield pool
     pool.close()
 
@@ -171,7 +171,7 @@ def test_every_checker_runs_without_missing_packages(without_nltk_data) -> None:
         checker = kind(name)
         checker.build_description()
         arguments = checker.get_instruction_args() or {}
-        meets(make_checker(TextConstraint(name, arguments), "Write."), name, text)
+        satisfies(make_checker(TextConstraint(name, arguments), "Write."), name, text)
 
 
 def test_importing_ifbench_checkers_downloads_no_data(monkeypatch) -> None:

@@ -32,7 +32,7 @@ from rl_loop.environments.tool_servers.config import ToolServerConfig
 from rl_loop.environments.tool_servers.toolbox import ToolBox, offered_without_episode
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
 from tests.support.rl_loop.environments.ledger_server import REFUSED
@@ -301,7 +301,7 @@ def test_replay_with_another_result_is_an_infrastructure_failure() -> None:
         finally:
             await environment.close()
 
-    with pytest.raises(InfrastructureFailure, match=r"tool='clock'.*gave a different result"):
+    with pytest.raises(InfrastructureError, match=r"tool='clock'.*gave a different result"):
         asyncio.run(run())
 
 
@@ -583,7 +583,7 @@ def test_task_without_an_answer_raises_an_error() -> None:
         )
     with pytest.raises(ValueError, match="its metadata has no record"):
         environment_of(Task("t", [{"role": "user", "content": "?"}], "", "mcp"))
-    with pytest.raises(InfrastructureFailure, match=r"returned the reward parts score\. Expected:"):
+    with pytest.raises(InfrastructureError, match=r"returned the reward parts score\. Expected:"):
         asyncio.run(_answer_without_parts())
 
 

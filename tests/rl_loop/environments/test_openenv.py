@@ -25,7 +25,7 @@ from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.openenv import OpenEnvEnvironment, OpenEnvOptions, OpenEnvSession
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig
 from rl_loop.harmony.vocabulary import GptOssVocabulary
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 from rl_loop.rollout import agent
 from rl_loop.rollout.agent import run_episode
 from tests.support.rl_loop.environments.guessing_server import CUT, FAR, ONCE, RULES, SLOW
@@ -295,7 +295,7 @@ def test_restarted_server_is_replayed_to_its_state(
     async def open_again(self: OpenEnvSession) -> None:
         try:
             await connect(self)
-        except InfrastructureFailure:
+        except InfrastructureError:
             # The sockets close before the process ends, so poll() would still find the process.
             await asyncio.to_thread(served.process.wait, PATIENCE_SECONDS)
             await asyncio.to_thread(served.start)
@@ -340,7 +340,7 @@ def test_full_or_unreachable_server_is_infrastructure(harmony: Harmony, served: 
                     await session.open()
                     await session.reset({})
                     return
-                except InfrastructureFailure:
+                except InfrastructureError:
                     await session.close()
                     await asyncio.sleep(0.1)
 
@@ -411,5 +411,5 @@ def test_game_with_another_replay_is_an_infrastructure_failure(
         finally:
             await environment.close()
 
-    with pytest.raises(InfrastructureFailure, match=what):
+    with pytest.raises(InfrastructureError, match=what):
         asyncio.run(run())

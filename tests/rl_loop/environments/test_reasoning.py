@@ -13,8 +13,8 @@ import pytest
 from rl_loop.environments import RewardConfig, StepResult, Task, make_offline_environment, reasoning
 from rl_loop.environments.base import final
 from rl_loop.environments.reasoning import ReasoningGymEnvironment, ReasoningGymOptions
-from rl_loop.infrastructure import InfrastructureFailure
-from rl_loop.rewards import CheckerFailure
+from rl_loop.infrastructure import InfrastructureError
+from rl_loop.rewards import CheckerError
 from rl_loop.rewards.checker_pool import CheckerPool
 
 TASK = ReasoningGymEnvironment.generate("train", 0, 3, ReasoningGymOptions())
@@ -86,7 +86,7 @@ def test_broken_scorer_is_a_checker_failure(
     monkeypatch: pytest.MonkeyPatch, scorer: Scorer, answer: str
 ) -> None:
     monkeypatch.setattr(reasoning, "_dataset", lambda *place: scorer)
-    with pytest.raises(CheckerFailure, match="the scorer of chain_sum fails"):
+    with pytest.raises(CheckerError, match="the scorer of chain_sum fails"):
         reasoning.score((TASK.metadata["place"], answer))
 
 
@@ -94,7 +94,7 @@ def test_unknown_generator_is_an_infrastructure_failure() -> None:
     """The exception of a worker arrives in the episode."""
     place = ["no_generator", 1, "{}", 0]
     task = replace(TASK, metadata={**TASK.metadata, "place": place})
-    with pytest.raises(InfrastructureFailure, match="no_generator") as failure:
+    with pytest.raises(InfrastructureError, match="no_generator") as failure:
         asyncio.run(judge(r"\boxed{1}", task))
     assert failure.value.component == "checker"
 
@@ -128,7 +128,7 @@ def test_scorer_that_hangs_on_the_right_answer_is_a_failure(
 ) -> None:
     pool = processes(monkeypatch, "never_scored")
     with pytest.raises(
-        InfrastructureFailure, match="the scorer answers no question within its limits"
+        InfrastructureError, match="the scorer answers no question within its limits"
     ):
         asyncio.run(judge(r"\boxed{1}"))
     pool.close()

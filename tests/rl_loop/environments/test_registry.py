@@ -16,7 +16,7 @@ from rl_loop.environments import (
     make_offline_environment,
 )
 from rl_loop.environments.base import final
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 
 class OldScript(Environment):
@@ -72,7 +72,7 @@ def test_scripted_policy_without_python_is_rejected_with_reason() -> None:
     from rl_loop.harmony.codec import ParsedMessage
 
     with pytest.raises(
-        InfrastructureFailure,
+        InfrastructureError,
         match=r"Calls\.solve calls Python, which needs Calls\.simulate_python",
     ):
         asyncio.run(environment.step([ParsedMessage("analysis", "python", "code", "print(1)")]))

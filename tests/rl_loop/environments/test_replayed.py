@@ -11,7 +11,7 @@ from rl_loop.environments.base import (
     RewardConfig,
     StepResult,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
     arguments_of,
     function_of,
 )
@@ -19,10 +19,10 @@ from rl_loop.environments.replayed import (
     ATTEMPTS,
     ReplayedEnvironment,
     ReplayedOptions,
-    ToolServerLost,
+    ToolServerLostError,
 )
 from rl_loop.environments.row_tasks import row_task
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 
 class Counting(ReplayedEnvironment[ReplayedOptions]):
@@ -52,10 +52,10 @@ class Counting(ReplayedEnvironment[ReplayedOptions]):
         self.worlds[-1] += action
         if action == 13 and not self._was_lost:
             self._was_lost = True
-            raise InfrastructureFailure("tool", "lost")
+            raise InfrastructureError("tool", "lost")
         if action == 666:
             self._is_open = False
-            raise ToolServerLost("tool", "lost in the action")
+            raise ToolServerLostError("tool", "lost in the action")
         return self.worlds[-1]
 
     async def answer(self, text: str) -> StepResult:
@@ -81,7 +81,7 @@ def test_action_after_a_failure_runs_in_a_new_world() -> None:
     async def run() -> list[int]:
         environment = Counting()
         await environment.act(1)
-        with pytest.raises(InfrastructureFailure, match="lost"):
+        with pytest.raises(InfrastructureError, match="lost"):
             await environment.act(13)
         assert environment.is_connected
         assert await environment.act(2) == 3
@@ -95,14 +95,14 @@ def test_action_that_ends_every_world_is_a_policy_error() -> None:
         environment = Counting()
         await environment.act(1)
         for _ in range(ATTEMPTS - 1):
-            with pytest.raises(ToolServerLost):
+            with pytest.raises(ToolServerLostError):
                 await environment.act(666)
         with pytest.raises(ToolError, match="ended the server"):
             await environment.act(666)
         # The failed action is not part of the world in which the episode continues.
         assert await environment.act(2) == 3
         # Attempts are counted separately for each action of the episode.
-        with pytest.raises(ToolServerLost):
+        with pytest.raises(ToolServerLostError):
             await environment.act(666)
         return environment.worlds
 
@@ -133,7 +133,7 @@ def test_invalid_arguments_are_reported_to_the_policy(text: str, said: str) -> N
 def test_only_function_namespace_calls_are_executed() -> None:
     assert function_of("functions.balance") == "balance"
     for recipient in ("balance", "python", "browser.balance", "functions"):
-        with pytest.raises(UnknownTool):
+        with pytest.raises(UnknownToolError):
             function_of(recipient)
 
 

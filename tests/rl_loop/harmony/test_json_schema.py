@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from rl_loop.chat.tools import Tool
-from rl_loop.conversations.renderers import record_renderer
-from rl_loop.conversations.rendering import RenderOptions
+from rl_loop.conversations.harmony import RenderOptions
+from rl_loop.conversations.renderers import conversation_renderer
 from rl_loop.environments.tool_servers.toolbox import BoxedTool, ServerTool, ToolBox
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.json_schema import harmony_schema
@@ -129,7 +129,7 @@ def through_sft(schema: Any, is_harmony: bool) -> str:
         answer = said[1] | {"channel": "final"}
         record = {"messages": [{"role": "developer", "content": [content]}, said[0], answer]}
     options = RenderOptions("append", 100_000, "refuse")
-    [sample], _ = record_renderer(BARE, options).render_record(record, "auto")
+    [sample], _ = conversation_renderer(BARE, options).render_record(record, "auto")
     return BARE.decode(sample.token_ids)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_loop.harmony import o200k
-from rl_loop.harmony.o200k import FILE_NAME, VARIABLE, VocabularyUnavailable, ensure_o200k
+from rl_loop.harmony.o200k import FILE_NAME, VARIABLE, VocabularyUnavailableError, ensure_o200k
 
 
 @pytest.fixture
@@ -69,13 +69,13 @@ def test_damaged_cached_file_is_replaced(machine: Path, content: bytes, tmp_path
 
 def test_wheel_with_other_bytes_is_rejected(machine: Path, content: bytes, tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels", content[:-1])
-    with pytest.raises(VocabularyUnavailable, match=VARIABLE):
+    with pytest.raises(VocabularyUnavailableError, match=VARIABLE):
         ensure_o200k()
     assert not machine.exists()
 
 
 def test_missing_file_names_the_variable_to_set(machine: Path) -> None:
-    with pytest.raises(VocabularyUnavailable, match=f"set {VARIABLE} to it"):
+    with pytest.raises(VocabularyUnavailableError, match=f"set {VARIABLE} to it"):
         ensure_o200k()
 
 
@@ -93,12 +93,12 @@ def test_wrong_file_in_the_folder_of_the_variable_is_an_error(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / FILE_NAME).write_bytes(b"IQ== 0\n")
-    with pytest.raises(VocabularyUnavailable, match=f"{tmp_path}/{FILE_NAME}"):
+    with pytest.raises(VocabularyUnavailableError, match=f"{tmp_path}/{FILE_NAME}"):
         ensure_o200k()
 
 
 def test_unwritable_cache_is_named(machine: Path, content: bytes, tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels", content)
     (tmp_path / "cache").write_text("a file where a folder should be")
-    with pytest.raises(VocabularyUnavailable, match="could not be written"):
+    with pytest.raises(VocabularyUnavailableError, match="could not be written"):
         ensure_o200k()

@@ -16,7 +16,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
-from rl_loop.infrastructure import InfrastructureOutage
+from rl_loop.infrastructure import InfrastructureOutageError
 from rl_loop.loop import RlLoop
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.rollout.group_stream import AdmittedGroup, GroupStream
@@ -152,7 +152,7 @@ def attempt(trainer: Trainer, directory: Path, is_broken: Any, *overrides: str) 
 def test_outage_does_not_end_later_attempts(staleness: int, tmp_path: Path) -> None:
     trainer = Trainer()
     ahead = f"algorithm.max_staleness={staleness}"
-    with pytest.raises(InfrastructureOutage):
+    with pytest.raises(InfrastructureOutageError):
         attempt(trainer, tmp_path, lambda version, number: version >= SAVED, ahead)
     # Episodes of the next steps ended before the outage.
     assert trainer.saved is not None and trainer.saved["step"] == SAVED + staleness
@@ -165,7 +165,7 @@ def test_outage_keeps_the_groups_without_failures(tmp_path: Path) -> None:
     def second_half(version: int, number: int) -> bool:
         return version >= SAVED and number % 12 >= 4
 
-    with pytest.raises(InfrastructureOutage):
+    with pytest.raises(InfrastructureOutageError):
         attempt(trainer, tmp_path, second_half)
     begun: list[int] = []
 

@@ -15,7 +15,7 @@ import pytest
 
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import dump_config, load_config
-from rl_loop.config.parts import EpisodesConfig
+from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.lifecycle.inputs import to_json

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rl_loop import forked_pool
-from rl_loop.rewards import CheckerFailure, math_answer
+from rl_loop.rewards import CheckerError, math_answer
 from rl_loop.rewards.comparison_pool import ComparisonPool
 from tests.support.processes import children_of
 from tests.support.waiting import wait_until
@@ -186,14 +186,14 @@ def test_answer_that_crashes_the_checker_is_wrong(patient_pool) -> None:
 def test_checker_failure_when_machine_out_of_memory(patient_pool, monkeypatch) -> None:
     counts = iter((3, 4))
     monkeypatch.setattr(forked_pool, "out_of_memory_kills", lambda: next(counts))
-    with pytest.raises(CheckerFailure, match="two worker processes"):
+    with pytest.raises(CheckerError, match="two worker processes"):
         kill_busy_workers(patient_pool, times=2)
     monkeypatch.undo()
 
 
 def test_checker_failure_when_every_question_kills_it(patient_pool, monkeypatch) -> None:
     monkeypatch.setattr(patient_pool.processes, "control", ())  # no pair
-    with pytest.raises(CheckerFailure, match="two worker processes"):
+    with pytest.raises(CheckerError, match="two worker processes"):
         kill_busy_workers(patient_pool, times=2)
     monkeypatch.undo()
 
@@ -203,14 +203,14 @@ def test_checker_that_cannot_start_raises_with_the_reason(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setattr(forked_pool.sys, "executable", "/nowhere/python")
     with pytest.raises(
-        CheckerFailure, match=r"the process that compares answers does not start.*/nowhere/python"
+        CheckerError, match=r"the process that compares answers does not start.*/nowhere/python"
     ):
         pool.equivalent("x+1", "1+x")
 
     monkeypatch.undo()
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(
-        CheckerFailure, match=r"the process that compares answers does not start: .*encodings"
+        CheckerError, match=r"the process that compares answers does not start: .*encodings"
     ):
         pool.equivalent("x+1", "1+x")
 
@@ -233,7 +233,7 @@ def test_close_leaves_no_process(pool) -> None:
         watched = own_processes(pool)
         pool.close()
         for future in busy:
-            with contextlib.suppress(CheckerFailure):
+            with contextlib.suppress(CheckerError):
                 assert not future.result()
     pool.close()
     wait_until(lambda: not any(process.is_running() for process in watched))

@@ -42,9 +42,9 @@ from rl_loop.harmony.codec import Harmony, ParsedMessage
 from rl_loop.infrastructure import (
     COMPONENTS,
     CircuitBreaker,
-    EngineFault,
-    InfrastructureFailure,
-    InfrastructureOutage,
+    EngineError,
+    InfrastructureError,
+    InfrastructureOutageError,
 )
 from rl_loop.rollout import agent, turn_sampler
 from rl_loop.rollout.agent import run_episode
@@ -361,7 +361,7 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "a bug": throw(KeyError("x")),
     "out of memory": throw(MemoryError()),
     "endless recursion": throw(RecursionError("maximum recursion depth exceeded")),
-    "what it knows to be infrastructure": throw(InfrastructureFailure("sandbox", "no bubblewrap")),
+    "what it knows to be infrastructure": throw(InfrastructureError("sandbox", "no bubblewrap")),
     "nothing": lambda: None,
 }
 METHODS = {
@@ -800,7 +800,7 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
     for _ in range(3):
         breaker.observe(TrajectoryGroup("t", [], invalid=[failed("engine", "NaN")] * 8))
     message = r"27 of 97 episodes \(rollout.max_invalid_share is 0.2\): engine in 24, such as: NaN; tool in 3"
-    with pytest.raises(InfrastructureOutage, match=message) as outage:
+    with pytest.raises(InfrastructureOutageError, match=message) as outage:
         breaker.check_share()
     assert "\n" not in str(outage.value)
 
@@ -817,7 +817,7 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
     ]
     servers.observe(TrajectoryGroup("t", [], invalid=lost))
     with pytest.raises(
-        InfrastructureOutage, match=r"tool in 6 \(server 0 in 5\), such as: request 0 is lost"
+        InfrastructureOutageError, match=r"tool in 6 \(server 0 in 5\), such as: request 0 is lost"
     ):
         servers.check_share()
 
@@ -826,7 +826,7 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
-    with pytest.raises(InfrastructureOutage, match=r"20 in a row, and the limit is 20"):
+    with pytest.raises(InfrastructureOutageError, match=r"20 in a row, and the limit is 20"):
         streak.observe(TrajectoryGroup("t", [], invalid=[failed()]))
 
 
@@ -859,15 +859,15 @@ def test_run_groups_raises_at_too_many_invalid_episodes(
     if limit is None:
         assert run_groups(AtOnce(*groups), requests, rollout) == groups
         return
-    with pytest.raises(InfrastructureOutage, match=limit):
+    with pytest.raises(InfrastructureOutageError, match=limit):
         run_groups(AtOnce(*groups), requests, rollout)
 
 
 def test_pickled_failures_keep_all_fields() -> None:
     for failure in (
-        InfrastructureFailure("tool", "x"),
-        EngineFault("r/1", "NaN", "http://a"),
-        InfrastructureOutage("y"),
+        InfrastructureError("tool", "x"),
+        EngineError("r/1", "NaN", "http://a"),
+        InfrastructureOutageError("y"),
     ):
         copied = pickle.loads(pickle.dumps(failure))
         assert (type(copied), str(copied), vars(copied)) == (

@@ -17,7 +17,7 @@ from rl_loop.environments import Task
 from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout import agent
 from rl_loop.rollout.worker import RolloutWorker
-from rl_loop.sandbox import ExecutionResult, SandboxFailure
+from rl_loop.sandbox import ExecutionResult, SandboxError
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
 CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
@@ -80,7 +80,7 @@ def good(number: int) -> ExecutionResult:
 
 
 def unavailable(number: int) -> ExecutionResult:
-    raise SandboxFailure("bwrap: No space left on device")
+    raise SandboxError("bwrap: No space left on device")
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from rl_loop.harmony.vocabulary import harmony_encoding
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.observation import fair_share, truncate_observation, truncate_text
 from rl_loop.rollout.purification import purifying
-from rl_loop.tasks.prompt_limit import EpisodePrompt, PromptLimit, UnusablePrompt
+from rl_loop.tasks.prompt_limit import EpisodePrompt, PromptLimit, UnusablePromptError
 from tests.support.processor_speed import slowness
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
@@ -288,7 +288,7 @@ def test_lone_surrogate_becomes_a_replacement_character(harmony: Harmony, text: 
 )
 def test_unusable_prompt_names_its_task_quickly(harmony: Harmony, content: Any) -> None:
     began = time.process_time()
-    with pytest.raises(UnusablePrompt, match="the prompt of task t7 "):
+    with pytest.raises(UnusablePromptError, match="the prompt of task t7 "):
         PromptLimit(harmony, 1000).render(
             "t7", EpisodePrompt([{"role": "user", "content": content}])
         )

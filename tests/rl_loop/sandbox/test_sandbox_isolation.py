@@ -18,7 +18,7 @@ from rl_loop.sandbox import (
     PythonSandbox,
     SandboxConfig,
     SandboxLimits,
-    SandboxUnavailable,
+    SandboxUnavailableError,
     check_isolation,
 )
 from rl_loop.sandbox.connection import ServerProcess
@@ -38,7 +38,7 @@ def test_missing_bubblewrap_names_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
+    with pytest.raises(SandboxUnavailableError, match="apt-get install bubblewrap"):
         start(SandboxConfig())
 
 
@@ -51,7 +51,7 @@ def test_broken_bubblewrap_is_reported_with_its_message(
     )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(SandboxUnavailable, match="setting up uid map: Permission denied"):
+    with pytest.raises(SandboxUnavailableError, match="setting up uid map: Permission denied"):
         start(SandboxConfig())
     status, _, advice = check_sandbox()  # the report of gptoss doctor
     assert status is Severity.MISSING
@@ -69,12 +69,12 @@ def test_forbidden_user_namespaces_name_the_setting() -> None:
 
 def test_unknown_processor_is_named_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(SandboxUnavailable, match="'riscv64'"):
+    with pytest.raises(SandboxUnavailableError, match="'riscv64'"):
         start(SandboxConfig())
 
     # This thread continues, so the server would not die with it. The error holds the connection.
     before = psutil.Process().children(recursive=True)
-    with pytest.raises(SandboxUnavailable, match="'riscv64'") as error:
+    with pytest.raises(SandboxUnavailableError, match="'riscv64'") as error:
         ServerProcess(SandboxConfig(), SandboxLimits())
     left = set(psutil.Process().children(recursive=True)) - set(before)
     assert not left, error
@@ -84,17 +84,17 @@ def test_virtual_environment_is_rejected_as_interpreter(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "pyvenv.cfg").touch()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    with pytest.raises(SandboxUnavailable, match="is a virtual environment"):
+    with pytest.raises(SandboxUnavailableError, match="is a virtual environment"):
         start(SandboxConfig(interpreter=tmp_path / "bin" / "python"))
 
 
 def test_missing_interpreter_is_named() -> None:
-    with pytest.raises(SandboxUnavailable, match="/nowhere/python3"):
+    with pytest.raises(SandboxUnavailableError, match="/nowhere/python3"):
         start(SandboxConfig(interpreter=Path("/nowhere/python3")))
 
 
 def test_missing_preloaded_module_is_named() -> None:
-    with pytest.raises(SandboxUnavailable, match="No module named 'not_installed_anywhere'"):
+    with pytest.raises(SandboxUnavailableError, match="No module named 'not_installed_anywhere'"):
         start(SandboxConfig(preload_modules=("not_installed_anywhere",)))
 
 

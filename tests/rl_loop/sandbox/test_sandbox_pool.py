@@ -18,8 +18,8 @@ import pytest
 from rl_loop.sandbox import (
     PythonSandbox,
     SandboxConfig,
-    SandboxFailure,
-    SandboxUnavailable,
+    SandboxError,
+    SandboxUnavailableError,
     connection,
 )
 from rl_loop.sandbox.inside.process_watch import ProcessWatch
@@ -105,10 +105,10 @@ def test_server_killed_between_calls_fails_no_call(one_worker) -> None:
 
 def test_server_killed_during_a_call_is_a_sandbox_failure(one_worker, tmp_path: Path) -> None:
     server = server_of(one_worker)
-    failures: list[SandboxFailure] = []
+    failures: list[SandboxError] = []
 
     def call() -> None:
-        with pytest.raises(SandboxFailure) as failure:
+        with pytest.raises(SandboxError) as failure:
             one_worker.run("import time; time.sleep(4)")
         failures.append(failure.value)
 
@@ -202,7 +202,7 @@ def test_close_fails_pending_calls_and_permits_a_restart() -> None:
         await asyncio.wait_for(sandbox.close(), 40)
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [(type(result), str(result)) for result in results] == [
-            (SandboxFailure, "the sandbox was closed")
+            (SandboxError, "the sandbox was closed")
         ] * 3
         with pytest.raises(RuntimeError, match="not running"):
             await sandbox.run(HONEST)
@@ -287,7 +287,7 @@ def test_machine_out_of_memory_is_a_sandbox_failure(
     code = "import time\ntime.sleep(2)\nblock = bytearray(b'x') * (64 << 20)\nprint('kept')"
     call = sandbox.start(code)
     (full_cgroup / "cgroup.procs").write_text(str(running_program(sandbox)))
-    with pytest.raises(SandboxFailure, match="out of memory") as failure:
+    with pytest.raises(SandboxError, match="out of memory") as failure:
         call.result(30)
     assert failure.value.failure_source == "machine out of memory"
     assert sandbox.run(HONEST).output == "499500\n"
@@ -328,11 +328,11 @@ def test_server_that_cannot_start_is_a_sandbox_failure(
     one_worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise SandboxUnavailable("no room")
+        raise SandboxUnavailableError("no room")
 
     monkeypatch.setattr("rl_loop.sandbox.python_sandbox.ServerProcess", fail)
     os.kill(server_of(one_worker), signal.SIGKILL)
-    with pytest.raises(SandboxFailure, match="no room"):
+    with pytest.raises(SandboxError, match="no room"):
         one_worker.run(HONEST)
     monkeypatch.undo()
     assert one_worker.run(HONEST).output == "499500\n"

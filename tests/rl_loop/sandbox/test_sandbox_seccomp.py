@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from rl_loop.sandbox import SandboxUnavailable
+from rl_loop.sandbox import SandboxUnavailableError
 from rl_loop.sandbox.seccomp import (
     ARGUMENT_RULES,
     DENIED_SYSCALLS,
@@ -128,5 +128,5 @@ def test_calls_of_another_architecture_kill_the_process() -> None:
 
 
 def test_unknown_architecture_is_rejected_by_name() -> None:
-    with pytest.raises(SandboxUnavailable, match="'riscv64'"):
+    with pytest.raises(SandboxUnavailableError, match="'riscv64'"):
         seccomp_filter("riscv64")

@@ -15,7 +15,7 @@ import pytest
 
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig
-from rl_loop.data.trained_tokens import TrainedTokens
+from rl_loop.data.response_check import TrainedTokens
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.rollout.group_stream import AdmittedGroup
 from rl_loop.session import build_tasks

@@ -26,7 +26,7 @@ from rl_loop.tracking.run_directory import (
     read_json_lines,
     start_run,
 )
-from rl_loop.tracking.run_lock import RunLocked, locked_run
+from rl_loop.tracking.run_lock import RunLockedError, locked_run
 from tests.support.rl_loop.tracking.full_disk import no_file_beyond
 
 
@@ -120,7 +120,7 @@ def test_locked_run_is_rejected_with_the_name_of_its_holder(tmp_path: Path) -> N
     with locked_run(tmp_path):
         holder = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-"
         with (
-            pytest.raises(RunLocked, match=rf"is in use by {holder}.*another name"),
+            pytest.raises(RunLockedError, match=rf"is in use by {holder}.*another name"),
             locked_run(tmp_path),
         ):
             pass
@@ -151,7 +151,10 @@ with locked_run(Path({str(tmp_path / "run")!r})):
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"locked\n"
-    with pytest.raises(RunLocked, match=f"process {holder.pid} "), locked_run(tmp_path / "run"):
+    with (
+        pytest.raises(RunLockedError, match=f"process {holder.pid} "),
+        locked_run(tmp_path / "run"),
+    ):
         pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()

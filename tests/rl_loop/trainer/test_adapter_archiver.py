@@ -21,7 +21,7 @@ from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import find_damage
 from rl_loop.config.load import load_config
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.trainer import adapter_archiver
 from rl_loop.trainer.group import TrainerGroup

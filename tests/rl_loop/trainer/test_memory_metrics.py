@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters.errors import GatheringAborted
+from converters.errors import GatheringAbortedError
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.gpu_memory import PhaseMemory, PhasePeak
@@ -20,14 +20,14 @@ from megatron_gptoss.planning import memory
 from megatron_gptoss.planning.memory import estimate_memory
 from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.config.load import load_config
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_optimizer_metrics
 from rl_loop.trainer import worker as worker_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.memory_metrics import memory_metrics
-from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import SyncError
 from tests.support.in_process import LocalRank
 from tests.support.megatron_gptoss.reference import documents
 from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
@@ -177,10 +177,10 @@ def test_rejected_gathering_releases_the_cache(
     gpu.allocate(-2000)
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise GatheringAborted("rank 1 has no memory for weights of others")
+        raise GatheringAbortedError("rank 1 has no memory for weights of others")
 
     monkeypatch.setattr(worker._gathering, "begin", refuse)
-    with pytest.raises(SyncFailed, match="rank 1 has no memory"):
+    with pytest.raises(SyncError, match="rank 1 has no memory"):
         worker.send_weights(Sender(gpu))
     assert gpu.reserved == 0
 

@@ -24,7 +24,7 @@ from rl_loop.data.stored_routes import StoredRoutes
 from rl_loop.trainer import rank_inputs as rank_inputs_module
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputs, RankInputStore
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.step_plan import StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.forked_workers import local_ray

@@ -12,7 +12,7 @@ import pytest
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.data.trained_tokens import ResponseMismatchError, check_sampled_by_policy
+from rl_loop.data.response_check import ResponseMismatchError, check_sampled_by_policy
 from tests.support.in_process import local_trainer
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -24,7 +24,7 @@ from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank

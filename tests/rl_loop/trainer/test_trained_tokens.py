@@ -16,12 +16,12 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
-from rl_loop.config.parts import TrainerConfig
+from rl_loop.config.partial_configs import TrainerConfig
 from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.trainer.group import TrainerGroup
 from rl_loop.trainer.rank_inputs import RankInputStore
-from rl_loop.trainer.rank_results import RankPosition
+from rl_loop.trainer.rank_state import RankPosition
 from rl_loop.trainer.step_plan import plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed

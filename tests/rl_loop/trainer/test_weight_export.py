@@ -15,9 +15,9 @@ import torch
 from converters.errors import ConversionError
 from converters.gathering import GatheredWeights, WeightGathering
 from converters.hf_directory import HfDirectory
-from converters.live import load_hf_weights
 from converters.mapping import NamedTensor
 from converters.model_extras import ModelExtras
+from converters.model_weights import load_hf_weights
 from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ModelConfig, ParallelConfig

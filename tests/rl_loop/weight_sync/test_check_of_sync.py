@@ -25,7 +25,7 @@ WAIT = 60.0
 """Time limit in seconds for events that come at once."""
 
 
-class TrainingBegan(Exception):
+class TrainingBegan(Exception):  # noqa: N818 - control flow, not an error
     """Raised when the loop continues from the rollouts to the update."""
 
 

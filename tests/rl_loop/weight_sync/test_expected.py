@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_loop.weight_sync.expected import ExpectedTensors
-from rl_loop.weight_sync.source import WeightMismatch
+from rl_loop.weight_sync.source import WeightMismatchError
 
 SHAPES = {"a": (2, 3), "b_blocks": (4,), "c": (1,)}
 GOOD = [
@@ -42,14 +42,14 @@ def test_checked_raises_before_the_wrong_tensor_leaves(
     place: int, name: str, tensor: torch.Tensor, message: str
 ) -> None:
     sent = []
-    with pytest.raises(WeightMismatch, match=message):
+    with pytest.raises(WeightMismatchError, match=message):
         for item in expected().checked([*GOOD[:place], (name, tensor), *GOOD[place:]]):
             sent.append(item)
     assert sent == GOOD[:place]
 
 
 def test_checked_raises_at_the_end_if_tensors_are_missing() -> None:
-    with pytest.raises(WeightMismatch, match=r"tensor a is missing .2 tensors of"):
+    with pytest.raises(WeightMismatchError, match=r"tensor a is missing .2 tensors of"):
         list(expected().checked(GOOD[1:2]))
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from converters.errors import GatheringAborted
+from converters.errors import GatheringAbortedError
 from converters.gathering import WeightGathering
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from converters.names import hf_shapes
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.model import build_model
 from rl_loop.weight_sync.gather import send_gathered
-from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import SyncError
 from tests.support.converters.models import TINY, tiny_weights
 from tests.support.distributed import free_port, run_distributed
 
@@ -56,7 +56,7 @@ def send_with_faults(rank: int, port: int) -> list[str]:
     def attempt(sender: Sender) -> str:
         try:
             failure = send_gathered(gathering, sender, torch.bfloat16)
-        except SyncFailed as error:
+        except SyncError as error:
             return f"raised: {error}"
         return repr(failure)
 
@@ -69,7 +69,7 @@ def send_with_faults(rank: int, port: int) -> list[str]:
         del gathering.local.read
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise GatheringAborted("rank 1 has no memory for weights of others")
+        raise GatheringAbortedError("rank 1 has no memory for weights of others")
 
     gathering.begin = refuse  # type: ignore[method-assign]
     said.append(attempt(Sender([0])))
@@ -94,7 +94,7 @@ def test_failing_rank_reports_its_error_and_the_next_send_works() -> None:
     assert second[:2] == ["None", gone]
 
     assert first[2] == "None"
-    assert second[2].startswith("SyncFailed('rank 1 has no weights: no memory for ")
+    assert second[2].startswith("SyncError('rank 1 has no weights: no memory for ")
 
     refused = "raised: rank 1 has no memory for weights of others"
     assert (first[3], second[3]) == (refused, refused)

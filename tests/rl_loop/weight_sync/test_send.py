@@ -20,7 +20,7 @@ from megatron_gptoss.tensor_hash import digest_of_bits
 from rl_loop.weight_sync.checksums import RankChecksums
 from rl_loop.weight_sync.send import send_to_servers
 from rl_loop.weight_sync.servers import Bucket, GroupPlace, SyncPlan, TransportName
-from rl_loop.weight_sync.source import SyncFailed, WeightMismatch
+from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 
 MODEL = GptOssModelConfig(
     num_layers=2, num_experts=2, experts_per_token=2, hidden_size=32, intermediate_size=48, num_attention_heads=4,
@@ -111,7 +111,7 @@ def sync(transport: TransportName, directory: Path, **faults: str) -> tuple[Memo
     server = MemoryServer(plan, **faults)
     try:
         asyncio.run(send_to_servers(weights_of(2).items(), MODEL, server))
-    except (SyncFailed, WeightMismatch) as error:
+    except (SyncError, WeightMismatchError) as error:
         return server, error
     return server, None
 
@@ -132,7 +132,7 @@ def test_send_publishes_after_transfer_and_checksums(
 def test_send_names_a_dropped_tensor_and_publishes_nothing(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
     server, error = sync("shared_memory", tmp_path, drops=name)
-    assert isinstance(error, WeightMismatch)
+    assert isinstance(error, WeightMismatchError)
     assert str(error) == f"memory received weights 2, but its content differs in {name}"
     assert server.steps[-1] == "checksums"
 
@@ -142,7 +142,7 @@ def test_send_names_a_dropped_tensor_and_publishes_nothing(tmp_path: Path) -> No
 )
 def test_send_publishes_nothing_after_a_failed_step(step: str, tmp_path: Path) -> None:
     server, error = sync("shared_memory", tmp_path, fails_at=step)
-    assert isinstance(error, SyncFailed)
+    assert isinstance(error, SyncError)
     assert str(error) == f"weights 2 did not reach all servers: gone at {step}"
     assert server.steps[-1] == step
     assert server.version == 1

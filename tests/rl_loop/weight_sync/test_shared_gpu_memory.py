@@ -24,7 +24,7 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.sglang.weight_endpoints import send_weights
 from rl_loop.weight_sync.servers import SyncPlan
-from rl_loop.weight_sync.source import SyncFailed
+from rl_loop.weight_sync.source import SyncError
 from rl_loop.weight_sync.transports import _SharedTensor, users_of_memory
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
@@ -143,7 +143,7 @@ def test_counts_are_zero_after_a_failed_sync(refuses: str, counts: Counts) -> No
     """A dead server has opened none or all of the memory. Its counts must be released once."""
     good, bad = Server(), Server()
     bad.refuses = refuses
-    with pytest.raises(SyncFailed):
+    with pytest.raises(SyncError):
         asyncio.run(sync([good, bad], ranks=2))
     assert next(counts._next) > 0
     assert counts.values.tolist() == [0] * COUNTS_OF_A_FILE

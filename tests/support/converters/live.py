@@ -7,7 +7,7 @@ from typing import Any
 from converters.gathering import WeightGathering
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemoryError(RuntimeError):
     """Same class name as torch's error."""
 
 
@@ -20,7 +20,7 @@ def break_gathering(gathering: WeightGathering, fault: str) -> None:
             nonlocal calls
             calls += 1
             if calls == at:
-                raise OutOfMemory(f"CUDA out of memory in {fault}")
+                raise OutOfMemoryError(f"CUDA out of memory in {fault}")
             return original(*arguments, **options)
 
         return call

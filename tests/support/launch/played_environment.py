@@ -15,7 +15,7 @@ from rl_loop.environments import (
     StepResult,
     Task,
     ToolError,
-    UnknownTool,
+    UnknownToolError,
 )
 from rl_loop.environments.base import Split, arguments_of, final, function_call, think
 
@@ -72,7 +72,7 @@ class Sums(Environment):
                 return "\x1b]0;owned\x07 :smile: [bold] \u202e"
             case "functions.crash":
                 return str({}["port"])
-        raise UnknownTool
+        raise UnknownToolError
 
     async def answer(self, text: str) -> StepResult:
         return self.end_with_score(float(text == self.task.ground_truth), text)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from converters.live import load_hf_weights
+from converters.model_weights import load_hf_weights
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import AdapterConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from converters.live import export_hf_weights
+from converters.model_weights import export_hf_weights
 from megatron_gptoss.checkpoint.writer import CheckpointWriter
 from megatron_gptoss.config import ModelConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig

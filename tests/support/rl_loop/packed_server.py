@@ -119,7 +119,7 @@ class PackedServer(LocalServer):
             for synced in self.synced:
                 for _ in synced.load_experts(tensors.items()):
                     pass
-        except expert_storage.WrongWeights as error:
+        except expert_storage.WrongWeightsError as error:
             message = f"Failed to update parameter online: {error}."
             return web.json_response({"success": False, "message": message}, status=400)
         self.weights |= tensors  # the model's next token is a function of all of them
@@ -144,7 +144,7 @@ class PackedServer(LocalServer):
                 else:
                     assert action.startswith(plugin.END_SYNC)
                     synced.end_sync(plugin.sent_tensors(action))
-        except expert_storage.WrongWeights as error:
+        except expert_storage.WrongWeightsError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, "message": "Success."})
 

@@ -44,7 +44,7 @@ A is [experts, rank, inputs] and B is [experts, outputs, rank], with the rows of
 """
 
 
-class WrongWeights(ValueError):
+class WrongWeightsError(ValueError):
     """A tensor of a sync does not fit the server's model. The message names the tensor."""
 
 
@@ -178,7 +178,7 @@ class LayerExperts:
             checks that it is at most ``MAX_SCALE``. For other tensors: None.
 
         Raises:
-            WrongWeights: if shape or dtype differ from the model's.
+            WrongWeightsError: if shape or dtype differ from the model's.
         """
         source = self.sources[name]
         is_bias = name.endswith("_bias")
@@ -186,7 +186,7 @@ class LayerExperts:
         fits = whole.dtype.is_floating_point if is_float else whole.dtype == torch.uint8
         if not fits or tuple(whole.shape) != self.whole_shape(name):
             expected = "floats" if is_float else "uint8"
-            raise WrongWeights(
+            raise WrongWeightsError(
                 f"{self.prefix}{source} has {whole.dtype} {list(whole.shape)}, but the server "
                 f"expects {expected} {list(self.whole_shape(name))}"
             )

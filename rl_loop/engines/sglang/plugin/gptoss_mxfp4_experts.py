@@ -34,7 +34,7 @@ import gptoss_expert_values
 import torch
 from gptoss_expert_layers import allocate, compare_layouts
 from gptoss_expert_routing import EXPERTS
-from gptoss_expert_storage import WrongWeights
+from gptoss_expert_storage import WrongWeightsError
 from gptoss_synced_model import is_starting, synced
 from torch import Tensor
 
@@ -128,7 +128,7 @@ def _install_checker() -> None:
             return original_handle(self, action, *arguments, **options)
         known = synced(self._get_model())
         if known is None:
-            raise WrongWeights("the server has no MXFP4 experts")
+            raise WrongWeightsError("the server has no MXFP4 experts")
         if action == BEGIN_SYNC:
             known.begin_sync()
         else:

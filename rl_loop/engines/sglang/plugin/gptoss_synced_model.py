@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gptoss_expert_storage import MAX_SCALE, LayerExperts, WrongWeights
+from gptoss_expert_storage import MAX_SCALE, LayerExperts, WrongWeightsError
 from torch import Tensor
 
 
@@ -55,7 +55,7 @@ class SyncedModel:
                 unmerged adapters. None: all tensors of the model must have come.
 
         Raises:
-            WrongWeights: if a tensor is missing or has a scale above ``MAX_SCALE``.
+            WrongWeightsError: if a tensor is missing or has a scale above ``MAX_SCALE``.
         """
         # Cleared before the checks, so that a failed sync does not affect the next one.
         received = set(self._received)
@@ -64,19 +64,19 @@ class SyncedModel:
 
         _check_scales(largest_scales)
         if sent is not None and not self._is_complete:
-            raise WrongWeights("a sync without the base came before one with all tensors")
+            raise WrongWeightsError("a sync without the base came before one with all tensors")
         expected = self._others | self._destinations.keys()
         if sent is not None:
             adapters = (name for name in self._destinations if name.endswith(("lora_A", "lora_B")))
             expected = set(adapters)
         missing = sorted(expected - received)
         if missing:
-            raise WrongWeights(
+            raise WrongWeightsError(
                 f"the sync is incomplete: {len(missing)} tensors are missing, the first is "
                 f"{missing[0]}"
             )
         if sent is not None and len(received) != sent:
-            raise WrongWeights(
+            raise WrongWeightsError(
                 f"the sync is incomplete: {sent} tensors were sent, but {len(received)} came"
             )
         self._is_complete = True
@@ -90,14 +90,14 @@ class SyncedModel:
             weights: (Hugging Face name, whole tensor in the shape of this name).
 
         Raises:
-            WrongWeights: if a tensor is unknown, comes twice, or does not fit. The message names
+            WrongWeightsError: if a tensor is unknown, comes twice, or does not fit. The message names
                 it.
         """
         for name, tensor in weights:
             if name not in self._destinations and name not in self._others:
-                raise WrongWeights(f"the server's model has no tensor {name}")
+                raise WrongWeightsError(f"the server's model has no tensor {name}")
             if name in self._received:
-                raise WrongWeights(f"tensor {name} was sent twice")
+                raise WrongWeightsError(f"tensor {name} was sent twice")
 
             if name in self._destinations:
                 experts, own_name = self._destinations[name]
@@ -127,7 +127,7 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
     """Check the largest bytes of scale tensors.
 
     Raises:
-        WrongWeights: if one is above ``MAX_SCALE``. The message names the tensor.
+        WrongWeightsError: if one is above ``MAX_SCALE``. The message names the tensor.
     """
     if not largest_scales:
         return
@@ -136,7 +136,7 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
     largest_bytes = torch.stack(list(largest_scales.values())).tolist()
     for name, byte in zip(largest_scales, largest_bytes, strict=True):
         if byte > MAX_SCALE:
-            raise WrongWeights(
+            raise WrongWeightsError(
                 f"{name} has the scale byte {byte}, which means values of up to "
                 f"{6 * 2.0 ** (byte - 127):.3g}, but servers support scale bytes up to "
                 f"{MAX_SCALE}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gptoss_expert_layers import take_over
-from gptoss_expert_storage import MAX_SCALE, WrongWeights
+from gptoss_expert_storage import MAX_SCALE, WrongWeightsError
 from gptoss_hopper_layout import SCALE_BIAS, SCALE_ROWS, SCALE_WARPS, to_plugin_bit_order
 from gptoss_mxfp4_experts import install
 from gptoss_synced_model import is_starting, synced
@@ -163,7 +163,7 @@ def check_ours(
 def expect_refusal(message: str, function: Callable[..., Any], *arguments: Any) -> None:
     try:
         function(*arguments)
-    except WrongWeights as error:
+    except WrongWeightsError as error:
         assert message in str(error), error
     else:
         raise AssertionError(f"not raised: {message}")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rl_loop.environments.retool import ReToolEnvironment
-from rl_loop.infrastructure import InfrastructureFailure
+from rl_loop.infrastructure import InfrastructureError
 
 METRICS = "BROKEN_WORLD_METRICS"
 """Environment variable with the path of the run's metrics. Unset: the environment is repaired."""
@@ -16,5 +16,5 @@ class BrokenWorld(ReToolEnvironment):
     async def open(self) -> None:
         metrics = Path(os.environ.get(METRICS, "/nowhere"))
         if metrics.exists() and metrics.read_text().count("\n") >= 3:
-            raise InfrastructureFailure("environment", "the world is away")
+            raise InfrastructureError("environment", "the world is away")
         await super().open()

@@ -179,7 +179,7 @@ sys.stdout.flush = sys.stderr.flush = fail
 """,
     "the supervisor's functions": """
 for frame in frames():
-    for name in ('send', 'supervise', 'run_call', 'CallFailed', 'end_program', 'watch'):
+    for name in ('send', 'supervise', 'run_call', 'CallFailedError', 'end_program', 'watch'):
         thing = frame.f_globals.get(name)
         if callable(thing):
             try:
@@ -189,8 +189,8 @@ for frame in frames():
 """,
     "the supervisor's exception": """
 for frame in frames():
-    if 'CallFailed' in frame.f_globals:
-        failure = frame.f_globals['CallFailed']('out of memory')
+    if 'CallFailedError' in frame.f_globals:
+        failure = frame.f_globals['CallFailedError']('out of memory')
         def fail(*arguments):
             raise failure
         threading.enumerate = fail

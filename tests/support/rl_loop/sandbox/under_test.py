@@ -12,7 +12,7 @@ from rl_loop.sandbox import (
     ExecutionResult,
     PythonSandbox,
     SandboxConfig,
-    SandboxFailure,
+    SandboxError,
     SandboxLimits,
 )
 from tests.support.waiting import PATIENCE_SECONDS
@@ -60,7 +60,7 @@ class SandboxUnderTest:
     def _run_alone(self, code: str, future: Future[ExecutionResult]) -> None:
         try:
             future.set_result(asyncio.run(self.sandbox.run(code)))
-        except SandboxFailure as failure:  # closed during the call
+        except SandboxError as failure:  # closed during the call
             future.set_exception(failure)
 
     def run_many(self, codes: list[str]) -> list[ExecutionResult]:

@@ -73,7 +73,7 @@ def fit(sample: RenderedSample, options: RenderOptions) -> str | None:
     return None
 
 
-class ConversationRenderer:
+class HarmonyRenderer:
     """Renders conversations for one vocabulary."""
 
     def __init__(self, harmony: Harmony, options: RenderOptions) -> None:

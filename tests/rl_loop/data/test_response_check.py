@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_gptoss.samples import TrainingSamples
-from rl_loop.data import trained_tokens
-from rl_loop.data.trained_tokens import (
+from rl_loop.data import response_check
+from rl_loop.data.response_check import (
     ResponseMismatchError,
     TrainedTokens,
     check_sampled_by_policy,
@@ -65,7 +65,7 @@ def test_prompts_few_tokens_and_stale_ones_are_not_reported() -> None:
 def test_mismatching_episode_is_named_for_any_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trained_tokens, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(response_check, "BLOCK_TOKENS", 64)
     chance = np.random.default_rng(1)
     lengths = [9, 55, 64, 300, 10, 8, 128, 20]
     samples = TrainingSamples.join(

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from converters.errors import ConversionError
 from converters.gathering import WeightGathering
-from converters.live import export_hf_weights, load_hf_weights
+from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.model import build_model
-from tests.support.converters.live import OutOfMemory, break_gathering
+from tests.support.converters.live import OutOfMemoryError, break_gathering
 from tests.support.converters.models import TINY, tiny_weights
 from tests.support.distributed import free_port, run_distributed
 
@@ -225,7 +225,7 @@ def gather_with_faults(rank: int, world_size: int, port: int, faults: list[Any])
                     if rank == broken_rank and fault == f"consumer{len(tensors)}":
                         fault = "consumed"
                         gathered.finish()
-                        raise OutOfMemory("CUDA out of memory in consumer")
+                        raise OutOfMemoryError("CUDA out of memory in consumer")
             except RuntimeError as failure:
                 error = f"{type(failure).__name__}: {failure}"
             results.append((error, tensors))
@@ -253,11 +253,13 @@ def test_gathering_works_again_after_a_failed_rank(
         first_errors = [results[2 * number][0] for results in ranks]
         if fault == "buffer":
             assert all(
-                error.startswith(f"GatheringAborted: rank {broken_rank} cannot allocate memory")
+                error.startswith(
+                    f"GatheringAbortedError: rank {broken_rank} cannot allocate memory"
+                )
                 for error in first_errors
             )
         else:
-            expected = f"OutOfMemory: CUDA out of memory in {fault.rstrip('0123456789')}"
+            expected = f"OutOfMemoryError: CUDA out of memory in {fault.rstrip('0123456789')}"
             assert first_errors[broken_rank].startswith(expected), (fault, first_errors)
             assert first_errors[1 - broken_rank] is None
 
