@@ -257,6 +257,8 @@ class PolicyTrainer(LogProbScorer):
             for rank_names in chunk_of_ranks:
                 names += rank_names
 
+        if len(names) == 1:
+            return f"the gradient of {names[0]} is not finite. Other gradients are finite"
         return (
             f"the gradients of {len(names)} parameters are not finite. The first is {names[0]}, the last "
             f"is {names[-1]}. Begin with the last one, because NaN spreads from there to earlier layers"

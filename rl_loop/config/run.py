@@ -88,10 +88,10 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         if self.training.share_prefixes == "off":
             return
 
-        for key in ("context_scheme_full", "context_scheme_window"):
-            if getattr(self.parallel, key) == "all_to_all":
+        for kind in ("full", "window"):
+            if getattr(self.parallel, f"context_scheme_{kind}") == "all_to_all":
                 raise ValueError(
-                    f"parallel.{key}=all_to_all does not support training.share_prefixes "
+                    f"parallel.context_scheme_{kind}=all_to_all does not support training.share_prefixes "
                     f"({self.training.share_prefixes}). Set the scheme to auto, or share_prefixes "
                     "to off."
                 )

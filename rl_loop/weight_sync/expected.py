@@ -83,6 +83,7 @@ class ExpectedTensors:
 
         missing = self.missing()
         if missing:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise WeightMismatchError(
-                f"tensor {missing[0]} is missing ({len(missing)} tensors of {self._model} were not sent)"
+                f"the weights of {self._model} lack the tensor {missing[0]}{others}"
             )

@@ -231,4 +231,4 @@ def test_non_finite_gradient_is_named() -> None:
     name, adapter = next(iter(named_adapters(model)))
     adapter.register_forward_hook(poison)
     step = trainer.train_step(batches(), mean_cross_entropy(TOKENS), learning_rate=1e-2)
-    assert f"from {name}.a " in step.non_finite_gradients
+    assert f"the gradient of {name}.a " in step.non_finite_gradients

@@ -256,7 +256,7 @@ def test_first_layer_with_nan_is_named_last(
     layout: str, place: str, two_ranks: list[dict[str, Any]]
 ) -> None:
     for rank in two_ranks:
-        message = rf"from embedding.\S+ \(rank 0, chunk 0\) to decoder.layers.0.\S+ \({place}\);"
+        message = rf"first is embedding.\S+ \(rank 0, chunk 0\), the last is decoder.layers.0.\S+ \({place}\)\."
         assert re.search(message, rank[layout]["not finite"]), rank[layout]["not finite"]
 
 

@@ -383,7 +383,7 @@ def test_checkpoint_of_rounded_experts_is_not_exported_in_bf16(tmp_path: Path) -
 
 def test_unquantizable_model_is_rejected_by_key() -> None:
     narrow = MODEL.model_copy(update={"intermediate_size": 48})
-    with pytest.raises(ValueError, match=r"quantization mxfp4 needs intermediate_size \(48\)"):
+    with pytest.raises(ValueError, match="intermediate_size is 48"):
         build_model(narrow, ParallelConfig(), quantization="mxfp4")
 
 

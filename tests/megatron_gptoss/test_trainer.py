@@ -112,7 +112,10 @@ def test_non_finite_gradient_is_skipped_or_stops_the_run() -> None:
 
     step = poisoned_step()
     assert not step.parameters_updated
-    assert "from embedding.word_embeddings.weight (rank 0, chunk 0)" in step.non_finite_gradients
+    assert (
+        "The first is embedding.word_embeddings.weight (rank 0, chunk 0)"
+        in step.non_finite_gradients
+    )
     with pytest.raises(FloatingPointError, match="parameters are not finite"):
         poisoned_step(on_non_finite="stop")
 

@@ -86,11 +86,13 @@ def test_run_leaves_no_process_thread_or_signal_handler(
 
 PRODUCT = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
+    "launch/rollout_plan.py",
     "launch/submit.py",
     "rl_loop/config/load.py",
     "rl_loop/lifecycle/resume.py",
     "rl_loop/lifecycle/start_checks.py",
     "rl_loop/loop.py",
+    "rl_loop/play/episode.py",
     "rl_loop/run.py",
     "rl_loop/session.py",
 }

@@ -133,7 +133,7 @@ def test_missing_adapter_is_named_and_the_server_does_not_serve() -> None:
     async def work(server: PackedServer) -> None:
         some = {name: tensor for name, tensor in weights().items() if name != lost}
         plan = replace(plan_for(server.url), adapter=ADAPTER)
-        with pytest.raises(WeightMismatchError, match=f"the first is {lost}"):
+        with pytest.raises(WeightMismatchError, match=f"lack the tensor {lost}"):
             await send_weights(some.items(), MODEL, plan)
         # A trainer that sends no adapters.
         with pytest.raises(SyncError, match=r"8 tensors are missing"):
@@ -203,7 +203,7 @@ def test_sync_of_adapters_notices_a_lost_tensor(lost: str) -> None:
         await send_weights(weights().items(), MODEL, plan)
         some = replace(plan, adapters_only=True)
         sent = {name: tensor for name, tensor in adapters_alone(2).items() if name != lost}
-        with pytest.raises(WeightMismatchError, match=f"the first is {lost}"):
+        with pytest.raises(WeightMismatchError, match=f"lack the tensor {lost}"):
             await send_weights(sent.items(), MODEL, some)
 
         load = server._load

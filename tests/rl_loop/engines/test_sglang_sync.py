@@ -138,7 +138,7 @@ def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_p
         ),
         (
             lambda w: {n: t for n, t in w.items() if n != "model.norm.weight"},
-            "the first is model.norm.weight",
+            "lack the tensor model.norm.weight",
         ),
     ],
 )
