@@ -16,6 +16,7 @@ from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.engines.protocol import RolloutEngine
 from rl_loop.engines.registry import build_backend
 from rl_loop.gateway.serve import LocalEngine, ServeOptions, serve, served_settings
+from rl_loop.lifecycle.interrupt import run_until_interrupted
 from rl_loop.lifecycle.start_checks import evaluation_need, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
 from rl_loop.process_memory import exempt_from_collection, keep_freed_memory
@@ -233,7 +234,7 @@ def run_evaluation(config: RlConfig, weights: Path | None, output: Path) -> list
     )
     # An endpoint samples elsewhere, so neither Ray nor an engine starts.
     if evaluation.endpoint is not None:
-        groups = asyncio.run(
+        groups = run_until_interrupted(
             evaluate.run_at_endpoint(requests, evaluation.endpoint, evaluation, config)
         )
         return evaluate.write_records(requests, groups, output)

@@ -9,11 +9,12 @@ If the driver is killed, the kernel ends Ray's daemons (Ray requests this), work
 daemon, and servers and sandboxes exit with the worker that started them.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +34,45 @@ coreutils' ``timeout`` and systemd signal a process, and then its process group.
 
 CLEAN_UP_SECONDS = 15.0
 """Time for cleaning up. After it, another Ctrl-C ends the process immediately."""
+
+
+def run_until_interrupted[T](coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine like ``asyncio.run``, and cancel it at Ctrl-C even while it waits.
+
+    The handler of ``asyncio.run`` runs between two instructions of Python. A signal that arrives
+    just before the event loop waits, or in another thread, takes effect at the next event, which
+    may never come. A handler of the event loop wakes it.
+
+    Raises:
+        KeyboardInterrupt: at Ctrl-C, after the coroutine was cancelled.
+    """
+
+    async def run() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        interrupted = asyncio.Event()
+
+        def interrupt() -> None:
+            interrupted.set()
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            if interrupted.is_set():
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    previous = signal.getsignal(signal.SIGINT)
+    try:
+        return asyncio.run(run())
+    finally:
+        # The event loop leaves Python's default handler.
+        signal.signal(signal.SIGINT, previous)
 
 
 class InterruptHandler:

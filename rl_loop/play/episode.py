@@ -20,6 +20,7 @@ from rl_loop.engines.completions import CompletionsEngine
 from rl_loop.engines.protocol import GenerateResult
 from rl_loop.environments import Environment, StepResult, Task, environment_class
 from rl_loop.infrastructure import InfrastructureError
+from rl_loop.lifecycle.interrupt import run_until_interrupted
 from rl_loop.play.policies import Person, PlayError, Script, WrittenPolicy, WrittenTurns
 from rl_loop.rollout.agent import EpisodeRunner, RunnerFactory
 from rl_loop.rollout.episode import Episode
@@ -158,7 +159,7 @@ def play_episode(config: RunConfig, options: PlayOptions, view: EpisodeView) -> 
     runner = partial(ShownRunner, view, policy)
     with ExitStack() as stack:
         if policy is not None:
-            return asyncio.run(_play_written(config, task, options.seed, policy, runner))
+            return run_until_interrupted(_play_written(config, task, options.seed, policy, runner))
         if isinstance(config, RlConfig) and config.evaluation.endpoint is not None:
             url, name = config.evaluation.endpoint, config.evaluation.endpoint_model
             # Created in the event loop, which its connections need.
@@ -166,7 +167,7 @@ def play_episode(config: RunConfig, options: PlayOptions, view: EpisodeView) -> 
         else:
             engine = stack.enter_context(local_engine(config, options.weights))
             factory = lambda: engine  # noqa: E731
-        return asyncio.run(_play_model(config, task, options.seed, factory, runner))
+        return run_until_interrupted(_play_model(config, task, options.seed, factory, runner))
 
 
 def choose_task(tasks: TaskMixture, options: PlayOptions) -> Task:
