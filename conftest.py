@@ -65,7 +65,6 @@ LONGEST = [
     "tests/launch/test_plan.py",
     "tests/converters/test_config_keys.py",
     "tests/rl_loop/lifecycle/test_resume_rules.py",
-    "benchmarks/tests/test_concurrent_episodes.py",
     "tests/converters/test_model_weights.py",
     "tests/rl_loop/tracking/test_loop_signals.py",
     "tests/megatron_gptoss/test_dense_layouts.py",

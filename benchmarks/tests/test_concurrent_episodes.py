@@ -32,6 +32,7 @@ def one_ray() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_episodes_are_trained_once_or_invalid_despite_failures(
     one_ray: None, tmp_path: Path
 ) -> None:
