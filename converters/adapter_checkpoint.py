@@ -27,12 +27,11 @@ from converters.peft_format import (
 )
 from converters.peft_settings import CONFIG_FILE, EXPERTS, peft_config
 from converters.safetensors_files import SafetensorsWriter
-from converters.torch_dist import DTYPES
 from converters.torch_dist_files import TorchDistReader, TorchDistWriter, check_not_run
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import ADAPTER_FILE, MODEL_CONFIG_FILE
 from megatron_gptoss.config import AdapterConfig, ModelConfig
-from megatron_gptoss.config.precision import Precision
+from megatron_gptoss.config.precision import Precision, torch_dtype
 from megatron_gptoss.new_directory import final_name, new_directory
 from megatron_gptoss.untrusted_files import read_json
 
@@ -302,7 +301,7 @@ def import_adapter(
             writer.add_object("common_state", (1,), (0,), state)
 
         # Reads the whole base, so it comes after the cheap checks.
-        digest = directory_digest(source, DTYPES[dtype], progress)
+        digest = directory_digest(source, torch_dtype(dtype), progress)
         check_base_digest(adapters, digest, f"{base} in {dtype}")
         # A trainer compares both with its own before it loads the adapters.
         content = {"base": digest, "settings": settings}

@@ -27,9 +27,10 @@ from converters.names import parameter_mappings, stack_experts
 from converters.ordered_map import Progress, ordered_map
 from converters.reference.mxfp4 import defined_values, nearest, some_rows
 from converters.reports import MergeLoss, MergeReport, UpdateLoss
-from converters.torch_dist import DTYPES, ExportFormat
+from converters.torch_dist import ExportFormat
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config.hf_config import MERGED_KEY
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.layers.merge import merge_in_pieces
 from megatron_gptoss.new_directory import final_name
 from megatron_gptoss.tensor_hash import as_digits
@@ -84,7 +85,7 @@ def merge_adapter(
     merger = _Merger(
         source,
         adapters,
-        torch.bfloat16 if quantized else DTYPES[dtype],
+        torch.bfloat16 if quantized else torch_dtype(dtype),
         quantized,
     )
 

@@ -45,11 +45,10 @@ from converters.torch_dist_files import Shape, TorchDistWriter
 from megatron_gptoss.checkpoint.checksums import write_checksums
 from megatron_gptoss.checkpoint.directory import MODEL_CONFIG_FILE
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.config.precision import Precision
+from megatron_gptoss.config.precision import Precision, torch_dtype
 from megatron_gptoss.new_directory import new_directory
 
 ExportFormat = Literal["bf16", "fp32", "mxfp4"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # -- import ------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ def import_checkpoint(
     source = HfDirectory(hf_dir)
     extras = read_extras(hf_dir)
     selection = select_parameters("import", source.config, check)
-    converted_dtype = None if dtype is None else DTYPES[dtype]
+    converted_dtype = None if dtype is None else torch_dtype(dtype)
 
     with new_directory(Path(megatron_dir)) as partial:
         with TorchDistWriter(partial) as writer:
@@ -208,7 +207,7 @@ def export_checkpoint(
     settings = _read_reference(reference, checkpoint, quantized)
 
     # Choose the layer to compare before writing, so that its pages can stay cached.
-    float_dtype = None if quantized else DTYPES[dtype]
+    float_dtype = None if quantized else torch_dtype(dtype)
     selection = select_parameters(export_kind(float_dtype), checkpoint.config, check)
     with (
         _Exporter(checkpoint, settings.original, float_dtype, selection) as exporter,

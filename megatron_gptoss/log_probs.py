@@ -292,9 +292,9 @@ def _accumulate(
     On a CPU and in fp64 it is the torch version of ``vocabulary_softmax.accumulate_statistics``.
     """
     if logits.is_cuda and logits.dtype == torch.float32:
-        from gptoss_kernels import vocabulary_softmax
+        from gptoss_kernels.vocabulary_softmax import accumulate_statistics
 
-        vocabulary_softmax.accumulate_statistics(logits, labels, statistics, first_id, temperature)
+        accumulate_statistics(logits, labels, statistics, first_id, temperature)
         return
 
     # Each of the four is a view [rows] into ``statistics``.
@@ -334,11 +334,9 @@ def _logit_gradient(
     log-probs and entropy.
     """
     if logits.is_cuda and logits.dtype == torch.float32:
-        from gptoss_kernels import vocabulary_softmax
+        from gptoss_kernels.vocabulary_softmax import logit_gradient
 
-        vocabulary_softmax.logit_gradient(
-            logits, labels, row_statistics, first_id, temperature, out
-        )
+        logit_gradient(logits, labels, row_statistics, first_id, temperature, out)
         return
 
     # Each of the four is [rows, 1], to broadcast over columns.

@@ -23,7 +23,7 @@ class PrefixSharing:
     """Smallest number of tokens in a segment that sequences share. Each segment costs a range of keys
     and a halo, so short ones do not pay."""
     prompts_only: bool = False
-    """Whether to share only the tokens before the first label in the loss of each sequence."""
+    """True to share only the tokens before the first label in the loss of each sequence."""
 
     def __post_init__(self) -> None:
         if self.min_shared < 1:

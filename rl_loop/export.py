@@ -16,7 +16,7 @@ from converters.model_extras import EXTRAS_FOLDER, ModelExtras, read_extras
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.config import Quantization
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.samples import TrainingSamples
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.tasks.source import TaskMixture
@@ -204,13 +204,13 @@ def _load_with_transformers(directory: Path, dtype: str, quantization: Quantizat
     options: dict[str, Any] = {}
     if quantization is not None:
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    torch_dtype = getattr(torch, DTYPE_NAMES[dtype])
+    export_dtype = torch_dtype(dtype)
     # transformers has no SDPA attention for GPT-OSS: `_supports_sdpa` is False.
     model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch_dtype, attn_implementation="eager", **options
+        directory, dtype=export_dtype, attn_implementation="eager", **options
     )
     # transformers dequantizes to bf16, which holds the values exactly.
-    return model.to(torch_dtype)
+    return model.to(export_dtype)
 
 
 def _decode_greedily(model: Any, prompts: list[list[int]], stops: list[int]) -> TrainingSamples:

@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
@@ -217,9 +217,7 @@ def supervised_start(directory: Path, overrides: list[str]) -> None:
 def engine_on_gpu(config: RlConfig) -> TransformersEngine:
     """Return the embedded engine on the GPU. In a normal run it is on the CPU."""
     settings = GptOssConfig(**config.model.to_hf_config())
-    model = AutoModelForCausalLM.from_config(
-        settings, dtype=getattr(torch, DTYPE_NAMES[config.dtype])
-    )
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch_dtype(config.dtype))
     assert isinstance(config.rollout.engine, EmbeddedConfig)
     return TransformersEngine(model.to("cuda"), max_batch_size=config.rollout.engine.max_batch_size)
 

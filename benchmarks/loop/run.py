@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.loop.rollout_split import RolloutSplit, split_rollouts
 from benchmarks.sglang.server_log import decode_speeds
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
@@ -232,7 +232,7 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     following = next_tokens(codec_of(config), turn_tokens)
-    dtype = getattr(torch, DTYPE_NAMES[config.dtype])
+    dtype = torch_dtype(config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
     packed = config.adapter is not None and config.quantization is not None
     if packed:

@@ -228,7 +228,6 @@ def convert_upcycle(
     Every expert is a copy of the dense MLP (sparse upcycling). Prints what the clamps, windows and
     sinks of GPT-OSS change, in nats per token.
     """
-    from converters.torch_dist import DTYPES
     from converters.upcycle import (
         CALIBRATION_TEXT,
         UpcycleOptions,
@@ -236,6 +235,7 @@ def convert_upcycle(
         read_calibration_text,
         upcycle,
     )
+    from megatron_gptoss.config.precision import torch_dtype
 
     # Read text and tokenizer first, because the measurement takes minutes.
     measured_text = CALIBRATION_TEXT if text is None else read_calibration_text(text)
@@ -255,7 +255,7 @@ def convert_upcycle(
             hf_dir,
             options,
             tokens,
-            DTYPES[precision],
+            torch_dtype(precision),
             progress=written,
             measure_progress=measured,
         )

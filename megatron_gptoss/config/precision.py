@@ -1,6 +1,9 @@
-"""Names of the precisions that configuration keys choose from."""
+"""Precisions that configuration keys choose from."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 Precision = Literal["fp32", "bf16"]
 
@@ -11,3 +14,12 @@ DTYPE_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
 def bytes_of(precision: str) -> int:
     """Return the bytes of a number."""
     return {"fp32": 4, "bf16": 2}[precision]
+
+
+def torch_dtype(precision: str) -> "torch.dtype":
+    """Return the dtype of a precision."""
+    # Configurations are read without torch, whose import takes a second.
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPE_NAMES[precision])
+    return dtype

@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_gptoss.config.precision import Precision
+from megatron_gptoss.config.precision import Precision, torch_dtype
 from rl_loop.certify.certificate import FaultVisibility
 from rl_loop.certify.faults import ModelFault
-from rl_loop.certify.model import DTYPES, WeightSet
+from rl_loop.certify.model import WeightSet
 from rl_loop.certify.subject import CertifySubject, ScoredText, checked_scores
 from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combined
@@ -80,7 +80,7 @@ class Examination:
         """Reference in the subject's precision."""
         # The distance from the fp64 reference is the rounding error that a correct subject may
         # have, too.
-        dtype = DTYPES[self.precision]
+        dtype = torch_dtype(self.precision)
         return ReferenceModel(self.weights.config, self.weights.tensors, dtype=dtype)
 
     @cached_property
@@ -95,7 +95,7 @@ class Examination:
         """Reference in the subject's precision with the second weights."""
         # Without the weights from before the update, because this reference measures only the effect of precision.
         assert self.second is not None
-        dtype = DTYPES[self.precision]
+        dtype = torch_dtype(self.precision)
         return ReferenceModel(self.weights.config, self.second.tensors, dtype=dtype)
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 from converters.hf_directory import HfDirectory, write_hf_directory
 from converters.model_extras import ModelExtras
 from converters.names import hf_shapes
-from megatron_gptoss.config.precision import Precision
+from megatron_gptoss.config.precision import Precision, torch_dtype
 from megatron_gptoss.families.gpt_oss.config import RELEASED_VOCABULARY, GptOssModelConfig
 from megatron_gptoss.named_random import named_generator
 from megatron_gptoss.user_error import UserError
@@ -34,7 +34,6 @@ from rl_loop.harmony.vocabulary import (
 )
 
 Size = Literal["tiny", "small", "gpu"]
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 FIRST = "first"
 SECOND = "second"
@@ -143,7 +142,7 @@ def prepare(directory: Path, size: Size, precision: Precision, seed: int = 0) ->
         config = SIZES[size]
         # Seeds 2s and 2s + 1, so that different values of ``seed`` share no set of weights.
         tensors = designed_weights(config, 2 * seed + number)
-        stored = ((key, tensor.to(DTYPES[precision])) for key, tensor in tensors)
+        stored = ((key, tensor.to(torch_dtype(precision))) for key, tensor in tensors)
         write_hf_directory(directory / name, config, stored, extras=ModelExtras.of_files(files))
 
 

@@ -14,7 +14,7 @@ from converters.hf_directory import HfDirectory
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.mxfp4_tensors import rounded_to_mxfp4
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from rl_loop.agents.worker import worker_class
 from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.training import EvaluationConfig
@@ -63,7 +63,7 @@ def load_weights(source: Path | None, dtype: str) -> LoadedWeights:
         raise ConversionError(
             "nothing to evaluate. Pass --weights, or set initial_weights or evaluation.endpoint"
         )
-    precision = getattr(torch, DTYPE_NAMES[dtype])
+    precision = torch_dtype(dtype)
     return LoadedWeights({name: tensor.to(precision) for name, tensor in hf_tensors(source)})
 
 

@@ -43,7 +43,7 @@ class StreamOptions(BaseModel):
     """Options of a stream."""
 
     include_usage: bool = False
-    """Whether to send token counts in a last chunk without choices."""
+    """True to send token counts in a last chunk without choices."""
 
 
 StopText = Annotated[str, StringConstraints(min_length=1)]

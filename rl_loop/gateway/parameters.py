@@ -45,7 +45,7 @@ class RequestParameters(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     stream: bool = False
-    """Whether to send the response as server-sent events."""
+    """True to send the response as server-sent events."""
     # The ranges of OpenAI's API.
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -54,9 +54,9 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     """Texts that end the turn, see ``rl_loop.gateway.stop_text``."""
     log_probs: bool = False
-    """Whether to return the log-probs of the answer's tokens."""
+    """True to return the log-probs of the answer's tokens."""
     is_stored: bool = True
-    """Whether later requests may refer to the response."""
+    """True if later requests may refer to the response."""
 
     def choice(self, number: int) -> Self:
         """Return the request for one of several choices. Their fingerprints differ."""

@@ -40,7 +40,7 @@ class PlayOptions:
     task: int = 0
     """Position of the task."""
     held_out: bool = False
-    """Whether the task is a held-out task instead of a training task."""
+    """True if the task is a held-out task instead of a training task."""
     seed: int = 0
     """Seed of the policy."""
     weights: Path | None = None

@@ -33,10 +33,10 @@ class GroupRequest:
     seeds: tuple[int, ...]
     temperature: float
     purify: bool = False
-    """Whether to apply ``rollout.purification``. Only for training, because an evaluation measures
+    """True to apply ``rollout.purification``. Only for training, because an evaluation measures
     the policy without retries."""
     with_routes: bool = False
-    """Whether to return the experts that the engine chose, if ``rollout.routed_experts`` is set.
+    """True to return the experts that the engine chose, if ``rollout.routed_experts`` is set.
     They are stored for the trainer, and are larger than the rest of an episode."""
 
 

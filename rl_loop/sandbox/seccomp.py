@@ -100,9 +100,9 @@ class ArgumentRule:
     error: int
     """errno of a rejected call. 0 for a success that does nothing."""
     bits: bool = False
-    """Whether to reject arguments that have every bit of one of the values."""
+    """True to reject arguments that have every bit of one of the values."""
     others: bool = False
-    """Whether to reject all other values instead."""
+    """True to reject all other values instead."""
 
 
 AF_UNIX = 1

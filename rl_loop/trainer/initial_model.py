@@ -19,7 +19,7 @@ from converters.random_weights import random_hf_weights
 from megatron_gptoss.checkpoint.directory import latest_checkpoint
 from megatron_gptoss.checkpoint.loader import check_undamaged, load_model_weights
 from megatron_gptoss.config import Quantization
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.layers.adapters import initialize_adapters
 from megatron_gptoss.model import build_model
 from rl_loop.config.partial_configs import TrainerConfig
@@ -46,7 +46,7 @@ def build_initial_model(
     model = build_model(
         settings.model,
         settings.parallel,
-        getattr(torch, DTYPE_NAMES[settings.dtype]),
+        torch_dtype(settings.dtype),
         adapter=settings.adapter,
         quantization=quantization,
         router_noise=settings.ablation.router_noise,
@@ -75,7 +75,7 @@ def build_teacher(settings: TrainerConfig, directory: Path) -> torch.nn.Module:
     """
     source = HfDirectory(directory)
     parallel = settings.parallel.for_teacher(source.config)
-    model = build_model(source.config, parallel, getattr(torch, DTYPE_NAMES[settings.dtype]))
+    model = build_model(source.config, parallel, torch_dtype(settings.dtype))
     load_hf_weights(model, source.config, source.view)
     return model
 

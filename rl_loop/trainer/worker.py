@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from converters.gathering import WeightGathering
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.gpu_memory import phase_memory, release_cached_memory
 from megatron_gptoss.layers.adapters import copy_factors, replaced_factors, without_adapters
@@ -468,9 +468,7 @@ class TrainerWorker:
         self.enter_phase("sync")
         gather_parameters(self.trainer.model)
         try:
-            failure = send_gathered(
-                self._gathering, sender, getattr(torch, DTYPE_NAMES[self.settings.dtype])
-            )
+            failure = send_gathered(self._gathering, sender, torch_dtype(self.settings.dtype))
         finally:
             # Free the sent weights for the engines, for the next step, and for another attempt
             # after one that failed because a rank had too little memory.

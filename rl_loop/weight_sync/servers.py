@@ -44,7 +44,7 @@ class SyncPlan:
     seconds: float = 120.0
     """Time limit of the servers for one bucket."""
     compare: bool = True
-    """Whether to compare checksums of a sample afterwards."""
+    """True to compare checksums of a sample afterwards."""
     packed: bool = False
     """True if experts are sent as MXFP4 blocks and scales, to servers that hold this format."""
     adapter: AdapterConfig | None = None

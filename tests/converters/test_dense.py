@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from converters import torch_dist
 from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
@@ -21,6 +20,7 @@ from converters.names import global_name, hf_shapes, hf_tensors, parameter_mappi
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from converters.verify import verify
 from launch.cli import app
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.families.registry import read_hf_config
 from tests.support.converters.dense_models import Weights, save_dense
 from tests.support.megatron_gptoss.dense_reference import (
@@ -47,7 +47,7 @@ def test_tensors_and_their_shapes_are_those_of_transformers(name: str) -> None:
 def test_round_trip_is_bit_exact(tmp_path: Path, name: str, precision: Any) -> None:
     config = MODELS[name]
     weights = dense_weights(config)
-    dtype = torch_dist.DTYPES[precision]
+    dtype = torch_dtype(precision)
     source = save_dense(tmp_path / "hf", config, weights, dtype)
 
     import_checkpoint(source, tmp_path / "megatron")

@@ -27,13 +27,12 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.config.hf_config import MERGED_KEY
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.weights import lost_by_merging
 from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.support.megatron_gptoss.reference import save_checkpoint
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +59,7 @@ def test_merged_weights_are_those_of_the_trainer(
     dtype: str, targets: tuple[str, ...], base: Path, tmp_path: Path
 ) -> None:
     adapter = ADAPTER.model_copy(update={"targets": targets})
-    model = adapted_model(ParallelConfig(), adapter, DTYPES[dtype])
+    model = adapted_model(ParallelConfig(), adapter, torch_dtype(dtype))
     checkpoint = save_checkpoint(tmp_path, PolicyTrainer(model, OptimizerConfig()), 1, {})
     export_adapter(checkpoint, tmp_path / "peft")
     for number, source in enumerate((checkpoint, tmp_path / "peft")):
@@ -68,7 +67,7 @@ def test_merged_weights_are_those_of_the_trainer(
         merge_adapter(base, source, merged, dtype=dtype)
         directory = HfDirectory(merged)
         for name, tensor in export_hf_weights(model, MODEL):
-            assert torch.equal(directory.get(name), tensor.to(DTYPES[dtype])), name
+            assert torch.equal(directory.get(name), tensor.to(torch_dtype(dtype))), name
 
 
 def test_merge_reports_the_loss_of_unmerged_experts(base: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_model_weights
 from megatron_gptoss.checkpoint.state import sharding_metadata
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
+from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.model import build_model
 from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.packed_sequence import PackedSequence
@@ -59,7 +60,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_round_trip_is_bit_exact(tmp_path: Path, weights: Weights, precision: Any) -> None:
-    dtype = torch_dist.DTYPES[precision]
+    dtype = torch_dtype(precision)
     hf_dir = save_hf(tmp_path / "hf", weights, dtype)
     import_checkpoint(hf_dir, tmp_path / "megatron")
     assert verify(hf_dir, tmp_path / "megatron").equal

@@ -8,6 +8,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from converters.mxfp4_tensors import Digests
 from megatron_gptoss import distributed
@@ -61,6 +62,29 @@ class LocalRank:
 
     def close(self) -> None:
         distributed.shutdown()
+
+
+class RanksOfJob(LocalRank):
+    """One rank of a job whose processes all run the driver, with the results of every rank."""
+
+    def __init__(self, settings: TrainerConfig, rank: int, port: int) -> None:
+        self._rank = rank
+        self._worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
+
+    def ready(self) -> list[RankPosition]:
+        return self._gather(self._worker.position())
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
+    ) -> list[Any]:
+        results = self._gather(getattr(self._worker, method)(*arguments[self._rank]))
+        return [results[rank] for rank in result_ranks]
+
+    @staticmethod
+    def _gather(result: Any) -> list[Any]:
+        results = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        return results
 
 
 def local_trainer(settings: TrainerConfig) -> TrainerGroup:

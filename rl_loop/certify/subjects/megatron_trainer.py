@@ -12,7 +12,7 @@ from converters.hf_directory import HfDirectory
 from converters.model_weights import export_hf_weights, load_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
-from megatron_gptoss.config.precision import Precision
+from megatron_gptoss.config.precision import Precision, torch_dtype
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -20,7 +20,7 @@ from megatron_gptoss.samples import ROUTES, TrainingSamples
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
-from rl_loop.certify.model import DTYPES, vocabulary_of
+from rl_loop.certify.model import vocabulary_of
 from rl_loop.certify.subject import CertifySubject, ScoredText, UnsupportedOperationError
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
@@ -40,7 +40,7 @@ class MegatronTrainer(CertifySubject):
         self.config = HfDirectory(directory).config
         distributed.initialize(ParallelConfig(), port=free_port())
         try:
-            model = build_model(self.config, ParallelConfig(), DTYPES[precision], **overrides)
+            model = build_model(self.config, ParallelConfig(), torch_dtype(precision), **overrides)
             self._load(model, directory)
         # ``initialize`` refuses a second set of process groups, so leave none behind.
         except BaseException:

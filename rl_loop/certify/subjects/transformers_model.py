@@ -12,8 +12,7 @@ from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 
 from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
-from megatron_gptoss.config.precision import Precision
-from rl_loop.certify.model import DTYPES
+from megatron_gptoss.config.precision import Precision, torch_dtype
 from rl_loop.certify.subject import (
     CertifySubject,
     SampledText,
@@ -31,7 +30,7 @@ class TransformersModel(CertifySubject):
         self._directory = directory
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = GptOssForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[precision], attn_implementation="eager"
+            directory, dtype=torch_dtype(precision), attn_implementation="eager"
         )
         self.model: Any = model.eval().to(self.device)
 

@@ -11,7 +11,7 @@ import torch
 
 from converters.mxfp4_tensors import Digests, fake_quantize_experts
 from megatron_gptoss.config import ModelConfig, Quantization
-from megatron_gptoss.config.precision import DTYPE_NAMES
+from megatron_gptoss.config.precision import torch_dtype
 from rl_loop.engines.backend import BackendContext, EngineFactory, RolloutBackend
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.protocol import RolloutEngine
@@ -114,7 +114,7 @@ def build_engine(
     architecture = AutoConfig.for_model(**model.to_hf_config())
     return TransformersEngine.from_config(
         architecture,
-        dtype=getattr(torch, DTYPE_NAMES[dtype]),
+        dtype=torch_dtype(dtype),
         max_batch_size=max_batch_size,
         deterministic=deterministic,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM
 
@@ -27,10 +26,8 @@ from rl_loop.config.run import SftConfig
 from rl_loop.lifecycle.start_checks import check_teacher
 from rl_loop.supervised_data import with_all_tokens
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_state import RankPosition
-from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
-from tests.support.in_process import LocalRank, local_trainer
+from tests.support.in_process import RanksOfJob, local_trainer
 from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.megatron_gptoss.reference import local_batches, unpack
 from tests.support.rl_loop.algorithms import batch_of, in_fp64, samples
@@ -229,29 +226,6 @@ def test_plan_counts_the_weights_of_the_teacher(teacher: Path) -> None:
 # ---- layouts of two ranks
 
 DISTILLED = ("expert", "interleaved", "tensor+sequence", "context")
-
-
-class RanksOfJob(LocalRank):
-    """One rank of a job whose processes all run the driver, with the results of every rank."""
-
-    def __init__(self, settings: SftConfig, rank: int, port: int) -> None:
-        self._rank = rank
-        self._worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
-
-    def ready(self) -> list[RankPosition]:
-        return self._gather(self._worker.position())
-
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
-    ) -> list[Any]:
-        results = self._gather(getattr(self._worker, method)(*arguments[self._rank]))
-        return [results[rank] for rank in result_ranks]
-
-    @staticmethod
-    def _gather(result: Any) -> list[Any]:
-        results = [None] * dist.get_world_size()
-        dist.all_gather_object(results, result)
-        return results
 
 
 def distil(settings: SftConfig, rank: int, port: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ in tests/megatron_gptoss/test_shared_prefix_models.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from converters.hf_directory import write_hf_directory
 from converters.names import hf_shapes
@@ -24,10 +23,8 @@ from megatron_gptoss.samples import TrainingSamples
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.trainer.group import TrainerGroup
-from rl_loop.trainer.rank_state import RankPosition
-from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
-from tests.support.in_process import LocalRank
+from tests.support.in_process import LocalRank, RanksOfJob
 from tests.support.megatron_gptoss.branching import branching_samples
 from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.rl_loop.trainer.adapter_rank import ADAPTER, CONFIGS
@@ -177,29 +174,6 @@ def test_supervised_updates_equal_whole_sequences(loss: str, base: Path, tmp_pat
 
 
 # -- ranks ---------------------------------------------------------------------------------------
-
-
-class RanksOfJob(LocalRank):
-    """One rank of a job whose processes all run the driver, with the results of every rank."""
-
-    def __init__(self, settings: RunConfig, rank: int, port: int) -> None:
-        self._rank = rank
-        self._worker = TrainerWorker(settings, rank, "127.0.0.1", port, 1)
-
-    def ready(self) -> list[RankPosition]:
-        return self._gather(self._worker.position())
-
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], result_ranks: Sequence[int]
-    ) -> list[Any]:
-        results = self._gather(getattr(self._worker, method)(*arguments[self._rank]))
-        return [results[rank] for rank in result_ranks]
-
-    @staticmethod
-    def _gather(result: Any) -> list[Any]:
-        results = [None] * dist.get_world_size()
-        dist.all_gather_object(results, result)
-        return results
 
 
 def layout_config(layout: str, directory: Path) -> RlConfig:
