@@ -89,9 +89,9 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         """bool [T]: True for tokens of the padding tail."""
         if self.prefixes is None:
             return self.sample_ids < 0
-        rows = self.prefixes.label_rows
-        is_padding = torch.zeros(self.tokens, dtype=torch.bool, device=rows.device)
-        is_padding[rows[self.sample_ids < 0]] = True
+        # All labels of a token agree. A mask as an index would wait for the GPU.
+        is_padding = torch.zeros_like(self.token_ids, dtype=torch.bool)
+        is_padding[self.prefixes.label_rows] = self.sample_ids < 0
         return is_padding
 
     def at_labels(self, values: torch.Tensor) -> torch.Tensor:
@@ -138,9 +138,8 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         }
         prefixes = self.prefixes
         if prefixes is not None:
-            places = inverse_order(layout).to(device)[prefixes.label_rows[labels]]
-            rows = places - rank * layout.tokens_per_rank
-            prefixes = SharedPrefixes.of(prefixes.parents, rows, shard["labels"])
+            places = inverse_order(layout).to(device)
+            prefixes = prefixes.shard(places, labels, rank, layout.tokens_per_rank)
         return replace(self, context_layout=layout, prefixes=prefixes, **shard)
 
     def to(self, device: torch.device | str) -> Self:

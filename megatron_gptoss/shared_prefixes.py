@@ -8,6 +8,7 @@ losses and metrics need not know that prefixes are shared.
 from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +40,39 @@ class SharedPrefixes:
             label_rows: int64 [L], token that predicts each label.
             labels: int64 [L], id of each label.
         """
-        pairs, pair_of_label = torch.unique(
-            torch.stack([label_rows, labels]), dim=1, return_inverse=True
+        # One integer for each pair: torch.unique compares columns of a matrix one by one on the host,
+        # which takes longer than the layers on a GPU.
+        ids = int(labels.max()) + 1
+        keys, pair_of_label = np.unique((label_rows * ids + labels).numpy(), return_inverse=True)
+        rows, pair_labels = np.divmod(keys, ids)
+        return cls(
+            parents=parents,
+            label_rows=label_rows,
+            pair_rows=torch.from_numpy(rows),
+            pair_labels=torch.from_numpy(pair_labels),
+            pair_of_label=torch.from_numpy(pair_of_label),
         )
-        return cls(parents, label_rows, pairs[0], pairs[1], pair_of_label)
+
+    def shard(self, places: Tensor, labels: Tensor, rank: int, tokens: int) -> Self:
+        """Return the labels of a context-parallel rank.
+
+        Args:
+            places: int64 [T], position of each token in the order of the ranks.
+            labels: int64 [labels of the rank], indices of the labels that its tokens predict.
+            rank: context-parallel rank.
+            tokens: number of tokens of each rank.
+        """
+        pair_places = places[self.pair_rows]
+        is_own = pair_places // tokens == rank
+        own_pairs = is_own.cumsum(0) - 1
+        first = rank * tokens
+        return replace(
+            self,
+            label_rows=places[self.label_rows[labels]] - first,
+            pair_rows=pair_places[is_own] - first,
+            pair_labels=self.pair_labels[is_own],
+            pair_of_label=own_pairs[self.pair_of_label[labels]],
+        )
 
     def to(self, device: torch.device | str) -> Self:
         """Copy all tensors to a device."""
