@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from gptoss_kernels.device_copies import copy_to_device
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 from megatron_gptoss.context_parallel.segments import NO_PARENT, RowSegments
 from megatron_gptoss.context_parallel.token_order import inverse_order, rank_tokens
@@ -145,7 +146,7 @@ class PackedBatch(TokenColumns[torch.Tensor]):
     def to(self, device: torch.device | str) -> Self:
         """Copy all tensors to a device."""
         tensors = self._tensors()
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        moved = {name: copy_to_device(tensor, device) for name, tensor in tensors.items()}
         prefixes = None if self.prefixes is None else self.prefixes.to(device)
         return replace(self, prefixes=prefixes, **moved)
 

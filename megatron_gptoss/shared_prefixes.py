@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptoss_kernels.device_copies import copy_to_device
+
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
@@ -78,8 +80,8 @@ class SharedPrefixes:
         """Copy all tensors to a device."""
         return replace(
             self,
-            label_rows=self.label_rows.to(device, non_blocking=True),
-            pair_rows=self.pair_rows.to(device, non_blocking=True),
-            pair_labels=self.pair_labels.to(device, non_blocking=True),
-            pair_of_label=self.pair_of_label.to(device, non_blocking=True),
+            label_rows=copy_to_device(self.label_rows, device),
+            pair_rows=copy_to_device(self.pair_rows, device),
+            pair_labels=copy_to_device(self.pair_labels, device),
+            pair_of_label=copy_to_device(self.pair_of_label, device),
         )

@@ -3,6 +3,7 @@
     python -m benchmarks.train shared-prefixes --layers 4
     python -m benchmarks.train shared-prefixes --layers 4 --prefix 300 --own 1800 --samples 8 --groups 8
     python -m benchmarks.train shared-prefixes gradients --layers 4 --prefix 512 --own 128 --samples 8
+    python -m benchmarks.train shared-prefixes --layers 4 --profile
     python -m benchmarks.train shared-prefixes --tiny        # on a CPU, a test of the command
 
 Needs one GPU. Weights are random, tokens are uniform, and routing follows from them. Both variants
@@ -14,7 +15,9 @@ group shares and ``--own`` tokens that are in the loss.
 and whether two backward passes have the same bits. ``gradients`` compares the gradients of both
 variants in bf16 with those of whole sequences in fp32, whose experts all of them replay. Its
 table has a row per kind of parameter: the norm of the difference relative to the norm of the fp32
-gradient, and the ratio of both variants. ``--out FILE`` appends a JSON object per row.
+gradient, and the ratio of both variants. ``--out FILE`` appends a JSON object per row. ``steps
+--profile`` also prints the most expensive kernels of one micro-batch of each variant, and a table
+with the time of all kernels relative to that of the call.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import torch
 
 from benchmarks.harness import peak, reset_peak, synchronize
 from benchmarks.train.cases import TINY, sft_loss
+from benchmarks.train.profiled import profile_call
 from benchmarks.train.release import release
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -46,6 +50,7 @@ from megatron_gptoss.prefix_tree import PrefixKeys, PrefixSharing, SortedPrefixe
 from megatron_gptoss.routes import route_digests
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
+from megatron_gptoss.step_results import LossFunction
 from megatron_gptoss.tensor_hash import digest_of_bits
 from megatron_gptoss.trainer import PolicyTrainer
 
@@ -70,6 +75,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--attention", default="auto", help="backend of attention")
     add("--recompute", nargs="*", default=[])
     add("--steps", type=int, default=5, help=f"of each variant; {WARM_UP} of them warm up")
+    add("--profile", action="store_true", help="print the kernels of one micro-batch")
     add("--tiny", action="store_true", help="small sizes, for a run without a GPU")
     add("--out", type=Path)
     return parser
@@ -218,7 +224,31 @@ def time_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         print(json.dumps(row), flush=True)
         rows.append(row)
+    if args.profile:
+        print(table(profile_micro_batches(trainer, batches, loss)), flush=True)
     release(trainer)
+    return rows
+
+
+def profile_micro_batches(
+    trainer: PolicyTrainer, batches: dict[str, list[PackedBatch]], loss: LossFunction
+) -> list[dict[str, Any]]:
+    """Print the kernels of the first micro-batch of each variant, and return a table row per call.
+
+    An update contains an optimizer step.
+    """
+    rows = []
+    for name, (first, *_) in batches.items():
+        calls: dict[str, Callable[[], Any]] = {
+            "update": lambda first=first: trainer.train_step([first], loss, learning_rate=0.0),
+            "score": lambda first=first: trainer.score([first]),
+        }
+        for call_name, call in calls.items():
+            figures, kernels = profile_call(call)
+            print(f"\n{name}, {call_name}: {first.tokens:,} tokens\n{kernels}", flush=True)
+            row = {"variant": name, "call": call_name, "tokens": first.tokens, **figures}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     return rows
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from gptoss_kernels.device_copies import copy_to_device
 from gptoss_kernels.sink_attention.functional import (
     AttentionSettings,
     attention_backward,
@@ -23,8 +24,8 @@ from gptoss_kernels.sink_attention.functional import (
 )
 from gptoss_kernels.sink_attention.layout import AttentionSegments
 from megatron_gptoss.context_parallel.exchange import start_all_gather, start_all_to_all
-from megatron_gptoss.context_parallel.head_groups import head_groups
-from megatron_gptoss.context_parallel.key_gradients import add_in_order, slices_of
+from megatron_gptoss.context_parallel.head_groups import copied_head_groups, head_groups
+from megatron_gptoss.context_parallel.key_gradients import add_in_order
 from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
@@ -47,8 +48,8 @@ class KeyGatherPlan:
     """
     keys: Tensor
     """[keys of all spans] int64: index of each key among the gathered tokens."""
-    key_groups: list[slice]
-    """Slices of ``keys`` whose gradients are added together, see ``add_in_order``."""
+    shares_prefixes: bool
+    """True if any number of spans sees a key. Otherwise at most two spans see it."""
     widest_gather: int
     """Number of tokens for which a gather is sized: all gathered tokens, or all keys if these are
     more because sequences share prefixes."""
@@ -166,7 +167,10 @@ class AllGatherAttention(torch.autograd.Function):
                     saved, grad_o[rows], plan.split, settings
                 )
                 both = torch.stack((dkeys, dvalues), dim=1)
-                add_in_order(partial, plan.keys, both, plan.key_groups)
+                if plan.shares_prefixes:
+                    add_in_order(partial, plan.keys, both)
+                else:
+                    partial.index_add_(0, plan.keys, both.to(partial.dtype))
                 dsinks[heads] += group_dsinks
                 del saved, dkeys, dvalues, both
 
@@ -195,7 +199,7 @@ class _GatheredHeads:
         self.v = v
         self.plan = plan
         self.group = group
-        self.remaining = _head_groups_of(q, k, plan)
+        self.remaining = _head_groups_of(q, k, plan, group.size())
         self.pending = self._start_next()
 
     def __iter__(self) -> "_GatheredHeads":
@@ -228,20 +232,22 @@ class _Gather:
     ) -> None:
         """Start the gather of k and v [tokens, kv_heads, head_size] for ``heads``."""
         rows = slice(0, plan.contributed)
-        # `local` is [contributed, 2, kv heads of the group, head_size]. `gathered` stacks it for
-        # all ranks. A rank with fewer shared tokens also sends other tokens, which are not used.
-        local = torch.stack((k[rows, heads], v[rows, heads]), dim=1)
-        self.exchange = start_all_gather(local, group)
         self.keys = plan.keys
+        self.local = (k[rows, heads], v[rows, heads])
+        self.exchange = None
+        if group.size() > 1:
+            # The message is [contributed, 2, kv heads of the group, head_size]. A rank with fewer
+            # shared tokens also sends other tokens, which are not used.
+            self.exchange = start_all_gather(torch.stack(self.local, dim=1), group)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, [keys of all spans, kv heads of the group, head_size]."""
-        gathered = self.exchange.wait()
-        del self.exchange
+        keys, values = self.local
+        if self.exchange is not None:
+            keys, values = self.exchange.wait().unbind(1)
+            self.exchange = None
         # Reorder from ranks to the sequence of each span. A key appears once per span that sees it.
-        keys = gathered[:, 0].index_select(0, self.keys)
-        values = gathered[:, 1].index_select(0, self.keys)
-        return keys, values
+        return keys.index_select(0, self.keys), values.index_select(0, self.keys)
 
 
 class _GradientExchange:
@@ -270,7 +276,7 @@ class _GradientExchange:
         dv[: plan.shared, self.kv_heads] = total[:, 1]
 
 
-def _head_groups_of(q: Tensor, k: Tensor, plan: KeyGatherPlan) -> list[HeadGroup]:
+def _head_groups_of(q: Tensor, k: Tensor, plan: KeyGatherPlan, ranks: int) -> list[HeadGroup]:
     """Return the groups of heads in order. There are none if all spans are whole."""
     if plan.contributed == 0:
         return []
@@ -278,7 +284,8 @@ def _head_groups_of(q: Tensor, k: Tensor, plan: KeyGatherPlan) -> list[HeadGroup
     kv_heads, head_size = k.shape[1:]
     heads_per_kv = q.shape[1] // kv_heads
     bytes_per_token_and_head = 2 * head_size * k.element_size()
-    slices = head_groups(plan.widest_gather, kv_heads, bytes_per_token_and_head)
+    groups = head_groups if ranks > 1 else copied_head_groups
+    slices = groups(plan.widest_gather, kv_heads, bytes_per_token_and_head)
     return [
         HeadGroup(kv_heads=kv, heads=slice(kv.start * heads_per_kv, kv.stop * heads_per_kv))
         for kv in slices
@@ -304,12 +311,8 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPl
     local = keys % layout.tokens_per_rank
     gathered_keys = owner * contributed + local
 
-    # At most two spans of a rank see a key of a sequence, so the order of the sum does not matter.
-    # Any number of segments sees a shared key.
-    key_groups = [slice(0, len(keys))]
     gathered = layout.size * contributed
     if layout.shares_prefixes:
-        key_groups = slices_of([span.end for span in split])
         # The same on all ranks, because each gather is collective.
         gathered = max(gathered, *(_key_count(layout, other) for other in range(layout.size)))
 
@@ -322,8 +325,8 @@ def _plan(layout: ContextLayout, rank: int, device: torch.device) -> KeyGatherPl
             key_lengths=[span.end for span in split],
             device=device,
         ),
-        keys=gathered_keys.to(device),
-        key_groups=key_groups,
+        keys=copy_to_device(gathered_keys, device),
+        shares_prefixes=layout.shares_prefixes,
         widest_gather=gathered,
         whole=AttentionSegments.from_lengths(whole_lengths, whole_lengths, device),
     )

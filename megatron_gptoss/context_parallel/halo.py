@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from gptoss_kernels.device_copies import copy_to_device
 from gptoss_kernels.sink_attention.functional import (
     AttentionSettings,
     attention_backward,
@@ -28,7 +29,7 @@ from gptoss_kernels.sink_attention.functional import (
 )
 from gptoss_kernels.sink_attention.layout import AttentionSegments
 from megatron_gptoss.context_parallel.exchange import Exchange, start_all_to_all
-from megatron_gptoss.context_parallel.key_gradients import add_in_order, slices_of
+from megatron_gptoss.context_parallel.key_gradients import add_in_order
 from megatron_gptoss.context_parallel.layout import ContextLayout
 from megatron_gptoss.context_parallel.token_order import inverse_order, row_indices
 
@@ -54,9 +55,9 @@ class HaloPlan:
     """Index in the border of each received token."""
     sent: Tensor
     """Local tokens to send, sorted by receiving rank."""
-    sent_groups: list[slice] | None
-    """Slices of ``sent``, one per halo, if sequences share prefixes. A token is then in any number
-    of halos, and gradients are summed in this order, in fp32. Otherwise None."""
+    shares_prefixes: bool
+    """True if a token is in any number of halos. Gradients are then summed in fp32, in the order of
+    ``sent``."""
     send_counts: list[int]
     """Number of tokens to send to each rank."""
     receive_counts: list[int]
@@ -191,12 +192,12 @@ def _with_halo_gradients(grad: Tensor, returned: Tensor, plan: HaloPlan) -> Tens
     Returns:
         The sum, of the shape and dtype of ``grad``.
     """
-    if plan.sent_groups is None:
+    if not plan.shares_prefixes:
         # A token may be in several halos and thus several times in ``sent``.
         return grad.index_add_(0, plan.sent, returned)
 
     total = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    add_in_order(total, plan.sent, returned, plan.sent_groups)
+    add_in_order(total, plan.sent, returned)
     return total.to(grad.dtype)
 
 
@@ -262,14 +263,9 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     # Tokens that each rank needs, as positions in `token_order`. position // share is the owner.
     # Every rank derives them from the layout, so no messages about sizes are necessary.
     halos = [_halos(layout, other, window) for other in range(layout.size)]
-    sent_by_halo = [
-        [tokens[tokens // share == rank] - rank * share for tokens in of_rank] for of_rank in halos
-    ]
-    sent = [_concatenate(of_rank) for of_rank in sent_by_halo]
-    owners = _concatenate(halos[rank]) // share
-    sent_groups = None
-    if layout.shares_prefixes:
-        sent_groups = slices_of([len(tokens) for of_rank in sent_by_halo for tokens in of_rank])
+    needed = [_concatenate(of_rank) for of_rank in halos]
+    sent = [tokens[tokens // share == rank] - rank * share for tokens in needed]
+    owners = needed[rank] // share
 
     sources: list[Tensor] = []  # of the border's tokens, among the local ones
     halo_places: list[Tensor] = []  # in the border
@@ -295,12 +291,12 @@ def _plan(layout: ContextLayout, rank: int, window: int, device: torch.device) -
     return HaloPlan(
         spans=AttentionSegments.from_lengths(lengths, lengths, device),
         border=AttentionSegments.from_lengths(border_lengths, border_lengths, device),
-        border_sources=border_sources.to(device),
-        border_rows=border_rows.to(device),
-        local_rows=border_sources[border_rows].to(device),
-        halo=_concatenate(halo_places)[arrival_order].to(device),
-        sent=torch.cat(sent).to(device),
-        sent_groups=sent_groups,
+        border_sources=copy_to_device(border_sources, device),
+        border_rows=copy_to_device(border_rows, device),
+        local_rows=copy_to_device(border_sources[border_rows], device),
+        halo=copy_to_device(_concatenate(halo_places)[arrival_order], device),
+        sent=copy_to_device(torch.cat(sent), device),
+        shares_prefixes=layout.shares_prefixes,
         send_counts=[len(tokens) for tokens in sent],
         receive_counts=torch.bincount(owners, minlength=layout.size).tolist(),
     )

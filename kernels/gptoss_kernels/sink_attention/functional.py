@@ -96,7 +96,7 @@ def attention_forward(
     # The other kernels have one length per sequence. Add zero queries before the real queries, and
     # discard their output.
     if not segments.square:
-        rows, square = _square_segments(segments)
+        rows, square = segments.padded
         o, lse = attention_forward(_pad_rows(q, rows, len(k)), k, v, sinks, square, settings)
         return o[rows], lse[rows]
 
@@ -145,7 +145,7 @@ def attention_backward(
         return dq, dk, dv, dsinks.to(sinks.dtype)
 
     if not segments.square:
-        rows, square = _square_segments(segments)
+        rows, square = segments.padded
         padded_q = _pad_rows(q, rows, len(k))
         padded_o = _pad_rows(o, rows, len(k))
         padded_grad_o = _pad_rows(grad_o, rows, len(k))
@@ -161,32 +161,6 @@ def attention_backward(
 
     layout = packed_layout(segments.cu_seqlens_q)
     return bind_passes(backend, segments, layout, window, scale).backward(saved, grad_o)
-
-
-def _square_segments(segments: AttentionSegments) -> tuple[Tensor, AttentionSegments]:
-    """Return the positions of the real queries, and segments in which every key has a query.
-
-    Returns:
-        Index of each real query among the keys, [queries] int64, and the new segments.
-    """
-    key_ends = segments.cu_seqlens_k[1:].long()
-    query_starts = segments.cu_seqlens_q[:-1]
-    query_counts = segments.cu_seqlens_q.long().diff()
-
-    # The queries of a segment belong to its last keys, so all of them move by the same distance.
-    # `shifts` has one entry per segment.
-    shifts = key_ends - query_counts - query_starts
-    queries = torch.arange(int(segments.cu_seqlens_q[-1]), device=key_ends.device)
-    rows = queries + torch.repeat_interleave(shifts, query_counts)
-
-    # The same tensor twice marks the segments as square.
-    square = AttentionSegments(
-        cu_seqlens_q=segments.cu_seqlens_k,
-        cu_seqlens_k=segments.cu_seqlens_k,
-        max_seqlen_q=segments.max_seqlen_k,
-        max_seqlen_k=segments.max_seqlen_k,
-    )
-    return rows, square
 
 
 def _pad_rows(x: Tensor, rows: Tensor, length: int) -> Tensor:

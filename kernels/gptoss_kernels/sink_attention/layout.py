@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptoss_kernels.device_copies import copy_to_device
+
 
 @dataclass
 class PackedLayout:
@@ -61,7 +63,7 @@ class PackedLayout:
 class AttentionSegments:
     """Ranges of queries and keys. The queries of a segment belong to its last keys.
 
-    Keep one object per packing, because the first use copies the offsets to the host.
+    Keep one object per packing, because the first use may copy the offsets to the host.
     """
 
     cu_seqlens_q: Tensor
@@ -81,6 +83,26 @@ class AttentionSegments:
         """True if every key has a query."""
         # Identity instead of equality: comparing tensors on a GPU would wait for the stream.
         return self.cu_seqlens_k is self.cu_seqlens_q
+
+    @functools.cached_property
+    def padded(self) -> tuple[Tensor, "AttentionSegments"]:
+        """Index of each query among the keys, int64 [queries], and segments with a query per key."""
+        queries = packed_layout(self.cu_seqlens_q).offsets
+        counts = queries.diff()
+
+        # The queries of a segment belong to its last keys, so all of them move by the same distance.
+        # `shifts` has one entry per segment.
+        shifts = packed_layout(self.cu_seqlens_k).offsets[1:] - counts - queries[:-1]
+        rows = torch.arange(int(queries[-1])) + torch.repeat_interleave(shifts, counts)
+
+        # The same tensor twice marks the segments as square.
+        square = AttentionSegments(
+            cu_seqlens_q=self.cu_seqlens_k,
+            cu_seqlens_k=self.cu_seqlens_k,
+            max_seqlen_q=self.max_seqlen_k,
+            max_seqlen_k=self.max_seqlen_k,
+        )
+        return copy_to_device(rows, self.cu_seqlens_k.device), square
 
     @classmethod
     def from_lengths(
@@ -108,7 +130,12 @@ class AttentionSegments:
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:
     """Return the offsets of ranges with these lengths, [ranges + 1] int32."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    cu_seqlens = copy_to_device(offsets.to(torch.int32), device)
+    # Known here, so that attention need not read the offsets from the GPU.
+    if lengths:
+        _remember(cu_seqlens, PackedLayout(offsets, longest=max(lengths)))
+    return cu_seqlens
 
 
 # Keys are ids of cu_seqlens tensors, because tensors compare element by element. An id can be
@@ -126,20 +153,29 @@ def packed_layout(cu_seqlens: Tensor) -> PackedLayout:
     Raises:
         ValueError: the tensor is not a valid list of offsets.
     """
-    key = id(cu_seqlens)
-    # Inference tensors have no version counter.
-    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    known = _layouts.get(key)
+    known = _layouts.get(id(cu_seqlens))
     if known is not None:
         reference, known_version, layout = known
-        if reference() is cu_seqlens and known_version == version:
+        if reference() is cu_seqlens and known_version == _version(cu_seqlens):
             return layout
 
-    # The callback removes the entry with its tensor, so that the cache does not grow.
     layout = _read(cu_seqlens)
-    reference = weakref.ref(cu_seqlens, lambda _: _layouts.pop(key, None))
-    _layouts[key] = (reference, version, layout)
+    _remember(cu_seqlens, layout)
     return layout
+
+
+def _remember(cu_seqlens: Tensor, layout: PackedLayout) -> None:
+    """Store the layout of ``cu_seqlens`` as long as the tensor exists."""
+    key = id(cu_seqlens)
+    # The callback removes the entry with its tensor, so that the cache does not grow.
+    reference = weakref.ref(cu_seqlens, lambda _: _layouts.pop(key, None))
+    _layouts[key] = (reference, _version(cu_seqlens), layout)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of modifications of a tensor."""
+    # Inference tensors have no version counter.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _read(cu_seqlens: Tensor) -> PackedLayout:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gptoss_kernels import nvrtc
+from gptoss_kernels.device_copies import copy_to_device
 from gptoss_kernels.sink_attention.autograd import Gradients, SavedTensors
 from gptoss_kernels.sink_attention.layout import PackedLayout
 
@@ -416,10 +417,7 @@ def _items(
     key = ("items", length, device, order)
     if key not in layout.plans:
         table = _item_table(layout, length, order)
-        # Pinned memory: a copy from pageable memory would wait for all queued work of the GPU.
-        host = torch.empty(table.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        host.copy_(table)
-        layout.plans[key] = (host.to(device, non_blocking=True), len(table))
+        layout.plans[key] = (copy_to_device(table.to(torch.int32), device), len(table))
     return layout.plans[key]
 
 
