@@ -12,7 +12,8 @@ are packed by ``schedule``, as the trainer packs them. A sequence has ``--prefix
 group shares and ``--own`` tokens that are in the loss.
 
 ``steps`` prints a table with one row per variant: seconds of an update and of scoring, peak memory,
-and whether two backward passes have the same bits. ``gradients`` compares the gradients of both
+and whether two backward passes have the same bits. If not, it names the last parameter that
+differs. ``--deterministic`` selects deterministic algorithms. ``gradients`` compares the gradients of both
 variants in bf16 with those of whole sequences in fp32, whose experts all of them replay. Its
 table has a row per kind of parameter: the norm of the difference relative to the norm of the fp32
 gradient, and the ratio of both variants. ``--out FILE`` appends a JSON object per row. ``steps
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
 import time
 import zlib
@@ -76,6 +78,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--recompute", nargs="*", default=[])
     add("--steps", type=int, default=5, help=f"of each variant; {WARM_UP} of them warm up")
     add("--profile", action="store_true", help="print the kernels of one micro-batch")
+    add("--deterministic", action="store_true", help="select deterministic algorithms")
     add("--tiny", action="store_true", help="small sizes, for a run without a GPU")
     add("--out", type=Path)
     return parser
@@ -87,11 +90,17 @@ def main() -> None:
     if args.tiny:
         args.layers, args.experts, args.prefix, args.own = 2, 4, 96, 12
         args.samples, args.max_tokens = 4, 256
+    if args.deterministic:
+        # cuBLAS reads the variable at its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     distributed.initialize(ParallelConfig(), port=29_792)
     try:
         rows = time_steps(args) if args.mode == "steps" else compare_gradients(args)
     finally:
         distributed.shutdown()
+        torch.use_deterministic_algorithms(False)
 
     if args.out:
         with args.out.open("a") as file:
@@ -219,7 +228,7 @@ def time_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
             "speed-up": median(seconds["whole"][WARM_UP:]) / step,
             "peak, GB": peaks[name] / 1e9,
             "loss": losses[name],
-            "same bits": has_same_bits(trainer, update(name, 0.0)),
+            **same_bits(trainer, update(name, 0.0)),
             "all updates": [round(value, 4) for value in seconds[name]],
         }
         print(json.dumps(row), flush=True)
@@ -261,13 +270,19 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def has_same_bits(trainer: PolicyTrainer, update: Callable[[], Any]) -> bool:
-    """Return True if two backward passes give the same gradients."""
+def same_bits(trainer: PolicyTrainer, update: Callable[[], Any]) -> dict[str, Any]:
+    """Return whether two backward passes give the same gradients, and the last other parameter.
+
+    The backward pass begins with the last parameter, so earlier ones differ because of it.
+    """
     digests = []
     for _ in range(2):
         update()
-        digests.append(digest_of_bits(*(p.main_grad for p in trainer.module.parameters())))
-    return digests[0] == digests[1]
+        named = trainer.module.named_parameters()
+        digests.append({name: digest_of_bits(p.main_grad) for name, p in named})
+    first, second = digests
+    differing = [name for name in first if first[name] != second[name]]
+    return {"same bits": not differing, "differing from": differing[-1] if differing else "-"}
 
 
 def compare_gradients(args: argparse.Namespace) -> list[dict[str, Any]]:

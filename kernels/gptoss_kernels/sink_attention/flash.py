@@ -137,6 +137,9 @@ def flash4_sink_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with flash-attn-4, its native sink and its autograd.
 
+    Blocks add their parts of dQ, dK and dV in any order, unless torch's deterministic algorithms are
+    enabled.
+
     Args:
         q: [tokens, heads, head_size] bf16.
         k: [tokens, kv_heads, head_size] bf16.
@@ -163,6 +166,7 @@ def flash4_sink_attention(
         softmax_scale=scale,
         causal=window is None,
         window_size=window_size,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         **options,
     )[:2]
     return o, lse.detach().t()

@@ -140,6 +140,7 @@ def attention_backward(
             learnable_sink=sinks.float(),
             softmax_scale=scale,
             causal=window is None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **flash.packing_options(segments, window),
         )
         return dq, dk, dv, dsinks.to(sinks.dtype)
