@@ -485,6 +485,7 @@ def backend_context(config: RunConfig) -> BackendContext:
         seed=config.seed,
         directory=config.directory.absolute() / "engine",
         routed_experts=config.rollout.routed_experts,
+        shares_prefixes=config.training.prefix_sharing is not None,
         quantization=config.trained_quantization,
         adapter=config.unmerged_adapter,
     )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_gptoss.config import StrictModel
 from megatron_gptoss.prefix_tree import PrefixSharing
@@ -38,6 +38,12 @@ class TrainingConfig(StrictModel):
         if self.share_prefixes == "off":
             return None
         return PrefixSharing(self.min_shared, prompts_only=self.share_prefixes == "prompts")
+
+    @field_validator("share_prefixes", mode="before")
+    @classmethod
+    def _read_off(cls, value: object) -> object:
+        # YAML reads `off` as false.
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _check_min_shared(self) -> Self:

@@ -158,6 +158,8 @@ class BackendContext:
     """Directory for files of the backend. All nodes have access to it."""
     routed_experts: bool = False
     """True if requests ask for the engine's choice of experts for every token."""
+    shares_prefixes: bool = False
+    """True if training computes equal prefixes once. With routes, their experts must be equal, too."""
     quantization: Quantization | None = None
     """Format in which experts are trained. None: not quantized.
 

@@ -61,6 +61,12 @@ class GenerateRequest:
         # From the right, because the name of an episode may contain slashes.
         return self.request_id.rsplit("/", 2)[0]
 
+    @property
+    def group(self) -> str:
+        """Task of the episode. Episodes of a task begin with the same prompt."""
+        task, _, _ = self.episode.rpartition("/")
+        return task or self.episode
+
 
 @dataclass
 class GenerateResult:

@@ -35,6 +35,8 @@ class SglangBackend(RolloutBackend):
             model=self.context.model,
             wait_seconds=self.settings.start_seconds,
             api_key=self.fleet.api_key,
+            # Servers compute a prompt in other batches, so some of its experts may differ.
+            keep_groups=self.context.routed_experts and self.context.shares_prefixes,
         )
 
     def start(self, workers: EngineWorkers) -> None:
@@ -71,7 +73,11 @@ class SglangBackend(RolloutBackend):
 
 
 def connect_engine(
-    servers: list[Any], model: ModelConfig, wait_seconds: float, api_key: str
+    servers: list[Any],
+    model: ModelConfig,
+    wait_seconds: float,
+    api_key: str,
+    keep_groups: bool,
 ) -> RolloutEngine:
     """Return a client of ``servers``. It sends no request yet.
 
@@ -80,9 +86,14 @@ def connect_engine(
         model: configuration of the model.
         wait_seconds: longest time that a request waits for a server that holds the policy.
         api_key: key of the servers.
+        keep_groups: whether all episodes of a task use the same server.
     """
     from rl_loop.engines.sglang.engine import SglangEngine
 
     return SglangEngine(
-        lambda: statuses(servers), model, wait_seconds=wait_seconds, api_key=api_key
+        lambda: statuses(servers),
+        model,
+        wait_seconds=wait_seconds,
+        api_key=api_key,
+        keep_groups=keep_groups,
     )

@@ -29,8 +29,8 @@ MAX_FAULTS = 20
 """Number of faults after which a request fails: the servers are unlikely to cause more."""
 MAX_PAUSE = 1.0
 """Longest pause in seconds after a fault of a request. The pause doubles with each fault."""
-MAX_TRACKED_EPISODES = 100_000
-"""Number of episodes whose server is remembered. The oldest are dropped."""
+MAX_TRACKED_PREFIXES = 100_000
+"""Number of episodes or tasks whose server is remembered. The oldest are dropped."""
 REFRESH_SECONDS = 1.0
 """Seconds after which the states of the servers are requested again."""
 
@@ -51,6 +51,7 @@ class SglangEngine:
         wait_seconds: float = 1800.0,
         abort_seconds: float = 5.0,
         api_key: str | None = None,
+        keep_groups: bool = False,
     ) -> None:
         """Prepare for generation without connecting.
 
@@ -60,12 +61,15 @@ class SglangEngine:
             wait_seconds: longest time that a request waits for a server that holds the policy.
             abort_seconds: longest time that a turn runs after its abort.
             api_key: key of the servers, if any.
+            keep_groups: whether all episodes of a task use the same server. A prompt in its cache
+                has the same experts in all of them.
         """
         self.min_version = 0
         self._reader = ResponseReader(model)
         self._wait_seconds = wait_seconds
         self._abort_seconds = abort_seconds
         self._api_key = api_key
+        self._keep_groups = keep_groups
 
         # Latest states of the servers, and time of that request on the event loop's clock.
         self._servers = servers
@@ -78,7 +82,7 @@ class SglangEngine:
         self._load: Counter[str] = Counter()
 
         self._homes: OrderedDict[str, str] = OrderedDict()
-        """Address of the server that has an episode's prefix cached, by episode."""
+        """Address of the server that has a prefix cached, by episode or task."""
         self._turns: dict[str, StreamedTurn] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -109,7 +113,9 @@ class SglangEngine:
     async def _sample(self, turn: StreamedTurn) -> None:
         """Let servers work on a turn, in sequence, until one ends it."""
         while True:
-            server = await self._route(turn.request.episode, turn.failures)
+            request = turn.request
+            prefix = request.group if self._keep_groups else request.episode
+            server = await self._route(prefix, turn.failures)
             # Aborted between two servers: the tokens so far are the result.
             if turn.aborted:
                 return
@@ -132,11 +138,11 @@ class SglangEngine:
                 turn.client = None
                 self._load[server.url] -= 1
 
-    async def _route(self, episode: str, failures: Counter[str]) -> ServerStatus:
+    async def _route(self, prefix: str, failures: Counter[str]) -> ServerStatus:
         """Wait for a server that holds the policy and return the best one.
 
         Args:
-            episode: episode of the request.
+            prefix: episode or task of the request.
             failures: number of faults that the turn met, by server address.
 
         Raises:
@@ -146,7 +152,7 @@ class SglangEngine:
         deadline = loop.time() + self._wait_seconds
         while True:
             await self._refresh()
-            if (server := self._choose_server(episode, failures)) is not None:
+            if (server := self._choose_server(prefix, failures)) is not None:
                 return server
 
             if loop.time() > deadline:
@@ -160,8 +166,8 @@ class SglangEngine:
                 )
             await asyncio.sleep(0.1)
 
-    def _choose_server(self, episode: str, failures: Counter[str]) -> ServerStatus | None:
-        """Return the episode's server, else the least loaded one. None if none is ready."""
+    def _choose_server(self, prefix: str, failures: Counter[str]) -> ServerStatus | None:
+        """Return the server of a prefix, else the least loaded one. None if none is ready."""
         ready = {
             status.url: status
             for status in self._statuses
@@ -170,15 +176,15 @@ class SglangEngine:
         if not ready:
             return None
 
-        # An episode stays where its prefix is cached, unless another server failed less often.
-        home = self._homes.get(episode)
+        # A prefix stays where it is cached, unless another server failed less often.
+        home = self._homes.get(prefix)
         fewest_failures = min(failures[url] for url in ready)
         if home not in ready or failures[home] > fewest_failures:
             home = min(ready, key=lambda url: (failures[url], self._load[url]))
 
-        self._homes[episode] = home
-        self._homes.move_to_end(episode)
-        if len(self._homes) > MAX_TRACKED_EPISODES:
+        self._homes[prefix] = home
+        self._homes.move_to_end(prefix)
+        if len(self._homes) > MAX_TRACKED_PREFIXES:
             self._homes.popitem(last=False)
         return ready[home]
 
@@ -235,7 +241,7 @@ class SglangEngine:
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Score a text on any server that holds the policy (see ``score_on``)."""
         # A scored text belongs to no episode.
-        server = await self._route(episode="", failures=Counter())
+        server = await self._route(prefix="", failures=Counter())
         return await score_on(self._client(server.url), input_ids, temperature)
 
     async def abort(self, request_id: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,8 @@ from megatron_gptoss.prefix_tree import PrefixSharing
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig, SftConfig
+from rl_loop.engines.sglang import backend
+from rl_loop.session import backend_context
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -20,6 +23,7 @@ def rl(*overrides: str) -> RlConfig:
 
 def test_sequences_share_no_prefixes_by_default() -> None:
     assert rl().training.prefix_sharing is None
+    assert rl("training.share_prefixes=off").training.share_prefixes == "off"
     # A complete configuration has all keys.
     assert rl("training.min_shared=64").training.prefix_sharing is None
 
@@ -74,3 +78,22 @@ def test_refused_settings_are_allowed_without_sharing() -> None:
         allowed = [change for change in overrides if not change.startswith("training.")]
         if allowed:
             assert rl(*allowed).training.share_prefixes == "off", message
+
+
+@pytest.mark.parametrize("sharing", ["off", "prompts", "all"])
+@pytest.mark.parametrize("replay", ["none", "R3"])
+def test_servers_keep_groups_if_prompts_need_equal_experts(
+    monkeypatch: pytest.MonkeyPatch, sharing: str, replay: str
+) -> None:
+    def fleet(*args: object) -> SimpleNamespace:
+        return SimpleNamespace(actors=[], api_key="")
+
+    monkeypatch.setattr(backend, "SglangFleet", fleet)
+    config = rl(
+        "rollout.engine={type: sglang}",
+        f"training.share_prefixes={sharing}",
+        f"algorithm.routing_replay={replay}",
+    )
+    servers = backend.SglangBackend(config.rollout.engine, backend_context(config))
+    engine = servers.engine_factory()()
+    assert engine._keep_groups is (sharing != "off" and replay == "R3")

@@ -163,6 +163,16 @@ async def test_turns_reuse_their_prefix_and_episodes_balance_servers() -> None:
         assert [len(server.served) for server in servers] == [16] * 4
 
 
+async def test_episodes_of_a_task_use_the_same_server() -> None:
+    servers = [LocalServer(token_seconds=0.002) for _ in range(4)]
+    async with engine_over(*servers, keep_groups=True) as (engine, _):
+        names = [f"split/task-{task}/{seed}/0/0" for task in range(8) for seed in range(3)]
+        await asyncio.gather(*(engine.generate(request(PROMPT, 20, name)) for name in names))
+        tasks = [{name.split("/")[1] for name in server.served} for server in servers]
+        assert sum(map(len, tasks)) == 8
+        assert [len(of_server) for of_server in tasks] == [2] * 4
+
+
 async def test_aborted_turn_continues_from_its_tokens() -> None:
     server = LocalServer(token_seconds=0.01)
     async with engine_over(server) as (engine, _):
