@@ -104,7 +104,14 @@ def predict_loop(
     hardware = hardware or configured_hardware(config.gpu_gb)
     server = server_model(engine, config.model, hardware)
     mean = mean_sampled_tokens(rollout, turn_tokens)
-    slots = batch_size(engine, config.model, config.dtype, hardware.gigabytes, mean + PROMPT_TOKENS)
+    slots = batch_size(
+        engine,
+        config.model,
+        config.dtype,
+        hardware.gigabytes,
+        mean + PROMPT_TOKENS,
+        config.unmerged_adapter,
+    )
     lengths = EpisodeLengths(
         turn_tokens or mean / rollout.max_turns,
         rollout.max_turns,

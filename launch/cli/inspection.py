@@ -114,7 +114,9 @@ def plan(
     # Supervised runs have no rollouts.
     if rl is not None:
         print(loop_plan(rl, hardware, tool_seconds, turn_tokens))
-        warnings = rollout_warnings(rl.rollout, rl.model, rl.dtype, hardware.gigabytes, turn_tokens)
+        warnings = rollout_warnings(
+            rl.rollout, rl.model, rl.dtype, hardware.gigabytes, turn_tokens, rl.unmerged_adapter
+        )
         for warning in warnings:
             print(f"warning: {warning}")
     raise typer.Exit(1 if exceeds_memory(inputs, hardware) else 0)

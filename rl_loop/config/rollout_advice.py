@@ -3,7 +3,7 @@
 `gptoss plan` prints them, and a run logs them at its start.
 """
 
-from megatron_gptoss.config import ModelConfig
+from megatron_gptoss.config import AdapterConfig, ModelConfig
 from rl_loop.config.rollout import EPISODES_PER_WORKER, RolloutConfig
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, windowed_cache_share
@@ -37,7 +37,12 @@ def mean_sampled_tokens(rollout: RolloutConfig, turn_tokens: float | None = None
 
 
 def batch_size(
-    engine: SglangConfig, model: ModelConfig, dtype: str, gigabytes: float, tokens: float
+    engine: SglangConfig,
+    model: ModelConfig,
+    dtype: str,
+    gigabytes: float,
+    tokens: float,
+    adapter: AdapterConfig | None = None,
 ) -> int:
     """Return the requests that a server runs at a time, at least 1.
 
@@ -47,6 +52,7 @@ def batch_size(
         dtype: precision of weights and cache, "fp32" or "bf16".
         gigabytes: memory of a GPU in GB (1e9 bytes).
         tokens: tokens per request.
+        adapter: adapters that the server adds without merging. None without them.
     """
     needs = ServerNeeds.of(
         model,
@@ -54,6 +60,7 @@ def batch_size(
         engine.tensor_parallel,
         packed=engine.packs_experts,
         windowed_share=windowed_cache_share(engine.arguments),
+        adapter=adapter,
     )
     others = needs.weights + needs.working + needs.context
     cache = engine.memory_fraction * gigabytes * 1e9 - others
@@ -67,6 +74,7 @@ def rollout_warnings(
     dtype: str,
     gigabytes: float | None,
     turn_tokens: float | None = None,
+    adapter: AdapterConfig | None = None,
 ) -> list[str]:
     """Return a warning per setting that leaves servers waiting. Each names a key and a value.
 
@@ -78,6 +86,7 @@ def rollout_warnings(
             not checked.
         turn_tokens: mean sampled tokens of a turn; None for ``MEAN_LENGTH`` of an episode's
             maximum.
+        adapter: adapters that servers add without merging. None without them.
     """
     engine = rollout.engine
     if not isinstance(engine, SglangConfig):
@@ -87,7 +96,7 @@ def rollout_warnings(
     warnings = []
     if gigabytes is not None:
         mean = mean_sampled_tokens(rollout, turn_tokens)
-        batch = batch_size(engine, model, dtype, gigabytes, mean)
+        batch = batch_size(engine, model, dtype, gigabytes, mean, adapter)
         if of_server < FEW_EPISODES * batch:
             tasks = -(-batch * engine.servers // rollout.samples_per_task)
             warnings.append(

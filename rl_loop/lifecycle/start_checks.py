@@ -418,7 +418,10 @@ def warn_about_rollouts(config: RlConfig) -> None:
         return
     smallest = smallest_gpu()
     gigabytes = config.gpu_gb if smallest is None else smallest[1] / 1e9
-    for warning in rollout_warnings(config.rollout, config.model, config.dtype, gigabytes):
+    warnings = rollout_warnings(
+        config.rollout, config.model, config.dtype, gigabytes, adapter=config.unmerged_adapter
+    )
+    for warning in warnings:
         logger.warning("%s", warning)
 
 

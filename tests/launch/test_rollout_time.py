@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launch import rollout_time
+from launch import rollout_plan, rollout_time
 from launch.cli import app
 from launch.rollout_plan import loop_plan, predict_loop
-from launch.rollout_time import ServerModel, simulate_rollout
+from launch.rollout_time import RolloutTime, ServerModel, simulate_rollout
+from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import load_config
 from rl_loop.config.rollout_advice import batch_size, rollout_warnings
 from rl_loop.config.run import RlConfig
+from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.gpu_memory import ServerNeeds
+from rl_loop.lifecycle import start_checks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = [*sorted(CONFIGS.glob("rl/*.yaml")), *sorted(CONFIGS.glob("untested/rl/*.yaml"))]
@@ -130,6 +134,55 @@ def test_memory_and_lengths_limit_the_batch_that_is_advised() -> None:
     assert fitting("--swa-full-tokens-ratio", "0.9", "--swa-full-tokens-ratio", "0.2") == narrow
     assert fitting(tokens=1000) == config.rollout.engine.max_running_requests
     assert fitting(tokens=1e9) == 1
+
+
+def test_unmerged_adapters_leave_less_memory_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, its warning and the check at the start of a run count 0.35 GB of adapters."""
+    path = CONFIGS / "rl/gpt-oss-20b-adapter_1x1_80gb.yaml"
+    overrides = [*MXFP4, "adapter.merge_experts=false", "rollout.engine.max_running_requests=9999"]
+    config = load_config(path, RlConfig, [*overrides, "rollout.tasks_per_step=1"])
+    gigabytes = 84.9
+
+    def fitting(adapter: AdapterConfig | None) -> int:
+        engine = config.rollout.engine
+        assert isinstance(engine, SglangConfig)
+        return batch_size(engine, config.model, config.dtype, gigabytes, 240 + 100, adapter)
+
+    fewer = fitting(None) - fitting(config.unmerged_adapter)
+    needs = ServerNeeds.of(config.model, config.dtype, 1)
+    # Half of the layers are windowed and keep 0.8x the tokens.
+    assert 340 * fewer * needs.token_bytes == pytest.approx(0.35e9, rel=0.02)
+
+    slots: list[int] = []
+
+    def simulate(_server: ServerModel, _episodes: object, batch: int, *_: float) -> RolloutTime:
+        slots.append(batch)
+        return RolloutTime(1.0, 1)
+
+    monkeypatch.setattr(rollout_plan, "simulate_rollout", simulate)
+    turn_tokens = 100 / config.rollout.max_turns
+    predict_loop(config, Hardware(gigabytes, "H100"), turn_tokens=turn_tokens)
+    assert set(slots) == {fitting(config.unmerged_adapter)}
+
+    def fitting_in_warning(text: str) -> int:
+        return int(text.split("episodes, but ")[1].split(" fit")[0])
+
+    arguments = ["plan", str(path), "--gpu-gb", str(gigabytes), "--turn-tokens", str(turn_tokens)]
+    printed = CliRunner().invoke(app, [*arguments, *overrides, "rollout.tasks_per_step=1"]).output
+    logged = warnings_at_start(config, gigabytes, monkeypatch)
+    for text, length in ((printed, turn_tokens), (logged, None)):
+        (without,) = rollout_warnings(config.rollout, config.model, config.dtype, gigabytes, length)
+        assert fitting_in_warning(text) < fitting_in_warning(without)
+
+
+def warnings_at_start(config: RlConfig, gigabytes: float, monkeypatch: pytest.MonkeyPatch) -> str:
+    logged: list[str] = []
+    monkeypatch.setattr(start_checks, "smallest_gpu", lambda: ("H100", int(gigabytes * 1e9)))
+    monkeypatch.setattr(
+        start_checks.logger, "warning", lambda form, *words: logged.append(form % words)
+    )
+    start_checks.warn_about_rollouts(config)
+    return "\n".join(logged)
 
 
 def test_cache_ratio_that_is_no_number_is_rejected() -> None:
