@@ -55,7 +55,12 @@ PROMPTS_PER_SECOND = 45_000
 PREFILL_REQUESTS = 16
 """Requests in a captured prefill (SGLang 0.5.17: ``chunked_prefill_size // 512``)."""
 WORKER_SECONDS = 0.008
-"""Time of a rollout worker per turn with routing replay. Its other episodes wait in this time.
+"""Elapsed time of a rollout worker per turn with routing replay. Its other episodes wait in this time.
+
+Fitted to the duration of a whole run, so it contains everything that delays the next turn:
+rendering and parsing of Harmony, the environment, calls of the sandbox, and waiting
+for processors that trainer and servers also use. Client and checks alone take 1 to 3 ms of processor
+time (``EPISODES_PER_WORKER`` of ``rl_loop.config.rollout``).
 
 An estimate: 11 ms fit the only measured run with many episodes per worker (256), whose workers read
 the routes of whole episodes. Routes of new tokens save about 3 ms (docs/performance/parts.md).

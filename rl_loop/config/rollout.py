@@ -10,8 +10,10 @@ from rl_loop.engines.registry import AnyEngineConfig
 EPISODES_PER_WORKER = 64
 """Episodes of a step for which there is one rollout worker by default.
 
-A turn takes 1 to 3 ms of the worker's time, during which its other episodes wait
-(docs/performance/parts.md).
+The other episodes of a worker wait while it processes a turn. The SGLang client, the checks of its
+results and the sampling of a turn take 1 to 3 ms of processor time on an idle machine
+(docs/performance/parts.md). The elapsed time of a turn in a run is longer: about 8 ms, with Harmony,
+environment, sandbox and waiting for processors (``WORKER_SECONDS`` of ``launch.rollout_time``).
 """
 
 
