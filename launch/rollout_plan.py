@@ -12,9 +12,13 @@ from megatron_gptoss.planning.memory_advice import Hardware
 from rl_loop.config.rollout_advice import MEAN_LENGTH, batch_size, mean_sampled_tokens
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.sglang.config import SglangConfig
+from rl_loop.engines.sglang.prefills import GATHERED_SHARE
 
 REQUESTS_PER_PREFILL = 2
-"""Tool outputs that servers prefill together. Logs of runs with the 20B have 1.4 to 2.5."""
+"""Tool outputs that servers without gathering prefill together.
+
+Logs of runs with the 20B have 1.4 to 2.5.
+"""
 SEEDS = 5
 """Random rollouts whose mean is predicted. Their longest episodes differ."""
 STALENESS = (0, 1, 2, 3, 4, 8)
@@ -150,6 +154,7 @@ def server_model(engine: SglangConfig, model: ModelConfig, hardware: Hardware) -
         gpu=hardware.gpu,
         # Servers on separate GPUs use SGLang's own graphs.
         prefill_graphs=engine.prefill_graph_tokens > 0 or not engine.colocated,
+        gather_passes=engine.gather_passes,
     )
 
 
@@ -161,8 +166,11 @@ def _seconds_of_full_batches(
     running = min(slots, len(episodes))
     # On average, a running episode has half of its tokens.
     step = server.step_seconds(running, tokens / len(episodes) / 2)
-    prefills = sum(map(len, episodes)) / REQUESTS_PER_PREFILL
-    return tokens / running * step + prefills * server.prefill_seconds(REQUESTS_PER_PREFILL)
+    turns = sum(map(len, episodes))
+    # Turns that end while a request waits, up to the number that ends the gathering.
+    ended = running * turns / tokens * (server.gather_passes - 1)
+    together = max(REQUESTS_PER_PREFILL, min(ended, GATHERED_SHARE * running))
+    return tokens / running * step + turns / together * server.prefill_seconds(round(together))
 
 
 def loop_plan(

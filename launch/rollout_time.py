@@ -1,8 +1,8 @@
 """Time of a rollout on SGLang servers, from a simulation of one server.
 
 The servers of a run are alike, so one server with its share of the episodes represents all. It
-decodes its running requests together, stops for prefills of tool outputs, and ends with the last
-episodes in a small batch.
+decodes its running requests together, gathers tool outputs, stops for their prefills, and ends with
+the last episodes in a small batch.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,11 @@ import numpy as np
 from launch.plan import MEASURED_GPU
 from megatron_gptoss.config import ModelConfig
 from rl_loop.engines.sglang.gpu_memory import mxfp4_expert_bytes
+from rl_loop.engines.sglang.prefills import (
+    GATHER_PASSES,
+    GATHERED_SHARE,
+    PREFILL_GRAPH_REQUESTS,
+)
 
 BANDWIDTH = 4.8e12
 """Memory bandwidth of an H200 in bytes/s, from its data sheet."""
@@ -52,8 +57,8 @@ A turn of 190 tokens with 64 requests takes 3.73 s instead of 2.64 s (docs/perfo
 """
 PROMPTS_PER_SECOND = 45_000
 """Tokens per second in prefills of prompts. An assumption, as no run measured them separately."""
-PREFILL_REQUESTS = 16
-"""Requests in a captured prefill (SGLang 0.5.17: ``chunked_prefill_size // 512``)."""
+MEMORY_OF_LARGEST = 0.998
+"""Factor per decoding step by which SGLang forgets the requests of its largest prefill."""
 WORKER_SECONDS = 0.008
 """Elapsed time of a rollout worker per turn with routing replay. Its other episodes wait in this time.
 
@@ -93,6 +98,8 @@ class ServerModel:
     """Name that contains the GPU's type, such as "NVIDIA H100 80GB HBM3"."""
     prefill_graphs: bool = True
     """True if prefills of tool outputs are CUDA graphs."""
+    gather_passes: int = GATHER_PASSES
+    """Decoding steps, plus one, that requests wait at most for a common prefill."""
 
     @property
     def measured_gpu(self) -> str:
@@ -241,21 +248,40 @@ class _Simulation:
         self.left = np.zeros(count, dtype=int)
         """Tokens until the end of the turn."""
         self.length = np.full(count, PROMPT_TOKENS)
+        self.waited = 0
+        """Decoding steps since a request could have been prefilled."""
+        self.largest_prefill = 0.0
+        """Requests of the largest prefill, less what SGLang has forgotten."""
 
     def run(self) -> None:
         """Advance the clock to the end of the last episode."""
         while self.is_running.any() or np.isfinite(self.ready_at).any():
             free = self.slots - int(self.is_running.sum())
             waiting = np.flatnonzero(self.ready_at <= self.now)
-            if len(waiting) and free:
+            can_prefill = len(waiting) > 0 and free > 0
+            if can_prefill and not self._gathers(len(waiting), free):
                 # In the order in which the episodes became ready.
                 order = np.argsort(self.ready_at[waiting], kind="stable")
-                self._prefill(waiting[order][: min(free, PREFILL_REQUESTS)])
+                self._prefill(waiting[order][: min(free, PREFILL_GRAPH_REQUESTS)])
             elif self.is_running.any():
-                self._decode(until_ready=free > 0)
+                steps = self._decode(until_ready=free > 0, gathers=can_prefill)
+                self.waited = self.waited + steps if can_prefill else 0
                 self._end_turns()
             else:
                 self.now = float(self.ready_at.min())
+
+    def _gathers(self, waiting: int, free: int) -> bool:
+        """Return True if the server waits for further requests, as SGLang's prefill delayer does.
+
+        Args:
+            waiting: requests that could be prefilled.
+            free: requests that may still be admitted.
+        """
+        running = self.slots - free
+        if running == 0 or self.waited >= self.server.gather_passes - 1:
+            return False
+        largest = int(self.largest_prefill)
+        return free < largest or waiting < min(int(running * GATHERED_SHARE), largest)
 
     def _prefill(self, admitted: np.ndarray) -> None:
         """Begin the next turn of some episodes. The running requests wait."""
@@ -263,9 +289,19 @@ class _Simulation:
         self.ready_at[admitted] = np.inf
         self.is_running[admitted] = True
         self.now += self.server.prefill_seconds(len(admitted))
+        self.waited = 0
+        self.largest_prefill = max(self.largest_prefill, len(admitted))
 
-    def _decode(self, until_ready: bool) -> None:
-        """Decode until the first turn ends, or until an episode is ready to be admitted."""
+    def _decode(self, until_ready: bool, gathers: bool) -> int:
+        """Decode until the first turn ends, or until an episode is ready to be admitted.
+
+        Args:
+            until_ready: whether an episode could be admitted.
+            gathers: whether episodes wait for a common prefill.
+
+        Returns:
+            Number of decoding steps.
+        """
         running = self.is_running
         context = float(self.length[running].mean())
         step = self.server.step_seconds(int(running.sum()), context)
@@ -273,9 +309,13 @@ class _Simulation:
         next_ready = self.ready_at.min(where=self.ready_at > self.now, initial=np.inf)
         if until_ready and np.isfinite(next_ready):
             steps = min(steps, int(np.ceil((next_ready - self.now) / step)))
+        if gathers:
+            steps = min(steps, self.server.gather_passes - 1 - self.waited)
         self.now += steps * step
         self.left[running] -= steps
         self.length[running] += steps
+        self.largest_prefill *= MEMORY_OF_LARGEST**steps
+        return steps
 
     def _end_turns(self) -> None:
         """Pass the turns that have no tokens left to the rollout workers."""

@@ -49,7 +49,7 @@ from benchmarks.sglang.alternating_servers import (
 from benchmarks.sglang.servers import Variation, model_config, wait_until_healthy
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, SamplingParams
-from rl_loop.engines.sglang.config import prefill_graph_options
+from rl_loop.engines.sglang.prefills import prefill_graph_options
 
 
 def gathered(passes: int) -> Variation:

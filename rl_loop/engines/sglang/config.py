@@ -23,6 +23,12 @@ from rl_loop.engines.sglang.gpu_memory import (
     static_fraction,
     windowed_cache_share,
 )
+from rl_loop.engines.sglang.prefills import (
+    PREFILL_GRAPH_TOKENS,
+    gather_passes,
+    gathering_options,
+    prefill_graph_options,
+)
 
 Command = Callable[[str, int], list[str]]
 """(host, port) -> argument vector of a server. Called on the server's node whenever it starts."""
@@ -51,10 +57,6 @@ PACKED_BUCKET_BYTES = 2 << 30
 The duration of their sync depends on the number of requests: 11 for the 20B instead of 20
 (docs/quantization.md).
 """
-PREFILL_GRAPH_TOKENS = 512
-"""Default for the largest prefill that colocated servers of GPT-OSS capture, in tokens."""
-MIN_PREFILL_GRAPH_TOKENS = 8
-"""Smallest captured prefill, in tokens. Prefills of less than half of it are rare."""
 ASLEEP_BYTES = 1_650_000_000
 """GPU memory of a sleeping server: context, libraries, kernels, input buffers of CUDA graphs.
 
@@ -170,8 +172,9 @@ class SglangConfig(EngineConfig):
                 "because NCCL ranks cannot share a GPU. Set weight_sync=cuda_ipc"
             )
         self._check_prefill_graphs()
-        # Raises ValueError for a value that is not a number.
+        # These raise ValueError for a value that is not a number.
         windowed_cache_share(self.arguments)
+        gather_passes(self.arguments)
         self._check_kept_weights()
         return self
 
@@ -310,6 +313,11 @@ class SglangConfig(EngineConfig):
         if self.fp32_logits is not None:
             return self.fp32_logits
         return not self.deterministic and not self._is_on_cpus
+
+    @property
+    def gather_passes(self) -> int:
+        """Decoding steps, plus one, that requests wait at most for a common prefill."""
+        return 1 if self._is_on_cpus else gather_passes(self.arguments)
 
     @property
     def _is_on_cpus(self) -> bool:
@@ -549,6 +557,8 @@ class SglangConfig(EngineConfig):
             # fa3 splits the keys of heads of size 64 differently for 8 new tokens than for 9, and a
             # cached prefix changes the number of new tokens.
             flags += ["--enable-deterministic-inference", "--disable-radix-cache"]
+        if not self._is_on_cpus:
+            flags += gathering_options(self.arguments)
         if self.colocated:
             flags += ["--enable-memory-saver", *prefill_graph_options(self.prefill_graph_tokens)]
             if self.tensor_parallel > 1 and not self._names_all_reduce_fusion:
@@ -593,23 +603,6 @@ class SglangConfig(EngineConfig):
             needs = self._needs(read_hf_config(model), dtype, adapter)
             fraction = static_fraction(fraction, its_gpus, needs)
         return ["--base-gpu-id", str(first), "--mem-fraction-static", f"{fraction:.4f}"]
-
-
-def prefill_graph_options(tokens: int) -> list[str]:
-    """Return the options of a colocated server that captures prefills of up to ``tokens``.
-
-    SGLang's default graphs of prefills are split at each attention and cannot release their memory.
-    Full graphs can. A graph runs prefills of at least half its size, so sizes double.
-    """
-    if tokens == 0:
-        return ["--disable-prefill-cuda-graph"]
-    sizes = [tokens]
-    while sizes[0] > MIN_PREFILL_GRAPH_TOKENS:
-        sizes.insert(0, sizes[0] // 2)
-    return [
-        *("--cuda-graph-backend-prefill", "full"),
-        *("--cuda-graph-bs-prefill", *map(str, sizes)),
-    ]
 
 
 def inherited_environment() -> dict[str, str]:

@@ -14,12 +14,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.nvidia_smi import NvidiaSmiMissingError, memory_bytes, query_gpus
 from rl_loop.engines.backend import EngineUnavailableError
+from rl_loop.engines.sglang.prefills import last_value
 
 KEY = "rollout.engine.memory_fraction"
 
@@ -185,20 +185,16 @@ def windowed_cache_share(arguments: Sequence[str]) -> float:
     Raises:
         ValueError: the option's value is not a number.
     """
-    share = WINDOWED_CACHE_SHARE
-    # An option and its value are one argument or two. The last value of a repeated option counts.
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    for name, value in pairwise(words):
-        if name != WINDOWED_CACHE_OPTION:
-            continue
-        try:
-            share = float(value)
-        except ValueError:
-            raise ValueError(
-                f"rollout.engine.arguments: {name} is {value}, which is not a number. Set it to a "
-                f"value such as {WINDOWED_CACHE_SHARE:g}"
-            ) from None
-    return share
+    value = last_value(arguments, WINDOWED_CACHE_OPTION)
+    if value is None:
+        return WINDOWED_CACHE_SHARE
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(
+            f"rollout.engine.arguments: {WINDOWED_CACHE_OPTION} is {value}, which is not a number. Set it to a value "
+            f"such as {WINDOWED_CACHE_SHARE:g}"
+        ) from None
 
 
 def mxfp4_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:

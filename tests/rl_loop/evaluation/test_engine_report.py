@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -101,6 +102,45 @@ def test_fused_allreduce_is_left_to_sglang_where_possible(
     assert "--enforce-disable-flashinfer-allreduce-fusion" not in build("host", 1)
 
 
+GATHERING = [
+    "--enable-prefill-delayer",
+    *("--prefill-delayer-queue-min-ratio", "0.1"),
+    *("--prefill-delayer-max-delay-passes", "16"),
+]
+
+
+def words_of(**settings: object) -> list[str]:
+    config = SglangConfig.model_validate(settings)
+    return config.command(0, Path("/model"), "bf16", routed_experts=True, seed=0)("host", 1)
+
+
+def test_servers_gather_requests_for_a_prefill() -> None:
+    for settings in ({}, {"colocated": True}, {"deterministic": True}, {"tensor_parallel": 2}):
+        words = words_of(**settings)
+        begin = words.index("--enable-prefill-delayer")
+        assert words[begin : begin + len(GATHERING)] == GATHERING
+    # SGLang asserts that its scheduler overlaps, and servers on CPUs have short steps.
+    for arguments in (["--disable-overlap-schedule"], ["--device", "cpu"]):
+        assert not set(GATHERING) & set(words_of(arguments=arguments))
+
+
+def test_the_longest_wait_is_an_argument_of_servers() -> None:
+    option = "--prefill-delayer-max-delay-passes"
+    for arguments in ([option, "1"], [f"{option}=1"]):
+        config = SglangConfig(arguments=arguments)
+        assert config.gather_passes == 1
+        # SGLang uses the last value.
+        assert words_of(arguments=arguments).index(option) < words_of(arguments=arguments).index(
+            arguments[0], -6
+        )
+    assert SglangConfig().gather_passes == 16
+    assert SglangConfig(arguments=["--device", "cpu"]).gather_passes == 1
+    assert SglangConfig(arguments=["--disable-overlap-schedule"]).gather_passes == 1
+    for value in ("0", "many", "-1"):
+        with pytest.raises(ValueError, match=f"{option} is {value}, which is not a positive"):
+            SglangConfig(arguments=[option, value])
+
+
 def prefill_graph_options(tokens: int) -> list[str]:
     settings = SglangConfig(colocated=True, prefill_graph_tokens=tokens, arguments=["--last"])
     build = settings.command(0, Path("/model"), "bf16", routed_experts=True, seed=0)
@@ -111,15 +151,21 @@ def prefill_graph_options(tokens: int) -> list[str]:
 
 
 def test_prefill_graph_sizes_cover_lengths_up_to_the_limit() -> None:
-    assert prefill_graph_options(64) == [
+    options = prefill_graph_options(64)
+    begin = options.index("--cuda-graph-config")
+    assert options[:begin] == [
         *("--cuda-graph-backend-prefill", "full"),
-        *("--cuda-graph-bs-prefill", "8", "16", "32", "64"),
+        *("--cuda-graph-bs-prefill", "2", "4", "8", "16", "32", "64"),
     ]
+    # A batch never has more requests than a graph.
+    assert json.loads(options[begin + 1]) == {"prefill": {"full_prefill_max_req": 64}}
+    assert options[begin + 2 :] == ["--prefill-max-requests", "64"]
     # SGLang runs a graph only for at least half of the tokens that it was captured for.
     for tokens in (100, 300, 511):
-        sizes = [int(word) for word in prefill_graph_options(tokens)[3:]]
+        options = prefill_graph_options(tokens)
+        sizes = [int(word) for word in options[3 : options.index("--cuda-graph-config")]]
         assert sizes[-1] == tokens
-        for length in range(sizes[0], tokens + 1):
+        for length in range(1, tokens + 1):
             assert min(size for size in sizes if size >= length) <= 2 * length
 
 
