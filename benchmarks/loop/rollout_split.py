@@ -129,7 +129,19 @@ def split_rollouts(logs: Sequence[str], episodes: float, skip: int = 1) -> Rollo
     Returns:
         The split. None if the logs have too few lines to measure the time of a decoding step.
     """
-    rollouts = [rollout for log in logs for rollout in server_rollouts(log)[skip:]]
+    return mean_split([part for log in logs for part in server_rollouts(log)[skip:]], episodes)
+
+
+def mean_split(rollouts: Sequence[ServerRollout], episodes: float) -> RolloutSplit | None:
+    """Return the mean split of some rollouts.
+
+    Args:
+        rollouts: rollouts of servers with the same settings.
+        episodes: episodes of a server in a rollout.
+
+    Returns:
+        The split. None if the rollouts have too few lines to measure the time of a decoding step.
+    """
     intervals = [interval for rollout in rollouts for interval in rollout.intervals]
     times = ServerTimes.fitted(intervals)
     if times is None:

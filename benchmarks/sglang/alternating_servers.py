@@ -94,6 +94,7 @@ def prepare(
     scratch: Path,
     *,
     packed: bool,
+    together: bool = False,
 ) -> Variant:
     """Prepare one of the servers. It starts when its status is requested.
 
@@ -105,6 +106,7 @@ def prepare(
         config: configuration of the model.
         scratch: directory for its files.
         packed: whether its experts are MXFP4.
+        together: whether other servers start on the same GPU at the same time.
     """
     # Each server has its own GPU and fraction of memory.
     options = argparse.Namespace(**vars(options))
@@ -117,9 +119,14 @@ def prepare(
         rank = variation.expert_adapter_rank
         adapter = None if rank is None else unmerged_adapter(rank)
         needs = ServerNeeds.of(config, "bf16", 1, packed=packed, adapter=adapter)
-        wanted_bytes = needs.weights + options.cache_gb * 1e9
-        fraction = wanted_bytes / free_gpu_memory(options)
-        arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
+        if together:
+            # The free memory changes while others start, so it cannot define the cache.
+            cached_tokens = int(options.cache_gb * 1e9 / needs.token_bytes)
+            arguments += ["--mem-fraction-static", "0.9", "--max-total-tokens", str(cached_tokens)]
+        else:
+            wanted_bytes = needs.weights + options.cache_gb * 1e9
+            fraction = wanted_bytes / free_gpu_memory(options)
+            arguments += ["--mem-fraction-static", f"{fraction:.3f}"]
 
         # The memory that is checked before the start. nvidia-smi reports slightly more memory than
         # a process can use, so add 1%.

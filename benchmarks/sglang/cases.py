@@ -680,6 +680,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     option("--seconds", type=float, default=20.0, help="rollouts: duration of a round")
     option(
+        "--tool-tokens",
+        type=int,
+        nargs=2,
+        default=[13, 13],
+        metavar=("LEAST", "MOST"),
+        help="rollouts: tokens of a tool's output, uniformly distributed",
+    )
+    option(
         "--cache-gb",
         type=float,
         default=16.0,

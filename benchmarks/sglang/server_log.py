@@ -26,6 +26,8 @@ class Prefill:
 
     requests: int
     """Requests of the batch."""
+    tokens: int
+    """Tokens of the batch that were not in the prefix cache."""
     running: int
     """Requests that were decoding before the batch."""
     queued: int
@@ -86,11 +88,12 @@ def server_rollouts(log: str) -> list[ServerRollout]:
         elif parts:
             parts[-1].append(line)
 
-    rollouts = [_read_rollout(lines) for lines in parts]
+    rollouts = [read_rollout(lines) for lines in parts]
     return [rollout for rollout in rollouts if len(rollout.intervals) >= MIN_LINES]
 
 
-def _read_rollout(lines: Sequence[str]) -> ServerRollout:
+def read_rollout(lines: Sequence[str]) -> ServerRollout:
+    """Return the decoding steps and prefills of some lines of a server's output."""
     intervals: list[DecodeInterval] = []
     prefills: list[Prefill] = []
     since_last: list[Prefill] = []
@@ -121,4 +124,4 @@ def _read_prefill(found: re.Match[str]) -> Prefill:
     # The speed is the number of tokens over the seconds since the previous line. It is exact,
     # where the time stamps of the lines have whole seconds.
     seconds = tokens / speed if speed > 0 else 0.0
-    return Prefill(requests, running, queued, found[5] == "True", seconds)
+    return Prefill(requests, tokens, running, queued, found[5] == "True", seconds)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import math
 import subprocess
 import sys
 from itertools import pairwise
@@ -14,9 +15,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from benchmarks.sglang.server_log import ServerRollout
 from rl_loop.engines.protocol import GenerateRequest
 
 ROOT = Path(__file__).parents[2]
+TOOL_TOKENS = (4, 9)
 
 
 @pytest.fixture
@@ -31,6 +34,7 @@ def test_servers_are_measured_in_sequence(tmp_path: Path) -> None:
     program += ["--pythonpath", stub, "--running", "3", "--prompt", "20", "--tokens", "8"]
     program += ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "table")]
     program += ["--log", str(tmp_path / "log"), "--variants", "tuned", "gathered_8"]
+    program += ["--tool-tokens", "2", "6"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -40,6 +44,8 @@ def test_servers_are_measured_in_sequence(tmp_path: Path) -> None:
     for name in ("tuned", "gathered_8"):
         assert len(row[f"{name}_all"]) == 2
         assert row[f"{name}_tokens_per_second"] > 0
+        # The mock server scores tokens as it samples them.
+        assert row[f"{name}_log_prob_gap"] == pytest.approx(0, abs=1e-6)
     first, second = (tmp_path / "table").read_text().splitlines()[2:]
     assert first.startswith("| 3 | tuned |") and "**1.00**" in first
     assert second.startswith("| 3 | gathered 8 |")
@@ -52,17 +58,26 @@ class Engine:
         self.seconds = seconds
         self.fails_at = fails_at
         self.requests: list[GenerateRequest] = []
+        self.aborts = 0
 
     async def generate(self, request: GenerateRequest) -> SimpleNamespace:
         self.requests.append(request)
         if len(self.requests) >= self.fails_at:
             raise RuntimeError("the server died")
         await asyncio.sleep(self.seconds)
-        return SimpleNamespace(output_ids=[7] * request.sampling.max_new_tokens)
+        tokens = request.sampling.max_new_tokens
+        return SimpleNamespace(output_ids=[7] * tokens, output_log_probs=[-0.5] * tokens)
+
+    async def abort(self) -> None:
+        self.aborts += 1
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Return the log-probs of all tokens but the first. Those of tokens 7 are sampled."""
+        return [-0.25 if token == 7 else math.nan for token in tokens[1:]]
 
 
 def load_of(rollout_load: ModuleType, engine: Engine, log: Path) -> SimpleNamespace:
-    options = argparse.Namespace(prompt=5, tokens=3)
+    options = argparse.Namespace(prompt=5, tokens=3, tool_tokens=TOOL_TOKENS, device="cuda")
     variant = SimpleNamespace(engine=engine, log=log)
     config = SimpleNamespace(vocab_size=1024)
     return rollout_load.Load(variant, "1/0", options, config)
@@ -73,13 +88,14 @@ def test_round_counts_turns_that_ended_in_it(
 ) -> None:
     monkeypatch.setattr(rollout_load, "TOOL_SECONDS", 1e-6)
     log = tmp_path / "log"
-    log.write_text("Prefill batch, #new-seq: 99, earlier\n")
+    log.write_text(prefill_line(99))
     engine = Engine(0.02)
     load = load_of(rollout_load, engine, log)
     measured = asyncio.run(rollout_load.run_round(load, 4, 0.4))
 
     assert measured.turn_seconds == pytest.approx(0.02, rel=0.5)
-    assert measured.sequences is None  # no new line in the log
+    assert measured.server == ServerRollout((), ())  # no new line in the log
+    assert engine.aborts == 1
     # The first turns, and those that end after the round, are not counted.
     tokens = [tokens for _, tokens, _ in load.turns]
     counted = measured.tokens_per_second * 0.4
@@ -87,11 +103,15 @@ def test_round_counts_turns_that_ended_in_it(
     # Each turn has the previous turn and a tool's answer. After 8 turns, a new prompt follows.
     lengths: dict[str, list[int]] = {}
     for request in engine.requests:
+        assert request.return_routed_experts
+        assert request.routes_start < len(request.input_ids)
         lengths.setdefault(request.episode, []).append(len(request.input_ids))
     for turns in lengths.values():
         assert turns[0] == 5
         assert len(turns) <= rollout_load.TURNS
-        assert all(after - before > rollout_load.TOOL_TOKENS for before, after in pairwise(turns))
+        grown = [after - before for before, after in pairwise(turns)]
+        # At least one sampled token, at most 4 times the mean of 3.
+        assert all(TOOL_TOKENS[0] < tokens <= TOOL_TOKENS[1] + 12 for tokens in grown)
     assert max(map(len, lengths.values())) == rollout_load.TURNS
 
 
@@ -103,18 +123,75 @@ def test_a_server_that_dies_ends_the_round_with_its_error(
         asyncio.run(rollout_load.run_round(load, 2, 60.0))
 
 
+def prefill_line(requests: int, tokens: int = 40, graph: bool = True) -> str:
+    return (
+        f"[03:45] Prefill batch, #new-seq: {requests}, #new-token: {tokens}, #cached-token: 9, "
+        f"#running-req: 30, #queue-req: 0, cuda graph: {graph}, input throughput (token/s): 400.0\n"
+    )
+
+
+def decode_lines(speeds: list[float]) -> str:
+    return "".join(
+        f"Decode batch, #running-req: 32, gen throughput (token/s): {speed}\n" for speed in speeds
+    )
+
+
 def test_prefills_are_read_from_new_server_output(rollout_load: ModuleType, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("Prefill batch, #new-seq: 64, #new-token: 1\n")
+    log.write_text(prefill_line(64))
     printed = log.stat().st_size
     with log.open("a") as file:
-        file.write("[03:45] Prefill batch, #new-seq: 1, #new-token: 13\nDecode batch\n")
-        file.write("Prefill batch, #new-seq: 4, #new-token: 52\n")
-    assert rollout_load.sequences_of_a_prefill(log, printed) == 2.5
-    assert rollout_load.sequences_of_a_prefill(tmp_path / "none", 0) is None
+        file.write(prefill_line(1, tokens=13) + prefill_line(4, tokens=600, graph=False))
+    server = rollout_load.rollout_after(log, printed)
+    rounds = [rollout_load.Round(4.0, tokens, 0.5, server) for tokens in (100.0, 300.0, 110.0)]
+    values = rollout_load.summary(rounds, running=32)
+    assert (values["tokens_per_second"], values["all"]) == (110, [100, 300, 110])
+    assert (values["prefills"], values["eager"]) == (0.5, 0.25)
+    assert (values["requests"], values["prefill_tokens"]) == (2.5, 306.5)
+    assert values["in_prefills"] is values["in_stalls"] is None, "too few lines about decoding"
+    assert rollout_load.rollout_after(tmp_path / "none", 0).prefills == ()
 
 
-def test_prefill_delay_variant_has_its_server_options(rollout_load: ModuleType) -> None:
-    words = rollout_load.gathered(8).arguments
-    assert words[0] == "--enable-prefill-delayer"
-    assert words[words.index("--prefill-delayer-max-delay-passes") + 1] == "8"
+def test_time_in_prefills_is_read_from_server_output(
+    rollout_load: ModuleType, tmp_path: Path
+) -> None:
+    """Every second interval has a prefill and lasts twice as long: a third of the time."""
+    log = tmp_path / "log"
+    log.write_text((prefill_line(1) + decode_lines([1000]) + decode_lines([2000])) * 20)
+    one = rollout_load.Round(8.0, 1.0, 0.5, rollout_load.rollout_after(log, 0))
+    values = rollout_load.summary([one], running=32)
+    assert values["in_prefills"] == pytest.approx(1 / 3, abs=0.02)
+    assert values["in_stalls"] == pytest.approx(0, abs=0.02)
+
+
+def test_log_prob_gap_compares_sampled_tokens(rollout_load: ModuleType) -> None:
+    """Engine samples at -0.5 and scores at -0.25. Scores of other tokens are NaN."""
+    variant = SimpleNamespace(engine=Engine(0.0))
+    load = load_of(rollout_load, variant.engine, Path("none"))
+    load.stops = False
+
+    async def gap() -> float | None:
+        running = asyncio.create_task(load.run(2))
+        while len(load.turns) < 5:
+            await asyncio.sleep(0.01)
+        load.stops = True
+        await running
+        return await rollout_load.log_prob_gap(variant, load.kept)
+
+    assert asyncio.run(gap()) == 0.25
+    assert len(load.kept) >= 2
+    assert asyncio.run(rollout_load.log_prob_gap(variant, [])) is None
+
+
+def test_variants_have_their_server_options(rollout_load: ModuleType) -> None:
+    option = "--prefill-delayer-max-delay-passes"
+
+    def passes(name: str) -> str:
+        words = rollout_load.VARIANTS[name].arguments
+        return words[words.index(option) + 1]
+
+    waits = {"one_by_one": "1", "gathered": "16", "gathered_8": "8", "gathered_32": "32"}
+    assert {name: passes(name) for name in waits} == waits
+    assert passes("tuned") == passes("few_requests") == passes("broken_graphs") == "1"
+    assert "2048" in rollout_load.VARIANTS["gathered_2048"].arguments
+    assert "--cuda-graph-config" not in rollout_load.VARIANTS["few_requests"].arguments
