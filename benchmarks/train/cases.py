@@ -4,7 +4,8 @@
     python -m benchmarks.train step --layers 4 --length 4096 --sequences 4
     torchrun --nproc_per_node 4 -m benchmarks.train step --expert 4 --sequences 4 --micro-batches 2
     torchrun --nproc_per_node 4 -m benchmarks.train stock --expert 4
-    python -m benchmarks.train stock --packed --layers 4 --sequences 2
+    python -m benchmarks.train stock --packed --layers 4 --sequences 2 --micro-batches 2 \\
+        --also "check-stock --layers 4 --sequences 2"
     torchrun --nproc_per_node 2 -m benchmarks.train check-overlap --layers 2 --experts 8
     python -m benchmarks.train table --out FILE
     python -m benchmarks.train memory --layers 12 --moments bf16 --gradients bf16 --offload 1 \\
@@ -22,36 +23,45 @@ FILE to a Markdown table. MFU is relative to a matrix product that is measured f
 - ``step`` also reports the fraction of time that the computing stream waits for the experts'
   all-to-all, including slower ranks. It adds the predictions of ``gptoss plan``: seconds, this
   fraction, and tensors of the update.
-- ``stock`` is Megatron with its own layers and Transformer Engine's attention. With ``--packed``,
-  a row has ``--sequences`` sequences instead of one. If the case cannot run on one GPU, its result
-  has the reason, such as missing memory.
+- ``stock`` is Megatron with its own layers and Transformer Engine's attention, as Megatron-Bridge
+  runs it. With ``--packed``, a row has ``--sequences`` sequences instead of one. If the case cannot
+  run on one GPU, its result has the reason, such as missing memory.
+- ``check-stock`` compares its log-probs with ours, for equal weights and a row of ``--sequences``
+  different sequences.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from benchmarks.attention.chosen import chosen_attention
-from benchmarks.harness import largest_of_ranks, median_milliseconds, reset_peak, synchronize
+from benchmarks.harness import median_milliseconds, reset_peak
 from benchmarks.train.release import release
+from benchmarks.train.steps import (
+    TINY,
+    VOCAB,
+    measure_steps,
+    profile_step,
+    random_batches,
+    random_weights,
+    sft_loss,
+)
+from benchmarks.train.stock import check_stock_case, measure_or_explain, stock_case
 from converters.model_weights import export_hf_weights
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -60,29 +70,15 @@ from megatron_gptoss.gpu_memory import PhasePeak, phase_memory, release_cached_m
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.log_probs import log_probs_and_entropy
 from megatron_gptoss.model import build_model
-from megatron_gptoss.packing import PackedBatch, build_batch
+from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.planning.flops import forward_flops
 from megatron_gptoss.planning.memory import MemoryEstimate, MemoryPhase, estimate_memory
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import predict_step
-from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.scorer import gather_parameters
 from megatron_gptoss.static_shape_p2p import StaticShapeP2P
 from megatron_gptoss.step_clock import ALL_TO_ALL, PARTS, StepClock, TimedMoELayer
-from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer, matmul_ceiling
-
-VOCAB = 201_088
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_size": 16,
-    "vocab_size": 128,
-    "sliding_window": 8,
-}
-"""Sizes of ``--tiny``."""
 
 
 class AllToAllClock(StepClock):
@@ -165,66 +161,6 @@ def log_probs_case(tokens: int = 32_768, hidden_size: int = 2880) -> dict[str, f
     return result
 
 
-def random_weights(model: torch.nn.Module) -> None:
-    """Fill a model with random weights that are equal on all replicas.
-
-    All shards of a tensor are equal on the tensor-parallel ranks, too.
-    """
-    # Replicas of a parameter share a seed. Dense parameters depend on the stage, experts on the
-    # stage and on the expert-parallel rank.
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    expert_rank = parallel_state.get_expert_model_parallel_rank()
-    device = next(model.parameters()).device.type
-    dense_generator = torch.Generator(device).manual_seed(stage)
-    expert_generator = torch.Generator(device).manual_seed(1000 * (expert_rank + 1) + stage)
-
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1)
-            elif parameter.dim() == 1:
-                parameter.zero_()
-            elif "experts" in name:
-                parameter.normal_(0, 0.02, generator=expert_generator)
-            else:
-                parameter.normal_(0, 0.02, generator=dense_generator)
-
-
-def random_batches(
-    count: int, sequences: int, length: int, seed: int, vocabulary: int = VOCAB
-) -> list[PackedBatch]:
-    """Return ``count`` micro-batches of ``sequences`` sequences of ``length`` tokens.
-
-    Args:
-        count: number of micro-batches.
-        sequences: sequences per micro-batch.
-        length: tokens of a sequence.
-        seed: seed of the tokens.
-        vocabulary: number of different tokens.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, sequences, length + 1)
-    token_ids = torch.randint(0, vocabulary, shape, generator=generator)
-
-    samples = TrainingSamples(
-        offsets=np.arange(count * sequences + 1, dtype=np.int64) * (length + 1),
-        token_ids=token_ids.flatten().to(torch.int32).numpy(),
-        loss_mask=np.ones(token_ids.numel(), np.bool_),
-    )
-    micro_batches = np.arange(count * sequences).reshape(count, sequences).tolist()
-    return [build_batch(samples, numbers, align=8) for numbers in micro_batches]
-
-
-def sft_loss(tokens: int) -> Callable[..., LossOutput]:
-    """Return a loss function: the cross-entropy divided by ``tokens``."""
-
-    def loss(log_probs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> LossOutput:
-        total = -(log_probs * batch.loss_mask).sum() / tokens
-        return LossOutput(total, {"loss": total})
-
-    return loss
-
-
 class ExpertLoad:
     """Counts the tokens of every expert with hooks on the routers."""
 
@@ -258,74 +194,6 @@ class ExpertLoad:
 def max_over_mean(counts: torch.Tensor) -> float:
     """Return the largest entry relative to the mean entry, averaged over rows."""
     return float((counts.amax(-1) / counts.mean(-1)).mean())
-
-
-def measure_steps(
-    step: Callable[[], Any],
-    count: int,
-    tokens_per_gpu: int,
-    flops: float,
-    ceiling: float,
-) -> dict[str, Any]:
-    """Time ``count`` calls of ``step``. The first two warm up.
-
-    Args:
-        step: runs one step.
-        count: number of calls.
-        tokens_per_gpu: tokens of one step per GPU.
-        flops: FLOPs of one step per GPU.
-        ceiling: TFLOP/s of a matrix product, for MFU.
-    """
-    times = []
-    for i in range(count):
-        if i == 2:
-            # Equal to rl_loop.trainer.worker.
-            gc.collect()
-            gc.freeze()
-        # All ranks start together, so that no rank counts the delay of another.
-        synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        synchronize()
-        times.append(time.perf_counter() - start)
-
-    seconds = median(times[2:])
-    tflops = flops / seconds / 1e12
-    figures = {
-        "seconds": seconds,
-        "all_seconds": [round(x, 4) for x in times],
-        "tokens_per_second_per_gpu": tokens_per_gpu / seconds,
-        "tflops_per_gpu": tflops,
-    }
-    if torch.cuda.is_available():
-        figures |= {
-            "mfu": tflops / ceiling,
-            "ceiling_tflops": ceiling,
-            "peak_gb": largest_of_ranks(torch.cuda.max_memory_allocated() / 1e9),
-            "reserved_gb": largest_of_ranks(torch.cuda.max_memory_reserved() / 1e9),
-        }
-    return figures
-
-
-def profile_step(step: Callable[[], Any], path: Path) -> None:
-    """Write the device time and count of every kernel of one step, longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        step()
-        torch.cuda.synchronize()
-    if dist.get_rank() != 0:
-        return
-
-    cuda = torch.autograd.DeviceType.CUDA
-    kernels = [event for event in trace.key_averages() if event.device_type == cuda]
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    rows = []
-    for kernel in kernels:
-        milliseconds = kernel.self_device_time_total / 1e3
-        rows.append(f"{milliseconds:9.2f} ms {kernel.count:6d} x {kernel.key[:160]}")
-    path.write_text("\n".join(rows) + "\n")
 
 
 def attention_overrides(name: str) -> dict[str, Any]:
@@ -747,171 +615,6 @@ def replicas_equal(model: torch.nn.Module) -> bool:
     return all_equal
 
 
-def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
-    """Time Megatron as its examples run GPT-OSS.
-
-    It uses Transformer Engine's attention and keeps the logits. Unpacked rows have one sequence.
-    The router's bias is bf16, which is numerically wrong but does not change the time.
-
-    Args:
-        args: command line.
-        ceiling: TFLOP/s of a matrix product, for MFU.
-    """
-    from megatron.core.distributed import finalize_model_grads
-
-    model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
-    model = stock_model(args, model_config)
-    optimizer = stock_optimizer(model)
-    packing = stock_packing(args)
-    sequences = args.sequences if args.packed else 1
-    shape = (args.micro_batches, 1, sequences * args.length)
-    rows = torch.randint(0, VOCAB, shape, device="cuda")
-    positions = torch.arange(args.length, device="cuda").repeat(sequences)[None]
-
-    def step() -> None:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        for i, row in enumerate(rows):
-            # Gradients are reduced after the last micro-batch only.
-            is_last = i == len(rows) - 1
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                labels = row.roll(-1, 1)
-                losses = model(row, positions, None, labels=labels, packed_seq_params=packing)
-                losses.float().mean().backward()
-        finalize_model_grads([model])
-        optimizer.step()
-
-    lengths = [args.length] * sequences * args.micro_batches
-    flops = 3 * forward_flops(model_config, lengths)
-    result = measure_steps(step, args.steps, sum(lengths), flops, ceiling)
-    return {**result, "last_attention": chosen_attention()}
-
-
-def stock_packing(args: argparse.Namespace) -> Any:
-    """Return Megatron's description of the sequences of a packed row; None if unpacked."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    if not args.packed:
-        return None
-    ends = torch.arange(args.sequences + 1, device="cuda", dtype=torch.int32) * args.length
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=args.length,
-        max_seqlen_kv=args.length,
-    )
-
-
-def measure_or_explain(
-    measure: Callable[[argparse.Namespace, float], dict[str, Any]],
-    args: argparse.Namespace,
-    ceiling: float,
-) -> dict[str, Any]:
-    """Return the result of ``measure``, or the reason why it cannot run.
-
-    With several ranks, errors are raised, because other ranks may wait for the failed one.
-
-    Args:
-        measure: function of a case.
-        args: command line.
-        ceiling: TFLOP/s of a matrix product, for MFU.
-    """
-    try:
-        return measure(args, ceiling)
-    except torch.cuda.OutOfMemoryError as error:
-        if dist.get_world_size() > 1:
-            raise
-        reason = f"out of memory: {first_line(error)}"
-    except (ValueError, RuntimeError, AssertionError) as error:
-        if dist.get_world_size() > 1:
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-    return {
-        "failed": reason,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "last_attention": chosen_attention(),
-    }
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
-
-
-def stock_model(args: argparse.Namespace, model_config: GptOssModelConfig) -> Any:
-    """Return Megatron's model with its own layers in its data-parallel wrapper."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from megatron_gptoss.transformer_settings import build_transformer_config
-
-    config = build_transformer_config(
-        model_config,
-        ParallelConfig(world_size=dist.get_world_size(), expert=args.expert),
-        torch.bfloat16,
-        activation_func=quick_gelu,
-        bias_activation_fusion=True,
-        calculate_per_token_loss=False,
-        moe_router_force_load_balancing=args.balanced,
-        perform_initialization=False,
-        **json.loads(args.config),
-    )
-    yarn = {
-        "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": 32.0,
-        "yarn_original_max_position_embeddings": 4096,
-        "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0,
-        "yarn_mscale": None,
-        "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": False,
-    }
-    # GPTModel reads these values from the configuration, which does not declare them.
-    for name, value in yarn.items():
-        setattr(config, name, value)
-
-    module = GPTModel(
-        config,
-        get_gpt_layer_with_transformer_engine_spec(
-            num_experts=args.experts,
-            moe_grouped_gemm=True,
-        ),
-        vocab_size=VOCAB,
-        max_sequence_length=args.length,
-        position_embedding_type="yarn",
-        rotary_base=150_000,
-        parallel_output=False,
-    )
-    module = module.cuda().bfloat16()
-    random_weights(module)
-    reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        grad_reduce_in_fp32=True,
-    )
-    return DistributedDataParallel(config, reduction, module)
-
-
-def stock_optimizer(model: Any) -> Any:
-    """Return Megatron's optimizer with its defaults."""
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-
-    settings = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=1e-5,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
-    return get_megatron_optimizer(settings, [model])
-
-
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -919,7 +622,10 @@ def argument_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("case", choices=["log-probs", "step", "stock", "memory", "check-overlap", "table"])
+    add(
+        "case",
+        choices=["log-probs", "step", "stock", "check-stock", "memory", "check-overlap", "table"],
+    )
 
     # Model and batch
     add("--layers", type=int, default=24)
@@ -959,7 +665,7 @@ def argument_parser() -> argparse.ArgumentParser:
         choices=["ours", "megatron"],
         help="between pipeline stages",
     )
-    add("--tiny", action="store_true", help="step: small sizes, for a run without a GPU")
+    add("--tiny", action="store_true", help="step, check-stock: small sizes")
     add("--config", default="{}", help="JSON of further TransformerConfig fields")
 
     # Measurement
@@ -980,6 +686,8 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         return step_case(args, ceiling)
     if args.case == "stock":
         return measure_or_explain(stock_case, args, ceiling)
+    if args.case == "check-stock":
+        return measure_or_explain(check_stock_case, args, ceiling)
     if args.case == "check-overlap":
         return check_overlap_case(args, ceiling)
     return dict(log_probs_case())

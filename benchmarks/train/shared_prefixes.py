@@ -39,9 +39,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import peak, reset_peak, synchronize
-from benchmarks.train.cases import TINY, sft_loss
 from benchmarks.train.profiled import profile_call
 from benchmarks.train.release import release
+from benchmarks.train.steps import TINY, sft_loss
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
