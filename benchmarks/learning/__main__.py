@@ -8,6 +8,7 @@ PROGRAMS = {
     "agents": "agents",
     "comparison": "comparison",
     "reference-model": "reference_model",
+    "healed-model": "healed_model",
     "claims": "claims",
 }
 

@@ -84,6 +84,8 @@ class StockTrainer:
 def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """Time training steps of stock Megatron. Unpacked rows have one sequence.
 
+    ``attention`` of the result lists the kernels of all layers.
+
     Args:
         args: command line.
         ceiling: TFLOP/s of a matrix product, for MFU.
@@ -97,6 +99,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     positions = torch.arange(args.length, device="cuda").repeat(sequences)[None]
 
     trainer = stock_trainer(args, model_config)
+    kernels = record_attention(trainer.module)
     lengths = [args.length] * sequences * args.micro_batches
     flops = 3 * forward_flops(model_config, lengths)
     try:
@@ -109,7 +112,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         )
     finally:
         release(trainer)
-    return {**result, **attention_libraries()}
+    return {**result, "attention": sorted(kernels), **attention_libraries()}
 
 
 def attention_libraries() -> dict[str, Any]:
@@ -287,7 +290,6 @@ def check_stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]
 
     stock = stock_module(args, model_config)
     load_hf_weights(stock, model_config, tensor)
-    stock.eval()
     kernels = record_attention(stock)
     sequences = batch.cu_seqlens.tolist()
     result: dict[str, Any] = {"tokens": len(expected), "loss": float(-expected.mean())}

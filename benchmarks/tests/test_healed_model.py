@@ -1,0 +1,136 @@
+"""Sinks, expert loads and losses of an upcycled model against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from benchmarks.learning import healed_model
+from converters.upcycle import UpcycleOptions, upcycle
+from rl_loop.config.load import load_config
+from rl_loop.config.run import SftConfig
+from tests.support.converters.dense_models import save_dense
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "configs/sft/tiny_dense.yaml"
+SIZES = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=96"]
+SIZES += ["model.num_attention_heads=2", "model.vocab_size=600", "model.model_type=llama"]
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    rows = []
+    for i in range(60):
+        messages = [
+            {"role": "user", "content": f"Count to {i}."},
+            {"role": "assistant", "content": " ".join(map(str, range(i % 7 + 1)))},
+        ]
+        rows.append(json.dumps({"messages": messages}))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(rows) + "\n")
+    return [*SIZES, f"data={{path: {chats}, validation_share: 0.3, workers: 0}}"]
+
+
+@pytest.fixture
+def models(tmp_path: Path, overrides: list[str]) -> tuple[Path, Path]:
+    """Return a dense model and the GPT-OSS model that it becomes."""
+    dense = save_dense(tmp_path / "dense", load_config(RUN, SftConfig, overrides).model)
+    options = UpcycleOptions(sliding_window=8, sink=1.0)
+    upcycle(dense, tmp_path / "moe", options, [i * 37 % 600 for i in range(60)], torch.float32)
+    return dense, tmp_path / "moe"
+
+
+def documents_of(overrides: list[str]) -> list[healed_model.Document]:
+    config = load_config(RUN, SftConfig, overrides)
+    return list(healed_model.validation_documents(config))
+
+
+def loss_in_transformers(model: Any, documents: list[healed_model.Document]) -> float:
+    losses = []
+    for tokens, in_loss in documents:
+        logits = model(tokens[None]).logits[0, :-1].double()
+        losses.append(cross_entropy(logits, tokens[1:], reduction="none")[in_loss[1:]])
+    return torch.cat(losses).mean().item()
+
+
+@torch.no_grad()
+def test_measurements_equal_those_of_transformers(
+    models: tuple[Path, Path], overrides: list[str]
+) -> None:
+    documents = documents_of(overrides)
+    assert len(documents) > 5
+    result = healed_model.measure(models[1], models[0], documents)
+    theirs, dense = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        for path in reversed(models)
+    )
+    assert result.loss == pytest.approx(loss_in_transformers(theirs, documents), abs=1e-5)
+    assert result.dense_loss == pytest.approx(loss_in_transformers(dense, documents), abs=1e-5)
+
+    outputs = [
+        theirs(tokens[None], output_attentions=True, output_router_logits=True)
+        for tokens, _ in documents
+    ]
+    for layer in range(2):
+        # Keys have the rest of the probability.
+        sinks = [1 - output.attentions[layer][0].sum(-1).flatten() for output in outputs]
+        assert result.sinks[layer] == pytest.approx(torch.cat(sinks).mean().item(), abs=1e-5)
+        logits = torch.cat([output.router_logits[layer] for output in outputs])
+        counts = logits.topk(2).indices.flatten().bincount(minlength=4)
+        assert result.loads[layer] == pytest.approx((counts / counts.float().mean()).tolist())
+
+
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, models: tuple[Path, Path], overrides: list[str]
+) -> int:
+    """Return the exit code of the command."""
+    dense, moe = models
+    options = ["--model", str(moe), "--dense", str(dense), "--conversations", "6"]
+    monkeypatch.setattr(sys, "argv", ["healed-model", str(RUN), *overrides, *options])
+    try:
+        healed_model.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_command_reports_unused_sinks(
+    models: tuple[Path, Path],
+    overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(monkeypatch, models, overrides) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("6 conversations, ") and "missed" not in output
+    assert output.count("% |") == 2
+
+    weights = models[1] / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.self_attn.sinks"].fill_(-20)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert run_command(monkeypatch, models, overrides) == 1
+    output = capsys.readouterr().out
+    assert "missed: layer 1: the sink has 0.00% of the probability" in output
+    assert "missed: layer 0" not in output
+
+
+def test_uneven_experts_and_high_perplexity_are_missed_bars() -> None:
+    good = healed_model.Result([0.01, 0.6], [[0.5, 1.5], [1.0, 1.0]], 3.04, 3.0)
+    assert good.missed() == [] and good.perplexity == pytest.approx(exp(0.04))
+    bad = dataclasses.replace(good, loads=[[2.0, 0.0], [0.9, 2.1]], loss=3.1)
+    assert bad.missed() == [
+        "layer 0: expert 1 is not used",
+        "layer 1: an expert has 2.10 even shares",
+        "the relative perplexity is 1.105",
+    ]
