@@ -9,10 +9,10 @@ of the run. Prints a table with one row per layer:
     sink          mean probability of the sink, over all tokens and heads
     least, most   load of the least and the most used expert; 1 is an even share of the tokens
 
-The last lines are the losses of this model and of the dense model, in nats per token in the loss,
-and the perplexity relative to the dense model. Exits with code 1 if a bar is missed: a sink between
-1% and 60% in every layer, no unused expert, no expert above 2 even shares, and a relative
-perplexity of at most 1.05.
+The last lines are the mean of the sinks, the losses of this model and of the dense model in nats
+per token in the loss, and the perplexity relative to the dense model. Exits with code 1 if a bar is
+missed: a sink between 1% and 60% in every layer, no unused expert, no expert above 2 even shares,
+and a relative perplexity of at most 1.05.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -92,16 +93,23 @@ class Result:
 
     def missed(self) -> list[str]:
         """Return a sentence for every missed bar."""
-        sentences = []
-        for layer, (sink, loads) in enumerate(zip(self.sinks, self.loads, strict=True)):
-            if not SINK[0] <= sink <= SINK[1]:
-                sentences.append(f"layer {layer}: the sink has {sink:.2%} of the probability")
-            if min(loads) == 0:
-                sentences.append(f"layer {layer}: expert {loads.index(0)} is not used")
-            if max(loads) > MAX_LOAD:
-                sentences.append(f"layer {layer}: an expert has {max(loads):.2f} even shares")
+        layers = list(enumerate(zip(self.sinks, self.loads, strict=True)))
+        of_bar = {
+            f"the sink is outside {SINK[0]:.0%} to {SINK[1]:.0%} in layers": [
+                layer for layer, (sink, _) in layers if not SINK[0] <= sink <= SINK[1]
+            ],
+            "an expert is not used in layers": [
+                layer for layer, (_, loads) in layers if min(loads) == 0
+            ],
+            f"an expert has more than {MAX_LOAD:g} even shares in layers": [
+                layer for layer, (_, loads) in layers if max(loads) > MAX_LOAD
+            ],
+        }
+        sentences = [
+            f"{bar} {', '.join(map(str, where))}" for bar, where in of_bar.items() if where
+        ]
         if not self.perplexity <= MAX_PERPLEXITY:
-            sentences.append(f"the relative perplexity is {self.perplexity:.3f}")
+            sentences.append(f"the relative perplexity is above {MAX_PERPLEXITY}")
         return sentences
 
     def __str__(self) -> str:
@@ -112,6 +120,7 @@ class Result:
             [
                 *rows,
                 "",
+                f"sinks, mean of the layers {fmean(self.sinks):.1%}",
                 f"loss {self.loss:.4f}, of the dense model {self.dense_loss:.4f}",
                 f"perplexity relative to the dense model {self.perplexity:.3f}",
             ]

@@ -121,16 +121,18 @@ def test_command_reports_unused_sinks(
     save_file(tensors, weights, metadata={"format": "pt"})
     assert run_command(monkeypatch, models, overrides) == 1
     output = capsys.readouterr().out
-    assert "missed: layer 1: the sink has 0.00% of the probability" in output
-    assert "missed: layer 0" not in output
+    assert "missed: the sink is outside 1% to 60% in layers 1\n" in output
 
 
-def test_uneven_experts_and_high_perplexity_are_missed_bars() -> None:
+def test_missed_bars_are_listed_with_their_layers() -> None:
     good = healed_model.Result([0.01, 0.6], [[0.5, 1.5], [1.0, 1.0]], 3.04, 3.0)
     assert good.missed() == [] and good.perplexity == pytest.approx(exp(0.04))
     bad = dataclasses.replace(good, loads=[[2.0, 0.0], [0.9, 2.1]], loss=3.1)
     assert bad.missed() == [
-        "layer 0: expert 1 is not used",
-        "layer 1: an expert has 2.10 even shares",
-        "the relative perplexity is 1.105",
+        "an expert is not used in layers 0",
+        "an expert has more than 2 even shares in layers 1",
+        "the relative perplexity is above 1.05",
+    ]
+    assert dataclasses.replace(good, sinks=[0.009, 0.61]).missed() == [
+        "the sink is outside 1% to 60% in layers 0, 1"
     ]
