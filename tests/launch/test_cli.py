@@ -80,6 +80,7 @@ def test_module_that_hides_a_package_is_named(tmp_path: Path) -> None:
         ["data"],
         ["data", "preview"],
         ["data", "generate"],
+        ["list"],
         ["report"],
         ["doctor"],
         ["launch"],
