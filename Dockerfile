@@ -38,7 +38,7 @@ RUN [ "$GPU" = 0 ] || NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_J
 
 COPY . code/
 ENV PATH=/opt/gptoss/venv/bin:$PATH
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation -e code \
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation -e code/kernels -e code \
     && XDG_CACHE_HOME=/opt/gptoss python -m rl_loop.harmony.o200k
 # Set for every user, because the home of a user may differ from root's.
 ENV TIKTOKEN_ENCODINGS_BASE=/opt/gptoss/megatron-gptoss

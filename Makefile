@@ -7,12 +7,13 @@
 # make test-slurm        test the launcher with a real Slurm of four nodes (as root; installs it; takes minutes)
 # make test-browser      test the viewer in Chromium (installs it as root)
 # make hub-environments  create virtual environments for openenv and verifiers, which conflict with this project
+# make wheel             build the wheels of this project and of its kernels in dist
 # make lint              run ruff, mypy, the dependency rules and the prose checks
 # make docs              build the documentation site build/docs/index.html (a broken link is an error)
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-numerics test-busy test-slurm test-browser hub-environments lint docs clean-venv
+.PHONY: help setup demo test test-slow test-numerics test-busy test-slurm test-browser hub-environments wheel lint docs clean-venv
 
 GPTOSS := .venv/bin/gptoss
 # SLURM_TESTS="slurm and not slow" leaves out the test that takes 3 minutes.
@@ -77,6 +78,13 @@ hub-environments: setup
 		.venv/bin/python -m venv .cache/hub/$${package%%==*} && \
 		.cache/hub/$${package%%==*}/bin/pip install --quiet $$package || exit 1; \
 	done
+
+# Without stale copies in build/lib, because setuptools would add deleted files to the wheel.
+wheel: setup
+	rm -rf build/lib kernels/build dist/gptoss_kernels-*.whl dist/megatron_gptoss-*.whl
+	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist ./kernels .
+	@rm -rf build/lib build/bdist.* kernels/build
+	@echo "install with: pip install dist/*.whl"
 
 # A separate environment, because Sphinx only reads Markdown and needs no package of this project.
 .cache/docs/complete: requirements-docs.txt | setup

@@ -47,7 +47,7 @@ command -v bwrap >/dev/null || ensure_package "bubblewrap (the sandbox for model
 command -v cc >/dev/null || ensure_package "a C compiler (for the kernels)" gcc libc6-dev
 
 stamp=.venv/.complete
-key="$(cat requirements.txt pyproject.toml | sha256sum | cut -c1-64) $(pwd -P)"
+key="$(cat requirements.txt pyproject.toml kernels/pyproject.toml | sha256sum | cut -c1-64) $(pwd -P)"
 if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/null; then
     python=$(find_python) ||
         die "Python 3.12 is missing: install python3.12 (Debian/Ubuntu) or run 'pyenv install 3.12', or set PYTHON=/path/to/python3.12"
@@ -69,7 +69,8 @@ if [ "$(cat $stamp 2>/dev/null)" != "$key" ] || ! .venv/bin/python -c '' 2>/dev/
     say "installing $(grep -c '^[a-z]' requirements.txt) pinned packages (5 GB, one to a few minutes)"
     "${pip[@]}" --only-binary :all: --no-binary "$without_wheel" --require-hashes -r requirements.txt ||
         die "pip could not install requirements.txt; see its message above (run make again to continue)"
-    "${pip[@]}" --no-build-isolation --editable . || die "pip could not install this project; see its message above"
+    "${pip[@]}" --no-build-isolation --editable ./kernels --editable . ||
+        die "pip could not install this project; see its message above"
     printf '%s\n' "$key" >$stamp
     say "environment ready: .venv"
 fi

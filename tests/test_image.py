@@ -120,7 +120,7 @@ def test_image_has_code_and_a_vocabulary_for_every_user(
     tmp_path: Path,
 ) -> None:
     install, vocabulary = run_command("-e code", tmp_path / "log")
-    assert install.endswith("-e code")
+    assert install.endswith("-e code/kernels -e code")
     module = vocabulary.split()[-1]
     assert find_spec(module)
     # The cache of ``XDG_CACHE_HOME`` has the project's name.

@@ -1,4 +1,4 @@
-"""A wheel in a new environment: commands work from any directory, without a checkout.
+"""The wheels in a new environment: commands work from any directory, without a checkout.
 
 The tests run the page for laptops verbatim as a normal user of a clean machine. See
 ``as_a_new_user``.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,10 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import PATIENCE_SECONDS
-
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("kernels", "megatron_gptoss", "converters", "rl_loop", "launch", "configs")
-FILES = ("pyproject.toml", "README.md", "LICENSE", "gptoss_command.py")
+from tests.support.wheels import KERNELS, ROOT, build_wheels, pip
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +42,7 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
 
 @dataclass(frozen=True)
 class Installed:
-    """Environment in which the wheel is installed."""
+    """Environment in which the wheels are installed."""
 
     programs: Path
     """Its ``bin`` directory."""
@@ -56,43 +52,25 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build and install a wheel."""
+    """Build and install both wheels."""
     root = tmp_path_factory.mktemp("installed")
-    # Build from a copy, because setuptools leaves files next to the sources.
-    source = root / "source"
-    source.mkdir()
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
-    run(*pip, source, "-w", root / "dist", cwd=root)
-    (wheel,) = (root / "dist").glob("*.whl")
+    wheels = build_wheels(root, KERNELS, ".")
+    assert [wheel.name.split("-")[0] for wheel in wheels] == ["gptoss_kernels", "megatron_gptoss"]
 
-    # Packages of this environment provide the dependencies. The wheel's own files come first in
+    # Packages of this environment provide the dependencies. The wheels' own files come first in
     # sys.path.
     run(sys.executable, "-m", "venv", root / "venv", cwd=root)
     python = root / "venv/bin/python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "-q",
-        "--no-deps",
-        wheel,
-        cwd=root,
-    )
+    pip("--python", python, "install", "--no-deps", *wheels, cwd=root)
     (site,) = (root / "venv/lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    shutil.rmtree(source)
 
     empty = root / "elsewhere"
     empty.mkdir()
-    place = run(python, "-c", "import rl_loop; print(rl_loop.__file__)", cwd=empty).stdout
-    assert place.startswith(str(site)), place
+    for package in ("rl_loop", "gptoss_kernels"):
+        program = f"import {package}; print({package}.__file__)"
+        place = run(python, "-c", program, cwd=empty).stdout
+        assert place.startswith(str(site)), place
     return Installed(root / "venv/bin", empty)
 
 
