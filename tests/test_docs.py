@@ -230,7 +230,7 @@ def test_reference_has_every_key_of_shipped_configurations() -> None:
 
 # ---- programs of pages, with their output
 
-PAGES_WITH_PROGRAMS = ("library.md", "design/algorithms.md")
+PAGES_WITH_PROGRAMS = ("library.md", "hyperparameters.md", "design/algorithms.md")
 PROGRAMS = {
     page: re.findall(
         r"^```python\n(.*?)^```\n\n```\n(.*?)^```",
@@ -267,7 +267,9 @@ def test_programs_of_pages_print_the_shown_output(code: str, printed: str) -> No
     assert run_python(code) == printed
 
 
-@pytest.mark.parametrize(("page", "least"), [("library.md", 7), ("design/algorithms.md", 3)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("library.md", 7), ("hyperparameters.md", 1), ("design/algorithms.md", 3)]
+)
 def test_pages_have_output_for_every_program(page: str, least: int) -> None:
     text = (ROOT / "docs" / page).read_text()
     assert len(PROGRAMS[page]) == text.count("```python\n") >= least
