@@ -3,7 +3,7 @@
     python -m benchmarks.learning claims runs/upcycled_heal/export --gsm8k gsm8k \\
         --claims sinks correction --seeds 0 1 --out claims.md
 
-The model is SmolLM2 as a GPT-OSS model, after healing (docs/converting.md). Every run is RL on the
+The model is SmolLM2 as a GPT-OSS model, after healing (docs/upcycling.md). Every run is RL on the
 easy part of GSM8K, from one warm start, as in ``reference-model train``. A claim compares variants
 of the configuration with the run "all correct", which all claims share:
 
