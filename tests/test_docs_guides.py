@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from launch.cli import app
@@ -37,13 +39,17 @@ def test_hyperparameters_page_has_values_of_configurations() -> None:
         assert config.rollout.max_tokens == int(max_tokens.replace(",", ""))
 
 
+def plan(name: str, *words: str) -> list[str]:
+    """Return the lines that ``gptoss plan`` prints for a shipped configuration that fits."""
+    done = CliRunner().invoke(app, ["plan", str(ROOT / f"configs/{name}.yaml"), *words])
+    assert done.exit_code == 0, done.output
+    return done.output.strip().splitlines()
+
+
 @cache
 def predicted_step(override: str) -> list[str]:
     """Return episodes, step, rollout and update in s, and tokens/s/GPU as printed by ``plan``."""
-    path = str(ROOT / "configs/rl/gpt-oss-20b_1x4.yaml")
-    done = CliRunner().invoke(app, ["plan", path, "--gpu", "h200", override])
-    assert done.exit_code == 0, done.output
-    line = done.output.strip().splitlines()[-1]
+    line = plan("rl/gpt-oss-20b_1x4", "--gpu", "h200", override)[-1]
     number = r"([\d.]+)"
     pattern = (
         rf"with {number} episodes .*: {number} s, of which the rollout takes {number} s"
@@ -65,3 +71,27 @@ def test_hyperparameters_page_has_predictions_of_plan(key: str, columns: slice) 
     for value, *shown in rows:
         predicted = predicted_step(f"rollout.{key}={value.replace(',', '')}")
         assert [cell.replace(",", "") for cell in shown] == predicted[columns]
+
+
+def test_performance_page_has_predicted_memory() -> None:
+    rows = table_rows((ROOT / "docs/performance.md").read_text(), "Model, method")
+    assert len(rows) == 13
+    for method, configuration, gpus, memory, *_ in rows:
+        name = configuration.strip("`")
+        count, kind = gpus.split()
+        is_sft = "SFT" in method
+        first = plan(name, "--gpu", kind.lower(), *(["--sft"] if is_sft else []))[0]
+        assert f"needs {memory} GB of a GPU's" in first
+
+        config = load_run_config(ROOT / f"configs/{name}.yaml", "sft" if is_sft else "rl", None)
+        used = config.parallel.world_size
+        if not is_sft and not config.rollout.engine.colocated:
+            used += config.rollout.engine.servers * config.rollout.engine.tensor_parallel
+        assert used == int(count)
+
+
+def test_citation_has_version_and_license_of_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for citation_key, key in {"title": "name", "version": "version", "license": "license"}.items():
+        assert citation[citation_key] == project[key]
