@@ -33,6 +33,21 @@ class SamplingParams:
     """Seed of the continuation. Equal seed, weights and prompt give equal tokens in every batch."""
 
 
+type TokenChoice = tuple[int, float]
+"""A token id and its log-prob, in nats."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that an engine has just sampled for a request. All lists have equal lengths."""
+
+    ids: list[int]
+    log_probs: list[float]
+    """Log-probs of ``ids``, as in ``GenerateResult.output_log_probs``."""
+    top_log_probs: list[list[TokenChoice]]
+    """Most likely tokens of each position, the most likely first. Empty lists if not requested."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt to continue."""
@@ -54,6 +69,11 @@ class GenerateRequest:
     The time limit of its episode starts at this moment. Engines that cannot detect it call this
     function with the first tokens.
     """
+    on_tokens: Callable[[NewTokens], None] | None = field(default=None, compare=False, repr=False)
+    """Called on the event loop with the tokens of the result, as they are sampled and before the
+    result is returned. Engines that cannot stream ignore it."""
+    top_log_probs: int = 0
+    """Number of most likely tokens that ``on_tokens`` gets for each position."""
 
     @property
     def episode(self) -> str:

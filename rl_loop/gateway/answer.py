@@ -1,6 +1,6 @@
 """A sampled turn in the form that clients see: reasoning, text and calls."""
 
-import secrets
+import hashlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,14 +29,43 @@ class FunctionCall:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """A message on ``analysis``."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """A message to the user: a comment before a call, or the final answer."""
+
+    text: str
+
+
+type AnswerItem = Reasoning | AnswerText | FunctionCall
+
+
+@dataclass(frozen=True)
 class PolicyAnswer:
     """A turn of the policy."""
 
-    reasoning: str = ""
-    """The messages on ``analysis``, joined by newlines."""
-    texts: tuple[str, ...] = ()
-    """Messages to the user: comments before a call, and the final answer."""
-    calls: tuple[FunctionCall, ...] = ()
+    items: tuple[AnswerItem, ...] = ()
+    """Messages and calls in the order of the turn."""
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning, joined by newlines."""
+        return "\n".join(item.text for item in self.items if isinstance(item, Reasoning))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Messages to the user."""
+        return tuple(item.text for item in self.items if isinstance(item, AnswerText))
+
+    @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """Calls of the client's functions."""
+        return tuple(item for item in self.items if isinstance(item, FunctionCall))
 
     @property
     def content(self) -> str:
@@ -83,8 +112,23 @@ class ReadTurn:
         return message_digest(self.answer.as_message())
 
 
+def call_id(response_id: str, number: int) -> str:
+    """Return the id of a call: unique, and known before the turn is complete.
+
+    Args:
+        response_id: name of the turn.
+        number: number of the call in the turn, from 0.
+    """
+    digest = hashlib.blake2b(f"{response_id}/{number}".encode(), digest_size=12)
+    return f"call_{digest.hexdigest()}"
+
+
 def read_turn(
-    codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool], stop: Sequence[str] = ()
+    codec: ChatCodec,
+    sampled: GenerateResult,
+    tools: Sequence[Tool],
+    response_id: str,
+    stop: Sequence[str] = (),
 ) -> ReadTurn:
     """Parse a sampled turn, and compute all values that take long for long turns.
 
@@ -92,21 +136,24 @@ def read_turn(
         codec: chat format of the policy.
         sampled: the turn.
         tools: functions that the client offered.
+        response_id: name of the turn.
         stop: texts that end the turn.
     """
     cut = find_stop(codec, sampled.output_ids, stop) if stop else None
     if cut is None:
-        turn = _parsed_turn(codec, sampled, tools)
+        turn = _parsed_turn(codec, sampled, tools, response_id)
     else:
         sampled = shortened(sampled, cut.kept)
-        turn = _stopped_turn(codec, sampled.output_ids, cut, tools)
+        turn = _stopped_turn(codec, sampled.output_ids, cut, tools, response_id)
     turn = replace(turn, reasoning_tokens=codec.reasoning_tokens(sampled.output_ids))
     # Computed here, because a worker may run this function, and pickle passes cached values on.
     _ = turn.digest
     return turn
 
 
-def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool]) -> ReadTurn:
+def _parsed_turn(
+    codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool], response_id: str
+) -> ReadTurn:
     ids = sampled.output_ids
     # Recipients have the prefix of functions, names of the client's tools do not.
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
@@ -116,27 +163,27 @@ def _parsed_turn(codec: ChatCodec, sampled: GenerateResult, tools: Sequence[Tool
         # The client cannot run any other call. In a truncated turn it is dropped instead of
         # reported.
         readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
-        return ReadTurn(_answer_of(readable), closing=cut.closing, dropped=cut.dropped)
+        return ReadTurn(_answer_of(readable, response_id), closing=cut.closing, dropped=cut.dropped)
 
-    return _complete_turn(codec, ids, names)
+    return _complete_turn(codec, ids, names, response_id)
 
 
 def _stopped_turn(
-    codec: ChatCodec, ids: Sequence[int], cut: StopCut, tools: Sequence[Tool]
+    codec: ChatCodec, ids: Sequence[int], cut: StopCut, tools: Sequence[Tool], response_id: str
 ) -> ReadTurn:
     """Parse a turn that ends with a stop text."""
     names = {f"{FUNCTIONS}{tool.name}" for tool in tools}
     # The turn must be valid up to here. Its last text is closed as if it were complete.
-    turn = _complete_turn(codec, [*ids, codec.stop_token_ids[0]], names)
+    turn = _complete_turn(codec, [*ids, codec.stop_token_ids[0]], names, response_id)
     if turn.format_error is not None:
         return replace(turn, kept=cut.kept)
 
     # The client does not see the stop text, so a continued conversation does not contain it.
     rest = codec.vocabulary.encode_text(cut.rest) if cut.rest else []
     closed = codec.parse_truncated_for_client([*ids[: cut.kept - cut.dropped], *rest])
-    texts = (*turn.answer.texts[:-1], cut.text)
+    # The turn ends within a text, so this text is its last item.
     return ReadTurn(
-        replace(turn.answer, texts=texts),
+        PolicyAnswer((*turn.answer.items[:-1], AnswerText(cut.text))),
         closing=(*rest, *closed.closing),
         dropped=cut.dropped,
         kept=cut.kept,
@@ -145,7 +192,9 @@ def _stopped_turn(
     )
 
 
-def _complete_turn(codec: ChatCodec, ids: Sequence[int], names: Container[str]) -> ReadTurn:
+def _complete_turn(
+    codec: ChatCodec, ids: Sequence[int], names: Container[str], response_id: str
+) -> ReadTurn:
     """Parse a turn that the policy ended. ``names`` are the recipients that the client offered."""
     messages = codec.parse_for_client(ids)
     if isinstance(messages, FormatError):
@@ -157,30 +206,23 @@ def _complete_turn(codec: ChatCodec, ids: Sequence[int], names: Container[str]) 
     # The client would get neither a text nor a call, so its agent would have nothing to act on.
     if all(message.channel == "analysis" and message.recipient is None for message in messages):
         return ReadTurn(PolicyAnswer(), format_error="unanswered")
-    return ReadTurn(_answer_of(messages))
+    return ReadTurn(_answer_of(messages, response_id))
 
 
-def _answer_of(messages: Sequence[ParsedMessage]) -> PolicyAnswer:
-    reasoning = []
-    texts = []
-    calls = []
-
+def _answer_of(messages: Sequence[ParsedMessage], response_id: str) -> PolicyAnswer:
+    items: list[AnswerItem] = []
+    calls = 0
     for message in messages:
         # The recipient decides, not the channel: a call may be on the channel of reasoning, too.
         if message.recipient is not None:
-            calls.append(
-                FunctionCall(
-                    # Chat formats have no call ids. The forest finds the turn of a call by this
-                    # id.
-                    call_id=f"call_{secrets.token_hex(12)}",
-                    name=message.recipient.removeprefix(FUNCTIONS),
-                    arguments=message.text,
-                    channel=message.channel,
-                )
+            # Chat formats have no call ids. The forest finds the turn of a call by this id.
+            name = message.recipient.removeprefix(FUNCTIONS)
+            items.append(
+                FunctionCall(call_id(response_id, calls), name, message.text, message.channel)
             )
+            calls += 1
         elif message.channel == "analysis":
-            reasoning.append(message.text)
+            items.append(Reasoning(message.text))
         else:
-            texts.append(message.text)
-
-    return PolicyAnswer("\n".join(reasoning), tuple(texts), tuple(calls))
+            items.append(AnswerText(message.text))
+    return PolicyAnswer(tuple(items))

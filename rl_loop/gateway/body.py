@@ -1,4 +1,4 @@
-"""Bodies of requests, and their JSON."""
+"""Bodies of requests, and JSON of requests and answers."""
 
 import asyncio
 import json
@@ -69,6 +69,18 @@ def parse_json(body: bytes) -> Any:
         message = f"the body has more than {MAX_VALUES} values"
         raise ApiError(413, "invalid_request", message)
     return value
+
+
+def json_text(value: Any, *, in_pieces: bool = False) -> str:
+    """Return a value as JSON.
+
+    Args:
+        value: the value.
+        in_pieces: whether other threads may run in between. It takes several times as long.
+    """
+    if in_pieces:
+        return "".join(json.JSONEncoder().iterencode(value))
+    return json.dumps(value)
 
 
 def _has_more_values(value: Any, most: int) -> bool:

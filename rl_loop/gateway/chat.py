@@ -10,7 +10,6 @@
 | ``<|call|>``, ``<|return|>``, a limit | ``finish_reason`` tool_calls, stop, length |
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -20,10 +19,13 @@ from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.gateway.answer import FunctionCall
+from rl_loop.gateway.body import json_text
+from rl_loop.gateway.chat_stream import ChatEvents
 from rl_loop.gateway.errors import invalid_request, unsupported
 from rl_loop.gateway.fields import CHAT_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
+    MAX_TOP_LOG_PROBS,
     RequestParameters,
     checked_parameters,
     effort_of,
@@ -69,6 +71,7 @@ class ChatParameters(RequestParameters):
     tool_choice: Any = None
     reasoning_effort: Any = None
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOG_PROBS)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
@@ -82,8 +85,6 @@ class ChatCall:
     """One request of the dialect."""
 
     id_prefix = ID_PREFIX
-    ends_with_done = True
-    """True if a stream ends with ``data: [DONE]``."""
 
     def __init__(self, body: Any, model: str) -> None:
         """Parse a request.
@@ -114,25 +115,28 @@ class ChatCall:
             }
             for index, node in enumerate(nodes)
         ]
-        body = self._frame(nodes[0], "chat.completion")
-        return body | {"choices": choices, "usage": _usage(usage)}
+        return {
+            "id": nodes[0].response_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": choices,
+            "usage": _usage(usage),
+        }
 
-    def events(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a streamed answer."""
-        frame = self._frame(nodes[0], "chat.completion.chunk")
-        if self._include_usage:
-            # Null in all chunks but the last one, as in OpenAI's streams.
-            frame["usage"] = None
+    def events(self) -> ChatEvents:
+        """Return the chunks of a streamed answer, before the first one."""
+        return ChatEvents(
+            self._model, log_probs=self.request.log_probs, include_usage=self._include_usage
+        )
+
+    def end_events(
+        self, events: ChatEvents, nodes: Sequence[TurnNode], usage: TokenUsage
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the chunks behind the last delta."""
         for index, node in enumerate(nodes):
-            for delta in _deltas(node):
-                # The first chunk has an empty content.
-                log_probs = self._log_probs(node) if delta.get("content") else None
-                choice = {"index": index, "delta": delta, "logprobs": log_probs}
-                yield frame | {"choices": [choice | {"finish_reason": None}]}
-            last = {"index": index, "delta": {}, "logprobs": None}
-            yield frame | {"choices": [last | {"finish_reason": _finish_reason(node)}]}
-        if self._include_usage:
-            yield frame | {"choices": [], "usage": _usage(usage)}
+            yield from events.end_choice(index, _finish_reason(node))
+        yield from events.end(_usage(usage))
 
     def _log_probs(self, node: TurnNode) -> dict[str, Any] | None:
         """Return the log-probs of the content's tokens. None if not requested."""
@@ -142,17 +146,9 @@ class ChatCall:
         tokens = [token.to_json() for text in node.log_probs[:texts] for token in text]
         return {"content": tokens, "refusal": None}
 
-    def to_json(self, value: dict[str, Any]) -> bytes:
-        """Return an answer or a chunk as JSON."""
-        return json.dumps(value).encode()
-
-    def _frame(self, node: TurnNode, kind: str) -> dict[str, Any]:
-        return {
-            "id": node.response_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": self._model,
-        }
+    def to_json(self, value: dict[str, Any], *, in_pieces: bool = False) -> bytes:
+        """Return an answer or a chunk as JSON, see ``json_text``."""
+        return json_text(value, in_pieces=in_pieces).encode()
 
 
 # ---- requests
@@ -174,6 +170,8 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         where = f"messages[{number}]"
         messages.append(_message(mapping(entry, where), where))
 
+    if parameters.top_logprobs and not parameters.logprobs:
+        raise invalid_request("needs logprobs: true", "top_logprobs")
     # ``max_tokens`` is the deprecated name of ``max_completion_tokens``. If both are set, both
     # hold.
     limits = [parameters.max_tokens, parameters.max_completion_tokens]
@@ -187,6 +185,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         seed=parameters.seed,
         stop=tuple(parameters.stop),
         log_probs=parameters.logprobs,
+        top_log_probs=parameters.top_logprobs,
     )
 
 
@@ -261,18 +260,6 @@ def _message_of(node: TurnNode) -> dict[str, Any]:
     if node.answer.calls:
         message["tool_calls"] = [_tool_call(call) for call in node.answer.calls]
     return message
-
-
-def _deltas(node: TurnNode) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a message. Clients concatenate them."""
-    # Only the first chunk of a stream has the role.
-    yield {"role": "assistant", "content": ""}
-    if node.answer.reasoning:
-        yield {"reasoning": node.answer.reasoning}
-    if node.answer.content:
-        yield {"content": node.answer.content}
-    for index, call in enumerate(node.answer.calls):
-        yield {"tool_calls": [{"index": index, **_tool_call(call)}]}
 
 
 def _content(node: TurnNode) -> str | None:

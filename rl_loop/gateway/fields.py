@@ -90,7 +90,6 @@ _OTHER_MEANING = "a label for OpenAI's dashboards"
 _CACHE = "the prefix cache is automatic"
 _TRAINING = "ignored in training, which samples at the run's value"
 _PARALLEL = "a hint: the policy decides on the number of calls"
-_SAMPLED_ONLY = "engines return the log-probs of sampled tokens only"
 _FIXED_MODEL = "there is one policy"
 
 
@@ -102,7 +101,7 @@ def _common(tool: dict[str, Any], named: dict[str, Any]) -> tuple[RequestField, 
     """Return the rows of both dialects. ``tool`` and ``named`` are a function and its choice."""
     return (
         _ignored("model", "gpt-4o", _FIXED_MODEL),
-        _works("stream", True, "events are sent when the turn is complete", wrong="maybe"),
+        _works("stream", True, "tokens are sent as they are sampled", wrong="maybe"),
         _works("temperature", 0.5, _TRAINING, wrong=3),
         _works("top_p", 0.5, _TRAINING, wrong=0),
         _works("tools", [tool], "functions only", wrong="add"),
@@ -160,7 +159,7 @@ CHAT_FIELDS: RequestFields = (
     _ignored("verbosity", "low", "a hint: the policy decides on the length"),
     _works("stop", ["ll", "x"], "up to 4 texts; not in reasoning and calls", wrong=["x"] * 5),
     _works("logprobs", True, "of the content, at the sampling temperature", wrong="x"),
-    _refused("top_logprobs", 2, _SAMPLED_ONLY, 0),
+    _works("top_logprobs", 2, "up to 20, with `logprobs`", wrong=21),
     _works("n", 2, "each choice is a turn, and in training a branch", wrong=129),
     _refused("response_format", {"type": "json_object"}, _NO_GRAMMAR, {"type": "text"}),
     _refused(
@@ -214,7 +213,7 @@ RESPONSES_FIELDS: RequestFields = (
     _ignored("text.verbosity", "low", "a hint: the policy decides on the length"),
     _works("include", ["message.output_text.logprobs"], "other entries are ignored", wrong="x"),
     _ignored("stream_options", {"include_obfuscation": True}, "streams have no padding"),
-    _refused("top_logprobs", 2, _SAMPLED_ONLY, 0),
+    _works("top_logprobs", 2, "up to 20, with log-probs in `include`", wrong=21),
     _refused("truncation", "auto", "nothing is dropped silently", "disabled"),
     _refused("background", True, "not implemented", False),
     _refused("background_options", {}, "not implemented"),

@@ -159,13 +159,15 @@ class TurnJob:
     finish_reason: FinishReason
     tools: tuple[Tool, ...]
     """Functions that the client offered."""
+    response_id: str
+    """Name of the turn."""
     stop: tuple[str, ...] = ()
     """Texts that end the turn."""
 
     def run(self, codec: ChatCodec) -> ReadTurn:
         """Return the parsed turn."""
         sampled = GenerateResult(self.ids, [], self.finish_reason)
-        return read_turn(codec, sampled, self.tools, self.stop)
+        return read_turn(codec, sampled, self.tools, self.response_id, self.stop)
 
 
 class RequestWorkers:

@@ -85,7 +85,7 @@ class TurnNode:
     def memory_bytes(self) -> int:
         """Estimate of the memory that this turn keeps, without the turns before it."""
         tokens = len(self.new_ids) + len(self.sampled.output_ids)
-        listed = sum(map(len, self.log_probs))
+        listed = sum(token.entries for text in self.log_probs for token in text)
         return (
             TOKEN_BYTES * tokens + LOG_PROB_BYTES * listed + CHARACTER_BYTES * self.text_characters
         )

@@ -24,6 +24,8 @@ MAX_TOOL_CHARACTERS = 32_768
 """Maximum characters in one function's description, including its schema."""
 MAX_TOOLS_CHARACTERS = 1_048_576
 """Maximum characters in all functions' descriptions."""
+MAX_TOP_LOG_PROBS = 20
+"""Maximum ``top_logprobs``, as in OpenAI's API."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Content types that are text."""

@@ -55,6 +55,8 @@ class TurnRequest:
     """Texts that end the turn, see ``rl_loop.gateway.stop_text``."""
     log_probs: bool = False
     """True to return the log-probs of the answer's tokens."""
+    top_log_probs: int = 0
+    """Number of most likely tokens to return for each of these tokens."""
     is_stored: bool = True
     """True if later requests may refer to the response."""
 
@@ -104,6 +106,7 @@ class TurnRequest:
             self.seed,
             self.stop,
             self.log_probs,
+            self.top_log_probs,
         ]
         return _digest(content)
 

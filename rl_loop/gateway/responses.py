@@ -14,10 +14,13 @@ from pydantic import BaseModel, Field
 
 from rl_loop.chat.open_calls import with_answers_in_order
 from rl_loop.data.trajectory import FinishReason
+from rl_loop.gateway.answer import AnswerText
+from rl_loop.gateway.body import json_text
 from rl_loop.gateway.errors import invalid_request
 from rl_loop.gateway.fields import RESPONSES_FIELDS
 from rl_loop.gateway.node import TokenUsage, TurnNode
 from rl_loop.gateway.parameters import (
+    MAX_TOP_LOG_PROBS,
     RequestParameters,
     checked_parameters,
     effort_of,
@@ -29,8 +32,8 @@ from rl_loop.gateway.parameters import (
     validated,
 )
 from rl_loop.gateway.request import TurnRequest
-
-ID_PREFIX = "resp_"
+from rl_loop.gateway.responses_stream import ID_PREFIX, ResponsesEvents, item_json
+from rl_loop.gateway.turn_reader import text_of_item
 
 INCLUDED_LOG_PROBS = "message.output_text.logprobs"
 """Entry of ``include`` that asks for log-probs. Other entries ask for nothing that exists here."""
@@ -65,6 +68,7 @@ class ResponsesParameters(RequestParameters):
     max_output_tokens: int | None = Field(None, gt=0)
     text: dict[str, Any] = Field(default_factory=dict)
     include: list[str] = Field(default_factory=list)
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOG_PROBS)
     store: bool = True
 
 
@@ -74,8 +78,6 @@ class ResponsesCall:
     id_prefix = ID_PREFIX
     choices = 1
     """The API has one response for a request."""
-    ends_with_done = False
-    """A stream ends with ``response.completed`` or ``response.incomplete``."""
 
     def __init__(self, body: Any, model: str) -> None:
         """Parse a request.
@@ -92,6 +94,7 @@ class ResponsesCall:
         self.request = _turn_request(parameters)
         self._tool_choice = parameters.tool_choice or "auto"
         self._model = model
+        self._created_at = int(time.time())
         # Instructions may have megabytes, so their JSON is written once, when the request is read.
         repeated = parameters.model_dump(exclude=NOT_REPEATED)
         self._repeated = json.dumps(repeated)[1:-1].encode()
@@ -107,41 +110,35 @@ class ResponsesCall:
         # The policy either ends its turn or reaches a limit. The API reports a token limit this
         # way.
         details = None if is_complete else {"reason": "max_output_tokens"}
-        return self._frame(node, status) | {
+        return self._frame(node.response_id, status) | {
             "incomplete_details": details,
             "output": _items(node, status),
             "usage": _usage(usage),
         }
 
-    def events(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed answer."""
-        [node] = nodes
-        for number, event in enumerate(self._events(node, usage)):
-            yield event | {"sequence_number": number}
+    def events(self) -> ResponsesEvents:
+        """Return the events of a streamed answer, before the first one."""
+        return ResponsesEvents(self._frame)
 
-    def _events(self, node: TurnNode, usage: TokenUsage) -> Iterator[dict[str, Any]]:
-        # The OpenAI SDK rejects a stream that does not begin with ``response.created``.
-        begun = self._frame(node, "in_progress")
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
-
-        answer = self.answer([node], usage)
+    def end_events(
+        self, events: ResponsesEvents, nodes: Sequence[TurnNode], usage: TokenUsage
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the events behind the last delta."""
         # The last event repeats all items, because clients may read only that event.
-        for index, item in enumerate(answer["output"]):
-            yield from _item_events(item, index)
-        yield {"type": f"response.{answer['status']}", "response": answer}
+        yield from events.end(self.answer(nodes, usage))
 
-    def to_json(self, value: dict[str, Any]) -> bytes:
-        """Return an answer or an event as JSON."""
-        return json.dumps(value).encode().replace(f'"{self._mark}": null'.encode(), self._repeated)
+    def to_json(self, value: dict[str, Any], *, in_pieces: bool = False) -> bytes:
+        """Return an answer or an event as JSON, see ``json_text``."""
+        text = json_text(value, in_pieces=in_pieces)
+        return text.encode().replace(f'"{self._mark}": null'.encode(), self._repeated)
 
-    def _frame(self, node: TurnNode, status: str) -> dict[str, Any]:
+    def _frame(self, response_id: str, status: str) -> dict[str, Any]:
         """Return the fields of a response except its items."""
         return {
             self._mark: None,
-            "id": node.response_id,
+            "id": response_id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": self._created_at,
             "status": status,
             "error": None,
             "incomplete_details": None,
@@ -171,6 +168,9 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
         tools.append(tool_of(tool, where))
 
+    log_probs = INCLUDED_LOG_PROBS in parameters.include
+    if parameters.top_logprobs and not log_probs:
+        raise invalid_request(f"needs {INCLUDED_LOG_PROBS!r} in include", "top_logprobs")
     return TurnRequest(
         messages=with_answers_in_order(_messages(parameters.input), ()),
         tools=offered(tools, parameters.tool_choice),
@@ -181,7 +181,8 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         temperature=parameters.temperature,
         top_p=parameters.top_p,
         seed=parameters.seed,
-        log_probs=INCLUDED_LOG_PROBS in parameters.include,
+        log_probs=log_probs,
+        top_log_probs=parameters.top_logprobs,
         is_stored=parameters.store,
     )
 
@@ -231,9 +232,7 @@ def _add_to_turn(
     messages: list[dict[str, Any]], item: dict[str, Any], kind: str, where: str
 ) -> None:
     """Add an item of the assistant to its turn: the last one, or a new one."""
-    # Calls come last in a turn.
-    is_open = bool(messages) and messages[-1]["role"] == "assistant"
-    if not is_open or ("tool_calls" in messages[-1] and kind != "function_call"):
+    if not messages or messages[-1]["role"] != "assistant":
         # None means that the turn has no message yet, in contrast to an empty message.
         messages.append({"role": "assistant", "content": None})
     turn = messages[-1]
@@ -255,93 +254,24 @@ def _add_to_turn(
         parts = item.get("content") or []
         texts = [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
         if texts:
-            turn["thinking"] = "\n".join(texts)
+            thinking = [turn["thinking"]] if "thinking" in turn else []
+            turn["thinking"] = "\n".join([*thinking, *texts])
 
 
 # ---- responses
 
 
 def _items(node: TurnNode, status: str) -> list[dict[str, Any]]:
-    """Return the items of a turn."""
-    name = node.response_id.removeprefix(ID_PREFIX)
-    answer = node.answer
-    items: list[dict[str, Any]] = []
-    # The order in which ``_add_to_turn`` joins repeated items to one turn: calls come last.
-    if answer.reasoning:
-        thoughts = {"type": "reasoning_text", "text": answer.reasoning}
-        items.append(
-            {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": [thoughts]}
-        )
-
-    for number, text in enumerate(answer.texts):
-        tokens = node.log_probs[number] if node.log_probs else ()
-        log_probs = [token.to_json() for token in tokens]
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
-        items.append(
-            {
-                "type": "message",
-                "id": f"msg_{name}_{number}",
-                "role": "assistant",
-                "status": status,
-                "content": [part],
-            }
-        )
-
-    for number, call in enumerate(answer.calls):
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{name}_{number}",
-                # Tool outputs refer to this id, not to the id of the item.
-                "call_id": call.call_id,
-                "name": call.name,
-                "arguments": call.arguments,
-                "status": status,
-            }
-        )
+    """Return the items of a turn. Only the last one of a truncated turn is incomplete."""
+    log_probs = iter(node.log_probs)
+    items = []
+    for number, item in enumerate(node.answer.items):
+        tokens = next(log_probs, ()) if isinstance(item, AnswerText) else ()
+        is_last = number == len(node.answer.items) - 1
+        of_item = status if is_last else "completed"
+        text = text_of_item(item)
+        items.append(item_json(node.response_id, number, item, text, tokens, of_item))
     return items
-
-
-def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of one item: it begins empty, is filled at once, and ends."""
-    place = {"output_index": index, "item_id": item["id"]}
-    empty: dict[str, Any] = {"content": []}
-    if item["type"] == "function_call":
-        empty = {"arguments": ""}
-    begun = item | empty
-    # Reasoning items have no status.
-    if "status" in item:
-        begun["status"] = "in_progress"
-    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
-
-    if item["type"] == "function_call":
-        arguments = item["arguments"]
-        kind = "response.function_call_arguments"
-        yield place | {"type": f"{kind}.delta", "delta": arguments}
-        yield place | {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]}
-    else:
-        # ``_items`` makes one part per message, and one for all reasoning.
-        [part] = item["content"]
-        yield from _part_events(part, place | {"content_index": 0})
-
-    yield {"type": "response.output_item.done", "output_index": index, "item": item}
-
-
-def _part_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a message's text, or of reasoning."""
-    text = part["text"]
-    kind = f"response.{part['type']}"
-    # Only message texts have log-probs, reasoning has none.
-    extra: dict[str, Any] = {}
-    empty: dict[str, Any] = {"text": ""}
-    if "logprobs" in part:
-        extra = {"logprobs": part["logprobs"]}
-        empty["logprobs"] = []
-
-    yield place | {"type": "response.content_part.added", "part": part | empty}
-    yield place | extra | {"type": f"{kind}.delta", "delta": text}
-    yield place | extra | {"type": f"{kind}.done", "text": text}
-    yield place | {"type": "response.content_part.done", "part": part}
 
 
 def _usage(usage: TokenUsage) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -21,10 +21,10 @@ from rl_loop.gateway.chat import ChatCall
 from rl_loop.gateway.connections import OpenConnections, server_options
 from rl_loop.gateway.errors import ApiError, ErrorCode
 from rl_loop.gateway.jobs import ReadJob, RequestWorkers
-from rl_loop.gateway.node import TokenUsage, TurnNode, total_usage
-from rl_loop.gateway.request import TurnRequest
+from rl_loop.gateway.node import TurnNode
 from rl_loop.gateway.responses import ResponsesCall
 from rl_loop.gateway.reward import read_reward
+from rl_loop.gateway.send import DialectCall, EventStream, StreamedTurns, send_whole
 from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.infrastructure import describe
 
@@ -35,8 +35,6 @@ CLOSING_STATUSES = (401, 408, 413, 415, 429)
 """Status codes after which a connection is closed, because the body is not read."""
 MAX_BODIES_BYTES = 32 * MAX_BODY_BYTES
 """Maximum bytes of one key's concurrent request bodies."""
-LONG_ANSWER_BYTES = 65_536
-"""Bytes of a stream that are sent at a time. A longer event is sent at once."""
 STOP_SECONDS = 5.0
 """Time in seconds for requests to end when the server stops."""
 RETRY_HEADER = "x-stainless-retry-count"
@@ -48,25 +46,6 @@ BODY_BYTES = web.RequestKey("body_bytes", int)
 """Received bytes of a request's body."""
 
 logger = logging.getLogger(__name__)
-
-
-class DialectCall(Protocol):
-    """One request of a dialect."""
-
-    id_prefix: str
-    ends_with_done: bool
-    stream: bool
-    request: TurnRequest
-    choices: int
-    """Number of turns to sample."""
-
-    def answer(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> dict[str, Any]: ...
-
-    def events(self, nodes: Sequence[TurnNode], usage: TokenUsage) -> Iterator[dict[str, Any]]: ...
-
-    def to_json(self, value: dict[str, Any]) -> bytes:
-        """Return an answer or an event as JSON."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -238,12 +217,9 @@ class Gateway:
         return await self._respond(request, ResponsesCall)
 
     async def _respond(
-        self, request: web.Request, kind: Callable[[Any, str], DialectCall]
+        self, request: web.Request, kind: Callable[[Any, str], DialectCall[Any]]
     ) -> web.StreamResponse:
         """Sample the turns of a request and send them.
-
-        A stream begins when the turn is complete. Therefore earlier failures are errors with a
-        status, and clients do not notice a weight sync during the turn.
 
         Args:
             request: the request.
@@ -255,29 +231,34 @@ class Gateway:
         response_id = f"{call.id_prefix}{secrets.token_hex(16)}"
         # OpenAI's clients count their attempts from 0.
         is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-        with _counted_choices(session, call.choices):
-            nodes = await session.respond_choices(
-                call.request, response_id, call.choices, is_retry=is_retry
-            )
-
-        send = _send_events if call.stream else _send_whole
+        stream = EventStream(request, call)
+        streamed = StreamedTurns(stream, call, self._codec, session, response_id)
         try:
-            response = await send(request, call, nodes)
-            for node in nodes:
-                node.delivered = True
-            return response
-        finally:
-            # The connection was lost. A repeated request gets this answer.
-            for node in nodes:
-                if node.delivered is None:
-                    node.delivered = False
+            with _counted_choices(session, call.choices):
+                if call.stream:
+                    nodes = await streamed.sample(is_retry=is_retry)
+                else:
+                    nodes = await session.respond_choices(
+                        call.request, response_id, call.choices, is_retry=is_retry
+                    )
+            with _delivering(nodes):
+                if call.stream:
+                    return await streamed.send_rest(nodes)
+                return await send_whole(request, call, nodes)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            # Before the first event, an error has a status. See ``_answer``.
+            if not stream.has_begun:
+                raise
+            return await streamed.send_error(_api_error(request, error))
 
     async def _read_call(
         self,
         request: web.Request,
         session: ConversationSession,
-        kind: Callable[[Any, str], DialectCall],
-    ) -> DialectCall:
+        kind: Callable[[Any, str], DialectCall[Any]],
+    ) -> DialectCall[Any]:
         """Read a request. Raises ApiError."""
         body = await read_body(request, partial(_count_body, request, session))
         job = ReadJob(body, kind, self._settings.model)
@@ -334,6 +315,20 @@ def _counted_choices(session: ConversationSession, choices: int) -> Iterator[Non
         session.in_flight -= choices - 1
 
 
+@contextmanager
+def _delivering(nodes: Sequence[TurnNode]) -> Iterator[None]:
+    """Note whether a client receives turns that are sent in the context."""
+    try:
+        yield
+        for node in nodes:
+            node.delivered = True
+    finally:
+        # The connection was lost. A repeated request gets this answer.
+        for node in nodes:
+            if node.delivered is None:
+                node.delivered = False
+
+
 def _count_body(request: web.Request, session: ConversationSession, size: int) -> None:
     """Count bytes of a body that have arrived. Raises ApiError if the key has too many."""
     request[BODY_BYTES] = request.get(BODY_BYTES, 0) + size
@@ -354,48 +349,6 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
         return ApiError(error.status, code, message)
     logger.error("%s %s failed", request.method, request.path, exc_info=error)
     return ApiError(500, "internal_error", describe(error))
-
-
-async def _send_whole(
-    request: web.Request, call: DialectCall, nodes: Sequence[TurnNode]
-) -> web.StreamResponse:
-    """Send turns as one JSON object."""
-    body = call.to_json(call.answer(nodes, total_usage(nodes)))
-    response = web.Response(body=body, content_type="application/json", charset="utf-8")
-    # Sent here, not by aiohttp after the handler, so that the caller notices a lost connection.
-    await response.prepare(request)
-    await response.write_eof()
-    return response
-
-
-async def _send_events(
-    request: web.Request, call: DialectCall, nodes: Sequence[TurnNode]
-) -> web.StreamResponse:
-    """Send turns as server-sent events."""
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-
-    lines: list[bytes] = []
-    size = 0
-    for event in call.events(nodes, total_usage(nodes)):
-        # Events of Responses have a type, chunks of chat completions do not.
-        if "type" in event:
-            lines.append(f"event: {event['type']}\n".encode())
-        lines += [b"data: ", call.to_json(event), b"\n\n"]
-        size += len(lines[-2])
-        # A long answer is sent in pieces, so that other requests are served between them.
-        if size > LONG_ANSWER_BYTES:
-            await response.write(b"".join(lines))
-            await asyncio.sleep(0)
-            lines, size = [], 0
-    if call.ends_with_done:
-        lines.append(b"data: [DONE]\n\n")
-
-    await response.write(b"".join(lines))
-    await response.write_eof()
-    return response
 
 
 def _error_response(error: ApiError) -> web.Response:

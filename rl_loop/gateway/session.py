@@ -7,6 +7,8 @@ reads an error, after this request and after every later one.
 
 import asyncio
 import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
@@ -14,19 +16,26 @@ from typing import assert_never
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, Trajectory
-from rl_loop.engines.protocol import GenerateResult, ModelShape, RolloutEngine, SamplingParams
+from rl_loop.engines.protocol import (
+    GenerateResult,
+    ModelShape,
+    RolloutEngine,
+    SamplingParams,
+    TokenChoice,
+)
 from rl_loop.gateway.answer import ReadTurn, read_turn
-from rl_loop.gateway.errors import ApiError, invalid_content
+from rl_loop.gateway.errors import ApiError, invalid_content, unsupported
 from rl_loop.gateway.forest import TurnForest
 from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJob
 from rl_loop.gateway.node import TurnNode, new_node
+from rl_loop.gateway.observed_engine import ObservedEngine, TurnObserver
 from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
 from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLongError
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.gateway.stop_text import shortened
 from rl_loop.gateway.token_log_probs import text_log_probs
-from rl_loop.infrastructure import InfrastructureError
+from rl_loop.infrastructure import EngineError, InfrastructureError
 from rl_loop.rollout.episode import (
     Ending,
     Episode,
@@ -42,6 +51,9 @@ from rl_loop.threads import run_in_thread
 
 SHORT_TOKENS = 256
 """Maximum tokens that are parsed on the event loop, which takes up to 1 ms."""
+
+SHORT_LISTS = 2000
+"""Maximum log-probs of an answer that are listed on the event loop, which takes up to 5 ms."""
 
 SETTLE_SECONDS = 2 * ABORT_SECONDS
 """Seconds for the turns in flight to end when the time of the session is over."""
@@ -98,9 +110,10 @@ class ConversationSession:
         self.name = name
         self.api_key = api_key or f"sk-{secrets.token_urlsafe(24)}"
         self.forest = TurnForest(settings.max_stored_turns)
+        self._engine = ObservedEngine(engine)
         self.episode = Episode(
             name,
-            engine,
+            self._engine,
             codec,
             settings.limits,
             settings.sampling,
@@ -131,7 +144,12 @@ class ConversationSession:
         return self.episode.ending
 
     async def respond(
-        self, request: TurnRequest, response_id: str, *, is_retry: bool = False
+        self,
+        request: TurnRequest,
+        response_id: str,
+        *,
+        is_retry: bool = False,
+        observer: TurnObserver | None = None,
     ) -> TurnNode:
         """Return the policy's turn.
 
@@ -143,6 +161,7 @@ class ConversationSession:
             request: the conversation.
             response_id: name of the turn if it is a new one.
             is_retry: whether the client marks the request as a retry.
+            observer: observer of the turn if it is a new one.
 
         Raises:
             ApiError: there is no turn.
@@ -160,7 +179,7 @@ class ConversationSession:
         if is_retry and equal:
             return equal[-1]
 
-        take_turn = partial(self._take_turn, request, response_id)
+        take_turn = partial(self._take_turn, request, response_id, observer)
         try:
             return await self._pending.wait(request.fingerprint, take_turn, is_retry=is_retry)
         except TurnsClosedError:
@@ -168,7 +187,13 @@ class ConversationSession:
             raise _error_of(self.end) from None
 
     async def respond_choices(
-        self, request: TurnRequest, response_id: str, count: int, *, is_retry: bool = False
+        self,
+        request: TurnRequest,
+        response_id: str,
+        count: int,
+        *,
+        is_retry: bool = False,
+        observers: Sequence[TurnObserver] = (),
     ) -> list[TurnNode]:
         """Return ``count`` turns for one request. Each is a separate sample and a separate branch.
 
@@ -176,17 +201,22 @@ class ConversationSession:
 
         Args:
             request: the conversation.
-            response_id: name of the first turn. The others append their number.
+            response_id: name of the first turn, see ``choice_id``.
             count: number of turns.
             is_retry: whether the client marks the request as a retry.
+            observers: observer of each turn. Empty for none.
 
         Raises:
             ApiError: one of the turns failed.
         """
         tasks = []
         for number in range(count):
-            name = f"{response_id}-{number}" if number else response_id
-            turn = self.respond(request.choice(number), name, is_retry=is_retry)
+            turn = self.respond(
+                request.choice(number),
+                choice_id(response_id, number),
+                is_retry=is_retry,
+                observer=observers[number] if observers else None,
+            )
             tasks.append(asyncio.ensure_future(turn))
         try:
             return await asyncio.gather(*tasks)
@@ -236,11 +266,13 @@ class ConversationSession:
 
     # ---- one turn
 
-    async def _take_turn(self, request: TurnRequest, response_id: str) -> TurnNode:
+    async def _take_turn(
+        self, request: TurnRequest, response_id: str, observer: TurnObserver | None
+    ) -> TurnNode:
         """Sample a turn and add it to the forest. Raises ApiError."""
         try:
             with self.episode.turn() as number:
-                return await self._sample_turn(request, response_id, number)
+                return await self._sample_turn(request, response_id, number, observer)
         except EpisodeOver as over:
             raise self._ended(over.ending) from None
         except InfrastructureError as failure:
@@ -250,7 +282,13 @@ class ConversationSession:
             self.was_too_long = True
             raise self._too_long(error.tokens) from None
 
-    async def _sample_turn(self, request: TurnRequest, response_id: str, number: int) -> TurnNode:
+    async def _sample_turn(
+        self,
+        request: TurnRequest,
+        response_id: str,
+        number: int,
+        observer: TurnObserver | None,
+    ) -> TurnNode:
         """Sample a turn and add it to the forest.
 
         Raises ApiError, EpisodeOver, PromptTooLongError and InfrastructureError.
@@ -262,20 +300,31 @@ class ConversationSession:
         # The number is a part of the name, because requests with equal prompts and equal seeds of
         # the client would be the same request to the engine.
         name = str(number) if request.seed is None else f"{number}.{request.seed}"
-        sampled = await self.episode.sample(
-            name,
-            prompt.token_ids,
-            max_new_tokens=request.max_new_tokens,
-            sampling=self._sampling(request),
-            routes_start=prompt.routes_start,
-        )
-        turn = await self._read_turn(sampled.result, request)
+        if observer is None and request.top_log_probs:
+            observer = TurnObserver()
+        with self._observing(name, len(prompt.token_ids), observer, request):
+            sampled = await self.episode.sample(
+                name,
+                prompt.token_ids,
+                max_new_tokens=request.max_new_tokens,
+                sampling=self._sampling(request),
+                routes_start=prompt.routes_start,
+            )
+        top = _checked_top(observer, sampled.result, f"{self.name}/{name}") if observer else []
+        turn = await self._read_turn(sampled.result, request, response_id)
         if turn.kept is not None:
             # No limit ended the turn, because the stop text came before.
             sampled = SampledTurn(shortened(sampled.result, turn.kept), None)
         node = new_node(request, response_id, position, prompt, sampled, turn)
         if request.log_probs and turn.format_error is None:
-            node.log_probs = text_log_probs(self._codec, sampled.result, turn.stop_tokens)
+            listed = len(sampled.result.output_ids) * (1 + request.top_log_probs)
+            list_tokens = partial(
+                text_log_probs, self._codec, sampled.result, turn.stop_tokens, top
+            )
+            if listed <= SHORT_LISTS:
+                node.log_probs = list_tokens()
+            else:
+                node.log_probs = await run_in_thread(list_tokens)
         # Counted even if the turn is not added, because its tokens were sampled.
         self.episode.keep(sampled.result)
         # A concurrent turn may have ended the session.
@@ -290,16 +339,32 @@ class ConversationSession:
             raise EpisodeOver(MalformedTurn(turn.format_error))
         return node
 
-    async def _read_turn(self, sampled: GenerateResult, request: TurnRequest) -> ReadTurn:
+    @contextmanager
+    def _observing(
+        self, name: str, prompt_tokens: int, observer: TurnObserver | None, request: TurnRequest
+    ) -> Iterator[None]:
+        """Let an observer, if there is one, see the tokens of a turn."""
+        if observer is None:
+            yield
+            return
+        observer.top_log_probs = request.top_log_probs
+        with self._engine.observing(f"{self.name}/{name}", prompt_tokens, observer):
+            yield
+
+    async def _read_turn(
+        self, sampled: GenerateResult, request: TurnRequest, response_id: str
+    ) -> ReadTurn:
         """Parse a sampled turn. A long turn is parsed in another process."""
+        tools, stop = request.tools, request.stop
         if len(sampled.output_ids) <= SHORT_TOKENS:
-            return read_turn(self._codec, sampled, request.tools, request.stop)
+            return read_turn(self._codec, sampled, tools, response_id, stop)
         try:
-            job = TurnJob(sampled.output_ids, sampled.finish_reason, request.tools, request.stop)
-            return await self.run(job)
+            return await self.run(
+                TurnJob(sampled.output_ids, sampled.finish_reason, tools, response_id, stop)
+            )
         except ApiError:
             # The client did not cause the error, and must get its turn.
-            return await run_in_thread(read_turn, self._codec, sampled, request.tools, request.stop)
+            return await run_in_thread(read_turn, self._codec, sampled, tools, response_id, stop)
 
     def _sampling(self, request: TurnRequest) -> SamplingParams:
         """Return the sampling parameters of a turn."""
@@ -329,6 +394,29 @@ class ConversationSession:
             f"the conversation has {tokens} tokens, but the model's context has {limit}",
             parameter="messages",
         )
+
+
+def choice_id(response_id: str, number: int) -> str:
+    """Return the name of a choice. The first one has the name of the response."""
+    return f"{response_id}-{number}" if number else response_id
+
+
+def _checked_top(
+    observer: TurnObserver, result: GenerateResult, name: str
+) -> list[list[TokenChoice]]:
+    """Return the most likely tokens of each position of a turn. Empty if not requested.
+
+    Raises:
+        EngineError: the client has read other tokens than the engine returned.
+        ApiError: the engine did not return the requested tokens.
+    """
+    if not observer.was_read_as(result.output_ids):
+        raise EngineError(name, "the engine returned other tokens than it streamed")
+    if observer.top_log_probs == 0:
+        return []
+    if observer.ids != result.output_ids or not all(observer.top):
+        raise unsupported("top_logprobs", "the engine returns the log-probs of sampled tokens only")
+    return observer.top
 
 
 def _error_of(ending: Ending) -> ApiError:

@@ -24,7 +24,7 @@ from converters.mxfp4_tensors import Digests, stack_digests, stored_names
 from gptoss_kernels import mxfp4
 from rl_loop.engines.embedded.kv_cache import ATTENTION_NAME, row_cache_attention
 from rl_loop.engines.embedded.scheduler import RunningSequence, SequenceScheduler
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult
+from rl_loop.engines.protocol import GenerateRequest, GenerateResult, NewTokens
 from rl_loop.weight_sync.expected import ExpectedTensors
 from rl_loop.weight_sync.source import WeightMismatchError
 
@@ -127,7 +127,7 @@ class TransformersEngine:
                 f"{limit} positions"
             )
 
-        # on_begin must run on the event loop, but sequences leave the queue on the engine's thread.
+        # Callbacks must run on the event loop, but the engine has its own thread.
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
@@ -135,7 +135,14 @@ class TransformersEngine:
                 with suppress(RuntimeError):  # the loop is closed, so no caller waits
                     loop.call_soon_threadsafe(request.on_begin)
 
-        sequence = RunningSequence(request, on_begin=begin)
+        def add(tokens: NewTokens) -> None:
+            if request.on_tokens is not None:
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(request.on_tokens, tokens)
+
+        sequence = RunningSequence(
+            request, on_begin=begin, on_tokens=add if request.on_tokens is not None else None
+        )
         answer = asyncio.wrap_future(sequence.future)
         try:
             await self._call(lambda: self._add(sequence))

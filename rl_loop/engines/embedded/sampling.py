@@ -58,6 +58,22 @@ def sample(
     return torch.where(greedy, log_probs.argmax(-1), tokens)
 
 
+def likely_tokens(log_probs: torch.Tensor, counts: list[int]) -> list[list[tuple[int, float]]]:
+    """Return the most likely tokens of each row with their log-probs, the most likely first.
+
+    Args:
+        log_probs: [rows, vocab_size].
+        counts: number of tokens for each row.
+    """
+    if not any(counts):
+        return [[] for _ in counts]
+    values, tokens = log_probs.topk(min(max(counts), log_probs.shape[1]), dim=-1)
+    return [
+        list(zip(ids[:count], row[:count], strict=True))
+        for ids, row, count in zip(tokens.tolist(), values.tolist(), counts, strict=True)
+    ]
+
+
 def _invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return, per row, the index where the cumulative weight passes ``uniform * total``.
 

@@ -13,8 +13,14 @@ from transformers import PreTrainedModel
 from gptoss_kernels.logits import fp32_logits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.embedded.kv_cache import CacheSegment, RowCache, StepLayout, common_prefix
-from rl_loop.engines.embedded.sampling import sample, sampling_log_probs
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult, check_routes
+from rl_loop.engines.embedded.sampling import likely_tokens, sample, sampling_log_probs
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    NewTokens,
+    TokenChoice,
+    check_routes,
+)
 
 MAX_PREFILL_TOKENS = 8192
 """Maximum prompt tokens of one step. One sequence is always admitted, even if it is longer."""
@@ -37,6 +43,8 @@ class RunningSequence:
     """Number of prompt tokens that were found in the cache."""
     on_begin: Callable[[], None] = lambda: None
     """Called on the engine's thread when the sequence leaves the queue."""
+    on_tokens: Callable[[NewTokens], None] | None = None
+    """Called on the engine's thread with each sampled token."""
     tokens: list[int] = field(init=False)
     """Tokens of the prompt and sampled tokens so far."""
     uniforms: list[float] = field(init=False)
@@ -55,10 +63,18 @@ class RunningSequence:
         uniforms = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
         self.uniforms = uniforms.tolist()
 
-    def append(self, token: int, log_prob: float) -> FinishReason | None:
-        """Append the next sampled token. Return the finish reason if the sequence ends with it."""
+    def append(self, token: int, log_prob: float, likely: list[TokenChoice]) -> FinishReason | None:
+        """Append the next sampled token. Return the finish reason if the sequence ends with it.
+
+        Args:
+            token: sampled token.
+            log_prob: its log-prob, in nats.
+            likely: most likely tokens of its position, as many as requested.
+        """
         self.tokens.append(token)
         self.log_probs.append(log_prob)
+        if self.on_tokens is not None:
+            self.on_tokens(NewTokens([token], [log_prob], [likely]))
         # First the stop token: with it the turn is complete, even at the limit.
         if token in self.request.sampling.stop_token_ids:
             return FinishReason.STOP
@@ -168,12 +184,12 @@ class SequenceScheduler:
 
             # Only the last token of a sequence needs logits, 200,000 numbers.
             logits = fp32_logits(hidden[layout.last_tokens()], self.model.lm_head.weight)
-            tokens, log_probs = self._sample(logits)
+            tokens, log_probs, likely = self._sample(logits)
         self.steps += 1
 
         # From the end, because the last row moves into the gap of a row that ends.
         for row in reversed(range(len(tokens))):
-            reason = self._running[row].append(tokens[row], log_probs[row])
+            reason = self._running[row].append(tokens[row], log_probs[row], likely[row])
             if reason is not None:
                 self._finish(row, reason)
 
@@ -196,14 +212,16 @@ class SequenceScheduler:
         )
         return output.last_hidden_state[0]
 
-    def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    def _sample(
+        self, logits: torch.Tensor
+    ) -> tuple[list[int], list[float], list[list[TokenChoice]]]:
         """Sample a token for each running sequence.
 
         Args:
             logits: [sequences, vocab_size].
 
         Returns:
-            Tokens and their log-probs.
+            Tokens, their log-probs, and the most likely tokens of each row, as many as requested.
 
         Raises:
             RuntimeError: if a log-prob is not finite.
@@ -230,7 +248,8 @@ class SequenceScheduler:
                 f"weights {self.weight_version}: the model's logits are not finite. The weights "
                 "contain NaN or infinities, or a value overflows"
             )
-        return tokens.tolist(), sampled_log_probs.tolist()
+        counts = [sequence.request.top_log_probs for sequence in self._running]
+        return tokens.tolist(), sampled_log_probs.tolist(), likely_tokens(log_probs, counts)
 
     def _admit(self) -> list[CacheSegment]:
         """Assign rows and cached prefixes to waiting sequences.

@@ -21,6 +21,8 @@ from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
 from rl_loop.engines.protocol import (
     GenerateRequest,
     GenerateResult,
+    NewTokens,
+    TokenChoice,
     check_routes,
     fault_in_ids,
     fault_in_log_probs,
@@ -72,9 +74,11 @@ class StreamedTurn:
                 "top_p": sampling.top_p,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "sampling_seed": sampling.seed,
-                "stream_interval": STREAM_INTERVAL,
+                # Clients that read the stream get every token at once.
+                "stream_interval": STREAM_INTERVAL if self.request.on_tokens is None else 1,
             },
             "return_logprob": True,
+            "top_logprobs_num": self.request.top_log_probs,
             "return_routed_experts": self.request.return_routed_experts,
             "routed_experts_start_len": self.request.routes_start,
             "stream": True,
@@ -87,6 +91,8 @@ class Chunk:
 
     ids: list[int]
     log_probs: list[float]
+    top_log_probs: list[list[TokenChoice]]
+    """Most likely tokens of each position. Empty lists if not requested."""
     version: int
     """Weight version that sampled the tokens."""
     finish: dict[str, Any] | None
@@ -138,7 +144,7 @@ class ResponseReader:
             received = len(turn.result.output_ids) - start
             if total == received:
                 # SGLang repeats the last token of a request that is aborted in its queue.
-                return Chunk([], [], version, finish, meta)
+                return Chunk([], [], [], version, finish, meta)
 
             entries = meta["output_token_logprobs"]
             _check_counts(ids, entries, received, total, url)
@@ -151,10 +157,40 @@ class ResponseReader:
             return Chunk(
                 ids=[int(token) for token in ids],
                 log_probs=[float(log_prob) for log_prob in log_probs],
+                top_log_probs=self._read_top(meta, len(ids), turn.request.top_log_probs, url),
                 version=version,
                 finish=finish,
                 meta=meta,
             )
+
+    def _read_top(
+        self, meta: dict[str, Any], tokens: int, count: int, url: str
+    ) -> list[list[TokenChoice]]:
+        """Return the most likely tokens of each position.
+
+        Args:
+            meta: ``meta_info`` of the chunk.
+            tokens: number of positions.
+            count: requested number per position.
+            url: address of the server.
+
+        Raises:
+            ServerError: if there are others than requested, or values are impossible.
+        """
+        if count == 0:
+            return [[] for _ in range(tokens)]
+        rows = meta["output_top_logprobs"]
+        expected = min(count, self._vocab_size)
+        if len(rows) != tokens or any(len(row) != expected for row in rows):
+            raise ServerError(f"{url}: top_logprobs do not have {expected} entries per token")
+        top = [[(entry[1], entry[0]) for entry in row] for row in rows]
+        listed = [choice for row in top for choice in row]
+        if listed:
+            fault = fault_in_ids([token for token, _ in listed], self._vocab_size)
+            fault = fault or fault_in_log_probs([log_prob for _, log_prob in listed])
+            if fault is not None:
+                raise ServerError(f"{url}, top_logprobs: {fault}")
+        return top
 
     def append(self, turn: StreamedTurn, chunk: Chunk, url: str) -> None:
         """Append a chunk to the turn's result.
@@ -187,6 +223,8 @@ class ResponseReader:
         result.output_ids += chunk.ids
         result.output_log_probs += chunk.log_probs
         _extend_versions(result.weight_versions, len(chunk.ids), chunk.version)
+        if turn.request.on_tokens is not None and chunk.ids:
+            turn.request.on_tokens(NewTokens(chunk.ids, chunk.log_probs, chunk.top_log_probs))
 
     def _read_routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
         """Return the expert indices of ``tokens`` tokens.

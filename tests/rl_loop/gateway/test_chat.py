@@ -355,8 +355,8 @@ def test_call_of_an_unknown_function_is_a_format_error(tiny: Harmony, script: Sc
     from rl_loop.gateway.answer import read_turn
 
     sampled = GenerateResult(script.calls_add(), [], FinishReason.STOP)
-    assert read_turn(tiny, sampled, []).format_error == "unknown_tool"
-    assert read_turn(tiny, sampled, [ADD]).format_error is None
+    assert read_turn(tiny, sampled, [], "r").format_error == "unknown_tool"
+    assert read_turn(tiny, sampled, [ADD], "r").format_error is None
 
 
 @pytest.mark.parametrize("limit", ["max_turns", "max_sampled_tokens"])

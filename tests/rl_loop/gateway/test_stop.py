@@ -162,7 +162,7 @@ def test_malformed_turn_before_the_stop_text_is_a_format_error(tiny: Harmony) ->
         *ids("no header"),
         *tiny.render_sampled(ParsedMessage("final", None, None, "one two"), "<|return|>"),
     ]
-    read = read_turn(tiny, GenerateResult(turn, [], FinishReason.STOP), [], ["two"])
+    read = read_turn(tiny, GenerateResult(turn, [], FinishReason.STOP), [], "r", ["two"])
     assert read.format_error is not None
     assert read.kept == len(turn) - 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,13 @@ import openai
 from rl_loop.chat.codec import ChatCodec
 from rl_loop.config.episode import EpisodeLimits
 from rl_loop.data.trajectory import FinishReason, WeightVersionSpan
-from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape, SamplingParams
+from rl_loop.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    ModelShape,
+    NewTokens,
+    SamplingParams,
+)
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony
@@ -27,6 +33,11 @@ class ScriptedPolicy:
         self.turns = list(turns)
         self.requests: list[GenerateRequest] = []
         self._seconds = seconds
+        self.piece = 1
+        """Tokens of a piece of a stream."""
+        self.may_continue = asyncio.Event()
+        """Cleared to stop after the next piece."""
+        self.may_continue.set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
@@ -35,9 +46,19 @@ class ScriptedPolicy:
         turn = self.turns.pop(0)
         await asyncio.sleep(self._seconds)
         count = min(len(turn), request.sampling.max_new_tokens)
+        if request.on_tokens is not None:
+            await self._stream(request.on_tokens, turn[:count])
         reason = FinishReason.STOP if count == len(turn) else FinishReason.LENGTH
         spans = [WeightVersionSpan(0, count, 1)]
         return GenerateResult(turn[:count], [-0.5] * count, reason, spans)
+
+    async def _stream(self, on_tokens: Callable[[NewTokens], None], turn: list[int]) -> None:
+        """Pass on a turn in several pieces."""
+        for begin in range(0, len(turn), self.piece):
+            ids = turn[begin : begin + self.piece]
+            on_tokens(NewTokens(ids, [-0.5] * len(ids), [[] for _ in ids]))
+            await asyncio.sleep(0)
+            await self.may_continue.wait()
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         return [-0.5] * (len(input_ids) - 1)
