@@ -10,6 +10,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from converters import torch_dist
 from tests.support.converters.models import TINY, save_hf, tiny_weights
+from tests.support.megatron_gptoss.process_groups import process_groups as process_groups
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,18 +14,14 @@ from megatron_gptoss.config import AdapterConfig, ParallelConfig
 from tests.support.distributed import free_port, run_distributed
 from tests.support.megatron_gptoss.adapted import MODEL, adapted_model, base_weights
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 ADAPTER = AdapterConfig(
     rank=8, alpha=16, targets=("q", "o", "experts"), merge_experts=False, expert_rank=3
 )
 SCALE = 16 / 3
 EXPERTS = "model.layers.1.mlp.experts"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def gathered(model: torch.nn.Module, **options: bool) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,22 +23,15 @@ from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.names import hf_shapes
 from converters.peft_format import PREFIX, WEIGHTS_FILE
 from launch.cli import app
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.state import load_model_state, model_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.new_directory import DirectoryError
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.support.megatron_gptoss.reference import save_checkpoint
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
+pytestmark = pytest.mark.usefixtures("process_groups")
 
 
 @pytest.fixture(scope="module")

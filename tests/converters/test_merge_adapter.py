@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,23 +22,16 @@ from converters.peft_format import WEIGHTS_FILE, PeftDirectory
 from converters.reports import MergeLoss, MergeReport
 from converters.safetensors_files import SafetensorsWriter
 from gptoss_kernels import mxfp4
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.checksums import CHECKSUMS_FILE
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.config.hf_config import MERGED_KEY
 from megatron_gptoss.config.precision import torch_dtype
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.weights import lost_by_merging
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.support.megatron_gptoss.reference import save_checkpoint
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
+pytestmark = pytest.mark.usefixtures("process_groups")
 
 
 def write_base(path: Path, **changed: torch.Tensor) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,6 @@ TWO = {
     "context": {"context": 2},
 }
 FOUR = {"pipeline+tensor+expert": {"pipeline": 2, "tensor": 2, "expert": 2}}
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def load_and_export(
@@ -269,7 +261,9 @@ def test_gathering_works_again_after_a_failed_rank(
             assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
 
 
-def test_expert_weights_may_keep_the_layout_of_megatron(one_rank: None, weights: Weights) -> None:
+def test_expert_weights_may_keep_the_layout_of_megatron(
+    process_groups: None, weights: Weights
+) -> None:
     model = build_model(TINY, ParallelConfig())
     load_hf_weights(model, TINY, weights.__getitem__)
     for name, tensor in export_hf_weights(model, TINY, transposed=True):
@@ -279,7 +273,7 @@ def test_expert_weights_may_keep_the_layout_of_megatron(one_rank: None, weights:
         assert (tensor.mT if turned else tensor).is_contiguous(), name
 
 
-def test_a_missing_tensor_is_named(one_rank: None, weights: Weights) -> None:
+def test_a_missing_tensor_is_named(process_groups: None, weights: Weights) -> None:
     name = "model.layers.1.self_attn.k_proj.bias"
     incomplete = {key: tensor for key, tensor in weights.items() if key != name}
     with pytest.raises(ValueError, match=f"tensor {name} is missing"):
@@ -287,7 +281,7 @@ def test_a_missing_tensor_is_named(one_rank: None, weights: Weights) -> None:
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(
-    one_rank: None, weights: Weights
+    process_groups: None, weights: Weights
 ) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     untransposed = weights | {name: weights[name].transpose(1, 2)}
@@ -295,7 +289,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(
         load_hf_weights(build_model(TINY, ParallelConfig()), TINY, untransposed.__getitem__)
 
 
-def test_a_parameter_without_counterpart_is_named(one_rank: None, weights: Weights) -> None:
+def test_a_parameter_without_counterpart_is_named(process_groups: None, weights: Weights) -> None:
     model = build_model(TINY, ParallelConfig())
     model.decoder.layers[1].adapter = torch.nn.Linear(2, 2)
     with pytest.raises(
@@ -304,7 +298,7 @@ def test_a_parameter_without_counterpart_is_named(one_rank: None, weights: Weigh
         load_hf_weights(model, TINY, weights.__getitem__)
 
 
-def test_a_model_of_another_size_is_named(one_rank: None, weights: Weights) -> None:
+def test_a_model_of_another_size_is_named(process_groups: None, weights: Weights) -> None:
     model = build_model(TINY.model_copy(update={"vocab_size": 48}), ParallelConfig())
     with pytest.raises(
         ConversionError,

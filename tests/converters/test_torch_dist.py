@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,6 @@ DOWN_PROJ = "model.layers.1.mlp.experts.down_proj"
 def megatron_dir(tmp_path: Path, hf_dir: Path) -> Path:
     import_checkpoint(hf_dir, tmp_path / "megatron")
     return tmp_path / "megatron"
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +95,7 @@ def test_import_reports_its_progress(tmp_path: Path, hf_dir: Path) -> None:
 
 
 def test_megatron_loads_import_with_logits_of_transformers(
-    one_rank: None, megatron_dir: Path, reference: GptOssForCausalLM
+    process_groups: None, megatron_dir: Path, reference: GptOssForCausalLM
 ) -> None:
     model = build_model(TINY, ParallelConfig()).eval()
     state, missing, unexpected = dist_checkpointing.load(
@@ -129,7 +121,7 @@ def test_megatron_loads_import_with_logits_of_transformers(
 
 
 def test_export_reads_checkpoint_of_the_trainer(
-    one_rank: None, tmp_path: Path, megatron_dir: Path, hf_dir: Path
+    process_groups: None, tmp_path: Path, megatron_dir: Path, hf_dir: Path
 ) -> None:
     model = build_model(TINY, ParallelConfig())
     load_model_weights(megatron_dir, model)

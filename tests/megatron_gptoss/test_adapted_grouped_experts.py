@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from converters.model_weights import export_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.state import model_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
@@ -22,19 +21,14 @@ from megatron_gptoss.layers.scratch_memory import scratch_memory
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, single_adapters
 from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 SAMPLES = documents([34, 2, 9, 21])
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def batches() -> list[PackedBatch]:

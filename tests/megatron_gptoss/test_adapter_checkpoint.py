@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from converters.adapter_weights import load_adapter
 from converters.errors import ConversionError
 from converters.megatron_checkpoint import MegatronCheckpoint
 from converters.model_weights import load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
@@ -32,18 +30,13 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.tensor_hash import digest_of_values
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import ADAPTER, MODEL, adapted_model, base_weights
 from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 BATCH = build_batch(documents([20, 13]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def trainer(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.base_digest import base_digest
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import load_checkpoint
@@ -17,18 +15,13 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.critic import ValueTrainer, make_critic
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_results import LossOutput
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import adapted_model
 from tests.support.megatron_gptoss.reference import documents, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 BATCH = build_batch(documents([20, 13]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def critic(quantization: Quantization | None = None, b_std: float = 0.05) -> ValueTrainer:

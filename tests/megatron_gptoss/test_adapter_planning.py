@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
 
-from megatron_gptoss import distributed
 from megatron_gptoss.config import (
     AdapterConfig,
     AdapterTarget,
@@ -38,21 +36,16 @@ from megatron_gptoss.planning.step_time import (
     StepTime,
     predict_step,
 )
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import MODEL
+
+pytestmark = pytest.mark.usefixtures("process_groups")
+
 
 GPT_OSS_20B = GptOssModelConfig(num_layers=24, num_experts=32)
 GPT_OSS_120B = GptOssModelConfig(num_layers=36, num_experts=128)
 ADAPTER = AdapterConfig(rank=32, alpha=32)
 H200 = 150.1
 EVERY_TARGET = get_args(AdapterTarget)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def inputs_of(model: GptOssModelConfig, **parallel: Any) -> MemoryInputs:

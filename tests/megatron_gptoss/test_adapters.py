@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from converters.mapping import split_qkv
 from converters.model_weights import export_hf_weights, load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import LowRank, initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import (
     ADAPTER,
     MODEL,
@@ -27,15 +24,11 @@ from tests.support.megatron_gptoss.adapted import (
 )
 from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 SAMPLES = documents([34, 2, 9, 21])
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def batches() -> list[PackedBatch]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from converters.gathering import WeightGathering
 from converters.mapping import split_qkv
 from converters.model_weights import export_hf_weights, load_hf_weights
 from gptoss_kernels import mxfp4
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_checkpoint
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
@@ -23,7 +21,6 @@ from megatron_gptoss.layers.adapters import initialize_adapters, named_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import kept_share_of_small_updates, single_adapters
 from tests.support.megatron_gptoss.reference import (
     documents,
@@ -34,7 +31,7 @@ from tests.support.megatron_gptoss.reference import (
     save_checkpoint,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_groups")]
 
 # full width; all experts are active, because a different routing would hide other errors
 WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
@@ -44,13 +41,6 @@ ADAPTER = AdapterConfig(
 UNMERGED = ADAPTER.model_copy(update={"merge_experts": False})
 SAMPLES = documents([300, 41, 700], vocab_size=8192)
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 @pytest.fixture(scope="module")

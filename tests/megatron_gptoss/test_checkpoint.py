@@ -7,7 +7,7 @@ import queue
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
-from megatron_gptoss import distributed, new_directory
+from megatron_gptoss import new_directory
 from megatron_gptoss.checkpoint import writer as checkpoint_writer
 from megatron_gptoss.checkpoint.directory import (
     clean_up_after_crash,
@@ -35,7 +35,6 @@ from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
@@ -43,14 +42,10 @@ from tests.support.megatron_gptoss.reference import (
     save_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 BATCH = build_batch(documents([20, 13]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def trainer(

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from converters.errors import ConversionError
 from converters.megatron_checkpoint import MegatronCheckpoint
-from megatron_gptoss import distributed, new_directory
+from megatron_gptoss import new_directory
 from megatron_gptoss.checkpoint.checksums import checksum_file, checksum_of, compare_checksums
 from megatron_gptoss.checkpoint.directory import (
     clean_up_after_crash,
@@ -35,13 +34,15 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.new_directory import partial_name
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
     mean_cross_entropy,
     save_checkpoint,
 )
+
+pytestmark = pytest.mark.usefixtures("process_groups")
+
 
 FILES = {
     ".metadata",
@@ -51,13 +52,6 @@ FILES = {
     "training_state.json",
 }
 """Files of a checkpoint of one rank, without the checksums."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 @pytest.fixture(scope="module")

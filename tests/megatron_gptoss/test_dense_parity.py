@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from converters.model_weights import load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.dense.config import DenseModelConfig
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.dense_reference import (
     LLAMA,
     MODELS,
@@ -33,15 +30,11 @@ from tests.support.megatron_gptoss.reference import (
 )
 from tests.support.tolerances import assert_within, rounding_error
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 SAMPLES = documents([34, 2, 9, 101])
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def megatron(config: DenseModelConfig, built: Any = None, **overrides: object) -> torch.nn.Module:

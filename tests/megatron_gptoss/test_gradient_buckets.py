@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,21 +9,15 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gptoss import distributed
 from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.model import build_model
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import TINY
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 BUCKET = 8000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def bucket_sizes(stage: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

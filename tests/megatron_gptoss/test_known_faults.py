@@ -5,15 +5,12 @@ If one of the first assertions fails, Megatron is fixed and the workaround can b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from converters.model_weights import load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss import layers as gpt_oss_layers
 from megatron_gptoss.model import build_model
@@ -21,7 +18,6 @@ from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.transformer_settings import build_transformer_config
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
@@ -32,14 +28,10 @@ from tests.support.megatron_gptoss.reference import (
 )
 from tests.support.tolerances import rounding_error
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 SAMPLES = documents([20, 13])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def down_projection(linear: type[RowParallelLinear]) -> RowParallelLinear:

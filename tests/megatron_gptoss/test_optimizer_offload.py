@@ -7,14 +7,12 @@ Transformer Engine's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_gptoss import distributed
 from megatron_gptoss import optimizer as gptoss_optimizer
 from megatron_gptoss import trainer as trainer_module
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -24,19 +22,14 @@ from megatron_gptoss.optimizer_offload import OffloadedState
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import TINY, documents, mean_cross_entropy
 from tests.support.megatron_gptoss.scripted_gpu import ScriptedGpu
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 BATCH = build_batch(documents([20, 13]))
 PART = 40_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def initial_model(dtype: torch.dtype) -> torch.nn.Module:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from converters.model_weights import load_hf_weights
 from gptoss_kernels.sink_attention import dispatch
-from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import rotary
@@ -19,7 +18,6 @@ from megatron_gptoss.model import build_model
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import (
     TINY,
     documents,
@@ -31,14 +29,10 @@ from tests.support.megatron_gptoss.reference import (
 )
 from tests.support.tolerances import assert_within, rounding_error
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 SAMPLES = documents([34, 2, 9, 21])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 @pytest.fixture(scope="module")

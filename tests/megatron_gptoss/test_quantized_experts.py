@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from converters.model_weights import export_hf_weights, load_hf_weights
 from converters.mxfp4_tensors import fake_quantize_experts, pack_experts
 from converters.torch_dist import export_checkpoint
 from gptoss_kernels import mxfp4
-from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint.loader import load_model_weights
 from megatron_gptoss.checkpoint.state import model_state
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -28,7 +26,6 @@ from megatron_gptoss.model import build_model, freeze
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import MODEL
 from tests.support.megatron_gptoss.reference import (
     documents,
@@ -38,16 +35,12 @@ from tests.support.megatron_gptoss.reference import (
     save_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 SAMPLES = documents([34, 2, 9, 21])
 TOKENS = int(SAMPLES.loss_tokens.sum())
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def batches() -> list[PackedBatch]:

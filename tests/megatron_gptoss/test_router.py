@@ -1,27 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from converters.model_weights import export_hf_weights, load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.router import GptOssRouter
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 from tests.support.tolerances import assert_within, product_error, unit_roundoff
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
+pytestmark = pytest.mark.usefixtures("process_groups")
 
 
 def bf16_model() -> torch.nn.Module:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from converters.model_weights import load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.model import build_model
@@ -17,16 +14,10 @@ from megatron_gptoss.packing import build_batch
 from megatron_gptoss.planning.flops import attended_pairs, forward_flops
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.allocations import Allocations
 from tests.support.megatron_gptoss.reference import TINY, documents, hf_model, mean_cross_entropy
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
+pytestmark = pytest.mark.usefixtures("process_groups")
 
 
 def policy(**settings: object) -> PolicyTrainer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,19 +39,12 @@ from tests.support.megatron_gptoss.reference import (
     save_checkpoint,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("process_groups")]
 
 # full width; all experts are active, because a different routing would hide other errors
 WIDE = GptOssModelConfig(num_layers=2, num_experts=8, experts_per_token=8, vocab_size=8192)
 SAMPLES = documents([300, 41, 700], vocab_size=8192)
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def reference(dtype: torch.dtype) -> torch.nn.Module:

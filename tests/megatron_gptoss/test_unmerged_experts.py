@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from gptoss_kernels import mxfp4
-from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
 from megatron_gptoss.layers.adapters import initialize_adapters, without_adapters
 from megatron_gptoss.layers.merge import merge
 from megatron_gptoss.layers.unmerged import unmerged_product
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import (
     ADAPTER,
     adapted_model,
@@ -25,17 +22,13 @@ from tests.support.megatron_gptoss.adapted import (
 )
 from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+
 ROW_COUNTS = [5, 0, 7, 3]
 SCALE = 4.0
 SAMPLES = documents([34, 2, 9, 21])
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def batches() -> list[PackedBatch]:

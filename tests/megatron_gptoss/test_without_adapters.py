@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from converters.model_weights import load_hf_weights
-from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.layers.adapters import initialize_adapters, without_adapters
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import build_batch
 from megatron_gptoss.scorer import LogProbScorer
 from megatron_gptoss.trainer import PolicyTrainer
-from tests.support.distributed import free_port
 from tests.support.megatron_gptoss.adapted import MODEL, adapted_model, base_weights
 from tests.support.megatron_gptoss.reference import documents, mean_cross_entropy
+
+pytestmark = pytest.mark.usefixtures("process_groups")
+
 
 SAMPLES = documents([34, 2, 9, 21])
 BATCHES = [build_batch(SAMPLES, [0, 1]), build_batch(SAMPLES, [2, 3])]
 TOKENS = int(SAMPLES.loss_tokens.sum())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.initialize(ParallelConfig(), port=free_port())
-    yield
-    distributed.shutdown()
 
 
 def scores_of_base(dtype: torch.dtype) -> torch.Tensor:
