@@ -95,3 +95,29 @@ def test_citation_has_version_and_license_of_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for citation_key, key in {"title": "name", "version": "version", "license": "license"}.items():
         assert citation[citation_key] == project[key]
+
+
+@pytest.mark.parametrize(
+    ("head", "results"),
+    [
+        ("Metric | GPT-OSS architecture", "dense_models.md"),
+        ("Metric | Correct", "ablations.md"),
+    ],
+)
+def test_hyperparameters_page_quotes_results(head: str, results: str) -> None:
+    page = (ROOT / "docs/performance" / results).read_text()
+    rows = table_rows(HYPERPARAMETERS, head)
+    numbers = [number for _, *cells in rows for cell in cells for number in cell.split(", ")]
+    assert len(numbers) >= 10
+    for number in set(numbers) - {"-"}:
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]|e-)", page), number
+
+
+def test_one_gpu_guide_quotes_results() -> None:
+    guide = (ROOT / "docs/getting_started/one_gpu.md").read_text()
+    loop = (ROOT / "docs/performance/loop.md").read_text()
+    columns = {"1 H100": 1, "1 H200": 2}
+    rows = table_rows(guide, "Value | 1 H100")[:5]
+    for gpu, column in columns.items():
+        (recorded,) = re.findall(rf"^\| 20B adapters, {gpu}.*$", loop, flags=re.M)[:1]
+        assert all(f"| {row[column]} |" in recorded for row in rows), gpu
