@@ -5,6 +5,7 @@ from benchmarks.harness import run_program
 PROGRAMS = {
     "adapters": "adapters",
     "adapter-checkpoint": "adapter_checkpoint",
+    "passes": "passes",
     "shared-prefixes": "shared_prefixes",
 }
 DEFAULT = "cases"

@@ -143,8 +143,8 @@ class SglangConfig(EngineConfig):
     """Run the servers on the trainer's GPUs. They release their memory while the trainer works."""
     prefill_graph_tokens: int = Field(0, ge=0)
     """Largest prefill, in tokens, that colocated servers with fa3 run as a CUDA graph, such as the
-    output of a tool. 0: none. Default for GPT-OSS: 512, which makes multi-turn rollouts of the 20B
-    1.44x as fast. Other servers use SGLang's own graphs.
+    outputs of tools. 0: none. Default for GPT-OSS: 512, which makes multi-turn rollouts of the 20B
+    1.44x as fast. Graphs hold up to 64 requests. Other servers use SGLang's own graphs.
     """
     start_seconds: float = Field(1200.0, gt=0)
     """Seconds until a started server must be healthy."""
