@@ -44,7 +44,7 @@ import argparse
 import asyncio
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, mean, median
 from typing import Any
@@ -104,6 +104,10 @@ TOOL_SECONDS = 0.05
 """Mean time of a tool call in seconds."""
 MAX_TURN_FACTOR = 4
 """Maximum length of a turn, as a multiple of the mean length."""
+STEPS_PER_LINE = 10
+"""Decoding steps between two lines of the servers' logs. SGLang's default of 40 is too rare for rounds
+of a few seconds.
+"""
 SCORED_EPISODES = 16
 """Episodes of a server whose log-probs are compared."""
 
@@ -196,10 +200,11 @@ async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
     async with servers_until_the_end() as variants:
         for name, variation in chosen_variants(VARIANTS, options.variants).items():
             packed = options.quantization is not None
+            arguments = (*variation.arguments, "--decode-log-interval", str(STEPS_PER_LINE))
             variants.append(
                 prepare(
                     name,
-                    variation,
+                    replace(variation, arguments=arguments),
                     options.server_gpu,
                     options,
                     config,
@@ -236,12 +241,13 @@ async def measure_row(
     rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
     gaps: dict[str, float] = {}
 
-    # The first round is a warm-up: kernels are compiled for all batch sizes.
+    # The first round is a warm-up of half the duration: kernels are compiled for all batch sizes.
     for number in range(options.rounds + 1):
         in_turn = variants if number % 2 else variants[::-1]
         for variant in in_turn:
             load = Load(variant, f"{running}/{number}", options, config)
-            measured = await run_round(load, running, options.seconds)
+            seconds = options.seconds if number > 0 else options.seconds / 2
+            measured = await run_round(load, running, seconds)
             if number > 0:
                 rounds[variant.name].append(measured)
             if number == options.rounds:
@@ -321,7 +327,8 @@ def rollout_after(log: Path, printed: int) -> ServerRollout:
         return ServerRollout((), ())
     with log.open("rb") as file:
         file.seek(printed)
-        return read_rollout(file.read().decode(errors="replace").splitlines())
+        lines = file.read().decode(errors="replace").splitlines()
+    return read_rollout(lines, STEPS_PER_LINE)
 
 
 async def log_prob_gap(variant: Variant, episodes: list[SampledEpisode]) -> float | None:

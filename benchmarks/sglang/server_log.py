@@ -92,8 +92,13 @@ def server_rollouts(log: str) -> list[ServerRollout]:
     return [rollout for rollout in rollouts if len(rollout.intervals) >= MIN_LINES]
 
 
-def read_rollout(lines: Sequence[str]) -> ServerRollout:
-    """Return the decoding steps and prefills of some lines of a server's output."""
+def read_rollout(lines: Sequence[str], steps_per_line: int = STEPS_PER_LINE) -> ServerRollout:
+    """Return the decoding steps and prefills of some lines of a server's output.
+
+    Args:
+        lines: the lines.
+        steps_per_line: decoding steps between two lines about decoding.
+    """
     intervals: list[DecodeInterval] = []
     prefills: list[Prefill] = []
     since_last: list[Prefill] = []
@@ -111,7 +116,7 @@ def read_rollout(lines: Sequence[str]) -> ServerRollout:
                 # The speed is the number of tokens over the seconds, and every running request
                 # samples a token in each step.
                 mean = sum(counts) / len(counts)
-                seconds = STEPS_PER_LINE * mean / float(found[2])
+                seconds = steps_per_line * mean / float(found[2])
                 intervals.append(DecodeInterval(mean, seconds, tuple(since_last)))
             since_last = []
             last_running = running

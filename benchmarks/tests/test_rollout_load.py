@@ -159,6 +159,8 @@ def test_time_in_prefills_is_read_from_server_output(
     log = tmp_path / "log"
     log.write_text((prefill_line(1) + decode_lines([1000]) + decode_lines([2000])) * 20)
     one = rollout_load.Round(8.0, 1.0, 0.5, rollout_load.rollout_after(log, 0))
+    intervals = one.server.intervals
+    assert [interval.seconds for interval in intervals[:2]] == pytest.approx([0.16, 0.32], rel=0.05)
     values = rollout_load.summary([one], running=32)
     assert values["in_prefills"] == pytest.approx(1 / 3, abs=0.02)
     assert values["in_stalls"] == pytest.approx(0, abs=0.02)
