@@ -1,24 +1,28 @@
 """Forward and backward time of the RL loop's updates, by differences from ``benchmarks.train step``.
 
     python -m benchmarks.train passes --layers 4
+    torchrun --nproc_per_node 4 -m benchmarks.train passes --layers 24 --expert 4
     python -m benchmarks.train passes --tiny        # on a CPU, a test of the command
 
 In runs of the RL loop, forward took 0.75 to 0.9 of the backward time, and in ``benchmarks.train
 step`` 0.5. One model takes alternating steps of these variants, each with one difference from
-``benchmark`` except for ``loop``, which has all:
+``benchmark`` except for ``pinned`` and ``loop``, which has all others:
 
 - ``benchmark``: 4 sequences of a micro-batch have equal lengths, routers choose the experts, and the
   loss is a cross-entropy.
 - ``lengths``: sequences have the lengths of multi-turn episodes, packed as the trainer packs them.
 - ``routes``: experts are replayed (R3). They are the experts that the routers choose, so the loads
   of experts are the same.
+- ``pinned``: as ``routes``, and the routes are in page-locked memory, so that their copy to the GPU
+  does not wait for the previous micro-batch.
 - ``objective``: policy loss with its metrics and correction, and its columns.
 - ``released``: torch's cache is released before each step, as before engines wake.
 - ``busy``: ``--spinning`` processes use a core each, as schedulers of sleeping servers do.
 
-Needs one GPU. Weights are random, and learning rates are 0. Prints a table: microseconds per token
-of forward and backward, their ratio, and milliseconds of the first forward pass of a step and of
-the others. Dispatch to experts counts as communication, as in the metrics of a run.
+Needs one GPU, or several with torchrun. Weights are random, and learning rates are 0. Prints a
+table: microseconds per token of forward and backward, their ratio, and milliseconds of the first
+forward pass of a step and of the others. Dispatch to experts counts as communication, as in the
+metrics of a run. Values are those of rank 0.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.train.cases import TINY, random_weights, sft_loss, use_clock
@@ -75,6 +80,7 @@ class Variant:
 
     lengths: bool = False
     routes: bool = False
+    pinned: bool = False
     objective: bool = False
     released: bool = False
     busy: bool = False
@@ -84,6 +90,7 @@ VARIANTS = {
     "benchmark": Variant(),
     "lengths": Variant(lengths=True),
     "routes": Variant(routes=True),
+    "pinned": Variant(routes=True, pinned=True),
     "objective": Variant(objective=True),
     "released": Variant(released=True),
     "busy": Variant(busy=True),
@@ -138,6 +145,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=32)
+    add("--expert", type=int, default=1, help="expert parallel size")
     add("--max-tokens", type=int, default=16_384, help="tokens of a micro-batch")
     add("--micro-batches", type=int, default=4)
     add("--recompute", nargs="*", default=["moe_act", "layernorm"])
@@ -155,11 +163,14 @@ def main() -> None:
     args = argument_parser().parse_args()
     if args.tiny:
         args.layers, args.experts, args.max_tokens, args.spinning = 2, 4, 1024, 1
-    distributed.initialize(ParallelConfig(), port=29_794)
+    rank = int(os.environ.get("RANK", "0"))
+    distributed.initialize(parallel_config(args), rank, port=29_794)
     try:
         rows = measure(args)
     finally:
         distributed.shutdown()
+    if rank > 0:
+        return
     if args.out:
         with args.out.open("a") as file:
             for row in rows:
@@ -196,19 +207,27 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in args.variants:
         tokens = sum(len(batch.labels) for batch in packed[VARIANTS[name].lengths])
-        row = {"variant": name, "tokens": tokens} | row_of(steps[name][WARM_UP:], tokens)
-        print(json.dumps(row), flush=True)
-        rows.append(row)
+        rows.append({"variant": name, "tokens": tokens} | row_of(steps[name][WARM_UP:], tokens))
     release(trainer)
     return rows
+
+
+def parallel_config(args: argparse.Namespace) -> ParallelConfig:
+    """Return the layout of the arguments."""
+    return ParallelConfig(
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        expert=args.expert,
+        recompute=tuple(args.recompute),
+    )
 
 
 def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     """Return a trainer with random weights and a ``PassClock``."""
     sizes = TINY if args.tiny else {}
     config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts, **sizes)
-    parallel = ParallelConfig(recompute=tuple(args.recompute))
-    model = build_model(config, parallel, torch.bfloat16, quantization=args.quantization)
+    model = build_model(
+        config, parallel_config(args), torch.bfloat16, quantization=args.quantization
+    )
     random_weights(model)
     trainer = PolicyTrainer(model, OptimizerConfig(moment_dtype="bf16"))
     use_clock(trainer, PassClock())
@@ -238,7 +257,8 @@ def micro_batches(
     lengths = [args.max_tokens // SEQUENCES] * SEQUENCES * args.micro_batches
     if has_lengths:
         lengths = episode_lengths(total, longest=args.max_tokens // SEQUENCES)
-    random = np.random.default_rng(0)
+    # All ranks have the same lengths, so that they have the same number of micro-batches.
+    random = np.random.default_rng(parallel_state.get_data_parallel_rank())
     rows = []
     for length in lengths:
         # The last token is only a label.
@@ -304,7 +324,7 @@ def take_step(
     loss, batches = loss_of(variant, batches)
     if variant.released:
         release_cached_memory()
-    with spinning_processes(spinning if variant.busy else 0):
+    with spinning_processes(spinning if variant.busy and dist.get_rank() == 0 else 0):
         statistics = trainer.train_step(batches, loss, learning_rate=0.0)
     clock = trainer.clock
     assert isinstance(clock, PassClock)
@@ -323,6 +343,10 @@ def loss_of(
     batches = list(batches)
     if not variant.routes:
         batches = [replace(batch, routed_experts=None) for batch in batches]
+    elif variant.pinned and torch.cuda.is_available():
+        batches = [
+            replace(batch, routed_experts=batch.routed_experts.pin_memory()) for batch in batches
+        ]
     if not variant.objective:
         labels = sum(int(batch.loss_mask.sum()) for batch in batches)
         bare = [replace(batch, advantages=None, rollout_log_probs=None) for batch in batches]
