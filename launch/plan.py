@@ -16,6 +16,7 @@ from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, layouts_that_fit
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
+from rl_loop.config.run import RlConfig
 
 LAYOUTS_SHOWN = 5
 MEASURED_GPU = "H200"
@@ -33,6 +34,70 @@ def full_row(inputs: MemoryInputs) -> list[int]:
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """Prompts that are computed once per micro-batch."""
+
+    samples: int
+    """Sequences that share a prompt."""
+    tokens: int
+    """Tokens of a prompt, at least ``training.min_shared``."""
+
+
+def shared_prompts(config: RlConfig, tokens: int) -> SharedPrompts | None:
+    """Return the prompts that a run shares; None if it shares none.
+
+    Args:
+        config: configuration of the run.
+        tokens: tokens of a prompt.
+    """
+    sharing = config.training.prefix_sharing
+    samples = config.rollout.samples_per_task
+    if sharing is None or tokens < sharing.min_shared or samples == 1:
+        return None
+    return SharedPrompts(samples, tokens)
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """Full micro-batch."""
+
+    lengths: list[int]
+    """Tokens of each sequence. With ``starts``: position after the last token of each segment."""
+    starts: list[int]
+    """Position of each segment's first token. Empty if sequences share no prompts."""
+    sequence_tokens: int
+    """Tokens of all sequences."""
+
+    @property
+    def tokens(self) -> int:
+        """Computed tokens."""
+        return sum(self.lengths) - sum(self.starts)
+
+
+def planned_row(inputs: MemoryInputs, shared: SharedPrompts | None) -> PlannedRow:
+    """Return a micro-batch that is filled with sequences of maximum length."""
+    longest = inputs.longest_sequence
+    if shared is None:
+        lengths = full_row(inputs)
+        return PlannedRow(lengths, [], sum(lengths))
+
+    prompt = min(shared.tokens, longest - 1)
+    own = longest - prompt
+    left = inputs.tokens
+    lengths: list[int] = []
+    starts: list[int] = []
+    sequences = 0
+    # A group that does not fit is cut, and both parts compute the prompt.
+    while left >= longest:
+        samples = min(shared.samples, (left - prompt) // own)
+        lengths += [prompt] + [longest] * samples
+        starts += [0] + [prompt] * samples
+        left -= prompt + samples * own
+        sequences += samples
+    return PlannedRow(lengths, starts, sequences * longest)
+
+
+@dataclass(frozen=True)
 class UpdatePrediction:
     """Predicted time of one update with a parallel layout."""
 
@@ -41,7 +106,9 @@ class UpdatePrediction:
     episodes: int
     """Number of sequences, all of maximum length."""
     tokens: int
-    """Tokens in the whole update."""
+    """Tokens of all sequences in the whole update."""
+    computed_tokens: int
+    """Tokens in all micro-batches. A shared prompt counts once per micro-batch."""
     step: StepTime
     tokens_per_second: float
     """Tokens per second and GPU."""
@@ -53,45 +120,50 @@ class UpdatePrediction:
         return f"{self.step.total:.2f} s, {speed}, {self.mfu:.1%} MFU"
 
 
-def predict_update(inputs: MemoryInputs, sequences: int | None = None) -> UpdatePrediction:
+def predict_update(
+    inputs: MemoryInputs, sequences: int | None = None, shared: SharedPrompts | None = None
+) -> UpdatePrediction:
     """Predict an update at the rates of H200 GPUs, with sequences of maximum length.
 
     Args:
         inputs: model, layout and batch.
         sequences: number of sequences per update; None for that of ``inputs``. Supervised runs do
             not have it in ``inputs``, because their memory does not depend on it.
+        shared: prompts that sequences share; None if every sequence is computed whole.
     """
     parallel = inputs.parallel
-    lengths = full_row(inputs)
+    row = planned_row(inputs, shared)
     episodes = sequences or int(inputs.sequences)
 
     # Rounded up to a multiple that the pipeline's schedule accepts.
     multiple = parallel.micro_batch_multiple
-    tokens_per_multiple = sum(lengths) * parallel.data * multiple
+    tokens_per_multiple = row.sequence_tokens * parallel.data * multiple
     micro_batches = multiple * max(1, -(-episodes * inputs.longest_sequence // tokens_per_multiple))
 
     step = predict_step(
         inputs.model,
         parallel,
         inputs.optimizer,
-        lengths,
+        row.lengths,
         micro_batches,
         adapter=inputs.adapter,
         quantization=inputs.quantization,
+        starts=row.starts,
     )
 
     gpu_seconds = step.total * parallel.world_size
     # Includes the sequences that fill the last micro-batches.
-    tokens = sum(lengths) * micro_batches * parallel.data
+    rows = micro_batches * parallel.data
+    tokens = row.sequence_tokens * rows
     # A frozen base has no weight gradients, one of three products per weight.
     frozen_base = inputs.adapter is not None
-    flops = training_flops(inputs.model, lengths, frozen_base=frozen_base)
-    flops *= micro_batches * parallel.data
+    flops = rows * training_flops(inputs.model, row.lengths, row.starts, frozen_base=frozen_base)
 
     return UpdatePrediction(
         micro_batches=micro_batches,
         episodes=episodes,
         tokens=tokens,
+        computed_tokens=rows * row.tokens,
         step=step,
         tokens_per_second=tokens / gpu_seconds,
         mfu=flops / gpu_seconds / MATMUL_CEILING,
@@ -119,26 +191,51 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
     return notes
 
 
-def step_plan(inputs: MemoryInputs, gigabytes: float, sequences: int | None = None) -> str:
+def step_plan(
+    inputs: MemoryInputs,
+    gigabytes: float,
+    sequences: int | None = None,
+    shared: SharedPrompts | None = None,
+) -> str:
     """Describe the time of one update with the configured and with the fastest layouts.
 
     Args:
         inputs: model, layout and batch.
         gigabytes: memory of a GPU in GB (1e9 bytes).
         sequences: see ``predict_update``.
+        shared: prompts that sequences share; None if every sequence is computed whole.
     """
     configured = predict_update(inputs, sequences)
     # Leave out parts that would be shown as 0.00.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    sharing = [] if shared is None else [_sharing_line(inputs, configured, shared)]
     return "\n".join(
         [
             f"an update at {MEASURED_GPU} rates with {configured.episodes} sequences of the "
             f"maximum {inputs.longest_sequence} tokens ({configured.tokens} tokens in "
             f"{configured.micro_batches} micro-batches per data-parallel rank): {configured} "
             f"({parts})",
+            *sharing,
             *_layout_lines(inputs, configured, gigabytes),
         ]
+    )
+
+
+def _sharing_line(inputs: MemoryInputs, whole: UpdatePrediction, shared: SharedPrompts) -> str:
+    """Return a line for the update with shared prompts.
+
+    Args:
+        inputs: model, layout and batch.
+        whole: update that computes every sequence whole.
+        shared: the prompts.
+    """
+    update = predict_update(inputs, whole.episodes, shared)
+    gain = update.tokens_per_second / whole.tokens_per_second
+    return (
+        f"with {shared.samples} sequences per prompt of {shared.tokens} tokens, which they share: "
+        f"{update.computed_tokens} computed tokens in {update.micro_batches} micro-batches per "
+        f"data-parallel rank: {update}, {gain:.2f}x as fast"
     )
 
 

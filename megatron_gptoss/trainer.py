@@ -274,15 +274,9 @@ class PolicyTrainer(LogProbScorer):
             for depth, length in zip(row.depths, row.lengths, strict=True)
         ]
         config = self.chunks[0].config
-
-        def flops(lengths: list[int]) -> int:
-            return training_flops(
-                config.architecture, lengths, frozen_base=config.adapter is not None
-            )
-
-        # The tokens of a segment have the operations of a sequence that ends with the segment, minus
-        # those of the tokens before the segment.
-        return flops(ends) - flops(starts)
+        return training_flops(
+            config.architecture, ends, starts, frozen_base=config.adapter is not None
+        )
 
     def _measure_speed(
         self,

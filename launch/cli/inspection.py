@@ -85,6 +85,15 @@ def plan(
             "rollout.max_turns turns.",
         ),
     ] = None,
+    prompt_tokens: Annotated[
+        int,
+        Option(
+            "--prompt-tokens",
+            min=1,
+            help="Tokens that the samples of a task have in common, for the prediction with "
+            "training.share_prefixes.",
+        ),
+    ] = 240,
 ) -> None:
     """Print whether a configuration fits, its memory by phase, its time and faster layouts.
 
@@ -96,7 +105,7 @@ def plan(
     rl = None if sft else load_rl_config(path, overrides)
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
-    from launch.plan import attention_plan, speed_notes, step_plan
+    from launch.plan import attention_plan, shared_prompts, speed_notes, step_plan
     from launch.rollout_plan import loop_plan
     from megatron_gptoss.planning.memory_advice import exceeds_memory, memory_plan
     from rl_loop.config.rollout_advice import rollout_warnings
@@ -108,7 +117,12 @@ def plan(
         *speed_notes(hardware, config.gpu_gb),
         attention_plan(inputs, config.dtype),
         # Only supervised configurations have this key.
-        step_plan(inputs, hardware.gigabytes, getattr(config, "sequences_per_step", None)),
+        step_plan(
+            inputs,
+            hardware.gigabytes,
+            getattr(config, "sequences_per_step", None),
+            None if rl is None else shared_prompts(rl, prompt_tokens),
+        ),
         sep="\n",
     )
     # Supervised runs have no rollouts.

@@ -27,7 +27,7 @@ def attended_pairs(length: int, window: int | None = None) -> int:
     return full * (full + 1) // 2 + (length - full) * full
 
 
-def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
+def forward_flops(model: ModelConfig, lengths: Iterable[int], starts: Iterable[int] = ()) -> int:
     """Return the floating-point operations of a forward pass over packed sequences.
 
     A multiply-add counts as 2.
@@ -38,18 +38,30 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
 
     Args:
         model: architecture.
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence. With ``starts``: position after the last token of each
+            segment (``RowSegments``).
+        starts: position of each segment's first token. Empty if sequences share no prefixes.
     """
+    # A segment has the operations of a sequence that ends with it, minus those of earlier tokens.
     lengths = list(lengths)
-    return _weight_flops(model, lengths) + _attention_flops(model, lengths)
+    earlier = list(starts)
+    weights = _weight_flops(model, lengths) - _weight_flops(model, earlier)
+    return weights + _attention_flops(model, lengths) - _attention_flops(model, earlier)
 
 
-def training_flops(model: ModelConfig, lengths: Iterable[int], *, frozen_base: bool = False) -> int:
+def training_flops(
+    model: ModelConfig,
+    lengths: Iterable[int],
+    starts: Iterable[int] = (),
+    *,
+    frozen_base: bool = False,
+) -> int:
     """Return the floating-point operations of a forward and a backward pass.
 
     Args:
         model: architecture.
-        lengths: tokens of each sequence.
+        lengths: see ``forward_flops``.
+        starts: see ``forward_flops``.
         frozen_base: whether only adapters are trained.
 
     Example:
@@ -62,8 +74,10 @@ def training_flops(model: ModelConfig, lengths: Iterable[int], *, frozen_base: b
     # For each product the backward pass has two, the gradients of both factors. A frozen weight has
     # one, the gradient of the input. Products of adapters are small and not counted.
     lengths = list(lengths)
+    earlier = list(starts)
+    weights = _weight_flops(model, lengths) - _weight_flops(model, earlier)
     weight_passes = 2 if frozen_base else 3
-    return weight_passes * _weight_flops(model, lengths) + 3 * _attention_flops(model, lengths)
+    return 3 * forward_flops(model, lengths, earlier) - (3 - weight_passes) * weights
 
 
 def _weight_flops(model: ModelConfig, lengths: Sequence[int]) -> int:

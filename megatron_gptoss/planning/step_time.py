@@ -100,6 +100,7 @@ def predict_step(
     micro_batches: int,
     adapter: AdapterConfig | None = None,
     quantization: Quantization | None = None,
+    starts: Sequence[int] = (),
 ) -> StepTime:
     """Predict the time of a bf16 training step on H200 GPUs.
 
@@ -113,21 +114,23 @@ def predict_step(
         model: architecture.
         parallel: layout.
         optimizer: dtypes of gradients and moments, and offloading.
-        lengths: tokens of each sequence in a micro-batch, before context parallelism splits it.
+        lengths: tokens of each sequence in a micro-batch, before context parallelism splits it. With
+            ``starts``: see ``forward_flops``.
         micro_batches: micro-batches of each data-parallel rank.
         adapter: trained adapters; None if all parameters are trained.
         quantization: format of the experts, or with an adapter of their frozen base; None for bf16.
+        starts: see ``forward_flops``.
     """
     # Ranks that divide a micro-batch and its arithmetic among them.
     sharers = parallel.tensor * parallel.context
-    stage_seconds = _forward_seconds(model, parallel, lengths)
+    stage_seconds = _forward_seconds(model, parallel, lengths, starts)
     slowest = max(stage_seconds)
-    passes = _forward_passes(model, lengths, adapter)
+    passes = _forward_passes(model, lengths, starts, adapter)
     arithmetic = micro_batches * passes * slowest / sharers
 
     # Exchanges are not hidden. The stage with the most layers has the most exchanges.
     layers = max(parallel.layers_of_stage(stage, model) for stage in range(parallel.pipeline))
-    local_tokens = sum(lengths) / sharers
+    local_tokens = (sum(lengths) - sum(starts)) / sharers
     layer_passes = micro_batches * layers
     experts = layer_passes * _expert_exchange_seconds(model, parallel, local_tokens)
     tensor = layer_passes * _tensor_exchange_seconds(model, parallel, local_tokens)
@@ -156,23 +159,26 @@ def predict_step(
 def _forward_passes(
     model: ModelConfig,
     lengths: Sequence[int],
+    starts: Sequence[int],
     adapter: AdapterConfig | None,
 ) -> float:
     """Return the work of a step in forward passes: 3, or less if weights need no gradients."""
-    step = training_flops(model, lengths, frozen_base=adapter is not None)
-    return step / forward_flops(model, lengths)
+    step = training_flops(model, lengths, starts, frozen_base=adapter is not None)
+    return step / forward_flops(model, lengths, starts)
 
 
 def _forward_seconds(
     model: ModelConfig,
     parallel: ParallelConfig,
     lengths: Sequence[int],
+    starts: Sequence[int],
 ) -> list[float]:
     """Return the seconds of each pipeline stage's forward pass of a micro-batch on a single GPU."""
-    output_layer = 2 * model.hidden_size * model.vocab_size * sum(lengths)
-    layer = (forward_flops(model, lengths) - output_layer) / model.num_layers
+    tokens = sum(lengths) - sum(starts)
+    output_layer = 2 * model.hidden_size * model.vocab_size * tokens
+    layer = (forward_flops(model, lengths, starts) - output_layer) / model.num_layers
 
-    rows = _rows_per_mlp(model, parallel, sum(lengths))
+    rows = _rows_per_mlp(model, parallel, tokens)
     # A product of few rows does not reach the full rate. At HALF_SPEED_ROWS it reaches half.
     rate = LAYER_RATE * rows / (rows + HALF_SPEED_ROWS)
 
