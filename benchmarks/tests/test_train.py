@@ -161,6 +161,34 @@ def test_shared_prefixes_are_timed_with_equal_losses(
     assert shared["speed-up"] == whole["update, s"] / shared["update, s"]
 
 
+def test_profile_lists_the_calls_of_each_variant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared_prefix_rows(monkeypatch, tmp_path, "--profile")
+    printed = capsys.readouterr().out
+    for variant, tokens in (("whole", 216), ("shared", 144)):
+        for call in ("update", "score"):
+            assert f"\n{variant}, {call}: {tokens} tokens\n" in printed
+            assert f"| {variant} | {call} | {tokens} |" in printed
+    assert "aten::mm" in printed
+
+
+def test_last_parameter_with_other_bits_is_named() -> None:
+    module = importlib.import_module("benchmarks.train.shared_prefixes")
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    for parameter in layers.parameters():
+        parameter.main_grad = torch.zeros(2)
+    trainer = SimpleNamespace(module=layers)
+    assert module.same_bits(trainer, lambda: None) == {"same bits": True, "differing from": "-"}
+
+    def noisy() -> None:
+        for name in ("0.weight", "1.bias"):
+            layers.get_parameter(name).main_grad += 1
+
+    expected = {"same bits": False, "differing from": "1.bias"}
+    assert module.same_bits(trainer, noisy) == expected
+
+
 def test_gradients_of_shared_prefixes_have_bf16_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

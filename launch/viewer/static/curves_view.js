@@ -21,6 +21,7 @@ const CHARTS = [
   ["tool-call rate", ["tool_call_rate", "held_out/tool_call_rate"]],
   ["turns", ["turns", "held_out/turns"]],
   ["tokens/s", ["tokens_per_second"]],
+  ["shared prefixes (share of tokens)", ["prefixes/saved_tokens", "prefixes/route_conflicts"]],
 ];
 
 /** Charts of all metrics with a prefix. */
