@@ -16,7 +16,11 @@ import torch
 from gptoss_kernels.device_copies import copy_to_device
 from megatron_gptoss.context_parallel import ContextLayout, balanced_layout
 from megatron_gptoss.context_parallel.segments import NO_PARENT, RowSegments
-from megatron_gptoss.context_parallel.token_order import inverse_order, rank_tokens
+from megatron_gptoss.context_parallel.token_order import (
+    inverse_order,
+    keeps_row_order,
+    rank_tokens,
+)
 from megatron_gptoss.packed_row import PackedRow
 from megatron_gptoss.prefix_tree import PrefixSharing, PrefixTree, SortedPrefixes
 from megatron_gptoss.samples import TrainingSamples
@@ -128,6 +132,8 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         # cu_seqlens is the only tensor that is per sequence. It stays whole, because the keys of a
         # query may be on other ranks, and attention derives the exchange from the whole row.
         layout = self.context_layout_over(size)
+        if size == 1 and keeps_row_order(layout):
+            return replace(self, context_layout=layout)
         device = self.token_ids.device
         tokens = rank_tokens(layout, rank).to(device)
         labels = self.rank_labels(rank, size).to(device)

@@ -25,6 +25,11 @@ def inverse_order(layout: ContextLayout) -> Tensor:
     return layout.cached("inverse order", make)
 
 
+def keeps_row_order(layout: ContextLayout) -> bool:
+    """Return True if ``token_order`` is the order of the row."""
+    return layout.cached("keeps order", lambda: bool((token_order(layout).diff() == 1).all()))
+
+
 def row_indices(layout: ContextLayout, span: TokenSpan) -> Tensor:
     """Return the row position of each token in a span, [tokens of the span] int64.
 

@@ -166,7 +166,6 @@ def group_samples(samples: int) -> TrainingSamples:
 
 
 def test_labels_of_a_row_are_found_once() -> None:
-    counts = []
     for samples in (2, 15):
         batch = build_batch(group_samples(samples), align=8, sharing=PrefixSharing(1))
         # The rows of the first shard are cached with the layout.
@@ -174,6 +173,17 @@ def test_labels_of_a_row_are_found_once() -> None:
         with Operations() as counted:
             shard = batch.context_parallel_shard(0, 1)
         assert torch.equal(shard.prefixes.pair_rows, batch.prefixes.pair_rows)
+        # One rank keeps the order of the row.
+        assert not counted.counts
+
+
+def test_labels_of_ranks_are_found_without_sorting() -> None:
+    counts = []
+    for samples in (2, 14):
+        batch = build_batch(group_samples(samples), align=4, sharing=PrefixSharing(1))
+        batch.context_parallel_shard(1, 2)
+        with Operations() as counted:
+            batch.context_parallel_shard(1, 2)
         counts.append(counted.counts)
         assert "unique_dim" not in counted.counts and "sort" not in counted.counts
     assert counts[0] == counts[1]
