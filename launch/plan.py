@@ -78,8 +78,8 @@ def planned_row(inputs: MemoryInputs, shared: SharedPrompts | None) -> PlannedRo
     """Return a micro-batch that is filled with sequences of maximum length."""
     longest = inputs.longest_sequence
     if shared is None:
-        lengths = full_row(inputs)
-        return PlannedRow(lengths, [], sum(lengths))
+        whole = full_row(inputs)
+        return PlannedRow(whole, [], sum(whole))
 
     prompt = min(shared.tokens, longest - 1)
     own = longest - prompt

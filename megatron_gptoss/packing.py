@@ -152,7 +152,9 @@ class PackedBatch(TokenColumns[torch.Tensor]):
     def to(self, device: torch.device | str) -> Self:
         """Copy all tensors to a device."""
         tensors = self._tensors()
-        moved = {name: copy_to_device(tensor, device) for name, tensor in tensors.items()}
+        moved: dict[str, Any] = {
+            name: copy_to_device(tensor, device) for name, tensor in tensors.items()
+        }
         prefixes = None if self.prefixes is None else self.prefixes.to(device)
         return replace(self, prefixes=prefixes, **moved)
 
