@@ -211,12 +211,10 @@ class HarmonyReader:
             return FunctionCall(
                 call_id(self._response_id, self._calls - 1), name, "", message.channel
             )
-        if message.channel == "analysis":
-            return Reasoning("")
-        # A final answer behind a call is an error.
-        if message.channel == "final" and self._calls:
+        # A turn that ends behind a call with another message is malformed.
+        if self._calls:
             return None
-        return AnswerText("")
+        return Reasoning("") if message.channel == "analysis" else AnswerText("")
 
     def _read_text(
         self,

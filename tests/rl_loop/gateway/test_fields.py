@@ -261,6 +261,11 @@ def has_log_probs(tokens: list[Any]) -> None:
     assert "".join(token.token for token in tokens) == "Hello"
 
 
+def has_two_likely_tokens(tokens: list[Any]) -> None:
+    has_log_probs(tokens)
+    assert [len(token.top_logprobs) for token in tokens] == [2] * len(tokens)
+
+
 def has_two_choices(outcome: Outcome) -> None:
     assert [choice.index for choice in outcome.answer.choices] == [0, 1]
     assert len(outcome.requests) == 2
@@ -293,6 +298,9 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "reasoning_effort": other_prompt,
         "stop": ends_at_the_stop_text,
         "logprobs": lambda outcome: has_log_probs(outcome.answer.choices[0].logprobs.content),
+        "top_logprobs": lambda outcome: has_two_likely_tokens(
+            outcome.answer.choices[0].logprobs.content
+        ),
         "n": has_two_choices,
         "stream_options": same_prompt,
         "stream_options.include_usage": stream_has_usage,
@@ -304,6 +312,9 @@ EFFECTS: dict[str, dict[str, Callable[[Outcome], None]]] = {
         "previous_response_id": continues_the_response,
         "store": is_not_stored,
         "max_output_tokens": samples_one_token,
+        "top_logprobs": lambda outcome: has_two_likely_tokens(
+            outcome.answer.output[-1].content[0].logprobs
+        ),
         "include": lambda outcome: has_log_probs(outcome.answer.output[-1].content[0].logprobs),
         "reasoning": same_prompt,
         "reasoning.effort": other_prompt,
@@ -329,12 +340,14 @@ NEEDED: dict[str, dict[str, dict[str, Any]]] = {
         "tool_choice": {"tools": example("chat", "tools")},
         "reasoning_effort": ONE_TOKEN["chat"],
         "stream_options.include_usage": {"stream": True},
+        "top_logprobs": {"logprobs": True},
     },
     "responses": {
         "tools": ONE_TOKEN["responses"],
         "tool_choice": {"tools": example("responses", "tools")},
         "reasoning.effort": ONE_TOKEN["responses"],
         "previous_response_id": ONE_TOKEN["responses"],
+        "top_logprobs": {"include": example("responses", "include")},
     },
 }
 """Other fields that the example of a field needs."""

@@ -134,9 +134,9 @@ def test_response_events_form_the_plain_answer(full: Harmony, kind: str) -> None
                 kinds_and_texts(item) for item in response.output
             ]
             done = [event.item for event in events if event.type == "response.output_item.done"]
-            assert [item.to_dict() for item in done] == [
-                item.to_dict() for item in events[-1].response.output
-            ]
+            names = [(item.id, *kinds_and_texts(item)) for item in done]
+            final = events[-1].response.output
+            assert names == [(item.id, *kinds_and_texts(item)) for item in final]
             for number, item in enumerate(done):
                 deltas = [
                     event.delta
@@ -171,7 +171,7 @@ def test_truncated_turn_has_equal_deltas(full: Harmony) -> None:
 
     async def run() -> None:
         async with talking(full, [turn] * 2 * tokens) as talk:
-            for most in range(1, tokens, 2):
+            for most in range(1, tokens, 4):
                 await check_equal(talk, tools=TOOLS, max_tokens=most)
 
     asyncio.run(run())
@@ -211,17 +211,18 @@ def test_chatml_deltas_form_the_plain_answer(kind: str) -> None:
 def test_deltas_arrive_while_the_engine_samples(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, [THOUGHT + FINAL]) as talk:
-            talk.policy.may_continue.clear()
-            stream = await talk.client.chat.completions.create(
-                model="any", messages=HI, stream=True
-            )
-            # The engine waits behind its first token, which begins a header.
-            talk.policy.may_continue.set()
-            first = await anext(stream)
-            assert first.choices[0].delta.role == "assistant"
-            assert talk.session.forest.nodes == []
-            rest = [chunk async for chunk in stream]
-            assert added([first, *rest])["content"].startswith("one")
+            talk.policy.pause_after = 5
+            create: Any = talk.client.chat.completions.create
+            stream = await create(model="any", messages=HI, stream=True)
+            chunks = []
+            async for chunk in stream:
+                chunks.append(chunk)
+                if added(chunks)["reasoning"] == "Let me":
+                    # The engine waits, so the turn is not complete.
+                    assert talk.session.forest.nodes == []
+                    talk.policy.may_continue.set()
+            assert added(chunks)["reasoning"].startswith("Let me see")
+            assert added(chunks)["content"].startswith("one")
 
     asyncio.run(run())
 
@@ -255,7 +256,9 @@ def test_streaming_does_not_change_the_recorded_data(
     for one, other in zip(before, after, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
-        np.testing.assert_array_equal(one.rollout_log_probs, other.rollout_log_probs)
+        # Batches differ in time, which changes the last bits. ``check_capture`` compares them with
+        # the results of the engine.
+        np.testing.assert_allclose(one.rollout_log_probs, other.rollout_log_probs, atol=1e-5)
         np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
 
 

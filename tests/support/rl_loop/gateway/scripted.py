@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ class ScriptedPolicy:
         self._seconds = seconds
         self.piece = 1
         """Tokens of a piece of a stream."""
+        self.pause_after = sys.maxsize
+        """Index of the first token after which a stream waits for ``may_continue``."""
         self.may_continue = asyncio.Event()
-        """Cleared to stop after the next piece."""
-        self.may_continue.set()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
@@ -58,7 +59,8 @@ class ScriptedPolicy:
             ids = turn[begin : begin + self.piece]
             on_tokens(NewTokens(ids, [-0.5] * len(ids), [[] for _ in ids]))
             await asyncio.sleep(0)
-            await self.may_continue.wait()
+            if begin >= self.pause_after:
+                await self.may_continue.wait()
 
     async def score(self, input_ids: list[int], temperature: float = 1.0) -> list[float]:
         return [-0.5] * (len(input_ids) - 1)
