@@ -45,8 +45,7 @@ class _WorkerDiedError(Exception):
 class ForkedPool:
     """Calls one function, from any number of threads, in separate processes.
 
-    The processes start with the first question, or with ``start``, and end with the calling
-    process.
+    The processes start with the first question, and end with the calling process.
     """
 
     def __init__(
@@ -102,12 +101,6 @@ class ForkedPool:
         """Last error of the last server that died."""
         self._closings = 0
         """Calls of ``close``."""
-
-    def start(self) -> None:
-        """Start the server, without waiting for its imports. Raises PoolError if that fails."""
-        with self._lock:
-            if self._server is None:
-                self._start_server()
 
     def ask(self, question: Any, control: Any = None) -> Any:
         """Return the answer to a question. Exceptions of the function are raised here.

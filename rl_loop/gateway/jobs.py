@@ -171,7 +171,7 @@ class TurnJob:
 
 
 class RequestWorkers:
-    """Processes of one gateway for long requests."""
+    """Processes of one gateway for long requests. The first long request starts them."""
 
     def __init__(self, codec: ChatCodec) -> None:
         self._pool = ForkedPool(
@@ -187,10 +187,6 @@ class RequestWorkers:
             control=NoOpJob(),
         )
         self._running: set[asyncio.Task[Any]] = set()
-
-    def start(self) -> None:
-        """Start the first process, without waiting for it. Raises PoolError."""
-        self._pool.start()
 
     def begin[Result](self, job: RequestJob[Result]) -> "asyncio.Task[Result]":
         """Begin a job. The task raises ApiError, and ends with the job even if no caller waits."""

@@ -167,8 +167,6 @@ class Gateway:
         self._connections.watch(self._runner.server)
         await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
 
-        # Starting a process blocks, and the event loop may serve an engine already.
-        await asyncio.to_thread(self._workers.start)
         # The bound address has the actual port for port 0. IPv6 addresses have two more fields.
         host, port = self._runner.addresses[0][:2]
         # URLs have IPv6 addresses in brackets.

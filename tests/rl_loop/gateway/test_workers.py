@@ -145,8 +145,6 @@ def test_processes_that_do_not_start_raise_an_error(
 ) -> None:
     async def run() -> None:
         async with talking(full, [FINAL]) as talk:
-            for process in (server_of(talk), *children_of(server_of(talk))):
-                kill(process)
             monkeypatch.setattr("rl_loop.forked_pool.sys.executable", "/nowhere/python")
             with pytest.raises(openai.InternalServerError, match="does not start") as error:
                 await chat(talk, LONG)
@@ -159,13 +157,16 @@ def test_processes_that_do_not_start_raise_an_error(
     asyncio.run(run())
 
 
-def test_processes_start_and_stop_with_the_gateway(full: Harmony) -> None:
+def test_processes_start_when_needed_and_stop_with_gateway(full: Harmony) -> None:
     async def run() -> list[psutil.Process]:
-        async with talking(full, []) as talk:
-            assert server_of(talk).is_running()
+        async with talking(full, [FINAL]) as talk:
+            assert await chat(talk, "Hi") == "done"
+            assert talk.gateway._workers._pool._server is None
             # Jobs that run when the gateway is closed do not start other processes.
             running = [talk.gateway._workers.begin(Spinning()) for _ in range(2)]
             async with asyncio.timeout(60):
+                while talk.gateway._workers._pool._server is None:
+                    await asyncio.sleep(0.05)
                 while len(server_of(talk).children()) < 2:
                     await asyncio.sleep(0.05)
             processes = [server_of(talk), *server_of(talk).children()]
