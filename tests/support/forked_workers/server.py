@@ -34,6 +34,16 @@ IMPORTED = (
     "rl_loop.rollout.agent",
     "rl_loop.tasks.codec",
     "rl_loop.engines.embedded.engine",
+    "rl_loop.gateway.server",
+    "rl_loop.agents.process",
+    "rl_loop.cluster.ray_session",
+    "rl_loop.rollout.group_stream",
+    "rl_loop.trainer.rank_start",
+    # Packages that Ray imports.
+    "google.protobuf.json_format",
+    "jsonschema",
+    "msgpack",
+    "requests",
     "transformers.models.gpt_oss.modeling_gpt_oss",
 )
 """Slow imports of trainer ranks, rollout workers and local SGLang servers.
