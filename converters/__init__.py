@@ -7,3 +7,5 @@ import megatron_gptoss  # noqa: F401 (before Megatron: without a GPU it then nee
 # Without huge pages for large CPU tensors, a conversion spends half of its time in page faults.
 # torch reads this variable at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+__all__ = ["torch_dist", "verify"]

@@ -2,3 +2,5 @@
 
 Reading a configuration imports neither torch nor Ray, so mistakes are reported at once.
 """
+
+__all__ = ["load", "run"]

@@ -2,4 +2,4 @@
 
 from rl_loop.rewards.checker_pool import CheckerError
 
-__all__ = ["CheckerError"]
+__all__ = ["CheckerError", "math_answer"]

@@ -1,1 +1,3 @@
 """Tasks of a run: sources, files, demonstrations."""
+
+__all__ = ["demonstrations"]
