@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.gpus import KNOWN_GPUS, planned_hardware
+from launch.placement import gpus_needed
 from megatron_gptoss.planning.memory import worst_estimate
 from megatron_gptoss.planning.memory_advice import ACCURACY, Hardware, exceeds_memory
 from rl_loop.config.errors import ConfigError
@@ -93,11 +94,14 @@ def listed_configs(commands: Sequence[str], fits: str | None = None) -> list[Lis
             except ConfigError as error:
                 rows.append(ListedConfig(**about, error=" ".join(str(error).split())))
                 continue
+            rollout = config.rollout if isinstance(config, RlConfig) else None
             rows.append(
                 ListedConfig(
                     **about,
                     method=_method(config),
-                    gpus=0 if CPU_ONLY in (about["ran"] or "") else _gpus(config),
+                    gpus=0
+                    if CPU_ONLY in (about["ran"] or "")
+                    else gpus_needed(config.parallel, rollout),
                     **_prediction(config, hardware(config.gpu_gb)),
                 )
             )
@@ -147,16 +151,6 @@ def _method(config: RunConfig) -> str:
     elif config.distillation is not None:
         words.insert(0, "distillation")
     return ", ".join(words)
-
-
-def _gpus(config: RunConfig) -> int:
-    """Return the number of GPUs of trainer and servers."""
-    gpus = config.parallel.world_size
-    servers = config.rollout.engine.server_processes
-    # Supervised runs have no servers, whatever the engine's settings are.
-    if isinstance(config, RlConfig) and servers is not None and not servers.share_trainer_gpus:
-        gpus += servers.count * servers.gpus_each
-    return gpus
 
 
 def _prediction(config: RunConfig, hardware: Hardware) -> dict[str, Any]:

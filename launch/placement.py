@@ -50,6 +50,19 @@ class NodePlan:
         return {f"{role}_{index}": 1 for role, indices in roles.items() for index in indices}
 
 
+def gpus_needed(parallel: ParallelConfig, rollout: RolloutConfig | None) -> int:
+    """Return the number of GPUs for trainer and servers together.
+
+    Args:
+        parallel: parallel layout of the trainer.
+        rollout: rollout settings; None for supervised fine-tuning.
+    """
+    servers = rollout.engine.server_processes if rollout is not None else None
+    if servers is None or servers.share_trainer_gpus:
+        return parallel.world_size
+    return parallel.world_size + servers.count * servers.gpus_each
+
+
 def plan_nodes(
     parallel: ParallelConfig, rollout: RolloutConfig | None, cluster: ClusterConfig
 ) -> list[NodePlan]:

@@ -17,6 +17,7 @@ from megatron_gptoss.planning.memory_advice import Hardware, describe_layout, la
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.step_time import StepTime, predict_step
 from rl_loop.config.run import RlConfig
+from rl_loop.lifecycle.disk_checks import DiskNeed, format_size
 
 LAYOUTS_SHOWN = 5
 MEASURED_GPU = "H200"
@@ -189,6 +190,12 @@ def speed_notes(hardware: Hardware, made_for: float | None) -> list[str]:
             f"{hardware.gigabytes:g} GB another layout may be faster"
         )
     return notes
+
+
+def disk_plan(need: DiskNeed) -> str:
+    """Describe the disk space of a run."""
+    total = format_size(need.missing_bytes())
+    return f"disk: {total} in output_dir, for {need.describe()}, in addition to episodes and logs"
 
 
 def step_plan(

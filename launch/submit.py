@@ -15,7 +15,7 @@ from launch.gpus import configured_hardware, planned_hardware
 from launch.job_settings import JobSettings
 from launch.jobs import ACTIVE, Launch, known_launches, query_status, registry
 from launch.output import make_files_private
-from launch.placement import describe_placement, plan_nodes
+from launch.placement import describe_placement, gpus_needed, plan_nodes
 from launch.preflight import check_before_queue
 from launch.snapshot import node_arguments, write_snapshot
 from megatron_gptoss.planning.memory_advice import Hardware, memory_plan
@@ -139,7 +139,7 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
     notes = []
     if cluster.kind == "local" and not cluster.gpus_per_node and config.dtype == "bf16":
         # A dry run on a laptop plans for the GPUs that the run needs.
-        needed = _gpus_needed(settings)
+        needed = gpus_needed(settings.parallel, settings.rollout)
         cluster = cluster.model_copy(update={"gpus_per_node": needed})
         notes = [f"  This machine has no GPU. The run needs {needed}."]
     plans = plan_nodes(settings.parallel, settings.rollout, cluster)
@@ -165,14 +165,6 @@ def describe_launch(config: RunConfig, cluster: ClusterConfig) -> str:
 
     sections["configuration"] = settings.configuration
     return "\n".join(f"# {title}\n{text.rstrip()}\n" for title, text in sections.items())
-
-
-def _gpus_needed(settings: JobSettings) -> int:
-    """Return the number of GPUs for trainer and servers if all run on one node."""
-    servers = settings.rollout.engine.server_processes if settings.rollout is not None else None
-    if servers is None or servers.share_trainer_gpus:
-        return settings.parallel.world_size
-    return settings.parallel.world_size + servers.count * servers.gpus_each
 
 
 def _hardware(cluster: ClusterConfig, configured: float | None) -> Hardware:

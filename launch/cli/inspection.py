@@ -105,15 +105,17 @@ def plan(
     rl = None if sft else load_rl_config(path, overrides)
     config = rl or load_run_config(path, "sft", overrides)
     from launch.gpus import planned_hardware
-    from launch.plan import attention_plan, shared_prompts, speed_notes, step_plan
+    from launch.plan import attention_plan, disk_plan, shared_prompts, speed_notes, step_plan
     from launch.rollout_plan import loop_plan
     from megatron_gptoss.planning.memory_advice import exceeds_memory, memory_plan
     from rl_loop.config.rollout_advice import rollout_warnings
+    from rl_loop.lifecycle.disk_checks import disk_need
 
     hardware = planned_hardware(gpu, gpu_gb, host_gb, config.gpu_gb)
     inputs = config.memory_inputs
     print(
         memory_plan(inputs, hardware),
+        disk_plan(disk_need(config)),
         *speed_notes(hardware, config.gpu_gb),
         attention_plan(inputs, config.dtype),
         # Only supervised configurations have this key.

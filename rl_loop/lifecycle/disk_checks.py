@@ -4,19 +4,19 @@ import math
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
 from megatron_gptoss.config.precision import bytes_of
 from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
 from rl_loop.config.errors import StartError
+from rl_loop.config.run import RlConfig, RunConfig
 from rl_loop.config.training import TrainingConfig
 from rl_loop.tracking.run_directory import RunDirectory
 
 GB = 1e9
 MB = 1e6
-
-"""Bytes of one parameter, by dtype."""
 
 MOMENT_BYTES = 8
 """Bytes of Adam's two moments of one parameter, in fp32."""
@@ -38,48 +38,79 @@ def check_writable(directory: Path) -> None:
         )
 
 
-def check_disk(
-    directory: Path,
-    training: TrainingConfig,
-    checkpoint: float,
-    export: float = 0.0,
-    adapters: float = 0.0,
-) -> None:
+@dataclass(frozen=True)
+class DiskNeed:
+    """Disk space of a run's checkpoints, kept adapters and export. Episodes and logs are smaller."""
+
+    training: TrainingConfig
+    """Number of steps, and of checkpoints to keep."""
+    checkpoint: float
+    """Bytes of one checkpoint (``checkpoint_bytes``)."""
+    export: float = 0.0
+    """Bytes of the export (``export_bytes``). 0 if the run exports nothing."""
+    adapters: float = 0.0
+    """Bytes of the adapters of one checkpoint (``kept_adapter_bytes``). 0 if the run keeps none."""
+
+    def missing_bytes(self, run: RunDirectory | None = None) -> float:
+        """Return the bytes that the run will write in addition to its present files.
+
+        Args:
+            run: directory of the run; None for a new run.
+        """
+        most, saved = checkpoints_at_a_time(self.training), checkpoints_of_run(self.training)
+        if run is not None:
+            most = _missing_steps(run.checkpoints, most)
+            saved = _missing_steps(run.adapters, saved)
+        # An earlier export exists until the new one is complete.
+        return self.checkpoint * most + self.adapters * saved + self.export
+
+    def describe(self) -> str:
+        """Return the parts in words."""
+        most, saved = checkpoints_at_a_time(self.training), checkpoints_of_run(self.training)
+        parts = [f"{most} checkpoint{'s' * (most > 1)} of {format_size(self.checkpoint)}"]
+        if self.adapters:
+            parts.append(f"the adapters of {saved} checkpoints, {format_size(self.adapters)} each")
+        if self.export:
+            parts.append(f"an export of {format_size(self.export)}")
+        *first, last = parts
+        return f"{', '.join(first)} and {last}" if first else last
+
+
+def disk_need(config: RunConfig) -> DiskNeed:
+    """Return the disk space that a run of this configuration needs."""
+    model, dtype, adapter = config.model, config.dtype, config.adapter
+    has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
+    export = export_bytes(model, dtype, config.trained_quantization) if config.exports else 0.0
+    return DiskNeed(
+        config.training,
+        checkpoint_bytes(model, dtype, adapter=adapter, has_critic=has_critic),
+        export,
+        kept_adapter_bytes(config.training, model, dtype, adapter),
+    )
+
+
+def check_disk(directory: Path, need: DiskNeed) -> None:
     """Check that the disk has space for the checkpoints, the kept adapters and the export of a run.
 
     Args:
         directory: directory of the run.
-        training: number of steps, and of checkpoints to keep.
-        checkpoint: bytes of one checkpoint (``checkpoint_bytes``).
-        export: bytes of the export (``export_bytes``). 0 if the run exports nothing.
-        adapters: bytes of the adapters of one checkpoint (``kept_adapter_bytes``). 0 if the run
-            keeps none.
+        need: disk space of the whole run.
 
     Raises:
         StartError: if the space does not suffice, or the directory is not writable.
     """
     check_writable(directory)
     run = RunDirectory(directory)
-    most = checkpoints_at_a_time(training)
-    saved = checkpoints_of_run(training)
-    # An earlier export exists until the new one is complete. Unfinished directories of a killed
-    # process are deleted when the run continues.
-    needed = checkpoint * _missing_steps(run.checkpoints, most) + export
-    needed += adapters * _missing_steps(run.adapters, saved)
-
+    needed = need.missing_bytes(run)
     folder = _nearest_existing(directory)
+    # Unfinished directories of a killed process are deleted when the run continues.
     free = shutil.disk_usage(folder).free + _bytes_of(run.unfinished())
     if needed > free:
-        parts = [f"{most} checkpoints of {_size(checkpoint)}"]
-        if adapters:
-            parts.append(f"the adapters of {saved} checkpoints, {_size(adapters)} each")
-        if export:
-            parts.append(f"an export of {_size(export)}")
-        or_keep_no_adapters = ", or set training.keep_adapters to false" if adapters else ""
+        keep_none = ", or set training.keep_adapters to false" if need.adapters else ""
         raise StartError(
-            f"output_dir: {_size(free)} are free in {folder}, but the run needs {_size(needed)} "
-            f"for {' and '.join(parts)}. Free disk space, or lower "
-            f"training.keep_checkpoints{or_keep_no_adapters}"
+            f"output_dir: {format_size(free)} are free in {folder}, but the run needs "
+            f"{format_size(needed)} for {need.describe()}. Free disk space, or lower "
+            f"training.keep_checkpoints{keep_none}"
         )
 
 
@@ -160,5 +191,6 @@ def _nearest_existing(directory: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
 
 
-def _size(count: float) -> str:
+def format_size(count: float) -> str:
+    """Return a number of bytes in GB, or in MB if it is small."""
     return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / MB:.1f} MB"

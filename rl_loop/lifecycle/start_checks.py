@@ -27,13 +27,7 @@ from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.environments import environment_class
 from rl_loop.harmony.o200k import ensure_o200k
 from rl_loop.lifecycle.address_checks import check_endpoint, check_ray_address
-from rl_loop.lifecycle.disk_checks import (
-    check_disk,
-    check_writable,
-    checkpoint_bytes,
-    export_bytes,
-    kept_adapter_bytes,
-)
+from rl_loop.lifecycle.disk_checks import check_disk, check_writable, disk_need
 from rl_loop.lifecycle.error_hints import how_to_make, how_to_make_weights
 from rl_loop.lifecycle.inputs import TEACHER
 from rl_loop.lifecycle.store_size import (
@@ -100,15 +94,7 @@ def check_run_requirements(config: RunConfig, has_own_ray: bool = False) -> None
     check_tracking()
 
     # The disk must also hold the checkpoints and exports that are written hours later.
-    has_critic = isinstance(config, RlConfig) and config.algorithm.critic is not None
-    checkpoint = checkpoint_bytes(
-        config.model, config.dtype, adapter=config.adapter, has_critic=has_critic
-    )
-    export = 0.0
-    if config.exports:
-        export = export_bytes(config.model, config.dtype, config.trained_quantization)
-    adapters = kept_adapter_bytes(config.training, config.model, config.dtype, config.adapter)
-    check_disk(config.directory, config.training, checkpoint, export, adapters)
+    check_disk(config.directory, disk_need(config))
 
     # A running Ray keeps its store, so check only the store of a Ray that this run starts.
     if has_own_ray or not os.environ.get("RAY_ADDRESS"):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from launch.cli import app
 from launch.cluster import ClusterConfig
 from launch.gpus import KNOWN_GPUS, local_gpu, planned_hardware
 from launch.placement import plan_nodes
-from launch.plan import attention_plan, step_plan
+from launch.plan import attention_plan, disk_plan, step_plan
 from launch.submit import describe_launch
 from megatron_gptoss.config import ParallelConfig
 from megatron_gptoss.packing import schedule
@@ -24,6 +25,7 @@ from megatron_gptoss.planning.parameter_counts import parameters_per_gpu
 from rl_loop.config.load import load_config, load_run_config
 from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.config.shipped import shipped_files
+from rl_loop.lifecycle.disk_checks import disk_need
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = [*shipped_files("rl"), *shipped_files("sft")]
@@ -543,3 +545,16 @@ def test_plan_for_another_gpu_notes_that_times_are_for_h200(
         assert note in said
         # The note must precede the times.
         assert said.index(note) < said.index("an update at H200 rates")
+
+
+def test_plan_states_disk_of_checkpoints_and_export() -> None:
+    config = load_config(CONFIGS / "rl/gpt-oss-20b_1x4.yaml", RlConfig)
+    parameters = config.model.num_parameters
+    # bf16 weights, fp32 master weights, two moments. The oldest is deleted after the newest is saved.
+    checkpoint, export = 14 * parameters / 1e9, 2 * parameters / 1e9
+    assert disk_plan(disk_need(config)) == (
+        f"disk: {3 * checkpoint + export:.1f} GB in output_dir, for 3 checkpoints of "
+        f"{checkpoint:.1f} GB and an export of {export:.1f} GB, in addition to episodes and logs"
+    )
+    result = CliRunner().invoke(app, ["plan", "gpt-oss-20b_1x4", "--gpu", "h200"])
+    assert disk_plan(disk_need(config)) in result.stdout

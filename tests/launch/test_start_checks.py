@@ -30,6 +30,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle import start_checks
 from rl_loop.lifecycle.disk_checks import (
+    DiskNeed,
     check_disk,
     checkpoint_bytes,
     checkpoints_at_a_time,
@@ -346,18 +347,18 @@ def test_disk_check_includes_the_export(tmp_path: Path, monkeypatch: pytest.Monk
     free = SimpleNamespace(free=100e9)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     training = load_config(ROOT / RL, RlConfig, ["training.steps=1"]).training
-    check_disk(tmp_path, training, checkpoint=50e9, export=50e9)
+    check_disk(tmp_path, DiskNeed(training, checkpoint=50e9, export=50e9))
     with pytest.raises(
-        StartError, match=r"110\.0 GB for 1 checkpoints of 50\.0 GB and an export of 60\.0 GB"
+        StartError, match=r"110\.0 GB for 1 checkpoint of 50\.0 GB and an export of 60\.0 GB"
     ):
-        check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
+        check_disk(tmp_path, DiskNeed(training, checkpoint=50e9, export=60e9))
 
     # The files of a killed export are deleted when the run continues.
     unfinished = tmp_path / "export.partial"
     unfinished.mkdir()
     with (unfinished / "shard-0").open("wb") as file:
         file.truncate(20_000_000_000)
-    check_disk(tmp_path, training, checkpoint=50e9, export=60e9)
+    check_disk(tmp_path, DiskNeed(training, checkpoint=50e9, export=60e9))
 
 
 def test_disk_check_includes_adapters_of_all_checkpoints(
@@ -367,17 +368,17 @@ def test_disk_check_includes_adapters_of_all_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     options = ["training.steps=95", "training.checkpoint_every=10", "training.keep_checkpoints=1"]
     config = load_config(ROOT / RL, RlConfig, options)
-    check_disk(tmp_path, config.training, checkpoint=20e9, adapters=6e9)
+    check_disk(tmp_path, DiskNeed(config.training, checkpoint=20e9, adapters=6e9))
     message = (
         r"110\.0 GB for 2 checkpoints of 20\.0 GB and the adapters of 10 checkpoints, 7\.0 GB each\. "
         r".*lower training\.keep_checkpoints, or set training\.keep_adapters to false"
     )
     with pytest.raises(StartError, match=message):
-        check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
+        check_disk(tmp_path, DiskNeed(config.training, checkpoint=20e9, adapters=7e9))
     # Two of the adapters are on the disk already.
     for step in (10, 20):
         (tmp_path / f"adapters/step_{step:06d}").mkdir(parents=True)
-    check_disk(tmp_path, config.training, checkpoint=20e9, adapters=7e9)
+    check_disk(tmp_path, DiskNeed(config.training, checkpoint=20e9, adapters=7e9))
 
     keeping = ["adapter={rank: 8}", "training.keep_adapters=true"]
     training = load_config(ROOT / RL, RlConfig, keeping).training
