@@ -14,6 +14,7 @@ from launch.job_settings import JobSettings
 from launch.jobs import ClusterError, format_script, run_shell, split_sections
 from launch.node_checks import busy_ports
 from rl_loop.config.errors import ConfigError
+from rl_loop.harmony import o200k
 from rl_loop.lifecycle.error_hints import how_to_make
 
 Sections = dict[str, list[str]]
@@ -59,7 +60,7 @@ class SlurmPartition:
 def check_before_queue(settings: JobSettings, cluster: ClusterConfig) -> None:
     """Raise ConfigError with every field that cannot work, and the available values."""
     # One shell call checks all paths, because a login node may take seconds to respond.
-    paths = [*settings.paths, *_container_paths(cluster)]
+    paths = [*settings.paths, *_container_paths(cluster), *_offline_paths(cluster)]
     sections = _query_login_node(settings, cluster, paths)
 
     problems: list[str] = []
@@ -367,4 +368,18 @@ def _container_paths(cluster: ClusterConfig) -> list[tuple[str, Path]]:
     # Other images are names that pyxis pulls.
     if cluster.container.image.startswith("/"):
         paths.append(("cluster.container.image", Path(cluster.container.image)))
+    return paths
+
+
+def _offline_paths(cluster: ClusterConfig) -> list[tuple[str, Path]]:
+    """Return (key, path) of the downloads that variables of the cluster name."""
+    # A path inside the container is not visible from outside.
+    if cluster.container is not None:
+        return []
+    paths = []
+    if folder := cluster.env.get(o200k.VARIABLE):
+        paths.append((f"cluster.env.{o200k.VARIABLE}", Path(folder) / o200k.FILE_NAME))
+    # Without this variable, the Hub's libraries create the folder.
+    if cluster.env.get("HF_HUB_OFFLINE") and (folder := cluster.env.get("HF_HOME")):
+        paths.append(("cluster.env.HF_HOME", Path(folder)))
     return paths
