@@ -86,6 +86,7 @@ LONGEST = [
     "tests/rl_loop/engines/test_small_batch_moe.py",
     "tests/rl_loop/engines/test_served_adapters.py",
     "tests/rl_loop/engines/test_fused_sampling.py",
+    "tests/test_library_parts.py",
 ]
 """Files of 12 s of processor time or more without START_RAY, the longest first. A long file must not start last,
 because one process would run it alone."""
