@@ -134,7 +134,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 REFUSED = [
     ("chat/completions", chat(n=0), "n"),
     ("chat/completions", chat(stop=["x"] * 5), "stop"),
-    ("chat/completions", chat(logprobs=True, top_logprobs=2), "top_logprobs"),
+    ("chat/completions", chat(logprobs=True, top_logprobs=21), "top_logprobs"),
     ("chat/completions", chat(response_format={"type": "json_object"}), "response_format"),
     ("chat/completions", chat(tool_choice="required"), "tool_choice"),
     ("chat/completions", chat(typo=1), "typo"),
