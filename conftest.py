@@ -107,14 +107,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     config.option.loadscopereorder = False
 
     @cache
-    def group_of(file: str) -> str:
+    def choose_group(file: str) -> str:
         if file in START_RAY:
             return "Ray"
         return "ranks" if "run_distributed" in (config.rootpath / file).read_text() else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(super()._split_scope(nodeid))
+            return choose_group(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 

@@ -48,10 +48,10 @@ def other_place(name: str) -> Path | None:
     else:
         place = Path(next(iter(found.submodule_search_locations or [name])))  # without __init__.py
     place = place.resolve()
-    return None if place == _source_of(name) else place
+    return None if place == _find_source(name) else place
 
 
-def _source_of(name: str) -> Path:
+def _find_source(name: str) -> Path:
     parent = HERE
     # A wheel has all packages next to each other.
     if name == "gptoss_kernels" and (HERE / "kernels" / name).is_dir():
@@ -61,7 +61,7 @@ def _source_of(name: str) -> Path:
 
 def _import_ours(name: str) -> None:
     """Import the package next to this file, independent of PYTHONPATH."""
-    source = _source_of(name)
+    source = _find_source(name)
     spec = importlib.util.spec_from_file_location(
         name, source, submodule_search_locations=[str(source.parent)]
     )

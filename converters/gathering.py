@@ -18,11 +18,11 @@ from converters.gathering_plan import (
 )
 from converters.local_weights import LocalWeights
 from converters.mapping import NamedParts, NamedTensor, ParameterMapping
-from converters.mxfp4_tensors import Digests, packed_parts, separate_scales
+from converters.mxfp4_tensors import Digests, mxfp4_parts, separate_scales
 from converters.names import stack_experts
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 
 
 class WeightGathering:
@@ -43,7 +43,7 @@ class WeightGathering:
         self.config = config
         self.device = next(model.parameters()).device
         self.local = LocalWeights(model, config)
-        self._dtype = chunks_of(model)[0].config.params_dtype
+        self._dtype = list_chunks(model)[0].config.params_dtype
 
         # Ranks agree through host memory, because a full GPU has no memory for it.
         self._agreement: Any = dist.group.WORLD
@@ -56,13 +56,13 @@ class WeightGathering:
         own_contents = RankContents(
             dtypes=self.local.sent_dtypes(),
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-            packed_bases=self.local.packed_bases(),
+            mxfp4_bases=self.local.mxfp4_bases(),
         )
         self._planner = GatheringPlanner(
             config,
             ranks=self._gather_on_hosts(own_contents),
             tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
-            adapter=chunks_of(model)[0].config.adapter,
+            adapter=list_chunks(model)[0].config.adapter,
         )
         # Plans depend on these arguments only, so every weight sync reuses them.
         self._plans: dict[tuple[tuple[int, ...], bool, bool], WeightGatherPlan] = {}
@@ -72,7 +72,7 @@ class WeightGathering:
         receivers: Sequence[int] = (0,),
         *,
         transposed: bool = False,
-        packed: bool = False,
+        mxfp4_experts: bool = False,
         adapters_only: bool = False,
         paced: bool = False,
     ) -> "GatheredWeights":
@@ -81,7 +81,7 @@ class WeightGathering:
         Args:
             receivers: global ranks that receive the weights.
             transposed: see ``names.hf_tensors``.
-            packed: whether MXFP4-trained experts are yielded as blocks and scales, under the names
+            mxfp4_experts: whether MXFP4-trained experts are yielded as blocks and scales, under the names
                 of ``hf_layouts.mxfp4_shapes``, instead of as values. If adapters of experts are not
                 merged, their base in MXFP4 is yielded, and their factors (``expert_adapters``)
                 follow all weights.
@@ -97,7 +97,9 @@ class WeightGathering:
         # Allocate before the first message: a failure between two messages would block other
         # ranks.
         try:
-            plan = self.plan(tuple(receivers), packed=packed, adapters_only=adapters_only)
+            plan = self.plan(
+                tuple(receivers), mxfp4_experts=mxfp4_experts, adapters_only=adapters_only
+            )
             buffer = torch.empty(plan.buffer_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # CUDA out of memory
             reason = (
@@ -110,7 +112,7 @@ class WeightGathering:
                 raise GatheringAbortedError(failure)
         assert buffer is not None
         return GatheredWeights(
-            self, plan, buffer, transposed=transposed, packed=packed, paced=paced
+            self, plan, buffer, transposed=transposed, mxfp4_experts=mxfp4_experts, paced=paced
         )
 
     def confirmed(self, weights: "GatheredWeights") -> Iterator[NamedTensor]:
@@ -172,19 +174,19 @@ class WeightGathering:
         return digests
 
     def plan(
-        self, receivers: tuple[int, ...], *, packed: bool, adapters_only: bool = False
+        self, receivers: tuple[int, ...], *, mxfp4_experts: bool, adapters_only: bool = False
     ) -> WeightGatherPlan:
         """Return the plan for a set of receivers. Plans are cached.
 
         Args:
             receivers: global ranks.
-            packed: see ``begin``.
+            mxfp4_experts: see ``begin``.
             adapters_only: see ``begin``.
         """
-        key = (receivers, packed, adapters_only)
+        key = (receivers, mxfp4_experts, adapters_only)
         if key not in self._plans:
             self._plans[key] = self._planner.plan(
-                receivers, packed=packed, adapters_only=adapters_only
+                receivers, mxfp4_experts=mxfp4_experts, adapters_only=adapters_only
             )
         return self._plans[key]
 
@@ -231,13 +233,13 @@ class GatheredWeights(Iterator[NamedTensor]):
         buffer: torch.Tensor,
         *,
         transposed: bool,
-        packed: bool,
+        mxfp4_experts: bool,
         paced: bool,
     ) -> None:
         self._gathering = gathering
         self._receivers = plan.receivers
         self._buffer = buffer
-        self._packed = packed
+        self._mxfp4_experts = mxfp4_experts
         self._is_receiver = dist.get_rank() in plan.receivers
 
         self._paced = paced
@@ -252,9 +254,9 @@ class GatheredWeights(Iterator[NamedTensor]):
 
         The other ranks received arbitrary values, so the caller must check it after all messages.
         """
-        # Packed experts are stored output-major already.
+        # MXFP4 experts are stored output-major already.
         self._assembled = stack_experts(
-            gathering.config, self._received_parts(), transposed=transposed and not packed
+            gathering.config, self._received_parts(), transposed=transposed and not mxfp4_experts
         )
 
     @torch.no_grad()
@@ -361,8 +363,8 @@ class GatheredWeights(Iterator[NamedTensor]):
         self, mapping: ParameterMapping, joined: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Convert an expert's matrix from MXFP4 messages to the parts that the caller requested."""
-        if self._packed:
-            return packed_parts(mapping, *separate_scales(joined))
+        if self._mxfp4_experts:
+            return mxfp4_parts(mapping, *separate_scales(joined))
         return mapping.named_parts(self._gathering.unpacked(joined))
 
     def _exchange(self, step: WeightGatherStep) -> list[torch.Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 from converters.errors import ConversionError
 from converters.expert_adapters import factor_mappings, is_changed, is_factor
 from converters.mapping import ParameterMapping, Shape
-from converters.mxfp4_tensors import packed_shapes, shape_with_scales, stored_names
+from converters.mxfp4_tensors import mxfp4_part_shapes, shape_with_scales, stored_names
 from converters.names import parameter_mappings
 from megatron_gptoss.config import AdapterConfig, ModelConfig
 
@@ -30,7 +30,7 @@ class RankContents:
     """Dtype by global parameter name; uint8 for parameters that are sent as MXFP4."""
     tensor_rank: int
     """Tensor-parallel rank."""
-    packed_bases: frozenset[str] = frozenset()
+    mxfp4_bases: frozenset[str] = frozenset()
     """Names of experts whose base is sent as MXFP4 to receivers that hold MXFP4. Their adapters are then sent, too."""
 
     def holds(self, mapping: ParameterMapping, shard: int | None) -> bool:
@@ -129,23 +129,23 @@ class GatheringPlanner:
         self._tensor_parallel = tensor_parallel
 
     def plan(
-        self, receivers: tuple[int, ...], *, packed: bool, adapters_only: bool = False
+        self, receivers: tuple[int, ...], *, mxfp4_experts: bool, adapters_only: bool = False
     ) -> WeightGatherPlan:
         """Return all messages that bring the weights to ``receivers``.
 
         Args:
             receivers: global ranks.
-            packed: whether receivers want MXFP4 experts as blocks and scales, and unmerged adapters.
+            mxfp4_experts: whether receivers want MXFP4 experts as blocks and scales, and unmerged adapters.
             adapters_only: whether receivers have the weights that training does not change.
 
         Raises:
             ConversionError: naming a parameter of which a part is on no rank.
         """
         steps: list[WeightGatherStep] = []
-        mappings = iter(self._sent(packed, adapters_only))
+        mappings = iter(self._sent(mxfp4_experts, adapters_only))
         for mapping in mappings:
-            is_quantized = self._is_quantized(mapping, packed)
-            if packed and self._is_stacked(mapping, is_quantized):
+            is_quantized = self._is_quantized(mapping, mxfp4_experts)
+            if mxfp4_experts and self._is_stacked(mapping, is_quantized):
                 # The same parameter of the other experts follows in the table.
                 experts = [mapping, *islice(mappings, self._config.num_experts - 1)]
                 steps += self._stack_steps(experts, is_quantized, receivers)
@@ -154,12 +154,12 @@ class GatheringPlanner:
                 steps.append(WeightGatherStep(mapping, is_quantized, messages))
         return WeightGatherPlan(receivers, steps)
 
-    def _sent(self, packed: bool, adapters_only: bool) -> Iterator[ParameterMapping]:
+    def _sent(self, mxfp4_experts: bool, adapters_only: bool) -> Iterator[ParameterMapping]:
         """Yield the parameters to send, and the factors of unmerged adapters if receivers take them."""
         for mapping in parameter_mappings(self._config).values():
             if not adapters_only or is_changed(mapping, self._unmerged_adapter()):
                 yield mapping
-        if packed and any(rank.packed_bases for rank in self._ranks):
+        if mxfp4_experts and any(rank.mxfp4_bases for rank in self._ranks):
             rank = self._unmerged_adapter().rank_of_experts(self._config)
             yield from factor_mappings(self._config, rank)
 
@@ -222,7 +222,7 @@ class GatheringPlanner:
     @staticmethod
     def _stacked_shapes(mapping: ParameterMapping, is_quantized: bool) -> list[Shape]:
         """Return the shapes of one expert's part of each Hugging Face tensor."""
-        return packed_shapes(mapping.shape) if is_quantized else [mapping.shape]
+        return mxfp4_part_shapes(mapping.shape) if is_quantized else [mapping.shape]
 
     def _messages(
         self, mapping: ParameterMapping, is_quantized: bool, receivers: tuple[int, ...]
@@ -250,8 +250,8 @@ class GatheringPlanner:
             offset = message.end
         return messages
 
-    def _is_quantized(self, mapping: ParameterMapping, packed: bool) -> bool:
-        if packed and any(mapping.name in rank.packed_bases for rank in self._ranks):
+    def _is_quantized(self, mapping: ParameterMapping, mxfp4_experts: bool) -> bool:
+        if mxfp4_experts and any(mapping.name in rank.mxfp4_bases for rank in self._ranks):
             return True
         # Only ranks that hold the parameter know whether it is trained through MXFP4.
         dtypes = (rank.dtypes.get(mapping.name) for rank in self._ranks)

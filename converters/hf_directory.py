@@ -115,7 +115,7 @@ class HfDirectory:
             return torch.bfloat16
         return self._entry(stored.names[0]).dtype
 
-    def file_of(self, name: str) -> str:
+    def find_file(self, name: str) -> str:
         """Return the name of the file that holds a tensor, given by Hugging Face or stored name."""
         if name in self._file_of:
             return self._file_of[name]

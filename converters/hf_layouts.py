@@ -115,17 +115,17 @@ def _stored_expert_matrix(
     """Return the place of an expert matrix: MXFP4 if its blocks or scales are ``present``."""
     if openai:
         name = openai_name(name)
-    packed_shapes = mxfp4_shapes(name, shape)
+    stored_shapes = mxfp4_shapes(name, shape)
     if openai:
         # OpenAI separates the suffix with a dot: mlp1_weight.blocks.
-        packed_shapes = {
-            re.sub("_(blocks|scales)$", r".\1", key): packed_shape
-            for key, packed_shape in packed_shapes.items()
+        stored_shapes = {
+            re.sub("_(blocks|scales)$", r".\1", key): stored_shape
+            for key, stored_shape in stored_shapes.items()
         }
 
     # If only the blocks or only the scales are present, report the other as missing.
-    if any(key in present for key in packed_shapes):
-        return StoredTensor(packed_shapes, output_major=True)
+    if any(key in present for key in stored_shapes):
+        return StoredTensor(stored_shapes, output_major=True)
     if openai:
         # OpenAI's bf16 matrices are output-major, unlike Hugging Face's.
         experts, inputs, outputs = shape

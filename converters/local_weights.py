@@ -17,8 +17,8 @@ from converters.mxfp4_tensors import (
     matrices_at_once,
     matrix_digest,
     matrix_name,
+    mxfp4_parts,
     pack_stack,
-    packed_parts,
     row_order,
     stacked_in_bf16,
     stored_names,
@@ -26,7 +26,7 @@ from converters.mxfp4_tensors import (
 from converters.names import global_name, parameter_mappings
 from gptoss_kernels import mxfp4
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 from megatron_gptoss.weights import (
     ExpertFactor,
     LocalWeight,
@@ -50,7 +50,7 @@ def find_local_weights(
     """
     table = parameter_mappings(config)
     local = {}
-    for chunk in chunks_of(model):
+    for chunk in list_chunks(model):
         for name, weight in named_weights(chunk):
             full_name = _global_name(name, chunk, config)
             if config.tied_embeddings and full_name == OUTPUT_LAYER:
@@ -85,7 +85,7 @@ class LocalWeights:
         self._places = {mapping.name: i for i, mapping in enumerate(self._mappings)}
         self._factors = {
             _global_name(name, chunk, config): factor
-            for chunk in chunks_of(model)
+            for chunk in list_chunks(model)
             for name, factor in named_expert_factors(chunk)
         }
 
@@ -102,7 +102,7 @@ class LocalWeights:
         dtypes |= {name: factor.read().dtype for name, factor in self._factors.items()}
         return dtypes
 
-    def packed_bases(self) -> frozenset[str]:
+    def mxfp4_bases(self) -> frozenset[str]:
         """Return the global parameter names of experts whose adapters are not merged.
 
         Receivers that hold MXFP4 get the base as blocks and scales. Others get merged weights.
@@ -178,7 +178,7 @@ class LocalWeights:
         for name in names:
             weight = self._weights[name]
             assert isinstance(weight, UnmergedWeight)
-            packed.append(weight.read_packed())
+            packed.append(weight.read_mxfp4())
         order = row_order(mapping, packed[0][0].device)
         stored = stored_names(mapping.hf_names[0])
         parts = zip(*packed, strict=True)
@@ -192,7 +192,7 @@ class LocalWeights:
             if isinstance(weight, QuantizedWeight):
                 assert mapping.expert is not None
                 # In Hugging Face's row order, like the digests of directories.
-                blocks, scales = packed_parts(mapping, *weight.read_packed()).values()
+                blocks, scales = mxfp4_parts(mapping, *weight.read_mxfp4()).values()
                 name = matrix_name(mapping.hf_names[0], mapping.expert)
                 digests[name] = matrix_digest(blocks, scales)
         return digests

@@ -63,9 +63,9 @@ class MegatronCheckpoint:
         """Read a full Megatron parameter [mapping.shape], in the dtype in which it is stored."""
         return self._reader.get(mapping.checkpoint_key, mapping.checkpoint_index, mapping.shape)
 
-    def file_of(self, mapping: ParameterMapping) -> str:
+    def find_file(self, mapping: ParameterMapping) -> str:
         """Return the name of the file that holds the parameter."""
-        return self._reader.file_of(mapping.checkpoint_key, mapping.checkpoint_index)
+        return self._reader.find_file(mapping.checkpoint_key, mapping.checkpoint_index)
 
     def file_ranges(self, mapping: ParameterMapping) -> list[FileRange]:
         """Return the byte ranges of a parameter."""

@@ -45,12 +45,12 @@ def shape_with_scales(shape: Shape) -> Shape:
     return (*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES + 1)
 
 
-def packed_shapes(shape: Shape) -> list[Shape]:
+def mxfp4_part_shapes(shape: Shape) -> list[Shape]:
     """Return the shapes of the blocks and the scales of a matrix [out, in]."""
     return [(*shape[:-1], shape[-1] // BLOCK, BLOCK_BYTES), (*shape[:-1], shape[-1] // BLOCK)]
 
 
-def packed_parts(
+def mxfp4_parts(
     mapping: ParameterMapping, blocks: torch.Tensor, scales: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Convert blocks and scales of a Megatron parameter to Hugging Face's names and row order.
@@ -115,7 +115,7 @@ def pack_stack(
         Blocks [experts, out, in / 32, 16] and scales [experts, out, in / 32], by stored name.
     """
     place: Any = {"dtype": torch.uint8, "device": weights[0].device}
-    blocks_shape, scales_shape = packed_shapes(mapping.shape)
+    blocks_shape, scales_shape = mxfp4_part_shapes(mapping.shape)
 
     # Allocate the whole stack once. Concatenating pieces would need its memory twice.
     blocks = torch.empty(len(weights), *blocks_shape, **place)
@@ -145,7 +145,7 @@ def stored_names(name: str) -> tuple[str, str]:
     return blocks_name, scales_name
 
 
-def pack_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def quantize_experts(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantize the expert matrices [experts, in, out] among weights by Hugging Face name.
 
     Returns:

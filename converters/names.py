@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from converters.families.registry import tensors_of
+from converters.families.registry import get_family_tensors
 from converters.mapping import NamedParts, NamedTensor, ParameterMapping, Shape
 from megatron_gptoss.config import ModelConfig
 
@@ -27,7 +27,7 @@ def parameter_mappings(config: ModelConfig) -> dict[str, ParameterMapping]:
         >>> mappings["decoder.layers.0.self_attention.linear_proj.weight"].hf_names
         ('model.layers.0.self_attn.o_proj.weight',)
     """
-    return {mapping.name: mapping for mapping in tensors_of(config).mappings(config)}
+    return {mapping.name: mapping for mapping in get_family_tensors(config).mappings(config)}
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -40,7 +40,7 @@ def hf_shapes(config: ModelConfig) -> dict[str, Shape]:
         ((64,), 411)
     """
     shapes: dict[str, Shape] = {}
-    for mapping in tensors_of(config).mappings(config):
+    for mapping in get_family_tensors(config).mappings(config):
         for name, shape in zip(mapping.hf_names, mapping.part_shapes, strict=True):
             # Hugging Face stacks the experts of a layer in one tensor.
             if mapping.expert is not None:
@@ -63,7 +63,7 @@ def hf_tensors(
     """
     parts = (
         (mapping, mapping.named_parts(get(mapping)))
-        for mapping in tensors_of(config).mappings(config)
+        for mapping in get_family_tensors(config).mappings(config)
     )
     return stack_experts(config, parts, transposed)
 

@@ -386,8 +386,8 @@ class PeftDirectory:
                 self._model,
                 kind,
                 layer,
-                settings.rank_of(kind, layer),
-                settings.scale_of(kind, layer),
+                settings.find_rank(kind, layer),
+                settings.compute_scale(kind, layer),
             )
             for kind, layer in _places(self._model)
             if settings.names(kind, layer)

@@ -150,15 +150,15 @@ class PeftSettings:
     base: str | None
     """base_model_name_or_path."""
 
-    def rank_of(self, kind: str, layer: int | None = 0) -> int:
+    def find_rank(self, kind: str, layer: int | None = 0) -> int:
         """Return the rank that a kind of adapter has in a layer, by PEFT's rules."""
         return _by_pattern(self.rank_pattern, _name(kind, layer), self.rank)
 
-    def scale_of(self, kind: str, layer: int | None = 0) -> float:
+    def compute_scale(self, kind: str, layer: int | None = 0) -> float:
         """Return the factor of the product B A."""
         # rank_pattern and alpha_pattern are independent: one may change without the other.
         alpha = _by_pattern(self.alpha_pattern, _name(kind, layer), self.alpha)
-        rank = self.rank_of(kind, layer)
+        rank = self.find_rank(kind, layer)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def names(self, kind: str, layer: int | None = 0) -> bool:
@@ -245,15 +245,15 @@ def read_settings(file: Path) -> PeftSettings:
         rank_pattern=_numbers_by_pattern(file, settings, "rank_pattern"),
         alpha_pattern=_numbers_by_pattern(file, settings, "alpha_pattern"),
         modules=_names_or_pattern(file, settings, "target_modules"),
-        parameters=_list_of(file, "target_parameters", settings.get("target_parameters"), str),
+        parameters=_check_list(file, "target_parameters", settings.get("target_parameters"), str),
         excluded=_names_or_pattern(file, settings, "exclude_modules"),
-        layers=_list_of(file, "layers_to_transform", layers, int),
+        layers=_check_list(file, "layers_to_transform", layers, int),
         layers_patterns=_patterns_of_layers(file, settings),
         base=base if isinstance(base, str) else None,
     )
 
 
-def _list_of(file: Path, key: str, value: Any, kind: type) -> Any:
+def _check_list(file: Path, key: str, value: Any, kind: type) -> Any:
     """Return a list of strings or integers, or None.
 
     Raises:
@@ -273,13 +273,13 @@ def _names_or_pattern(file: Path, settings: Mapping[str, Any], key: str) -> Any:
     if isinstance(value, str):
         _check_pattern(file, key, value)
         return value
-    return _list_of(file, key, value, str)
+    return _check_list(file, key, value, str)
 
 
 def _patterns_of_layers(file: Path, settings: Mapping[str, Any]) -> list[str]:
     value = settings.get("layers_pattern")
     patterns = [value] if isinstance(value, str) and value else value or []
-    for pattern in _list_of(file, "layers_pattern", patterns, str):
+    for pattern in _check_list(file, "layers_pattern", patterns, str):
         _check_pattern(file, "layers_pattern", pattern)
     return list(patterns)
 

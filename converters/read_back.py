@@ -112,7 +112,7 @@ class _ImportComparison:
                 return
 
         # Convert with the inverse of the direction that wrote the file.
-        where = _Location(mapping, self._final, self._written.file_of(mapping))
+        where = _Location(mapping, self._final, self._written.find_file(mapping))
         with where.named_in_errors():
             parts = mapping.named_parts(self._written.parameter(mapping))
         for name, part in parts.items():
@@ -232,7 +232,7 @@ class _ExportComparison:
                 return None
 
         exact = self.source.parameter(mapping)
-        where = _Location(mapping, self._final, self._written.file_of(name))
+        where = _Location(mapping, self._final, self._written.find_file(name))
         if self._to_mxfp4 and mapping.expert is not None and is_expert_matrix(name):
             [matrix] = mapping.to_hf(exact)
             return self._compare_mxfp4(name, mapping.expert, matrix, where)
@@ -251,7 +251,7 @@ class _ExportComparison:
 
         # The merged tensors differ. Compare the parts to name the wrong tensor.
         for name, part in mapping.named_parts(expected).items():
-            where.file = self._written.file_of(name)
+            where.file = self._written.find_file(name)
             where.require_same(name, parts[name], part)
         raise ConversionError(
             f"parameter {mapping.name}: export and import of this parameter do not invert each other. "
@@ -269,7 +269,7 @@ class _ExportComparison:
         # HfDirectory rejects a directory whose tensors do not match its config.json
         assert packed is not None
         for (stored_name, values), written in zip(expected.items(), packed, strict=True):
-            where.file = self._written.file_of(stored_name)
+            where.file = self._written.find_file(stored_name)
             where.require_same(stored_name, written, values)
 
         # The codec computed both sides above. The definition is independent of it.
@@ -313,7 +313,7 @@ def check_weights(
 
     def compare(mapping: ParameterMapping) -> None:
         for name in mapping.hf_names:
-            where = _Location(mapping, final_name(partial), written.file_of(name))
+            where = _Location(mapping, final_name(partial), written.find_file(name))
             with where.named_in_errors():
                 parts = _stored_parts(written, name, mapping.expert)
 

@@ -23,7 +23,7 @@ import torch
 
 from converters.bits import FileRange
 from converters.errors import ConversionError
-from converters.families.registry import tensors_of
+from converters.families.registry import get_family_tensors
 from converters.hf_directory import (
     HfDirectory,
     vocabulary_size,
@@ -152,7 +152,7 @@ def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     """
     layers = config.num_layers
     experts = config.num_experts
-    family = tensors_of(config)
+    family = get_family_tensors(config)
     for layer in range(layers):
         for module in family.stateful_modules:
             yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)

@@ -308,7 +308,7 @@ class TorchDistReader:
             )
         return result
 
-    def file_of(self, key: str, leading_index: Shape) -> str:
+    def find_file(self, key: str, leading_index: Shape) -> str:
         """Return the name of the file that holds the first chunk of an element."""
         chunks = self._chunks(key, leading_index)
         if not chunks:

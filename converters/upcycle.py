@@ -548,7 +548,7 @@ def upcycled_tensors(
         _, _, number, part = name.split(".", 3)
         layer = int(number)
         # Seed every tensor separately, so that its values do not depend on the order.
-        generator.manual_seed(_seed_of(options.seed, name))
+        generator.manual_seed(_derive_seed(options.seed, name))
         if part.startswith("mlp.experts."):
             tensor = _experts(source, part, layer, measured.up_scales[layer], options, generator)
         elif part == "mlp.router.weight":
@@ -567,7 +567,7 @@ def upcycled_tensors(
 def _router_weight(config: GptOssModelConfig, options: UpcycleOptions, layer: int) -> Tensor:
     """Return the random weight of a router, [experts, hidden_size]."""
     generator = torch.Generator()
-    generator.manual_seed(_seed_of(options.seed, f"model.layers.{layer}.mlp.router.weight"))
+    generator.manual_seed(_derive_seed(options.seed, f"model.layers.{layer}.mlp.router.weight"))
     shape = (config.num_experts, config.hidden_size)
     return torch.randn(shape, generator=generator) * options.router_std
 
@@ -620,7 +620,7 @@ def _experts(
     return torch.zeros(options.num_experts, source.config.hidden_size)
 
 
-def _seed_of(seed: int, name: str) -> int:
+def _derive_seed(seed: int, name: str) -> int:
     """Return a seed for one tensor."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     return int.from_bytes(digest)

@@ -8,7 +8,7 @@ import torch
 
 from converters.bits import require_finite
 from converters.errors import ConversionError
-from converters.families.registry import hugging_face_reference, tensors_of
+from converters.families.registry import get_family_tensors, hugging_face_reference
 from converters.hf_directory import HfDirectory
 from converters.mapping import ParameterMapping
 from converters.megatron_checkpoint import MegatronCheckpoint, check_same_model
@@ -104,7 +104,7 @@ def verify(hf_dir: Path, megatron_dir: Path, progress: Progress | None = None) -
     differences = _compare_tensors(source, checkpoint, progress)
 
     # Equal tensors show only that the table is invertible. Equal outputs show that it is right.
-    family = tensors_of(checkpoint.config)
+    family = get_family_tensors(checkpoint.config)
     # Reads by key and index, without the name table that is under test.
     megatron = family.megatron_layout(checkpoint.config, checkpoint.get)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from rl_loop.environments import (
     ToolError,
     UnknownToolError,
 )
-from rl_loop.environments.base import ScriptedPolicy, Split, arguments_of, final, function_call
+from rl_loop.environments.base import ScriptedPolicy, Split, final, function_call, parse_arguments
 from rl_loop.harmony.codec import Tool
 
 COINS = (8, 5, 1)
@@ -73,7 +73,7 @@ class CoinEnvironment(Environment):
         """Run one call. The agent sees a ToolError. Other exceptions are not its fault."""
         if tool != "functions.pay":
             raise UnknownToolError
-        coin = arguments_of(arguments).get("coin")
+        coin = parse_arguments(arguments).get("coin")
         if coin not in COINS:
             raise ToolError(f"there are coins of {COINS} only")
         if coin > self.remaining:

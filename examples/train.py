@@ -58,7 +58,7 @@ def fine_tuning(directory: Path, steps: int) -> SftConfig:
             "optimizer": {"lr": 1e-3, "warmup_steps": 5},
             "sequences_per_step": 16,
             "training": {"steps": steps, "max_tokens_per_micro_batch": 4096},
-            "rollout": {"max_sampled_tokens_per_turn": 48, "max_tokens": 384},
+            "rollout": {"max_sampled_tokens_per_turn": 48, "max_episode_tokens": 384},
         }
     )
 

@@ -34,7 +34,7 @@ def config_lines(
 
     entries = []
     for key, value in _values(config.model_dump(mode="json")):
-        origin = _origin_of(key, origins)
+        origin = _find_origin(key, origins)
         if origin != DEFAULT or not changed_only:
             entries.append((f"{key}: {_text(value)}", origin))
     # Long values, such as prompts, must not push all origins to the right.
@@ -52,7 +52,7 @@ def _values(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _origin_of(key: str, origins: dict[str, str]) -> str:
+def _find_origin(key: str, origins: dict[str, str]) -> str:
     """Return the origin of ``key`` or its longest known prefix."""
     # An override may set a whole section at once.
     parts = key.split(".")

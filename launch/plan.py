@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.context_parallel import (
     AttentionShape,
     ContextLayout,
@@ -341,7 +341,7 @@ def _scheme_lines(inputs: MemoryInputs, dtype: str, layout: ContextLayout, kind:
         model.num_attention_heads // parallel.tensor,
         model.num_key_value_heads // parallel.tensor,
         model.head_size,
-        bytes_of(dtype),
+        bytes_per_number(dtype),
     )
     costs = candidates(layout, shape, window, H200)  # best first
     chosen = costs[0].scheme if configured == "auto" else configured

@@ -26,7 +26,7 @@ SHOWN: dict[str, tuple[str, str]] = {
     MetricName.TOOL_CALL_RATE: ("tool calls", "{:.2f}"),
     MetricName.TURNS: ("turns", "{:.2f}"),
     MetricName.TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
-    MetricName.LOGPROB_GAP: ("|Δlogp|", "{:.1e}"),
+    MetricName.LOG_PROB_GAP: ("|Δlogp|", "{:.1e}"),
     MetricName.CLIP_FRACTION: ("clipped", "{:.3f}"),
     MetricName.GRAD_NORM: ("grad norm", "{:.2f}"),
 }

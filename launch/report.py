@@ -113,8 +113,8 @@ DETAIL_CHARTS = (
     ReportChart("turns", ((MetricName.TURNS, "training"), (MetricName.HELD_OUT_TURNS, "held out"))),
     ReportChart("sampled tokens per episode", ((MetricName.RESPONSE_TOKENS, "tokens"),)),
     ReportChart(
-        "train/rollout mismatch (nats)",
-        ((MetricName.LOGPROB_GAP, "|Δ log p|"), (MetricName.KL, "KL")),
+        "engine-trainer mismatch (nats)",
+        ((MetricName.LOG_PROB_GAP, "|Δ log p|"), (MetricName.KL, "KL")),
         log_scale=True,
     ),
     ReportChart("clip fraction", ((MetricName.CLIP_FRACTION, "clip fraction"),)),
@@ -417,11 +417,11 @@ class ShownTurn:
 
     role: str
     before: list[dict[str, Any]]
-    """First tokens, each with text, mask and logprob."""
+    """First tokens, each with text, mask and log-prob."""
     left_out: int
     """Number of tokens left out between ``before`` and ``after``."""
     after: list[dict[str, Any]]
-    """Last tokens, each with text, mask and logprob."""
+    """Last tokens, each with text, mask and log-prob."""
 
 
 def shown_turns(episode: dict[str, Any]) -> list[ShownTurn]:
@@ -449,7 +449,7 @@ def episode_tokens(episode: dict[str, Any], start: int, end: int) -> list[dict[s
     names = ("texts", "loss_mask", "rollout_log_probs")
     columns = (episode[name][start:end] for name in names)
     return [
-        {"text": text, "mask": mask, "logprob": log_prob}
+        {"text": text, "mask": mask, "log_prob": log_prob}
         for text, mask, log_prob in zip(*columns, strict=True)
     ]
 

@@ -120,7 +120,7 @@ def predict_loop(
         turn_tokens or mean / rollout.max_turns,
         rollout.max_turns,
         rollout.max_sampled_tokens_per_turn,
-        rollout.max_tokens,
+        rollout.max_episode_tokens,
     )
     episodes = rollout.tasks_per_step * rollout.samples_per_task
     # The fullest server decides.
@@ -149,7 +149,7 @@ def server_model(engine: SglangConfig, model: ModelConfig, hardware: Hardware) -
     """Return the model of a server for the simulation."""
     return ServerModel(
         model,
-        packed=engine.packs_experts,
+        mxfp4_experts=engine.has_mxfp4_experts,
         tensor_parallel=engine.tensor_parallel,
         gpu=hardware.gpu,
         # Servers on separate GPUs use SGLang's own graphs.

@@ -90,7 +90,7 @@ class ServerModel:
     """Model, format and GPUs of one server."""
 
     model: ModelConfig
-    packed: bool = False
+    mxfp4_experts: bool = False
     """True if the experts are in MXFP4."""
     tensor_parallel: int = 1
     """GPUs of the server."""
@@ -130,7 +130,7 @@ class ServerModel:
             untouched = (1 - model.experts_per_token / model.num_experts) ** tokens
             read = 1 - untouched
             computed *= model.experts_per_token
-        if self.packed:
+        if self.mxfp4_experts:
             expert_bytes = read * mxfp4_expert_bytes(model, 1)
         else:
             expert_bytes = 2 * read * max(1, model.num_experts) * expert * model.num_layers
@@ -147,13 +147,13 @@ class ServerModel:
         layer = LAYER_SECONDS
         if self.tensor_parallel > 1:
             layer += TENSOR_PARALLEL_LAYER_SECONDS
-        work = READING_FACTOR * reading + ARITHMETIC_FACTOR[self.packed] * arithmetic
+        work = READING_FACTOR * reading + ARITHMETIC_FACTOR[self.mxfp4_experts] * arithmetic
         seconds = work / self.tensor_parallel + layer * model.num_layers
         return seconds * GPU_SLOWDOWN.get(self.measured_gpu, 1.0)
 
     def prefill_seconds(self, requests: int) -> float:
         """Return the time that a prefill of tool outputs holds decoding up."""
-        fixed = PREFILL_SECONDS[self.packed]
+        fixed = PREFILL_SECONDS[self.mxfp4_experts]
         if not self.prefill_graphs:
             fixed += EAGER_SECONDS
         fixed *= GPU_SLOWDOWN.get(self.measured_gpu, 1.0)

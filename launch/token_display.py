@@ -27,7 +27,7 @@ class TokenPiece:
     trained: bool
 
 
-def pieces_of(
+def decode_pieces(
     token_ids: np.ndarray, loss_mask: np.ndarray, codec: ChatCodec
 ) -> Iterator[TokenPiece]:
     """Yield the tokens with their texts.
@@ -64,7 +64,7 @@ def token_lines(
         start: position of the first token.
     """
     position = start
-    for piece in pieces_of(token_ids, loss_mask, codec):
+    for piece in decode_pieces(token_ids, loss_mask, codec):
         mask = "train" if piece.trained else ""
         ids = "+".join(map(str, piece.token_ids))
         yield f"{position:6}  {mask:5}  {ids:>8}  {piece.text!r}"
@@ -74,7 +74,7 @@ def token_lines(
 def colored(token_ids: np.ndarray, loss_mask: np.ndarray, codec: ChatCodec) -> Text:
     """Return the text of tokens. Those that have a loss are on a green background."""
     text = Text()
-    for number, piece in enumerate(pieces_of(token_ids, loss_mask, codec)):
+    for number, piece in enumerate(decode_pieces(token_ids, loss_mask, codec)):
         styles = TRAINED_STYLES if piece.trained else CONTEXT_STYLES
         # A visible line break, whose style shows whether it is trained.
         shown = show_control_characters(piece.text).replace("\n", "\u23ce\n")

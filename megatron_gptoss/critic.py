@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.scorer import Head
 from megatron_gptoss.trainer import PolicyTrainer
@@ -42,7 +42,7 @@ def make_critic(policy: torch.nn.Module) -> torch.nn.Module:
         The same model.
     """
     # Only the last chunk of the last stage has an output layer.
-    for chunk in chunks_of(policy):
+    for chunk in list_chunks(policy):
         # Without an output layer, Megatron need not keep copies of a tied embedding equal.
         chunk.share_embeddings_and_output_weights = False
         if chunk.post_process:

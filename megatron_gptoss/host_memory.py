@@ -5,30 +5,30 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
 """Mount point of the cgroup hierarchy."""
-PROCESS = Path("/proc/self/cgroup")
+PROCESS_CGROUP_FILE = Path("/proc/self/cgroup")
 """File with the cgroups of this process."""
 
 
 def total_bytes() -> int:
     """Return the physical memory, or the smallest cgroup limit if that is lower."""
-    limits = [limit for limit, _ in _limits()]
+    limits = [limit for limit, _ in _limits_and_usage()]
     return min([psutil.virtual_memory().total, *limits])
 
 
 def available_bytes() -> int:
     """Return the memory that this process can still allocate, considering cgroup limits."""
-    rest = [max(0, limit - used) for limit, used in _limits()]
+    rest = [max(0, limit - used) for limit, used in _limits_and_usage()]
     return min([psutil.virtual_memory().available, *rest])
 
 
-def _limits() -> Iterator[tuple[int, int]]:
+def _limits_and_usage() -> Iterator[tuple[int, int]]:
     """Yield limit and usage in bytes of every cgroup (v1 or v2) of this process with a limit."""
-    for group in _groups(CGROUPS, ""):
-        yield from _limit_of(group, "memory.max", "memory.current")
-    for group in _groups(CGROUPS / "memory", "memory"):
-        yield from _limit_of(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    for group in _groups(CGROUP_MOUNT, ""):
+        yield from _read_limit(group, "memory.max", "memory.current")
+    for group in _groups(CGROUP_MOUNT / "memory", "memory"):
+        yield from _read_limit(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _groups(mount: Path, controller: str) -> list[Path]:
@@ -41,7 +41,7 @@ def _groups(mount: Path, controller: str) -> list[Path]:
     # In a container, ``mount`` is the group of the container, and the path of the process may not
     # exist below it. Reading such a group finds no limit.
     try:
-        lines = [line.split(":", 2) for line in PROCESS.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in PROCESS_CGROUP_FILE.read_text().splitlines()]
     except OSError:
         return [mount]
     path = next((path for _, names, path in lines if controller in names.split(",")), "/")
@@ -49,14 +49,14 @@ def _groups(mount: Path, controller: str) -> list[Path]:
     return [group, *(parent for parent in group.parents if parent.is_relative_to(mount))]
 
 
-def _limit_of(group: Path, limit_file: str, use_file: str) -> Iterator[tuple[int, int]]:
+def _read_limit(group: Path, limit_file: str, usage_file: str) -> Iterator[tuple[int, int]]:
     """Yield limit and usage of one group.
 
     Yields nothing if the group has no limit or no memory controller.
     """
     try:
         limit = (group / limit_file).read_text().strip()
-        used = int((group / use_file).read_text())
+        used = int((group / usage_file).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return

@@ -15,7 +15,7 @@ from megatron_gptoss.config import (
     Quantization,
     check_quantization,
 )
-from megatron_gptoss.families.layer_registry import layers_of
+from megatron_gptoss.families.layer_registry import get_family_layers
 from megatron_gptoss.layers.adapted_vocabulary import adapt_vocabulary
 from megatron_gptoss.layers.adapters import freeze_base
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
@@ -108,7 +108,7 @@ def _require_gradient(module: torch.nn.Module, inputs: Any, embeddings: torch.Te
 def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
     """Build the model chunk ``index`` of this pipeline rank."""
     model = config.architecture
-    layers = layers_of(model)
+    layers = get_family_layers(model)
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         block_spec = transformer_engine_block_spec(layers.gpu_layer(config), config, index)
@@ -135,7 +135,7 @@ def _build_chunk(config: PolicyTransformerConfig, index: int) -> GPTModel:
     return chunk.to(device)
 
 
-def chunks_of(model: torch.nn.Module) -> list[GPTModel]:
+def list_chunks(model: torch.nn.Module) -> list[GPTModel]:
     """Return the chunks of a ``build_model`` model in layer order."""
     if isinstance(model, torch.nn.ModuleList):
         return list(model)

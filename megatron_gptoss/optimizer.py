@@ -48,7 +48,7 @@ def wrap_data_parallel(
         # Losses are normalized over the global batch, so gradients are summed.
         average_in_collective=False,
     )
-    if config.offload:
+    if config.offload_fraction:
         _move_to_host(chunks)
     wrapped = []
     for chunk in chunks:

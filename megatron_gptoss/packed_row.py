@@ -40,7 +40,7 @@ class PackedRow:
             tokens = int(samples.offsets[i + 1] - samples.offsets[i])
             if tokens < 2:
                 raise ColumnError(
-                    f"{samples.name_of(i)} has {tokens} tokens; at least 2 are needed to predict one"
+                    f"{samples.sequence_name(i)} has {tokens} tokens; at least 2 are needed to predict one"
                 )
             self.lengths.append(tokens - 1)
 
@@ -72,7 +72,7 @@ class PackedRow:
         if routes is None:
             return
         for i, length in zip(self.sequences, self.lengths, strict=True):
-            check_route_array(routes[i], length + 1, self.samples.name_of(i))
+            check_route_array(routes[i], length + 1, self.samples.sequence_name(i))
 
     def column(self, name: str) -> torch.Tensor:
         """Return a column of the samples as a row of the declared dtype."""

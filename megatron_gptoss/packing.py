@@ -259,7 +259,7 @@ class MicroBatchSchedule:
     tokens: int
     """Inputs in all micro-batches. Inputs that sequences share count once per micro-batch."""
 
-    def sequences_of(self, rank: int) -> list[int]:
+    def list_sequences(self, rank: int) -> list[int]:
         """Return all sequences of a rank, in the order in which it takes them."""
         return [i for micro_batch in self.micro_batches[rank] for i in micro_batch]
 
@@ -303,13 +303,13 @@ def schedule(
     else:
         pieces = cut_trees(prefixes, max_tokens, step, work, min_shared)
 
-    def tokens_of(batch: list[TreePiece]) -> int:
+    def count_tokens(batch: list[TreePiece]) -> int:
         if prefixes is None:
             return sum(piece.tokens for piece in batch)
         # Pieces of one tree have other segments together. These may be too short to be shared.
-        return prefixes.tokens_of(_sequences_of(batch), min_shared)
+        return prefixes.count_tokens(_list_sequences(batch), min_shared)
 
-    micro_batches = _distribute(pieces, max_tokens, step, tokens_of)
+    micro_batches = _distribute(pieces, max_tokens, step, count_tokens)
     # Micro-batches are sorted by cost and assigned round-robin. The micro-batches of a round, which
     # ranks process at the same time, are neighbors in this order and have about equal costs. Ranks
     # wait for each other in every micro-batch (expert communication), so equal costs per round
@@ -319,10 +319,10 @@ def schedule(
     # The round with most tokens comes first, so that later tensors fit into its memory. If tensors
     # grew from one micro-batch to the next, torch's allocator would request new memory and also
     # keep the memory of smaller tensors.
-    rounds.sort(key=lambda taken: max(map(tokens_of, taken)), reverse=True)
+    rounds.sort(key=lambda taken: max(map(count_tokens, taken)), reverse=True)
     return MicroBatchSchedule(
-        [[_sequences_of(taken[rank]) for taken in rounds] for rank in range(data_parallel_size)],
-        sum(map(tokens_of, micro_batches)),
+        [[_list_sequences(taken[rank]) for taken in rounds] for rank in range(data_parallel_size)],
+        sum(map(count_tokens, micro_batches)),
     )
 
 
@@ -361,7 +361,7 @@ def pack(
     ]
 
 
-def _sequences_of(pieces: Sequence[TreePiece]) -> list[int]:
+def _list_sequences(pieces: Sequence[TreePiece]) -> list[int]:
     """Return the sequences of some pieces, in order."""
     return [i for piece in pieces for i in piece.sequences]
 
@@ -370,14 +370,14 @@ def _distribute(
     pieces: Sequence[TreePiece],
     max_tokens: int,
     step: int,
-    tokens_of: Callable[[list[TreePiece]], int],
+    count_tokens: Callable[[list[TreePiece]], int],
 ) -> list[list[TreePiece]]:
     """Distribute pieces over as few micro-batches as possible, a multiple of ``step``."""
     # The smallest number of micro-batches that holds all tokens may not suffice, because pieces are
     # not cut.
     count = micro_batch_count(pieces, max_tokens, step)
     micro_batches = _fill(pieces, count, max_tokens)
-    while micro_batches is None or max(map(tokens_of, micro_batches)) > max_tokens:
+    while micro_batches is None or max(map(count_tokens, micro_batches)) > max_tokens:
         count += step
         micro_batches = _fill(pieces, count, max_tokens)
     return micro_batches

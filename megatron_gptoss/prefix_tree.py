@@ -123,7 +123,7 @@ class SortedPrefixes:
         """
         return _merge(self.lengths[first:end], self.common[first : end - 1], min_shared)
 
-    def tokens_of(self, sequences: Sequence[int], min_shared: int) -> int:
+    def count_tokens(self, sequences: Sequence[int], min_shared: int) -> int:
         """Return the number of inputs of a row with some of the sequences."""
         chosen = set(sequences)
         places = [place for place, i in enumerate(self.order) if i in chosen]

@@ -86,7 +86,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         """Size of all per-token columns, without routes."""
         return sum(column.nbytes for column in self.columns.values())
 
-    def name_of(self, sequence: int) -> str:
+    def sequence_name(self, sequence: int) -> str:
         """Return the name of a sequence in messages."""
         return self.names[sequence] if self.names else f"sample {sequence}"
 
@@ -167,7 +167,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             routed_experts=routes,
             episodes=None if self.episodes is None else self.episodes[list(sequences)],
             groups=None if self.groups is None else self.groups[list(sequences)],
-            names=[self.name_of(i) for i in sequences],
+            names=[self.sequence_name(i) for i in sequences],
             **taken,
         )
 
@@ -208,7 +208,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
 
         empty = np.diff(offsets) < 1
         if empty.any():
-            raise ColumnError(f"{self.name_of(int(empty.argmax()))} has no tokens")
+            raise ColumnError(f"{self.sequence_name(int(empty.argmax()))} has no tokens")
 
     def _check_routes(self, routes: Sequence[Any]) -> None:
         if len(routes) != len(self):
@@ -216,13 +216,13 @@ class TrainingSamples(TokenColumns[np.ndarray]):
                 f"column routed_experts has {len(routes)} entries for {len(self)} sequences"
             )
         for i, (row, length) in enumerate(zip(routes, self.lengths, strict=True)):
-            check_route_array(row, int(length), self.name_of(i))
+            check_route_array(row, int(length), self.sequence_name(i))
             # Rows of one batch are joined, so they agree in all but their length.
             first = routes[0]
             if row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
                 raise ColumnError(
-                    f"column routed_experts of {self.name_of(i)} is {row.dtype} {list(row.shape)}, but "
-                    f"{first.dtype} {list(first.shape)} for {self.name_of(0)}. Layers, top_k and dtype "
+                    f"column routed_experts of {self.sequence_name(i)} is {row.dtype} {list(row.shape)}, but "
+                    f"{first.dtype} {list(first.shape)} for {self.sequence_name(0)}. Layers, top_k and dtype "
                     "must be equal in a batch"
                 )
 
@@ -231,8 +231,8 @@ class TrainingSamples(TokenColumns[np.ndarray]):
         if len(self) == 0:
             return "no sequences"
         if len(self) == 1:
-            return self.name_of(0)
-        return f"{self.name_of(0)} to {self.name_of(len(self) - 1)}"
+            return self.sequence_name(0)
+        return f"{self.sequence_name(0)} to {self.sequence_name(len(self) - 1)}"
 
 
 def check_route_array(routes: Any, tokens: int, owner: str) -> None:

@@ -19,7 +19,7 @@ from megatron_gptoss.log_probs import (
     log_probs_and_entropy,
     top_log_probs,
 )
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 from megatron_gptoss.packed_sequence import PackedSequence
 from megatron_gptoss.packing import PackedBatch
 from megatron_gptoss.routing_replay import RoutingReplay
@@ -39,7 +39,7 @@ class LogProbScorer:
     def __init__(self, model: torch.nn.Module) -> None:
         """Create a scorer for the model of this rank."""
         self.module = model
-        self.chunks = chunks_of(model)
+        self.chunks = list_chunks(model)
         self.model: list[Any] = list(self.chunks)
         """Chunks as passed to Megatron's schedule. A trainer wraps them."""
         self.replay: RoutingReplay | None = None

@@ -63,7 +63,7 @@ class PolicyTrainer(LogProbScorer):
         self.model = wrap_data_parallel(self.chunks, model_config, config)
         self.optimizer = build_optimizer(self.model, model_config.params_dtype, config)
         self._expert_loads = ExpertLoads(model, model_config.num_layers)
-        self.offloaded = OffloadedState(self.optimizer, config.offload)
+        self.offloaded = OffloadedState(self.optimizer, config.offload_fraction)
         self.updated = False
         """True after the first optimizer step. Before it, the optimizer has no state to save."""
 
@@ -122,7 +122,7 @@ class PolicyTrainer(LogProbScorer):
             token_values=_gather_token_values(outputs, batches),
         )
         self.clock.enter("optimizer")
-        if self.config.offload:
+        if self.config.offload_fraction:
             # Activations leave blocks in torch's cache. Few parts of the state fit into them, and
             # NCCL cannot use them at all.
             release_cached_memory()

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 
 from megatron_gptoss.config import ModelConfig, ParallelConfig
-from megatron_gptoss.families.layer_registry import layers_of
+from megatron_gptoss.families.layer_registry import get_family_layers
 from megatron_gptoss.transformer_config import MissingPackageError, PolicyTransformerConfig
 
 
@@ -36,7 +36,7 @@ def build_transformer_config(
     settings = {
         "architecture": model,
         **_shape_settings(model),
-        **layers_of(model).transformer_settings(model, parallel, dtype),
+        **get_family_layers(model).transformer_settings(model, parallel, dtype),
         **_training_settings(model, dtype),
         **_parallel_settings(parallel),
         **_device_settings(parallel),

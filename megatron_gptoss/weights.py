@@ -34,7 +34,7 @@ class LocalWeight(Protocol):
         """Set the weight, or the base of an adapter, from a tensor [*shape] of any float dtype.
 
         Raises:
-            ValueError: a value cannot be represented, for example in a packed base.
+            ValueError: a value cannot be represented, for example in an MXFP4 base.
         """
 
     def read(self) -> Tensor:
@@ -101,7 +101,7 @@ class QuantizedWeight:
         """Return the unrounded weight [out, in], in the memory and dtype of the parameter."""
         return self.layer.weight.detach()
 
-    def read_packed(self) -> tuple[Tensor, Tensor]:
+    def read_mxfp4(self) -> tuple[Tensor, Tensor]:
         """Return the rounded weight in MXFP4.
 
         Returns:
@@ -132,7 +132,7 @@ class AdaptedWeight:
         """Set the base from a tensor [out, in] of any float dtype.
 
         Raises:
-            ValueError: the base is packed and a value is not an MXFP4 value.
+            ValueError: the base is MXFP4 and a value is not an MXFP4 value.
         """
         if isinstance(self.layer.weight, Mxfp4Weight):
             self.layer.weight.load(tensor)
@@ -148,7 +148,7 @@ class AdaptedWeight:
 class UnmergedWeight(AdaptedWeight):
     """Weight of an expert whose base and adapter are multiplied separately. ``read`` merges both."""
 
-    def read_packed(self) -> tuple[Tensor, Tensor]:
+    def read_mxfp4(self) -> tuple[Tensor, Tensor]:
         """Return the base in MXFP4.
 
         Returns:
@@ -211,12 +211,12 @@ def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, LocalWeight]]:
     """Yield the weights of a model chunk with their names.
 
     The names are those of ``named_parameters`` for the same chunk without adapters. Converters and
-    weight sync therefore need no names for adapted or packed layers.
+    weight sync therefore need no names for adapted or MXFP4 layers.
     """
     for prefix, module in chunk.named_modules():
         if isinstance(module, LowRank | Mxfp4Weight):
             continue
-        # A packed weight is not a parameter, so these weights are found by their layer.
+        # An MXFP4 weight is not a parameter, so these weights are found by their layer.
         if isinstance(module, AdaptedExpertLinear) and not module.is_merged:
             yield f"{prefix}.weight", UnmergedWeight(module)
         elif isinstance(module, AdaptedLinear):

@@ -92,7 +92,7 @@ def export_policy(
     Raises:
         ConversionError: a tensor differs. The message names it, and the directory is unchanged.
     """
-    settings = _extras_of(settings_source or tokenizer_source) or ModelExtras()
+    settings = _find_extras(settings_source or tokenizer_source) or ModelExtras()
     mxfp4_digests: dict[str, Digests] = {}
     if quantization is not None:
         mxfp4_digests["the trainer"] = trainer.mxfp4_digests()
@@ -106,7 +106,7 @@ def export_policy(
             directory,
             replace(settings, files=_tokenizer_files(codec, tokenizer_source)),
             eos_token_ids=tuple(codec.stop_token_ids),
-            packed=quantization is not None,
+            mxfp4_experts=quantization is not None,
             mxfp4_digests=mxfp4_digests,
         )
     )
@@ -123,7 +123,7 @@ def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, byte
             template.write_text(codec.chat_template())
             return ModelExtras.of_files([*files, template]).files
 
-    extras = _extras_of(source)
+    extras = _find_extras(source)
     if extras is not None and extras.files:
         return extras.files
     logger.warning(
@@ -134,7 +134,7 @@ def _tokenizer_files(codec: ChatCodec, source: Path | None) -> Mapping[str, byte
     return {}
 
 
-def _extras_of(source: Path | None) -> ModelExtras | None:
+def _find_extras(source: Path | None) -> ModelExtras | None:
     """Return the extras of a model directory, an imported checkpoint or a run with an export."""
     if source is None:
         return None

@@ -100,24 +100,24 @@ class CircuitBreaker:
     One breaker counts the episodes of one call that runs groups, usually one step.
     """
 
-    def __init__(self, max_share: float, max_streak: int | None) -> None:
+    def __init__(self, max_fraction: float, max_streak: int | None) -> None:
         """Start with no episodes.
 
         Args:
-            max_share: maximum share of invalid episodes.
+            max_fraction: maximum share of invalid episodes.
             max_streak: number of invalid episodes that end the run at once, in consecutive groups
                 without a valid one, in the order of completion. None for no limit.
         """
-        self._max_share = max_share
+        self._max_fraction = max_fraction
         self._max_streak = max_streak
         self._episodes = 0
         self._streak = 0
         self._invalid: list[Trajectory] = []
 
     @classmethod
-    def with_streak(cls, max_share: float) -> Self:
+    def with_streak(cls, max_fraction: float) -> Self:
         """Return a breaker that ends the run after ``MAX_STREAK`` consecutive invalid episodes."""
-        return cls(max_share, MAX_STREAK)
+        return cls(max_fraction, MAX_STREAK)
 
     def observe(self, group: "TrajectoryGroup") -> None:
         """Count the episodes of a group. Raises InfrastructureOutageError if the streak is too long."""
@@ -133,11 +133,11 @@ class CircuitBreaker:
             limit = f"{self._streak} in a row, and the limit is {self._max_streak}"
             raise InfrastructureOutageError(self._message(limit))
 
-    def check_share(self) -> None:
+    def check_fraction(self) -> None:
         """Raise InfrastructureOutageError if too many of all episodes were invalid."""
-        if len(self._invalid) > self._max_share * self._episodes:
+        if len(self._invalid) > self._max_fraction * self._episodes:
             raise InfrastructureOutageError(
-                self._message(f"rollout.max_invalid_share is {self._max_share:g}")
+                self._message(f"rollout.max_invalid_fraction is {self._max_fraction:g}")
             )
 
     def _message(self, limit: str) -> str:

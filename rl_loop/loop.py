@@ -255,7 +255,7 @@ class RlLoop:
     def sync_engines(self, version: int, record: StepRecord) -> None:
         """Send the trainer's weights to the engines, and begin to compare both.
 
-        Episodes that run ahead continue with the new weights.
+        Asynchronous episodes continue with the new weights.
 
         Raises:
             CanaryError: engines that are compared here, such as SGLang, differ from the trainer by
@@ -274,7 +274,7 @@ class RlLoop:
             )
             # Some engines give equal numbers under load. Their check runs while episodes begin, and
             # costs no time. Others are checked before new episodes begin, although episodes that
-            # run ahead continue.
+            # are asynchronous continue.
             if self.rollouts.scores_during_rollouts:
                 self._sync_check = self._checking.submit(check)
             else:
@@ -307,19 +307,19 @@ class RlLoop:
         with record.timed("sync"):
             assert self._sync_check is not None
             found = self._sync_check.result()
-        self.engine_digests = found.packed_experts
+        self.engine_digests = found.mxfp4_digests
         # SGLang's servers report no digests, because checksums compare their weights. A count of 0
         # would read as if no weights had been compared.
-        if found.packed_experts:
-            compared = len(found.packed_experts)
-            metrics.add("mismatch/packed_experts_compared", compared, "last")
+        if found.mxfp4_digests:
+            compared = len(found.mxfp4_digests)
+            metrics.add("mismatch/mxfp4_experts_compared", compared, "last")
         metrics.add("mismatch/canary_gap", found.canary_gap, "max", "tokens")
 
     def switch_to_trainer(self, step: int) -> None:
         """Let engines on the trainer's GPUs sleep, and begin the trainer's next memory phase.
 
         The next weight sync wakes them. Embedded engines and other servers have nothing to do, or
-        run ahead.
+        are asynchronous.
         """
         # With staleness the engines sample episodes of later steps during the update.
         if self.algorithm.max_staleness == 0:
@@ -367,7 +367,7 @@ class RlLoop:
                 rollouts.train,
                 self.algorithm,
                 limits.max_response_tokens,
-                limits.max_tokens,
+                limits.max_episode_tokens,
             )
 
     def update_policy(self, step: int, samples: TrainingSamples, record: StepRecord) -> RlUpdates:

@@ -28,7 +28,7 @@ class Registry[T]:
     """Requirement for an entry, as in error messages: "a subclass of Environment"."""
     accepts: Callable[[object], bool]
     """Returns True if an imported object is of the right kind, such as
-    ``subclass_of(Environment)``."""
+    ``accept_subclasses(Environment)``."""
     entries: Mapping[str, T | str] = field(default_factory=dict)
     """Name -> object, or name -> ``MODULE:NAME`` of an object that is imported on first use."""
 
@@ -91,7 +91,7 @@ class Registry[T]:
         return getattr(module, attribute)
 
 
-def subclass_of(base: type) -> Callable[[object], bool]:
+def accept_subclasses(base: type) -> Callable[[object], bool]:
     """Return the ``accepts`` of a registry whose entries are subclasses of ``base``."""
     return lambda candidate: isinstance(candidate, type) and issubclass(candidate, base)
 

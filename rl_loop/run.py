@@ -30,7 +30,7 @@ from rl_loop.session import (
     build_rollouts,
     build_tasks,
     build_trainer,
-    training_of,
+    collect_model_card_facts,
 )
 from rl_loop.tracking.metrics import MetricName, StepMetrics
 from rl_loop.tracking.model_card import LOST_BY_MERGING, write_model_card
@@ -107,7 +107,7 @@ def run_sft(
         # Full training on demonstrations writes no export. The card quotes the summary, so it comes
         # last.
         if session.run.export.exists():
-            write_model_card(session.run, training_of(config))
+            write_model_card(session.run, collect_model_card_facts(config))
         if rejected := session.rejections.summary():
             session.progress.note(f"conversations: {rejected} ({session.run.rejected})")
     return config.directory
@@ -181,7 +181,7 @@ def run_rl(
         if done < config.training.steps or session.interrupt.requested:
             raise RunInterrupted(_interrupt_message(config, session, done))
         evaluation = loop.evaluate()
-        if config.rollout.engine.packs_experts:
+        if config.rollout.engine.has_mxfp4_experts:
             # All checksums. The export is compared with the engines and the trainer, too.
             session.rollouts.compare_weights()
         # The export needs the memory of the engines.
@@ -196,7 +196,7 @@ def run_rl(
             **compared,
             **agreement,
         )
-        write_model_card(session.run, training_of(config))
+        write_model_card(session.run, collect_model_card_facts(config))
     return config.directory
 
 
@@ -259,7 +259,7 @@ def check_loads_merged_weights(config: RunConfig) -> None:
     Raises:
         ConfigError: such servers would round merged weights to MXFP4.
     """
-    if config.unmerged_adapter is not None and config.rollout.engine.packs_experts:
+    if config.unmerged_adapter is not None and config.rollout.engine.has_mxfp4_experts:
         raise ConfigError(
             "adapter.merge_experts (false): evaluation and serving load the merged export, which servers with "
             f"rollout.engine.quantization={config.rollout.engine.experts_format} would round. Add "
@@ -290,10 +290,10 @@ def run_server(
     check_loads_merged_weights(config)
     # These import torch.
     from rl_loop.rollout.worker import model_shape
-    from rl_loop.tasks.codec import codec_of
+    from rl_loop.tasks.codec import build_codec
 
     settings = served_settings(options, config.model.max_length)
-    codec = codec_of(config)
+    codec = build_codec(config)
     with local_engine(config, weights) as engine:
         shape = model_shape(config.model)
         asyncio.run(serve(engine, codec, shape, settings, options.api_keys, on_start))
@@ -387,7 +387,7 @@ def _export(
     from rl_loop.tasks.codec import tokenizer_directory
 
     session.progress.phase("export")
-    packed_experts = export_policy(
+    mxfp4_experts = export_policy(
         session.trainer,
         session.codec,
         session.run.export,
@@ -411,7 +411,7 @@ def _export(
             session.run.adapter,
         )
         return {LOST_BY_MERGING: lost}
-    return {} if config.trained_quantization is None else {"packed_experts_equal": packed_experts}
+    return {} if config.trained_quantization is None else {"mxfp4_experts_equal": mxfp4_experts}
 
 
 def _compare_answers(config: RlConfig, session: RlSession) -> dict[str, int]:
@@ -452,7 +452,7 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
     def curve(name: str) -> list[float]:
         return metric_curve(records, name)[1]
 
-    gaps = curve(MetricName.LOGPROB_GAP)
+    gaps = curve(MetricName.LOG_PROB_GAP)
     return {
         "steps": steps,
         # The first evaluation measures the initial weights, which usually come from `gptoss sft`.
@@ -464,8 +464,8 @@ def _summary(run: RunDirectory, steps: int, evaluation: StepMetrics) -> dict[str
         "mean_turns": final["held_out/turns"],
         "max_clip_fraction": max(curve(MetricName.CLIP_FRACTION)),
         "max_ratio_deviation": max(curve("ratio/deviation_max")),
-        "mean_logprob_gap": sum(gaps) / len(gaps),
-        "max_logprob_gap": max(curve("mismatch/logprob_gap_max")),
+        "mean_log_prob_gap": sum(gaps) / len(gaps),
+        "max_log_prob_gap": max(curve("mismatch/log_prob_gap_max")),
     }
 
 

@@ -139,7 +139,7 @@ def read_questions(location: str, column: str) -> list[str]:
         for row in rows.read(block):
             where = f"{location}, {rows.unit} {row.number}"
             try:
-                record = row.record({})
+                record = row.parse({})
             except ConversationError as error:
                 raise DataError(f"{where}: {error}") from None
             if not isinstance(record, dict) or column not in record:
@@ -170,7 +170,7 @@ def read_written(path: Path) -> WrittenConversations:
             while line := read_line(file, len(questions) + 1):
                 if not line.endswith(b"\n") and _may_be_cut_off(line):
                     break
-                questions.append(_question_of(line))
+                questions.append(_parse_question(line))
                 size += len(line)
     except FileNotFoundError:
         return WrittenConversations([], 0)
@@ -190,7 +190,7 @@ def _may_be_cut_off(line: bytes) -> bool:
     return line.startswith(ROW_START) or ROW_START.startswith(line)
 
 
-def _question_of(line: bytes) -> str:
+def _parse_question(line: bytes) -> str:
     """Return the question of a line. Raises ValueError if it has another form."""
     try:
         user, assistant = json.loads(line)["messages"]
@@ -339,9 +339,9 @@ class ChatMlModel:
             ) from None
 
         for sampled in outputs[:, inputs["input_ids"].shape[1] :].tolist():
-            yield self._text_of(sampled)
+            yield self._decode_text(sampled)
 
-    def _text_of(self, sampled: list[int]) -> str:
+    def _decode_text(self, sampled: list[int]) -> str:
         """Decode up to the first added token. It ends the message, or has no place in it."""
         is_added = (i for i, token_id in enumerate(sampled) if token_id in self._added_ids)
         return str(self._tokenizer.decode(sampled[: next(is_added, len(sampled))]))

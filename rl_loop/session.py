@@ -18,7 +18,7 @@ from rl_loop.engines.backend import BackendContext
 from rl_loop.engines.registry import build_backend
 from rl_loop.lifecycle.inputs import WEIGHTS, RunInput, to_json
 from rl_loop.lifecycle.interrupt import InterruptHandler, SeparateSessions
-from rl_loop.lifecycle.resume import ConfigChange, changes_since, inputs_of, write_config
+from rl_loop.lifecycle.resume import ConfigChange, changes_since, read_run_inputs, write_config
 from rl_loop.lifecycle.resume_rules import sampling_digest
 from rl_loop.lifecycle.start_checks import check_conversations, check_run_requirements, store_need
 from rl_loop.lifecycle.store_size import check_running_store, store_bytes
@@ -155,7 +155,7 @@ class RunSession(ABC):
             self._delete_unfinished()
 
         # Mistakes are found before anything heavy is started.
-        self._inputs = inputs_of(config)
+        self._inputs = read_run_inputs(config)
         changes = changes_since(self.run, config, self._inputs) if how.may_resume else []
         check_run_requirements(config)
         for change in changes:
@@ -384,16 +384,16 @@ class SftSession(RunSession):
 
 def build_codec(config: RunConfig) -> "ChatCodec":
     """Build the codec of a run."""
-    from rl_loop.tasks.codec import codec_of
+    from rl_loop.tasks.codec import build_codec
 
-    return codec_of(config)
+    return build_codec(config)
 
 
 def build_tasks(config: RunConfig) -> "TaskMixture":
     """Read and check the task data of a run. Raises TaskFileError."""
     from rl_loop.tasks.source import TaskMixture
 
-    max_prompt_tokens = config.rollout.max_tokens if isinstance(config, RlConfig) else None
+    max_prompt_tokens = config.rollout.max_episode_tokens if isinstance(config, RlConfig) else None
     return TaskMixture(config.tasks, build_codec(config), max_prompt_tokens)
 
 
@@ -491,9 +491,9 @@ def backend_context(config: RunConfig) -> BackendContext:
     )
 
 
-def training_of(config: RunConfig) -> "ModelCardFacts":
+def collect_model_card_facts(config: RunConfig) -> "ModelCardFacts":
     """Return the facts about the run for the model card of an export."""
-    from rl_loop.tasks.codec import chat_format_of
+    from rl_loop.tasks.codec import detect_chat_format
     from rl_loop.tracking.model_card import ModelCardFacts
 
     algorithm = ""
@@ -510,7 +510,7 @@ def training_of(config: RunConfig) -> "ModelCardFacts":
         data_kind = "Conversations"
         data = config.data.model_dump(mode="json", exclude_defaults=True)
 
-    chat_format = chat_format_of(config)
+    chat_format = detect_chat_format(config)
     return ModelCardFacts(
         name=config.name,
         command=config.command,
@@ -536,7 +536,7 @@ def build_loop(config: RlConfig, session: RlSession) -> "RlLoop":
 
     # The digest keeps a resume from training on episodes that were sampled with other settings.
     group_store = GroupStore(
-        session.run.episodes_ahead,
+        session.run.async_episodes,
         config.training.keep_checkpoints,
         sampling_digest(config.model_dump(mode="json")),
     )

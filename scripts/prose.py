@@ -228,7 +228,7 @@ class Report:
         """Return one message for each target that a total or a package misses."""
         missed = []
         for where, packages in (("code", self.code), ("Markdown", self.markdown)):
-            rates = total_of(packages).rates()
+            rates = sum_totals(packages).rates()
             for name, bound in TARGETS[where].items():
                 if rates[name] > bound:
                     missed.append(f"{where}: {name} is {rates[name]:.2f}, target {bound:g}")
@@ -414,7 +414,7 @@ class Counting:
             packages, passages = self.report.code, python_passages(source)
         else:
             packages, passages = self.report.markdown, markdown_passages(source)
-        totals = packages.setdefault(package_of(path), Totals())
+        totals = packages.setdefault(find_package(path), Totals())
         for passage in passages:
             self._add_passage(path, passage, totals)
 
@@ -463,7 +463,7 @@ class Counting:
         return reasons, score
 
 
-def files_of(paths: list[str]) -> Iterator[str]:
+def list_files(paths: list[str]) -> Iterator[str]:
     """Yield files, and the files with prose of directories."""
     for path in paths:
         if os.path.isfile(path):
@@ -483,14 +483,14 @@ def comment_pattern(path: str) -> re.Pattern[str] | None:
     return COMMENTS.get(file.suffix) or COMMENTS.get(file.name)
 
 
-def package_of(path: str) -> str:
+def find_package(path: str) -> str:
     """Return the top-level directory of a path in this repository, or "(top)"."""
     absolute = Path(path).resolve()
     parts = absolute.relative_to(ROOT).parts if absolute.is_relative_to(ROOT) else absolute.parts
     return parts[0] if len(parts) > 1 else "(top)"
 
 
-def total_of(packages: dict[str, Totals]) -> Totals:
+def sum_totals(packages: dict[str, Totals]) -> Totals:
     """Return the sum over packages."""
     total = Totals()
     for totals in packages.values():
@@ -501,7 +501,7 @@ def total_of(packages: dict[str, Totals]) -> Totals:
 def count(paths: list[str]) -> Report:
     """Count the prose of files and directories."""
     counting = Counting(load_terms())
-    for path in files_of(paths):
+    for path in list_files(paths):
         counting.add_file(path)
     return counting.report
 
@@ -514,7 +514,7 @@ def print_table(title: str, packages: dict[str, Totals]) -> None:
     print(f"\n{title} (per 10,000 words; median words and share over {LONG_SENTENCE} per sentence)")
     print("| package | " + " | ".join(COLUMNS.values()) + " |")
     print("|---" * (len(COLUMNS) + 1) + "|")
-    for name, totals in [*sorted(packages.items()), ("**total**", total_of(packages))]:
+    for name, totals in [*sorted(packages.items()), ("**total**", sum_totals(packages))]:
         rates = totals.rates()
         cells = [f"{rates[key]:.1f}" for key in COLUMNS]
         columns = list(COLUMNS)

@@ -59,9 +59,9 @@ API: dict[str, dict[str, list[str]]] = {
         "converters.verify": ["verify"],
         "converters.model_weights": ["load_hf_weights", "export_hf_weights"],
     },
-    "Certificates": {
-        "rl_loop.certify.subject": [
-            "CertifySubject",
+    "Checks of implementations": {
+        "rl_loop.certify.implementation": [
+            "ModelImplementation",
             "ScoredText",
             "SampledText",
             "UnsupportedOperationError",
@@ -134,7 +134,7 @@ def configuration_page() -> str:
     sections = list(_all_sections())
     lines += [f"- [{_title(section)}](#{_anchor(_title(section))})" for section in sections]
     for section in sections:
-        lines += ["", f"## {_title(section)}", "", *_paragraph(_summary_of(section.model)), ""]
+        lines += ["", f"## {_title(section)}", "", *_paragraph(_read_summary(section.model)), ""]
         lines += _key_table(section)
     return "\n".join(lines) + "\n"
 
@@ -392,7 +392,7 @@ def _field_lines(rows: RequestFields) -> list[str]:
 # ---- Markdown
 
 
-def _summary_of(model: type[BaseModel]) -> str:
+def _read_summary(model: type[BaseModel]) -> str:
     return (model.__doc__ or "").strip()
 
 

@@ -39,7 +39,7 @@ def without_code(text: str) -> str:
 
 
 @cache
-def anchors_of(page: Path) -> set[str]:
+def list_anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub gives the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     anchors = set()
@@ -58,7 +58,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name}: {target}"
         if anchor:
-            assert anchor in anchors_of(file), f"{page.name}: {target}"
+            assert anchor in list_anchors(file), f"{page.name}: {target}"
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -36,7 +36,7 @@ def test_hyperparameters_page_has_values_of_configurations() -> None:
         config = load_run_config(ROOT / f"configs/rl/{name.strip('`')}.yaml", "rl", None)
         assert config.optimizer.lr == float(lr)
         assert batch == f"{config.rollout.tasks_per_step} x {config.rollout.samples_per_task}"
-        assert config.rollout.max_tokens == int(max_tokens.replace(",", ""))
+        assert config.rollout.max_episode_tokens == int(max_tokens.replace(",", ""))
 
 
 def plan(name: str, *words: str) -> list[str]:
@@ -65,7 +65,10 @@ def predicted_step(override: str) -> list[str]:
     [("tasks_per_step", slice(0, None)), ("max_tokens", slice(1, None))],
 )
 def test_hyperparameters_page_has_predictions_of_plan(key: str, columns: slice) -> None:
-    head = {"tasks_per_step": "`tasks_per_step`", "max_tokens": "`rollout.max_tokens` | Step"}[key]
+    head = {
+        "tasks_per_step": "`tasks_per_step`",
+        "max_tokens": "`rollout.max_episode_tokens` | Step",
+    }[key]
     rows = table_rows(HYPERPARAMETERS, head)
     assert len(rows) >= 3
     for value, *shown in rows:

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 
 from rl_loop.cluster.ray_session import _local_processes
 from tests.support import forked_workers
-from tests.support.processes import command_of
+from tests.support.processes import read_command
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def is_dead(actor: Any) -> bool:
 def test_ended_worker_and_its_placeholder_process_disappear(ended_by: str) -> None:
     def standing_for_workers() -> set[int]:
         processes = psutil.Process().children(recursive=True)
-        return {p.pid for p in processes if "ask_for_fork.py" in command_of(p)}
+        return {p.pid for p in processes if "ask_for_fork.py" in read_command(p)}
 
     actor = Actor.remote()
     pid, _, _ = ray.get(actor.process.remote())

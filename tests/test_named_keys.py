@@ -68,7 +68,7 @@ NAMES_OF_FIELDS = {"adapter.*", "algorithm.*", "data.sources.*.*"}
 """Keys in messages whose last part is read from a configuration."""
 
 
-def strings_of(code: str) -> Iterator[str]:
+def list_strings(code: str) -> Iterator[str]:
     """Yield all strings except docstrings. ``*`` replaces a placeholder of an f-string."""
     tree = ast.parse(code)
     parts: set[ast.AST] = set()
@@ -92,7 +92,7 @@ def wrong_keys(code: str) -> set[str]:
     """
     names = "|".join(sorted(section for section in sections() if "." not in section))
     wrong = set()
-    for text in strings_of(code):
+    for text in list_strings(code):
         for key in re.findall(rf"(?<![\w./*-])((?:{names})(?:\.[a-z_*][a-z_0-9*]*)+)", text):
             if OTHER_NAMES.match(key) or key in NAMES_OF_FIELDS:
                 continue

@@ -32,7 +32,7 @@ from tests.support.open_doors import (
     process_tree,
     speaks_like_a_store,
 )
-from tests.support.processes import command_of, environment_of
+from tests.support.processes import read_command, read_environment
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -157,19 +157,19 @@ def test_training_has_no_open_door(command: str, short_directory: Path) -> None:
         assert findings(found, folder / "loot") == []
 
         if command == "rl":
-            ranks = [p for p in tree if "TrainerProcess" in command_of(p)]
+            ranks = [p for p in tree if "TrainerProcess" in read_command(p)]
             assert len(ranks) == 2, "both ranks were tried"
             for rank in ranks:
                 assert {door.kind for door in doors([rank])} >= {"tcp"}
             # Ray's workers inherit the environment of the raylet.
-            (raylet,) = [p for p in tree if "raylet/raylet " in command_of(p)]
+            (raylet,) = [p for p in tree if "raylet/raylet " in read_command(p)]
             assert raylet.environ()["NCCL_RAS_ENABLE"] == "0"
 
         # Only the owner can read Ray's directory and the token.
         assert (folder / f"gptoss-{os.getuid()}").stat().st_mode & 0o777 == 0o700
         (token,) = (folder / f"gptoss-{os.getuid()}").glob("token-*")
         assert token.stat().st_mode & 0o777 == 0o600
-        assert places_of(token.read_text(), tree, [folder], beside=token) == []
+        assert find_places(token.read_text(), tree, [folder], beside=token) == []
 
 
 @needs_attackers
@@ -204,22 +204,22 @@ def test_local_launch_has_no_open_door(short_directory: Path) -> None:
         assert findings(found, folder / "loot") == []
         (token,) = folder.glob("run/attempts/*/ray_token")
         assert token.stat().st_mode & 0o777 == 0o600
-        assert places_of(token.read_text(), tree, [folder], beside=token) == []
+        assert find_places(token.read_text(), tree, [folder], beside=token) == []
     finally:
         for child in reversed(process_tree(pid)):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
 
 
-def places_of(
+def find_places(
     secret: str, tree: list[psutil.Process], folders: list[Path], beside: Path
 ) -> list[str]:
     """Return readable places of a secret: command lines, environments and files."""
     places = []
     for process in tree:
-        if secret in command_of(process):
+        if secret in read_command(process):
             places.append(f"command line of {process.name()}")
-        if secret in str(environment_of(process)):
+        if secret in str(read_environment(process)):
             places.append(f"environment of {process.name()}")
     for folder in folders:
         for file in folder.rglob("*"):

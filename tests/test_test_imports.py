@@ -46,7 +46,7 @@ def forbidden_imports(source: str, benchmarks_too: bool = True) -> set[str]:
     return found
 
 
-RUN_AS_PROGRAMS = {"tests/rl_loop/certify/test_subjects.py": {"benchmarks.sglang"}}
+RUN_AS_PROGRAMS = {"tests/rl_loop/certify/test_implementations.py": {"benchmarks.sglang"}}
 """Benchmarks that a test of the product starts as a process."""
 
 

@@ -76,7 +76,7 @@ class Split:
         return f"CP {self.size} {self.scheme:10s}"
 
 
-def splits_of(window: int | None, groups: dict[int, Any]) -> list[Split]:
+def list_splits(window: int | None, groups: dict[int, Any]) -> list[Split]:
     """Return the split for one rank, then every scheme over 2 and over 4 ranks.
 
     Args:
@@ -207,7 +207,7 @@ def correctness(groups: dict[int, Any]) -> list[dict[str, Any]]:
     rows = []
     for window in (128, None):
         exact = exact_results(window)
-        for split in splits_of(window, groups):
+        for split in list_splits(window, groups):
             errors = relative_errors(Layer(UNEVEN, window, split), exact)
             rows.append({"window": window, "size": split.size, "scheme": split.scheme, **errors})
             report(
@@ -294,7 +294,7 @@ def timing(window: int | None, groups: dict[int, Any]) -> list[dict[str, Any]]:
     for tokens in (32_768, 131_072):
         for case, lengths in {"one sequence": [tokens], "episodes": episodes(tokens)}.items():
             alone: dict[str, Any] | None = None
-            for split in splits_of(window, groups):
+            for split in list_splits(window, groups):
                 row = {"window": window, "tokens": tokens, "case": case, "sequences": len(lengths)}
                 row |= {"size": split.size, "scheme": split.scheme}
                 row |= measure_layer(lengths, window, split)

@@ -215,7 +215,7 @@ def describe_row(milliseconds: dict[str, float]) -> str:
     return "  ".join(columns)
 
 
-def cases_of(window: int | None, equal: bool) -> dict[str, list[int]]:
+def build_cases(window: int | None, equal: bool) -> dict[str, list[int]]:
     """Return the sequence lengths of every case, by its name."""
     cases = {"1x32k": [TOKENS], "8x4k": [TOKENS // 8] * 8, "short": short_mix(TOKENS)}
     if equal and window is None:
@@ -252,7 +252,7 @@ def main() -> None:
         if options.only not in (None, kind):
             continue
         title = "window 128" if window else "full"
-        for case, lengths in cases_of(window, options.equal).items():
+        for case, lengths in build_cases(window, options.equal).items():
             for direction, row in measure(lengths, window).items():
                 label = f"{title} {direction} {case}"
                 print(f"{label:28s} floor {floor[direction]:.3f}  {describe_row(row)}", flush=True)

@@ -71,7 +71,7 @@ def main() -> None:
 def measure(lengths: list[int], window: int | None, rounds: int) -> list[Variant]:
     """Check and time all variants of one layer on the same inputs."""
     inputs = make_inputs(lengths)
-    offsets = offsets_of(lengths)
+    offsets = compute_offsets(lengths)
     ours = partial(sink_attention_output, inputs, offsets, max(lengths), window)
     variants = [
         Variant("ours, packed", ours),
@@ -108,7 +108,7 @@ def make_inputs(lengths: list[int]) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def offsets_of(lengths: list[int]) -> torch.Tensor:
+def compute_offsets(lengths: list[int]) -> torch.Tensor:
     """Return the starts of the sequences and the end of the last one: int32 [sequences + 1]."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     return ends.to(device="cuda", dtype=torch.int32)
@@ -157,7 +157,7 @@ def transformer_engine_call(
     offset = module.softmax_offset
     with torch.no_grad():
         offset.copy_(inputs["sinks"].reshape(offset.shape))
-    offsets = offsets_of(lengths)
+    offsets = compute_offsets(lengths)
 
     def call() -> torch.Tensor:
         q, k, v = inputs["q"], inputs["k"], inputs["v"]

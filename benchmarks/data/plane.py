@@ -142,7 +142,7 @@ class Case:
                 "parallel.expert=1",
                 f"parallel.world_size={self.ranks}",
                 f"training.max_tokens_per_micro_batch={max(self.length, 32_768)}",
-                f"rollout.max_tokens={self.length}",
+                f"rollout.max_episode_tokens={self.length}",
                 f"rollout.tasks_per_step={self.episodes // SAMPLES_PER_TASK}",
                 f"rollout.samples_per_task={SAMPLES_PER_TASK}",
                 *(replays if self.layers else []),
@@ -228,7 +228,7 @@ class DummyReplay:
         return {}
 
 
-def zeros_of(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+def build_zeros(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
     """Return 0 for every token."""
     return [torch.zeros(batch.tokens) for batch in batches]
 
@@ -242,7 +242,7 @@ class DummyModel:
     def score(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         if self.replay is not None:
             self.replay.micro_batches += len(batches)
-        return zeros_of(batches)
+        return build_zeros(batches)
 
 
 class DummyRank(TrainerWorker):
@@ -269,7 +269,7 @@ class DummyRank(TrainerWorker):
     ) -> StepStatistics:
         token_values = {}
         if trainer is self.trainer:
-            token_values = {name: zeros_of(batches) for name in RETURNED_VALUES}
+            token_values = {name: build_zeros(batches) for name in RETURNED_VALUES}
         return StepStatistics(
             sums={},
             maxima={},
@@ -420,7 +420,7 @@ def run_step(
     with stages["advantages"].measured():
         rollout = config.rollout
         samples = assign_advantages(
-            samples, groups, algorithm, rollout.max_response_tokens, rollout.max_tokens
+            samples, groups, algorithm, rollout.max_response_tokens, rollout.max_episode_tokens
         )
     with stages["train"].measured():
         updates = group.rl_step(samples, step=0)
@@ -473,7 +473,7 @@ def measure(case: Case, rounds: int, references: Sequence[Any], processes: Seque
 # -- the program ----------------------------------------------------------------------------------
 
 
-def cases_of(options: argparse.Namespace) -> list[Case]:
+def build_cases(options: argparse.Namespace) -> list[Case]:
     """Return the cases, ordered for comparable measurements.
 
     Cases with the same episodes are consecutive. Cases with estimates come last, because they
@@ -513,7 +513,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of which the median counts")
     options = parser.parse_args()
 
-    cases = cases_of(options)
+    cases = build_cases(options)
     needs = [store_need(case.config()) for case in cases]
     largest = max(needs, key=lambda need: need.step)
     check_local_store(largest)

@@ -517,7 +517,7 @@ def parse(text: str, shared: int) -> Compiled:
     """
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert usage is not None, text
-    loop = loop_of(text)
+    loop = find_matrix_loop(text)
     return Compiled(
         registers=int(usage[1]),
         spilled=int(usage[2]),
@@ -528,7 +528,7 @@ def parse(text: str, shared: int) -> Compiled:
     )
 
 
-def loop_of(text: str) -> list[str]:
+def find_matrix_loop(text: str) -> list[str]:
     """Return the instructions of the smallest loop that multiplies matrices."""
     code = [
         (int(address, 16), instruction)
@@ -653,13 +653,13 @@ HEADER = (
 def table(rows: list[Row]) -> str:
     """Return a Markdown table of all rows, sorted by time for each GEMM."""
     lines = [HEADER, "|" + "---|" * (HEADER.count("|") - 1)]
-    order = {key: number for number, key in enumerate(dict.fromkeys(map(kind_of, rows)))}
-    for row in sorted(rows, key=lambda row: (order[kind_of(row)], microseconds_of(row))):
+    order = {key: number for number, key in enumerate(dict.fromkeys(map(row_key, rows)))}
+    for row in sorted(rows, key=lambda row: (order[row_key(row)], sortable_microseconds(row))):
         lines.append("| " + " | ".join(cells(row)) + " |")
     return "\n".join(lines)
 
 
-def kind_of(row: Row) -> tuple[int, str]:
+def row_key(row: Row) -> tuple[int, str]:
     return row.requests, row.gemm
 
 
@@ -712,9 +712,9 @@ def fastest(rows: list[Row]) -> list[Row]:
     for row in rows:
         if row.microseconds is None or not row.error < MAX_ERROR:
             continue
-        best = chosen.get(kind_of(row))
-        if best is None or microseconds_of(row) < microseconds_of(best):
-            chosen[kind_of(row)] = row
+        best = chosen.get(row_key(row))
+        if best is None or sortable_microseconds(row) < sortable_microseconds(best):
+            chosen[row_key(row)] = row
     return list(chosen.values())
 
 
@@ -733,10 +733,10 @@ def summary(rows: list[Row]) -> str:
 
 
 def total(rows: list[Row], requests: int) -> float:
-    return sum(microseconds_of(row) for row in rows if row.requests == requests)
+    return sum(sortable_microseconds(row) for row in rows if row.requests == requests)
 
 
-def microseconds_of(row: Row) -> float:
+def sortable_microseconds(row: Row) -> float:
     return math.inf if row.microseconds is None else row.microseconds
 
 

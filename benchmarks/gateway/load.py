@@ -302,7 +302,9 @@ async def hold(options: Namespace) -> tuple[Load, list[float], list[dict[str, fl
         The load, the times of the samples in hours, the samples, and processor seconds.
     """
     harmony = Harmony(GptOssVocabulary(), PromptConfig())
-    limits = EpisodeLimits(max_turns=10**9, max_tokens=131_072, max_episode_seconds=float("inf"))
+    limits = EpisodeLimits(
+        max_turns=10**9, max_episode_tokens=131_072, max_episode_seconds=float("inf")
+    )
     settings = SessionSettings(limits, SamplingParams(max_new_tokens=4096))
     engine = EchoEngine(harmony, options.engine_ms / 1e3)
     shape = ModelShape(harmony.vocabulary.size)

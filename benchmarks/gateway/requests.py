@@ -179,7 +179,9 @@ async def measure(
     said = ParsedMessage("final", None, None, ANSWER_TEXT)
     answer = harmony.render_assistant([thought, said], "<|return|>")
 
-    limits = EpisodeLimits(max_turns=10**9, max_tokens=131_072, max_episode_seconds=float("inf"))
+    limits = EpisodeLimits(
+        max_turns=10**9, max_episode_tokens=131_072, max_episode_seconds=float("inf")
+    )
     settings = SessionSettings(limits, SamplingParams(max_new_tokens=4096))
     engine = ClockEngine(answer, engine_ms / 1e3)
     shape = ModelShape(harmony.vocabulary.size)

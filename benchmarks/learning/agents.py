@@ -106,7 +106,7 @@ class ClerkEnvironment(Environment):
         return self.end_with_score(float(text == right))
 
 
-def requests_of(config: RlConfig, repetition: int, *, by_agent: bool) -> list[GroupRequest]:
+def build_requests(config: RlConfig, repetition: int, *, by_agent: bool) -> list[GroupRequest]:
     """Return the requests for the episodes of one training step.
 
     Args:
@@ -196,7 +196,7 @@ def compare(run: Path, repetitions: int, overrides: list[str]) -> dict[str, Any]
             groups = {}
             # The order alternates, too.
             for by_agent in (False, True) if repetition % 2 == 0 else (True, False):
-                requests = requests_of(config, repetition, by_agent=by_agent)
+                requests = build_requests(config, repetition, by_agent=by_agent)
                 # A sync clears the engine's cache, which has the same prompts from the other run.
                 rollouts.sync_weights(weights, 0)
                 before, began = processor_seconds(), time.perf_counter()
@@ -208,10 +208,10 @@ def compare(run: Path, repetitions: int, overrides: list[str]) -> dict[str, Any]
             check_equal(groups[False], groups[True])
     finally:
         rollouts.close()
-    return report_of(times[False], times[True], episodes)
+    return build_report(times[False], times[True], episodes)
 
 
-def report_of(loop: Times, agent: Times, episodes: int) -> dict[str, Any]:
+def build_report(loop: Times, agent: Times, episodes: int) -> dict[str, Any]:
     """Return the comparison of both kinds of agents."""
     ratios = [b / a for a, b in zip(loop.milliseconds, agent.milliseconds, strict=True)]
     loop_ms, agent_ms = map(statistics.median, (loop.milliseconds, agent.milliseconds))

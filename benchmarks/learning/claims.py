@@ -36,7 +36,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.learning.reference_model import ROOT, Plan, prepare_tasks, run, steps_of, warm_start
+from benchmarks.learning.reference_model import (
+    ROOT,
+    Plan,
+    prepare_tasks,
+    read_trained_steps,
+    run,
+    warm_start,
+)
 
 REPLAY = ["algorithm.routing_replay=R3"]
 """Overrides of every run, before those of its variant."""
@@ -81,7 +88,7 @@ HEADER = (
 )
 
 
-def variants_of(claims: Sequence[str]) -> dict[str, list[str]]:
+def select_variants(claims: Sequence[str]) -> dict[str, list[str]]:
     """Return the overrides of all variants of some claims, and of the run that they share."""
     variants: dict[str, list[str]] = {BASELINE: REPLAY}
     for claim in claims:
@@ -94,16 +101,16 @@ def train(plan: Plan, claims: Sequence[str], seeds: Sequence[int], jobs: int) ->
     prepare_tasks(plan)
     warm_start(plan)
 
-    variants = variants_of(claims)
+    variants = select_variants(claims)
     runs = {
-        (variant, seed): plan.rl(seed, name_of(variant, seed), overrides)
+        (variant, seed): plan.rl(seed, build_run_name(variant, seed), overrides)
         for seed in seeds
         for variant, overrides in variants.items()
     }
     pending = [
         command
         for (variant, seed), command in runs.items()
-        if not (plan.work / name_of(variant, seed) / "summary.json").exists()
+        if not (plan.work / build_run_name(variant, seed) / "summary.json").exists()
     ]
     with ThreadPoolExecutor(jobs) as pool:
         # The first failure ends the program, with the output of the run.
@@ -112,7 +119,7 @@ def train(plan: Plan, claims: Sequence[str], seeds: Sequence[int], jobs: int) ->
     return table(plan.work, claims, seeds)
 
 
-def name_of(variant: str, seed: int) -> str:
+def build_run_name(variant: str, seed: int) -> str:
     """Return the name of a run."""
     return f"{variant.replace(',', '').replace(' ', '_')}-{seed}"
 
@@ -123,15 +130,15 @@ def table(work: Path, claims: Sequence[str], seeds: Sequence[int]) -> str:
     rows = [("", BASELINE), *((claim, variant) for claim in claims for variant in CLAIMS[claim])]
     for claim, variant in rows:
         for seed in seeds:
-            cells = [claim, variant, str(seed), *cells_of(work / name_of(variant, seed))]
+            cells = [claim, variant, str(seed), *read_cells(work / build_run_name(variant, seed))]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def cells_of(directory: Path) -> list[str]:
+def read_cells(directory: Path) -> list[str]:
     """Return the table cells of a run."""
     summary = json.loads((directory / "summary.json").read_text())
-    steps = list(steps_of(directory))
+    steps = list(read_trained_steps(directory))
     quarter = max(1, len(steps) // 4)
     rewards = [step["reward"] for step in steps]
     gradients = [step["grad_norm"] for step in steps]

@@ -128,11 +128,11 @@ def read_run(directory: Path) -> Run:
     task_seed = config["tasks"].pop("seed")
     # A dense model has no routes. Models with experts may be compared with and without replay.
     del config["algorithm"]["routing_replay"]
-    settings = {key: value_of(config, key) for key in EQUAL}
+    settings = {key: look_up(config, key) for key in EQUAL}
     return Run(directory, (config["seed"], task_seed), settings, curves)
 
 
-def value_of(tree: dict[str, Any], key: str) -> Any:
+def look_up(tree: dict[str, Any], key: str) -> Any:
     """Return the value of a dotted key."""
     value: Any = tree
     for part in key.split("."):
@@ -229,12 +229,12 @@ def table(runs: Runs) -> str:
     lines = [f"| | seeds | steps | {' | '.join(titles)} |", "|---" * (len(PANELS) + 3) + "|"]
     for label, of_label in runs.items():
         steps = over_seeds(of_label, "reward").shape[1]
-        cells = [figure_of(of_label, panel) for panel in PANELS]
+        cells = [format_figure(of_label, panel) for panel in PANELS]
         lines.append(f"| {label} | {len(of_label)} | {steps} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def figure_of(of_label: Sequence[Run], panel: Panel) -> str:
+def format_figure(of_label: Sequence[Run], panel: Panel) -> str:
     """Return the table cell of a metric."""
     values = over_seeds(of_label, panel.metric)
     if panel.is_largest:

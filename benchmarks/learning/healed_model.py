@@ -172,12 +172,12 @@ def validation_documents(config: SftConfig) -> Iterator[Document]:
     with data:
         sources = data.validation(RejectionReport(write=lambda _: None, show=print))
     if not sources:
-        sys.exit("the run has no validation conversations. Set data.validation_share")
+        sys.exit("the run has no validation conversations. Set data.validation_fraction")
     for samples in sources.values():
-        yield from documents_of(samples)
+        yield from split_documents(samples)
 
 
-def documents_of(samples: TrainingSamples) -> Iterator[Document]:
+def split_documents(samples: TrainingSamples) -> Iterator[Document]:
     """Yield the sequences of samples."""
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         ids, mask = samples.token_ids[start:end], samples.loss_mask[start:end]

@@ -111,8 +111,8 @@ def run(options: argparse.Namespace) -> None:
         "before": metric_curve(steps, MetricName.HELD_OUT_ACCURACY)[1][0],
         "after": final[MetricName.HELD_OUT_ACCURACY],
         "reward": statistics.mean(metric_curve(steps, MetricName.REWARD)[1][-8:]),
-        "gap": statistics.mean(metric_curve(steps, MetricName.LOGPROB_GAP)[1]),
-        "largest gap": max(metric_curve(steps, "mismatch/logprob_gap_max")[1]),
+        "gap": statistics.mean(metric_curve(steps, MetricName.LOG_PROB_GAP)[1]),
+        "largest gap": max(metric_curve(steps, "mismatch/log_prob_gap_max")[1]),
         "k3": statistics.mean(metric_curve(steps, MetricName.KL)[1]),
         "ratio": max(metric_curve(steps, "ratio/deviation_max")[1]),
     }

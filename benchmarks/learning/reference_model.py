@@ -349,7 +349,7 @@ def tokenized(directory: Path) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in texts]
 
 
-def targets_of(documents: Sequence[list[int]]) -> Any:
+def build_targets(documents: Sequence[list[int]]) -> Any:
     """Return the next token of every position, int64 [tokens]."""
     import torch
 
@@ -371,7 +371,7 @@ def transformers_pass(
         directory, dtype=dtype, attn_implementation="eager"
     )
     logits = torch.cat([model(torch.tensor([ids])).logits[0, :-1] for ids in documents])
-    torch.nn.functional.cross_entropy(logits, targets_of(documents)).backward()
+    torch.nn.functional.cross_entropy(logits, build_targets(documents)).backward()
 
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     in_our_layout = build_model(source.config, ParallelConfig(), dtype)
@@ -398,7 +398,7 @@ def megatron_pass(source: Any, documents: Sequence[list[int]], dtype: Any) -> Pa
         [{"token_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)} for ids in documents]
     )
     batch = build_batch(samples)
-    targets = targets_of(documents)
+    targets = build_targets(documents)
     logits = model(
         batch.token_ids[None],
         batch.position_ids[None],
@@ -478,7 +478,7 @@ class Plan:
                 "rollout.tasks_per_step=2",
                 "rollout.samples_per_task=2",
                 "rollout.max_sampled_tokens_per_turn=48",
-                "rollout.max_tokens=1024",
+                "rollout.max_episode_tokens=1024",
             ]
         return [*arguments, *variant, *self.overrides]
 
@@ -510,7 +510,7 @@ def train(plan: Plan, seeds: Sequence[int]) -> str:
         directory = plan.work / f"seed{seed}"
         if not (directory / "summary.json").exists():
             run(plan.rl(seed))
-        lines.append("| " + " | ".join([str(seed), *row_of(directory)]) + " |")
+        lines.append("| " + " | ".join([str(seed), *read_row(directory)]) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
@@ -556,15 +556,15 @@ def run(arguments: Sequence[str]) -> float:
     return time.monotonic() - begin
 
 
-def row_of(directory: Path) -> list[str]:
+def read_row(directory: Path) -> list[str]:
     """Return the table cells of a run."""
     summary = json.loads((directory / "summary.json").read_text())
-    steps = list(steps_of(directory))
+    steps = list(read_trained_steps(directory))
     return [
         f"{summary['held_out_accuracy_sft']:.3f}",
         f"{summary['held_out_accuracy_rl']:.3f}",
         f"{max(step['mismatch/kl_k3'] for step in steps):.1e}",
-        f"{summary['max_logprob_gap']:.3f}",
+        f"{summary['max_log_prob_gap']:.3f}",
         f"{summary['max_ratio_deviation']:.1e}",
         f"{summary['max_clip_fraction']:.3f}",
         f"{mean(step['grad_norm'] for step in steps):.2f}",
@@ -573,7 +573,7 @@ def row_of(directory: Path) -> list[str]:
     ]
 
 
-def steps_of(directory: Path) -> Iterator[dict[str, Any]]:
+def read_trained_steps(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the metrics of the steps that were trained."""
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 4 --steps 5
     python -m benchmarks.loop configs/rl/gpt-oss-20b_1x4.yaml --gpus 1 --layers 8 optimizer.lr=1e-6
-    python -m benchmarks.loop configs/untested/rl/gpt-oss-20b_1x8.yaml --staleness 0 1 2 \\
+    python -m benchmarks.loop configs/untested/rl/gpt-oss-20b_1x8.yaml --max-staleness 0 1 2 \\
         --steps 5 --seconds 570
     python -m benchmarks.loop configs/rl/tiny_retool.yaml --turn-tokens 12 --steps 2
 
@@ -14,7 +14,7 @@ replay (R3). Nothing is saved, evaluated at the end or exported.
 
 Random weights are drawn, on the GPU if there is one, and written as a Hugging Face directory. The
 directory is deleted after the trainer has read it, unless ``--weights`` names it. With adapters on
-an MXFP4 base, experts are written as packed blocks, as in the released weights. See
+an MXFP4 base, experts are written as MXFP4 blocks, as in the released weights. See
 ``random_policy.py`` for the behavior of the weights: every turn is a call of Python that runs and
 has ``--turn-tokens`` random tokens on average. Episodes end by their limits. Rewards carry no
 information (``reward.tool_use_bonus`` makes them differ). Therefore, the benchmark does not measure
@@ -24,7 +24,7 @@ Prints Markdown tables. The first step compiles. It is also the only step that m
 mismatch without routing replay. The other steps enter the medians. Memory is the maximum that
 ``nvidia-smi`` shows per GPU and phase, and the ranks' measurements next to the plan.
 
-``--staleness`` compares values of ``algorithm.max_staleness`` in increasing order, with one start
+``--max-staleness`` compares values of ``algorithm.max_staleness`` in increasing order, with one start
 of trainer and servers. Each value k has ``--steps`` steps and its own table. The first k + 1 steps
 fill the pipeline and are not in the medians. Another table compares the values. Episodes that a
 value starts beyond its last step run into the first step of the next value and are discarded. The
@@ -99,7 +99,7 @@ def main() -> None:
 
         watch = Watch()
         end = math.inf if options.seconds is None else began + options.seconds
-        values = options.staleness or [config.algorithm.max_staleness]
+        values = options.max_staleness or [config.algorithm.max_staleness]
         try:
             run(config, values, options.steps, watch, end, keep_weights=options.weights is not None)
         finally:
@@ -163,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
         "--seconds", type=float, help="start no step that would end later, by the last one's length"
     )
     add(
-        "--staleness",
+        "--max-staleness",
         type=int,
         nargs="+",
         help="values of algorithm.max_staleness, rising, each for --steps steps; overrides of the "
@@ -184,9 +184,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args()
-    if options.staleness and options.staleness != sorted(set(options.staleness)):
+    if options.max_staleness and options.max_staleness != sorted(set(options.max_staleness)):
         # Episodes started for a larger value would occupy the servers in steps of a smaller one.
-        parser.error("--staleness: values must rise, such as 0 1 2")
+        parser.error("--max-staleness: values must rise, such as 0 1 2")
     if options.steps == 0 and options.weights is None:
         parser.error("--steps 0 writes weights: --weights says where")
     return options
@@ -209,9 +209,9 @@ def read_config(options: argparse.Namespace, scratch: Path) -> RlConfig:
         # Random weights agree less than trained ones. The benchmark reports the difference.
         "canary_tolerance=10",
     ]
-    if options.staleness is not None:
+    if options.max_staleness is not None:
         # The largest value determines the memory for episodes.
-        overrides.append(f"algorithm.max_staleness={max(options.staleness)}")
+        overrides.append(f"algorithm.max_staleness={max(options.max_staleness)}")
     if options.layers is not None:
         overrides.append(f"model.num_layers={options.layers}")
     if options.gpus is not None:
@@ -227,21 +227,21 @@ def write_weights(config: RlConfig, turn_tokens: int) -> None:
 
     from benchmarks.loop.random_policy import next_tokens, policy_weights
     from converters.hf_directory import write_hf_directory
-    from rl_loop.tasks.codec import codec_of
+    from rl_loop.tasks.codec import build_codec
 
     assert config.initial_weights is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    following = next_tokens(codec_of(config), turn_tokens)
+    following = next_tokens(build_codec(config), turn_tokens)
     dtype = torch_dtype(config.dtype)
     tensors = policy_weights(config.model, following, dtype, device, config.seed)
     packed = config.adapter is not None and config.quantization is not None
     if packed:
-        tensors = packed_experts(tensors)
+        tensors = quantize_to_blocks(tensors)
     on_host = ((name, tensor.cpu()) for name, tensor in tensors)
     write_hf_directory(config.initial_weights, config.model, on_host, quantized=packed)
 
 
-def packed_experts(
+def quantize_to_blocks(
     named: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize the experts' matrices to MXFP4 blocks and scales: 4.25 instead of 16 bits per value.
@@ -593,7 +593,7 @@ class Report:
         rollout = self.config.rollout
         return (
             f"{model.num_layers} layers, {model.num_experts} experts, GPUs: {self.gpus}, engine "
-            f"{rollout.engine.type}, {self.episodes} episodes of at most {rollout.max_tokens} tokens "
+            f"{rollout.engine.type}, {self.episodes} episodes of at most {rollout.max_episode_tokens} tokens "
             f"and {rollout.max_turns} turns"
         )
 
@@ -612,12 +612,12 @@ class Report:
         columns = len(numbers) + 2
         lines = [f"| | {' | '.join(numbers)} | median after {after} |", "|---" * columns + "|"]
         for title, read, form in self._rows():
-            cells = [*(read(step) for step in self.steps), self.median_of(read)]
+            cells = [*(read(step) for step in self.steps), self.compute_median(read)]
             shown = [shown_value(value, form) for value in cells]
             lines.append(f"| {title} | {' | '.join(shown)} |")
         return [*lines, ""]
 
-    def median_of(self, read: Callable[[dict[str, float]], float | None]) -> float | None:
+    def compute_median(self, read: Callable[[dict[str, float]], float | None]) -> float | None:
         """Return the median over the steps after warm-up that have the value; None without any."""
         values = [read(step) for step in self.steps[self.warm_up :]]
         known = [value for value in values if value is not None]
@@ -664,7 +664,7 @@ class Report:
             ("entropy of a sampled token, nats", metric(MetricName.ENTROPY), ".2f"),
             ("mismatch k3 with R3", metric(MetricName.KL), ".2e"),
             ("mismatch k3 without R3", metric("routing/kl_k3_without_replay"), ".2e"),
-            ("mean log-prob gap, nats", metric(MetricName.LOGPROB_GAP), ".2e"),
+            ("mean log-prob gap, nats", metric(MetricName.LOG_PROB_GAP), ".2e"),
             ("routes that agree", metric("routing/agreement"), ".1%"),
             ("largest deviation of the ratio", metric("ratio/deviation_max"), ".1e"),
         ]
@@ -784,7 +784,7 @@ def comparison(reports: Sequence[Report]) -> str:
         ]
         for title in COMPARED:
             read, form = report.row(title)
-            cells.append(shown_value(report.median_of(read), form))
+            cells.append(shown_value(report.compute_median(read), form))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

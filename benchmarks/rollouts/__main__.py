@@ -1,11 +1,11 @@
-"""Benchmarks of rollouts: concurrent episodes, rollouts ahead of training, time of a turn."""
+"""Benchmarks of rollouts: concurrent episodes, asynchronous rollouts, time of a turn."""
 
 from benchmarks.harness import run_program
 
 PROGRAMS = {
     "concurrent": "concurrent",
     "simulate": "simulation",
-    "staleness": "staleness",
+    "asynchronous": "asynchronous",
     "turns": "turn_cost",
 }
 

@@ -42,7 +42,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.rollouts.slow_tools import calls_of
+from benchmarks.rollouts.slow_tools import draw_call_count
 from converters.names import hf_shapes
 from converters.random_weights import random_hf_weights
 from megatron_gptoss.config import ModelConfig
@@ -320,7 +320,7 @@ class EpisodeLog:
             spoiled = 0
             if task.metadata["unavailable"]:
                 seeds = self._seeds_of(number)
-                spoiled = sum(calls_of(f"{task.task_id}/{seed}") > 0 for seed in seeds)
+                spoiled = sum(draw_call_count(f"{task.task_id}/{seed}") > 0 for seed in seeds)
             assert len(group.invalid) == spoiled, [episode.invalid for episode in group.invalid]
             self.invalid += len(group.invalid)
             for episode in group.trajectories:
@@ -392,7 +392,12 @@ def main() -> None:
     add("--tasks", type=int, default=Load.tasks, help="of a step")
     add("--samples", type=int, default=Load.samples, help="episodes of a task")
     add("--steps", type=int, default=Load.steps)
-    add("--staleness", type=int, default=Load.max_staleness, help="k: steps that run ahead")
+    add(
+        "--max-staleness",
+        type=int,
+        default=Load.max_staleness,
+        help="k: steps whose episodes run during an update",
+    )
     add("--workers", type=int, default=Load.workers)
     add("--servers", type=int, default=Load.servers)
     add("--gaps", type=float, default=Load.gap_scale, help="factor of the seconds of tools")
@@ -405,7 +410,7 @@ def main() -> None:
         tasks=options.tasks,
         samples=options.samples,
         steps=options.steps,
-        max_staleness=options.staleness,
+        max_staleness=options.max_staleness,
         workers=options.workers,
         servers=options.servers,
         gap_scale=options.gaps,

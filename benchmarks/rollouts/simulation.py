@@ -1,4 +1,4 @@
-"""Simulation of rollouts that run ahead of training, on a virtual clock.
+"""Simulation of asynchronous rollouts, on a virtual clock.
 
     python -m benchmarks.rollouts simulate                  # a table of both policies and all k
     python -m benchmarks.rollouts simulate --out async.md --plot async.png
@@ -624,17 +624,17 @@ class TaskLengths:
         self._workload = workload
         self._calls: dict[int, list[int]] = {}
         tasks = range(workload.steps * workload.groups_per_step)
-        longest = sorted(max(self._calls_of(number)) for number in tasks)
+        longest = sorted(max(self._count_calls(number)) for number in tasks)
         self._limit = longest[int(len(longest) * (1 - LONG_SHARE))]
 
     def is_long(self, number: int) -> bool:
         """Return True if the longest episode of a task is among the longest 10% (LONG_SHARE)."""
-        return max(self._calls_of(number)) >= self._limit
+        return max(self._count_calls(number)) >= self._limit
 
     def mean_calls(self, numbers: Sequence[int]) -> float:
-        return mean(calls for number in numbers for calls in self._calls_of(number))
+        return mean(calls for number in numbers for calls in self._count_calls(number))
 
-    def _calls_of(self, number: int) -> list[int]:
+    def _count_calls(self, number: int) -> list[int]:
         if number not in self._calls:
             plans = plan_group(self._workload, number)
             self._calls[number] = [len(plan.gaps) for plan in plans]
@@ -707,7 +707,7 @@ def main() -> None:
     add("--rollouts", type=float, default=2.0, help="rollouts' time over training's with k = 0")
     add("--sync", type=float, default=Costs.sync_seconds, help="seconds of a weight sync")
     add("--slots", type=int, default=Costs.slots, help="sequences that are decoded at a time")
-    add("--staleness", type=int, nargs="+", default=list(STALENESS), help="values of k")
+    add("--max-staleness", type=int, nargs="+", default=list(STALENESS), help="values of k")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="Markdown file for the table")
     add("--plot", type=Path, help="PNG file for curves")
@@ -725,7 +725,7 @@ def main() -> None:
         sync_seconds=options.sync,
         rollouts_over_training=options.rollouts,
     )
-    rows = compare(workload, costs, options.staleness, POLICIES)
+    rows = compare(workload, costs, options.max_staleness, POLICIES)
     text = table(rows)
     print(text)
     if options.out:

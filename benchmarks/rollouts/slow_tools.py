@@ -30,7 +30,7 @@ MAX_CALLS = 6
 """Maximum number of tool calls of a scripted episode."""
 
 
-def calls_of(episode: str) -> int:
+def draw_call_count(episode: str) -> int:
     """Return the number of tool calls of an episode: published quantiles, cut at MAX_CALLS."""
     return min(MAX_CALLS, round(quantile(CALLS, Random(episode).random())))
 

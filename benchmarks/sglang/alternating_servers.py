@@ -28,7 +28,7 @@ from benchmarks.sglang.servers import (
     unmerged_adapter,
 )
 from converters.expert_adapters import expert_adapter_shapes
-from converters.mxfp4_tensors import pack_experts, rounded_to_mxfp4
+from converters.mxfp4_tensors import quantize_experts, rounded_to_mxfp4
 from converters.names import hf_shapes
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
@@ -46,7 +46,7 @@ class Variant:
     name: str
     server: SglangServer
     engine: SglangEngine
-    packed: bool
+    mxfp4_experts: bool
     """True if the server's experts are MXFP4."""
     gpu: int
     """Index of the GPU among the visible ones."""
@@ -93,7 +93,7 @@ def prepare(
     config: GptOssModelConfig,
     scratch: Path,
     *,
-    packed: bool,
+    mxfp4_experts: bool,
     together: bool = False,
 ) -> Variant:
     """Prepare one of the servers. It starts when its status is requested.
@@ -105,7 +105,7 @@ def prepare(
         options: command line.
         config: configuration of the model.
         scratch: directory for its files.
-        packed: whether its experts are MXFP4.
+        mxfp4_experts: whether its experts are MXFP4.
         together: whether other servers start on the same GPU at the same time.
     """
     # Each server has its own GPU and fraction of memory.
@@ -118,7 +118,7 @@ def prepare(
         arguments += ["--cuda-graph-bs", *graphs]
         rank = variation.expert_adapter_rank
         adapter = None if rank is None else unmerged_adapter(rank)
-        needs = ServerNeeds.of(config, "bf16", 1, packed=packed, adapter=adapter)
+        needs = ServerNeeds.of(config, "bf16", 1, mxfp4_experts=mxfp4_experts, adapter=adapter)
         if together:
             # The free memory changes while others start, so it cannot define the cache.
             cached_tokens = int(options.cache_gb * 1e9 / needs.token_bytes)
@@ -139,11 +139,11 @@ def prepare(
         log = options.log.with_name(f"{name}_{options.log.name}")
     directory = scratch / name
     directory.mkdir()
-    quantization = options.quantization if packed else None
+    quantization = options.quantization if mxfp4_experts else None
     settings = server_settings(options, attention, arguments, quantization)
     server = make_server(options, settings, config, directory, log, variation)
     engine = make_engine(server, config)
-    return Variant(name, server, engine, packed, gpu, log, variation.expert_adapter_rank)
+    return Variant(name, server, engine, mxfp4_experts, gpu, log, variation.expert_adapter_rank)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -190,13 +190,13 @@ async def send_random_weights(
             transport=options.transport,
             bucket_bytes=options.bucket_mib[0] << 20,
             directory=scratch / "weights",
-            compare=way.packed,
-            packed=way.packed,
+            compare=way.mxfp4_experts,
+            mxfp4_experts=way.mxfp4_experts,
             adapter=None if rank is None else unmerged_adapter(rank),
         )
         weights = random_weights(config, device)
         if options.quantization:
-            weights = quantized_weights(weights, packed=way.packed)
+            weights = quantized_weights(weights, mxfp4_experts=way.mxfp4_experts)
         if rank is not None:
             weights = chain(weights, random_adapters(config, rank, device))
         await send_weights(weights, config, plan)
@@ -229,17 +229,17 @@ def random_adapters(
 
 
 def quantized_weights(
-    named: Iterator[tuple[str, torch.Tensor]], *, packed: bool
+    named: Iterator[tuple[str, torch.Tensor]], *, mxfp4_experts: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Round the experts' matrices to MXFP4.
 
     Args:
         named: names and weights.
-        packed: whether to return blocks and scales instead of values in bf16.
+        mxfp4_experts: whether to return blocks and scales instead of values in bf16.
     """
     for name, tensor in named:
-        if packed:
-            yield from pack_experts({name: tensor}).items()
+        if mxfp4_experts:
+            yield from quantize_experts({name: tensor}).items()
         else:
             yield name, rounded_to_mxfp4(name, tensor)
 

@@ -57,7 +57,7 @@ from benchmarks.sglang.servers import (
 from benchmarks.sglang.trainer import RandomTrainer
 from converters.hf_directory import write_hf_directory
 from megatron_gptoss.config import AdapterConfig
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 from megatron_gptoss.packing import pack
 from megatron_gptoss.routing_replay import RoutingReplay
 from megatron_gptoss.samples import TrainingSamples
@@ -95,7 +95,7 @@ class Bench:
         self.model_config = trainer.config
         self.random = random.Random(0)
         self.version = 0
-        self.packed = arguments.quantization is not None
+        self.mxfp4_experts = arguments.quantization is not None
         self.scorer = LogProbScorer(trainer.model)
 
     async def run(self) -> None:
@@ -226,14 +226,14 @@ class Bench:
             bucket_bytes=mebibytes << 20,
             directory=self.scratch / "weights",
             compare=compare,
-            packed=self.packed,
+            mxfp4_experts=self.mxfp4_experts,
             adapter=self.adapter,
         )
 
     @property
     def adapter(self) -> AdapterConfig | None:
         """Settings of the unmerged adapters; None without them."""
-        config: AdapterConfig | None = chunks_of(self.trainer.model)[0].config.adapter
+        config: AdapterConfig | None = list_chunks(self.trainer.model)[0].config.adapter
         return config
 
     async def compare_all_checksums(self, server: SglangServer) -> None:
@@ -339,7 +339,7 @@ class Bench:
         """Start another server from an export and compare its checksums with the trainer's."""
         directory = self.scratch / "export"
         write_hf_directory(
-            directory, self.model_config, self.trainer.weights(), quantized=self.packed
+            directory, self.model_config, self.trainer.weights(), quantized=self.mxfp4_experts
         )
         settings = server_settings(
             self.arguments,

@@ -4,7 +4,7 @@
 weights, starts a server with them and runs the checks. It needs one GPU. ``--python`` and
 ``--pythonpath`` select SGLang's environment. With ``--attention triton``, the plugin of
 docs/sglang.md adds the last key of the window to decoding. With ``--without-plugin``, the
-certification must fail. Prints the certificate and its path. The exit code is that of ``gptoss
+certification must fail. Prints the report and its path. The exit code is that of ``gptoss
 certify``.
 """
 
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch.certificate_page import write_certificate
+from launch.certify_report import write_report
 from rl_loop.certify.model import FIRST, prepare
 from rl_loop.certify.run import CertifyOptions, certify
 from rl_loop.cluster.placement import free_port
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
         "--server-arguments", default="--disable-cuda-graph --disable-piecewise-cuda-graph"
     )
     parser.add_argument("--start-seconds", type=float, default=300)
-    parser.add_argument("--out", type=Path, default=Path("certificate"))
+    parser.add_argument("--out", type=Path, default=Path("certify_report"))
     return parser.parse_args()
 
 
@@ -120,5 +120,5 @@ def main() -> None:
             server.wait()
     print(result.to_text())
     print(f"server started in {ready - began:.0f} s, checks took {time.monotonic() - ready:.0f} s")
-    print(write_certificate(result, options.out))
+    print(write_report(result, options.out))
     raise SystemExit(0 if result.has_passed else 1)

@@ -83,7 +83,7 @@ from rl_loop.engines.protocol import GenerateRequest, SamplingParams
 from rl_loop.engines.sglang.client import SglangClient
 
 BF16_BYTES = 2
-PACKED_BYTES = 17 / 32
+MXFP4_BYTES = 17 / 32
 """Bytes of an MXFP4 weight."""
 ROUTED_TOKENS = 16
 """Number of decoding steps in which the experts are counted."""
@@ -105,7 +105,7 @@ BF16_VARIANTS = (
     "bf16_slow",
     "bf16_rounded_logits",
 )
-"""Servers with MXFP4 values in bf16. All others of ``QUANTIZED_VARIANTS`` have packed values."""
+"""Servers with MXFP4 values in bf16. All others of ``QUANTIZED_VARIANTS`` have MXFP4 experts."""
 QUANTIZED_VARIANTS = {
     "bf16": Variation(),
     "mxfp4": Variation(),
@@ -151,7 +151,7 @@ class Times:
         return [(seconds - besides) / tokens for seconds in self.all_tokens]
 
 
-def variants_of(options: argparse.Namespace) -> dict[str, Variation]:
+def select_variants(options: argparse.Namespace) -> dict[str, Variation]:
     """Return the servers to compare with their names."""
     return chosen_variants(
         QUANTIZED_VARIANTS if options.quantization else VARIANTS, options.variants
@@ -169,10 +169,12 @@ async def measure_decoding(options: argparse.Namespace, scratch: Path) -> None:
 
     async with servers_until_the_end() as variants:
         # In sequence, because a server takes a fraction of the memory that is free at its start.
-        for name, variation in variants_of(options).items():
+        for name, variation in select_variants(options).items():
             gpu = len(variants) if options.separate_gpus else options.server_gpu
-            packed = options.quantization is not None and name not in BF16_VARIANTS
-            variants.append(prepare(name, variation, gpu, options, config, scratch, packed=packed))
+            mxfp4_experts = options.quantization is not None and name not in BF16_VARIANTS
+            variants.append(
+                prepare(name, variation, gpu, options, config, scratch, mxfp4_experts=mxfp4_experts)
+            )
             emit("start", variant=name, seconds=await wait_until_healthy(variants[-1].server))
         emit("weights", seconds=await send_random_weights(variants, options, config, scratch))
         if options.quantization:
@@ -256,7 +258,7 @@ async def measure_row(
     }
     experts = await count_experts(variants[-1], running, generator, options, config)
     context = options.prompt + options.tokens // 2
-    expert_bytes = PACKED_BYTES if options.quantization else BF16_BYTES
+    expert_bytes = MXFP4_BYTES if options.quantization else BF16_BYTES
     read = bytes_of_step(config, running, context, experts, expert_bytes)
     row: dict[str, Any] = {
         "running": running,
@@ -484,7 +486,7 @@ def table(
     rows: list[dict[str, Any]], options: argparse.Namespace, config: GptOssModelConfig
 ) -> str:
     """Return Markdown tables that compare the first server with each of the others."""
-    first, *others = variants_of(options)
+    first, *others = select_variants(options)
     parts = [
         f"{config.num_layers} layers, {options.attention[0]}, prompts of {options.prompt} tokens, "
         f"{options.tokens} decoded, medians of {options.rounds} rounds\n"

@@ -199,7 +199,7 @@ async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
     config = model_config(options)
     async with servers_until_the_end() as variants:
         for name, variation in chosen_variants(VARIANTS, options.variants).items():
-            packed = options.quantization is not None
+            mxfp4_experts = options.quantization is not None
             arguments = (*variation.arguments, "--decode-log-interval", str(STEPS_PER_LINE))
             variants.append(
                 prepare(
@@ -209,7 +209,7 @@ async def measure_rollouts(options: argparse.Namespace, scratch: Path) -> None:
                     options,
                     config,
                     scratch,
-                    packed=packed,
+                    mxfp4_experts=mxfp4_experts,
                     together=True,
                 )
             )

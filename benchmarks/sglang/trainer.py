@@ -90,7 +90,7 @@ class _TrainerRank:
         self.model = random_model(config, parallel, options.quantization, adapter)
         self._gathering = WeightGathering(self.model, config)
         self._transposed = options.transport == "cuda_ipc"
-        self._packed = options.quantization is not None
+        self._mxfp4_experts = options.quantization is not None
 
     def begin_gathering(self, *, adapters_only: bool = False) -> GatheredWeights:
         """Start to gather all weights on rank 0. Collective.
@@ -100,7 +100,7 @@ class _TrainerRank:
         """
         return self._gathering.begin(
             transposed=self._transposed,
-            packed=self._packed,
+            mxfp4_experts=self._mxfp4_experts,
             adapters_only=adapters_only,
             paced=True,
         )

@@ -1,4 +1,4 @@
-"""Runs, delays and statistics of the benchmark of asynchronous rollouts (rollouts/staleness.py)."""
+"""Runs, delays and statistics of the benchmark of asynchronous rollouts (rollouts/asynchronous.py)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rollouts.asynchronous import Measurement, Workload, run_order, summarize, table
 from benchmarks.rollouts.simulation import GAPS, quantile
 from benchmarks.rollouts.slow_tools import SlowOptions, SlowReTool
-from benchmarks.rollouts.staleness import Measurement, Workload, run_order, summarize, table
 from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.environments import RewardConfig, Task
@@ -105,8 +105,8 @@ def test_runs_alternate_and_are_compared_by_seed() -> None:
     assert run_order([0, 2], [5, 6, 7]) == [(0, 5), (2, 5), (2, 6), (0, 6), (0, 7), (2, 7)]
     seconds = {(0, 5): 4.0, (2, 5): 2.0, (0, 6): 6.0, (2, 6): 2.0, (0, 7): 10.0, (2, 7): 10.0}
     runs = [measured_run(k, seed, value) for (k, seed), value in seconds.items()]
-    _, _, turns, ahead = table(runs[::-1]).splitlines()
+    _, _, turns, asynchronous = table(runs[::-1]).splitlines()
     assert turns.startswith("| 0 | 6.00 (4.00 to 10.00) | 1.00 (1.00 to 1.00) |")
     # 2, 3 and 1 times
-    assert ahead.startswith("| 2 | 2.00 (2.00 to 10.00) | 2.00 (1.00 to 3.00) |")
-    assert ahead.endswith("| 0.250 | 0.560 (0.550 to 0.570) |")
+    assert asynchronous.startswith("| 2 | 2.00 (2.00 to 10.00) | 2.00 (1.00 to 3.00) |")
+    assert asynchronous.endswith("| 0.250 | 0.560 (0.550 to 0.570) |")

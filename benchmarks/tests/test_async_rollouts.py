@@ -1,4 +1,4 @@
-"""Simulator of rollouts that run ahead: its clock, and its workload against published values."""
+"""Simulator of asynchronous rollouts: its clock, and its workload against published values."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_ten_percent_of_simulated_tasks_are_long() -> None:
 def test_simulation_command_prints_table_and_draws_charts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--steps", "3", "--groups", "2", "--samples", "2", "--staleness", "0", "1"]
+    sizes = ["--steps", "3", "--groups", "2", "--samples", "2", "--max-staleness", "0", "1"]
     files = ["--out", f"{tmp_path}/t.md", "--plot", f"{tmp_path}/p.png"]
     monkeypatch.setattr(sys, "argv", ["async_rollouts.py", *sizes, *files])
     async_rollouts.main()

@@ -30,10 +30,10 @@ def test_every_variant_is_a_valid_configuration(plan: Plan) -> None:
     assert command == "sft"
     assert load_config(Path(path), SftConfig, options).model.num_experts == 4
 
-    variants = claims.variants_of([*claims.CLAIMS])
+    variants = claims.select_variants([*claims.CLAIMS])
     changed = {}
     for variant, overrides in variants.items():
-        command, path, *options = plan.rl(1, claims.name_of(variant, 1), overrides)
+        command, path, *options = plan.rl(1, claims.build_run_name(variant, 1), overrides)
         assert command == "rl"
         assert options.pop(options.index("--resume-or-new"))
         changed[variant] = load_config(Path(path), RlConfig, [*options])

@@ -31,7 +31,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands_in(page.rea
 
 
 @cache
-def help_of(package: str, words: tuple[str, ...]) -> str:
+def capture_help(package: str, words: tuple[str, ...]) -> str:
     """Return the output of a program with ``--help``."""
     patch = pytest.MonkeyPatch()
     printed: list[str] = []
@@ -71,16 +71,16 @@ def test_documentation_has_benchmark_commands() -> None:
 def test_every_program_prints_its_help(package: str) -> None:
     main = import_module(f"benchmarks.{package}.__main__")
     for name in main.PROGRAMS:
-        assert "--help" in help_of(package, (name,))
-    assert f"python -m benchmarks.{package}" in help_of(package, ())
+        assert "--help" in capture_help(package, (name,))
+    assert f"python -m benchmarks.{package}" in capture_help(package, ())
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_options_of_documented_commands_exist(command: tuple[str, ...]) -> None:
     package, words = command[0], subcommands(command)
-    texts = [help_of(package, words[:1])]
+    texts = [capture_help(package, words[:1])]
     if len(words) > 1:
-        texts.append(help_of(package, words[:2]))
+        texts.append(capture_help(package, words[:2]))
     known = set(re.findall(r"--[a-z][\w-]*", "\n".join(texts))) | OWN_OPTIONS
     options = {word.partition("=")[0] for word in command if word.startswith("--")}
     assert options <= known

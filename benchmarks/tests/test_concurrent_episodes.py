@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rollouts.concurrent import EpisodeLog, Load, Outcome, configuration, report, run
-from benchmarks.rollouts.slow_tools import calls_of
+from benchmarks.rollouts.slow_tools import draw_call_count
 from rl_loop.data.trajectory import InvalidReason, Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.session import build_tasks
 from tests.support.forked_workers import local_ray
@@ -45,7 +45,7 @@ def test_episodes_are_trained_once_or_invalid_despite_failures(
     assert faults.syncs_broken == 1
     assert faults.malformed_answers.total() > 0
     assert faults.tool_failures > 0
-    assert outcome.in_flight_max > 32, "no step ran ahead"
+    assert outcome.in_flight_max > 32, "no step was asynchronous"
     assert "of one core per 100 episodes in flight" in report(LOAD, outcome)
 
 
@@ -73,7 +73,7 @@ def episode(name: str, version: int = 0, began: float = 0.0, ended: float = 1.0)
     )
 
 
-def groups_of(episode_log: EpisodeLog, step: int, version: int = 0) -> list[TrajectoryGroup]:
+def build_groups(episode_log: EpisodeLog, step: int, version: int = 0) -> list[TrajectoryGroup]:
     tasks = episode_log._tasks.train(2 * step, 2)
     return [
         TrajectoryGroup(task.task_id, [episode(f"{task.task_id}/{i}", version) for i in range(2)])
@@ -83,25 +83,25 @@ def groups_of(episode_log: EpisodeLog, step: int, version: int = 0) -> list[Traj
 
 def test_episode_check_accepts_complete_groups_in_their_step(episode_log: EpisodeLog) -> None:
     for step in range(3):
-        episode_log.enter(step, groups_of(episode_log, step))
+        episode_log.enter(step, build_groups(episode_log, step))
     assert len(episode_log.trained) == 12
     assert episode_log.invalid == 0
 
 
 @pytest.mark.parametrize("fault", ["double", "lost", "other step", "too old", "invalid"])
 def test_episode_check_rejects_impossible_records(episode_log: EpisodeLog, fault: str) -> None:
-    episode_log.enter(0, groups_of(episode_log, 0))
-    step, groups = 1, groups_of(episode_log, 1)
+    episode_log.enter(0, build_groups(episode_log, 0))
+    step, groups = 1, build_groups(episode_log, 1)
     if fault == "double":
         groups[0].trajectories[0] = groups[0].trajectories[1]
     elif fault == "lost":
         groups[0].trajectories.pop()
     elif fault == "other step":
-        groups = groups_of(episode_log, 2)
+        groups = build_groups(episode_log, 2)
     elif fault == "too old":
         episode_log.enter(1, groups)
-        episode_log.enter(2, groups_of(episode_log, 2))
-        step, groups = 3, groups_of(episode_log, 3)
+        episode_log.enter(2, build_groups(episode_log, 2))
+        step, groups = 3, build_groups(episode_log, 3)
     else:
         lost = groups[0].trajectories.pop()
         lost.invalid = InvalidReason("engine", "a fault that another try would have mended")
@@ -128,6 +128,6 @@ def test_episodes_in_flight_are_counted_by_time(episode_log: EpisodeLog) -> None
 
 
 def test_scripted_episodes_have_the_published_number_of_calls() -> None:
-    calls = [calls_of(f"task/{i}") for i in range(4000)]
+    calls = [draw_call_count(f"task/{i}") for i in range(4000)]
     assert max(calls) == 6
     assert sum(count == 0 for count in calls) / 4000 == pytest.approx(0.375, abs=0.03)

@@ -102,7 +102,7 @@ def test_table_compares_each_server_with_the_first(decoding: ModuleType) -> None
     with pytest.raises(
         SystemExit, match="--variants int4: there are bf16, mxfp4, mxfp4_slow_routing"
     ):
-        decoding.variants_of(options)
+        decoding.select_variants(options)
 
 
 def test_slow_calls_do_not_change_the_median_step(decoding: ModuleType) -> None:
@@ -186,18 +186,18 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
         log=None,
     )
     config = GptOssModelConfig(num_layers=2, **SIZES)
-    packs_experts = {}
+    has_mxfp4_experts = {}
     patches = {}
     for name, variation in decoding.QUANTIZED_VARIANTS.items():
         packs = name not in decoding.BF16_VARIANTS
         variant = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
-        packs_experts[name] = variant.packed
+        has_mxfp4_experts[name] = variant.mxfp4_experts
         # All servers have the first two, which protect their key and their store.
         patches[name] = variant.server._environment[servers.PATCHES].removeprefix(
             "hidden_key,bound_store,"
         )
 
-    assert packs_experts == {
+    assert has_mxfp4_experts == {
         "bf16": False,
         "mxfp4": True,
         "bf16_slow_sampling": False,

@@ -194,7 +194,9 @@ async def _take_two_traces(decoding: ModuleType, profile: ModuleType, directory:
 
     engine = SglangEngine(statuses, SERVED_MODEL)
     server = SimpleNamespace(status=one_status)
-    variant = decoding.Variant("mxfp4", server, engine, packed=True, gpu=0, log=directory / "log")
+    variant = decoding.Variant(
+        "mxfp4", server, engine, mxfp4_experts=True, gpu=0, log=directory / "log"
+    )
     prompts = [[1, 2, 3], [4, 5, 6]]
     try:
         local.token_seconds = 0.005

@@ -33,7 +33,7 @@ async def captured(
     engine = EchoEngine(harmony, 0.0)
     if generate is not None:
         engine.generate = generate  # type: ignore[method-assign]
-    limits = EpisodeLimits(max_turns=10, max_tokens=4096, max_episode_seconds=60.0)
+    limits = EpisodeLimits(max_turns=10, max_episode_tokens=4096, max_episode_seconds=60.0)
     settings = SessionSettings(limits, SamplingParams(max_new_tokens=64))
     gateway = Gateway(
         engine, harmony, ModelShape(harmony.vocabulary.size), GatewaySettings(settings)

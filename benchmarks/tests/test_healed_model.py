@@ -38,7 +38,7 @@ def overrides(tmp_path: Path) -> list[str]:
         rows.append(json.dumps({"messages": messages}))
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(rows) + "\n")
-    return [*SIZES, f"data={{path: {chats}, validation_share: 0.3, workers: 0}}"]
+    return [*SIZES, f"data={{path: {chats}, validation_fraction: 0.3, workers: 0}}"]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def models(tmp_path: Path, overrides: list[str]) -> tuple[Path, Path]:
     return dense, tmp_path / "moe"
 
 
-def documents_of(overrides: list[str]) -> list[healed_model.Document]:
+def read_documents(overrides: list[str]) -> list[healed_model.Document]:
     config = load_config(RUN, SftConfig, overrides)
     return list(healed_model.validation_documents(config))
 
@@ -67,7 +67,7 @@ def loss_in_transformers(model: Any, documents: list[healed_model.Document]) -> 
 def test_measurements_equal_those_of_transformers(
     models: tuple[Path, Path], overrides: list[str]
 ) -> None:
-    documents = documents_of(overrides)
+    documents = read_documents(overrides)
     assert len(documents) > 5
     result = healed_model.measure(models[1], models[0], documents)
     theirs, dense = (

@@ -24,7 +24,7 @@ from converters.mxfp4_tensors import rounded_to_mxfp4
 from rl_loop.config.load import load_rl_config
 from rl_loop.config.run import RlConfig
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import build_codec
 from tests.support.rl_loop.sglang_protocol import LocalServer
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def random_policy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def harmony() -> Harmony:
-    return codec_of(load_rl_config(TINY))
+    return build_codec(load_rl_config(TINY))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def loop_policy() -> ModuleType:
 def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
     """Return settings of mock SGLang servers that call Python in every turn."""
     call = ParsedMessage("analysis", "python", "code", "print(7)")
-    says = codec_of(config).render_assistant([call], "<|call|>")
+    says = build_codec(config).render_assistant([call], "<|call|>")
     environment = {
         "PYTHONPATH": f"{ROOT / 'tests/support/rl_loop/sglang_process'}:{ROOT}:{ROOT / 'kernels'}",
         "OMP_NUM_THREADS": "1",
@@ -95,7 +95,7 @@ def scripted_engine(config: RlConfig, servers: int) -> dict[str, Any]:
     }
 
 
-def call_of(harmony: Harmony) -> list[int]:
+def build_call(harmony: Harmony) -> list[int]:
     """Return a prompt, the header of its answer, and the call that the policy writes."""
     prompt = harmony.render_prompt([{"role": "user", "content": "(8-3)*(2+7)"}])
     call = ParsedMessage("analysis", "python", "code", "print(7) #")
@@ -108,7 +108,7 @@ def next_log_probs(policy: Any, ids: list[int]) -> torch.Tensor:
 
 
 def test_policy_turn_begins_with_a_python_call(policy: Any, harmony: Harmony) -> None:
-    ids = call_of(harmony)
+    ids = build_call(harmony)
     log_probs = next_log_probs(policy, ids)
     begin = len(harmony.render_prompt([{"role": "user", "content": "(8-3)*(2+7)"}]))
     for place in range(begin, len(ids)):
@@ -120,7 +120,7 @@ def test_text_ends_at_the_requested_rate_without_special_tokens(
 ) -> None:
     following = random_policy.next_tokens(harmony, TURN_TOKENS)
     text = harmony.vocabulary.encode_text(TEXT)
-    probs = next_log_probs(policy, call_of(harmony) + text)[-len(text) :].exp()
+    probs = next_log_probs(policy, build_call(harmony) + text)[-len(text) :].exp()
     assert probs[:, following.impossible].sum(-1).max() < 1e-6
     ends = probs[:, following.end].mean()
     assert 0.5 / TURN_TOKENS < ends < 2 / TURN_TOKENS
@@ -130,7 +130,7 @@ def test_text_ends_at_the_requested_rate_without_special_tokens(
 
 
 def test_log_probs_of_text_depend_on_the_layers(policy: Any, harmony: Harmony) -> None:
-    ids = call_of(harmony) + harmony.vocabulary.encode_text(TEXT)
+    ids = build_call(harmony) + harmony.vocabulary.encode_text(TEXT)
     before = next_log_probs(policy, ids)[-1]
     with torch.no_grad():
         policy.model.layers[1].mlp.experts.down_proj.zero_()
@@ -147,7 +147,7 @@ def test_a_header_with_a_repeated_token_is_rejected(
         random_policy.next_tokens(harmony, TURN_TOKENS)
 
 
-def step_of(
+def build_step(
     max_staleness: int, seconds: float, training: float, **figures: float
 ) -> dict[str, Any]:
     """Return metrics of a step in which the trainer works ``training`` + 1 of ``seconds``."""
@@ -175,23 +175,23 @@ def test_staleness_comparison_excludes_pipeline_filling_steps(
     config = load_rl_config(TINY)
     watch = loop.Watch()
     watch.steps = [
-        step_of(0, 900.0, 300.0),
-        step_of(0, 40.0, 9.0, **{"servers/idle": 0.25, "servers/running": 12.0}),
-        step_of(1, 900.0, 300.0),
-        step_of(1, 800.0, 300.0),
-        step_of(1, 20.0, 9.0, **{"servers/idle": 0.0, "rollout/staleness_mean": 0.5}),
+        build_step(0, 900.0, 300.0),
+        build_step(0, 40.0, 9.0, **{"servers/idle": 0.25, "servers/running": 12.0}),
+        build_step(1, 900.0, 300.0),
+        build_step(1, 800.0, 300.0),
+        build_step(1, 20.0, 9.0, **{"servers/idle": 0.0, "rollout/staleness_mean": 0.5}),
     ]
     table = loop.report_text(config, watch, [])
     assert table.count("algorithm.max_staleness ") == 2
 
     titles = cells(table, "| max_staleness")
     in_turns = dict(zip(titles, cells(table, "| 0 |"), strict=True))
-    ahead = dict(zip(titles, cells(table, "| 1 |"), strict=True))
-    assert (in_turns["steps"], ahead["steps"]) == ("1 of 2", "1 of 3")
-    assert (in_turns["trainer idle"], ahead["trainer idle"]) == ("75.0%", "50.0%")
-    assert (in_turns["servers idle"], ahead["servers idle"]) == ("25.0%", "0.0%")
-    assert ahead["staleness of a trained token, versions"] == "0.50"
-    assert (in_turns["**tokens/s/GPU**"], ahead["**tokens/s/GPU**"]) == ("200", "400")
+    asynchronous = dict(zip(titles, cells(table, "| 1 |"), strict=True))
+    assert (in_turns["steps"], asynchronous["steps"]) == ("1 of 2", "1 of 3")
+    assert (in_turns["trainer idle"], asynchronous["trainer idle"]) == ("75.0%", "50.0%")
+    assert (in_turns["servers idle"], asynchronous["servers idle"]) == ("25.0%", "0.0%")
+    assert asynchronous["staleness of a trained token, versions"] == "0.50"
+    assert (in_turns["**tokens/s/GPU**"], asynchronous["**tokens/s/GPU**"]) == ("200", "400")
 
 
 def test_table_shows_measured_and_planned_memory(loop: ModuleType) -> None:
@@ -206,7 +206,9 @@ def test_table_shows_measured_and_planned_memory(loop: ModuleType) -> None:
         }
 
     watch = loop.Watch()
-    watch.steps = [step_of(0, 40.0, 9.0, **memory(allocated)) for allocated in (90.0, 103.0, 95.0)]
+    watch.steps = [
+        build_step(0, 40.0, 9.0, **memory(allocated)) for allocated in (90.0, 103.0, 95.0)
+    ]
     table = loop.report_text(load_rl_config(TINY), watch, [])
     assert cells(table, "| update |")[1:] == [
         "103.0",
@@ -254,16 +256,14 @@ def test_requests_of_all_ranks_of_a_server_count(loop: ModuleType) -> None:
     assert loop.load_sample({"loads": ranks[:1]}).is_idle
 
 
-def test_experts_of_a_packed_base_are_written_as_their_blocks(
-    loop: ModuleType, tmp_path: Path
-) -> None:
+def test_experts_of_a_mxfp4_base_are_written_as_blocks(loop: ModuleType, tmp_path: Path) -> None:
     """The directory has the drawn weights, rounded to MXFP4."""
     options = ["model.num_layers=2", "model.hidden_size=64", "model.intermediate_size=96"]
     options += ["dtype=bf16", f"initial_weights={tmp_path / 'weights'}", "quantization=mxfp4"]
     config = load_rl_config(ROOT / "configs/rl/tiny_retool_adapter.yaml", options)
     loop.write_weights(config, TURN_TOKENS)
 
-    following = loop_policy().next_tokens(codec_of(config), TURN_TOKENS)
+    following = loop_policy().next_tokens(build_codec(config), TURN_TOKENS)
     drawn = loop_policy().policy_weights(
         config.model, following, torch.bfloat16, "cpu", config.seed
     )
@@ -283,7 +283,7 @@ def test_all_staleness_values_run_after_a_single_start(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(config))
     out = tmp_path / "loop.md"
     program = [sys.executable, "-m", "benchmarks.loop", str(path), *SCRIPTED_MODEL, "--steps", "3"]
-    program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out), "--staleness", "0", "2"]
+    program += ["--turn-tokens", str(TURN_TOKENS), "--out", str(out), "--max-staleness", "0", "2"]
     environment = {**os.environ, "RAY_memory_monitor_refresh_ms": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

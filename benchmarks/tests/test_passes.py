@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train.passes import PassClock, Step, episode_lengths, row_of
+from benchmarks.train.passes import PassClock, Step, episode_lengths, median_times
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_row_has_times_per_token() -> None:
         Step({"forward": f, "backward": 0.4, "communication": 0.1, "other": 0.0}, f / 2, f / 4)
         for f in (0.2, 0.3, 0.9)
     ]
-    row = row_of(steps, tokens=1000)
+    row = median_times(steps, tokens=1000)
     assert row["forward, us/token"] == pytest.approx(300)
     assert row["forward / backward"] == pytest.approx(0.75)
     assert row["first forward, ms"] == pytest.approx(150)

@@ -77,7 +77,7 @@ def assert_shown(shown: str, predicted: float) -> None:
 # ---- training steps
 
 
-def cases_of(text: str) -> Iterator[tuple[int, argparse.Namespace]]:
+def parse_cases(text: str) -> Iterator[tuple[int, argparse.Namespace]]:
     """Yield the GPUs and the arguments of every case in commands with ``benchmarks.train``."""
     for words in commands(text):
         if "benchmarks.train" not in words:
@@ -90,23 +90,23 @@ def cases_of(text: str) -> Iterator[tuple[int, argparse.Namespace]]:
             yield gpus, cases.argument_parser().parse_args(shlex.split(also))
 
 
-def trainer_of(args: argparse.Namespace, optimizer: OptimizerConfig) -> SimpleNamespace:
+def build_trainer(args: argparse.Namespace, optimizer: OptimizerConfig) -> SimpleNamespace:
     """Return the parts of a trainer that the predictions of ``benchmarks.train`` read."""
     model = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
     chunk = SimpleNamespace(config=SimpleNamespace(architecture=model))
     return SimpleNamespace(chunks=[chunk], config=optimizer)
 
 
-def batches_of(args: argparse.Namespace) -> list[SimpleNamespace]:
+def build_batches(args: argparse.Namespace) -> list[SimpleNamespace]:
     return [SimpleNamespace(tokens=args.sequences * args.length)] * args.micro_batches
 
 
 def step_trainer(args: argparse.Namespace) -> SimpleNamespace:
     """Return the trainer of a case of ``benchmarks.train step`` or ``memory``."""
     optimizer = OptimizerConfig(
-        gradient_dtype=args.gradients, moment_dtype=args.moments, offload=args.offload
+        gradient_dtype=args.gradients, moment_dtype=args.moments, offload_fraction=args.offload
     )
-    return trainer_of(args, optimizer)
+    return build_trainer(args, optimizer)
 
 
 STEP_TABLES = [
@@ -134,7 +134,7 @@ def test_predicted_training_steps_equal_the_plan(
     page: str, heading: str, of_commands: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (rows,) = tables(section(page, heading))
-    found = list(cases_of(section(page, of_commands)))
+    found = list(parse_cases(section(page, of_commands)))
     # The first rows of a table may have the commands of another table.
     assert len(found) == len(rows) or (heading != of_commands and len(found) > len(rows))
 
@@ -147,7 +147,7 @@ def test_predicted_training_steps_equal_the_plan(
         tokens = args.sequences * args.length * args.micro_batches * gpus
         # Ranks of these layouts compute the same tokens.
         tokens //= args.context * args.tensor * args.pipeline
-        predicted = cases.predicted_step(args, step_trainer(args), batches_of(args))
+        predicted = cases.predicted_step(args, step_trainer(args), build_batches(args))
         seconds = predicted["predicted_seconds"]
         expected = {
             "Predicted peak, GB": predicted["predicted_peak_gb"],
@@ -170,9 +170,9 @@ def test_predicted_training_steps_equal_the_plan(
 def test_predicted_memory_of_a_trainer_equals_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     text = section("memory.md", "Trainer without servers, H200")
     (rows,) = tables(text)
-    ((gpus, args),) = cases_of(text)
+    ((gpus, args),) = parse_cases(text)
     monkeypatch.setattr(cases.dist, "get_world_size", lambda: gpus)
-    inputs = cases.memory_inputs(args, step_trainer(args), batches_of(args))
+    inputs = cases.memory_inputs(args, step_trainer(args), build_batches(args))
     estimate = estimate_memory(inputs, GIGABYTES["H200"])
     for row in rows:
         phase = estimate.phase(row["Phase"])
@@ -195,9 +195,9 @@ def test_predicted_adapter_steps_equal_the_plan(
         found += [(gpus, args, case) for case in dict.fromkeys(args.cases)]
     for row, (gpus, args, case) in zip(rows, found, strict=True):
         monkeypatch.setenv("WORLD_SIZE", gpus)
-        trainer = trainer_of(args, OptimizerConfig())
+        trainer = build_trainer(args, OptimizerConfig())
         if row["Predicted peak, GB"] != "-":
-            predicted = adapters.predicted_peak(args, trainer, case, batches_of(args))
+            predicted = adapters.predicted_peak(args, trainer, case, build_batches(args))
             assert_shown(row["Predicted peak, GB"], predicted)
 
 
@@ -212,7 +212,7 @@ def planned(words: list[str]) -> tuple[RlConfig, float]:
     return load_rl_config(ROOT / path, overrides), GIGABYTES[gpu]
 
 
-def estimate_of(config: RlConfig, gigabytes: float) -> MemoryEstimate:
+def predict_memory(config: RlConfig, gigabytes: float) -> MemoryEstimate:
     return worst_estimate(config.memory_inputs, gigabytes)
 
 
@@ -232,7 +232,7 @@ def loop_command(run: str) -> list[str]:
 
 def loop_estimate(run: str) -> MemoryEstimate:
     """Return the predicted memory of a run of docs/performance/loop.md."""
-    return estimate_of(*planned(loop_command(run)))
+    return predict_memory(*planned(loop_command(run)))
 
 
 LOOP_TABLES = [
@@ -302,7 +302,7 @@ def prediction(words: list[str]) -> tuple[LoopPrediction, UpdatePrediction, Memo
     config, gigabytes = planned(words)
     inputs = config.memory_inputs
     loop = predict_loop(config)
-    return loop, predict_update(inputs), estimate_of(config, gigabytes)
+    return loop, predict_update(inputs), predict_memory(config, gigabytes)
 
 
 def test_predicted_shipped_configurations_equal_the_plan() -> None:

@@ -76,7 +76,7 @@ class Engine:
         return [-0.25 if token == 7 else math.nan for token in tokens[1:]]
 
 
-def load_of(rollout_load: ModuleType, engine: Engine, log: Path) -> SimpleNamespace:
+def build_load(rollout_load: ModuleType, engine: Engine, log: Path) -> SimpleNamespace:
     options = argparse.Namespace(prompt=5, tokens=3, tool_tokens=TOOL_TOKENS, device="cuda")
     variant = SimpleNamespace(engine=engine, log=log)
     config = SimpleNamespace(vocab_size=1024)
@@ -90,7 +90,7 @@ def test_round_counts_turns_that_ended_in_it(
     log = tmp_path / "log"
     log.write_text(prefill_line(99))
     engine = Engine(0.02)
-    load = load_of(rollout_load, engine, log)
+    load = build_load(rollout_load, engine, log)
     measured = asyncio.run(rollout_load.run_round(load, 4, 0.4))
 
     assert measured.turn_seconds == pytest.approx(0.02, rel=0.5)
@@ -118,7 +118,7 @@ def test_round_counts_turns_that_ended_in_it(
 def test_a_server_that_dies_ends_the_round_with_its_error(
     rollout_load: ModuleType, tmp_path: Path
 ) -> None:
-    load = load_of(rollout_load, Engine(0.001, fails_at=9), tmp_path / "none")
+    load = build_load(rollout_load, Engine(0.001, fails_at=9), tmp_path / "none")
     with pytest.raises(RuntimeError, match="the server died"):
         asyncio.run(rollout_load.run_round(load, 2, 60.0))
 
@@ -169,7 +169,7 @@ def test_time_in_prefills_is_read_from_server_output(
 def test_log_prob_gap_compares_sampled_tokens(rollout_load: ModuleType) -> None:
     """Engine samples at -0.5 and scores at -0.25. Scores of other tokens are NaN."""
     variant = SimpleNamespace(engine=Engine(0.0))
-    load = load_of(rollout_load, variant.engine, Path("none"))
+    load = build_load(rollout_load, variant.engine, Path("none"))
     load.stops = False
 
     async def gap() -> float | None:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from benchmarks.train import cases, stock
-from megatron_gptoss.families.layer_registry import layers_of
+from megatron_gptoss.families.layer_registry import get_family_layers
 from megatron_gptoss.layers.cpu_block import cpu_block_spec
 
 
@@ -76,7 +76,7 @@ class ExplicitAttention(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def layers_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def spec(config: Any) -> Any:
-        submodules = layers_of(config.architecture).cpu_layer(config)
+        submodules = get_family_layers(config.architecture).cpu_layer(config)
         submodules.self_attention.submodules.core_attention = ExplicitAttention
         return cpu_block_spec(submodules, config, 0)
 

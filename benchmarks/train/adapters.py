@@ -55,7 +55,7 @@ from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, OptimizerConfig, ParallelConfig, Quantization
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
 from megatron_gptoss.layers import grouped_gemm
-from megatron_gptoss.layers.merge import merge, merge_packed
+from megatron_gptoss.layers.merge import merge, merge_mxfp4
 from megatron_gptoss.model import build_model
 from megatron_gptoss.packing import PackedBatch, build_batch
 from megatron_gptoss.planning.memory import estimate_memory
@@ -406,7 +406,7 @@ def gemm_calls(experts: int, rows: int, out: int, columns: int) -> dict[str, Cal
     for rank in (0, 8, 32):
         a = torch.randn(experts, rank, columns, **bf16)
         b = torch.randn(experts, out, rank, **bf16)
-        calls[f"merge mxfp4, rank {rank}"] = lambda a=a, b=b: merge_packed(
+        calls[f"merge mxfp4, rank {rank}"] = lambda a=a, b=b: merge_mxfp4(
             blocks, scales, a, b, 4.0, merged
         )
         calls[f"merge bf16, rank {rank}"] = lambda a=a, b=b: merge(weights, a, b, 4.0, out=merged)

@@ -262,7 +262,7 @@ def build_trainer(args: argparse.Namespace) -> PolicyTrainer:
     optimizer = OptimizerConfig(
         gradient_dtype=args.gradients,
         moment_dtype=args.moments,
-        offload=args.offload,
+        offload_fraction=args.offload,
     )
     trainer = PolicyTrainer(model, optimizer)
     if args.gather == "before":

@@ -207,7 +207,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in args.variants:
         tokens = sum(len(batch.labels) for batch in packed[VARIANTS[name].lengths])
-        rows.append({"variant": name, "tokens": tokens} | row_of(steps[name][WARM_UP:], tokens))
+        rows.append(
+            {"variant": name, "tokens": tokens} | median_times(steps[name][WARM_UP:], tokens)
+        )
     release(trainer)
     return rows
 
@@ -321,7 +323,7 @@ def take_step(
 ) -> Step:
     """Take one step of a variant and return its times."""
     attach(trainer, replay if variant.routes else None)
-    loss, batches = loss_of(variant, batches)
+    loss, batches = build_loss(variant, batches)
     if variant.released:
         release_cached_memory()
     with spinning_processes(spinning if variant.busy and dist.get_rank() == 0 else 0):
@@ -336,7 +338,7 @@ def take_step(
     )
 
 
-def loss_of(
+def build_loss(
     variant: Variant, batches: Sequence[PackedBatch]
 ) -> tuple[LossFunction, list[PackedBatch]]:
     """Return the loss of a variant, and the micro-batches with the columns that it needs."""
@@ -375,7 +377,7 @@ def spinning_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def row_of(steps: Sequence[Step], tokens: int) -> dict[str, float]:
+def median_times(steps: Sequence[Step], tokens: int) -> dict[str, float]:
     """Return the median times of a variant.
 
     Args:

@@ -13,7 +13,7 @@ from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 def draw_adapted_model(model: torch.nn.Module, seed: int = 0, std: float = 0.02) -> None:
     """Fill ``model`` with normally distributed weights. Norms are 1, biases and sinks 0.
 
-    A packed base gets the nearest MXFP4 values, one layer's matrices at a time. B is random, too,
+    An MXFP4 base gets the nearest MXFP4 values, one layer's matrices at a time. B is random, too,
     because a merged weight would equal its base with B = 0. Ranks draw equal replicas and different
     experts.
 

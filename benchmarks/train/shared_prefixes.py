@@ -309,8 +309,8 @@ def compare_gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
         del trainer
 
     rows = []
-    for kind in sorted({kind_of(name) for name in gradients["exact"]}):
-        names = [name for name in gradients["exact"] if kind_of(name) == kind]
+    for kind in sorted({strip_numbers(name) for name in gradients["exact"]}):
+        names = [name for name in gradients["exact"] if strip_numbers(name) == kind]
         errors = {
             variant: relative_error(gradients[variant], gradients["exact"], names)
             for variant in VARIANTS
@@ -326,7 +326,7 @@ def compare_gradients(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def kind_of(name: str) -> str:
+def strip_numbers(name: str) -> str:
     """Return the name of a parameter without numbers of layers and experts."""
     return re.sub(r"\.\d+|(?<=weight)\d+|(?<=bias)\d+", "", name.removeprefix("module."))
 

@@ -93,7 +93,7 @@ def stock_case(args: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     model_config = GptOssModelConfig(num_layers=args.layers, num_experts=args.experts)
     sequences = args.sequences if args.packed else 1
     ends = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * args.length
-    packing = row_of(ends, args.length) if args.packed else None
+    packing = describe_row(ends, args.length) if args.packed else None
     shape = (args.micro_batches, 1, sequences * args.length)
     rows = torch.randint(0, VOCAB, shape, device="cuda")
     positions = torch.arange(args.length, device="cuda").repeat(sequences)[None]
@@ -120,7 +120,7 @@ def attention_libraries() -> dict[str, Any]:
     return {"last_attention": chosen_attention(), "cudnn": torch.backends.cudnn.version()}
 
 
-def row_of(ends: torch.Tensor, longest: int) -> PackedSeqParams:
+def describe_row(ends: torch.Tensor, longest: int) -> PackedSeqParams:
     """Return Megatron's description of a packed row.
 
     Args:
@@ -362,7 +362,7 @@ def record_attention(stock: GPTModel) -> set[str | None]:
 def packed_log_probs(stock: GPTModel, batch: PackedBatch) -> torch.Tensor:
     """Return log p(labels), fp32 [tokens], of a packed row."""
     ends = batch.cu_seqlens.to(next(stock.parameters()).device)
-    return stock_log_probs(stock, batch, slice(None), row_of(ends, batch.max_seqlen))
+    return stock_log_probs(stock, batch, slice(None), describe_row(ends, batch.max_seqlen))
 
 
 def unpacked_log_probs(stock: GPTModel, batch: PackedBatch, ends: list[int]) -> torch.Tensor:

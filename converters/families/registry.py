@@ -61,7 +61,7 @@ _TENSORS: dict[type[ModelConfig], FamilyTensors] = {
 }
 
 
-def tensors_of(model: ModelConfig) -> FamilyTensors:
+def get_family_tensors(model: ModelConfig) -> FamilyTensors:
     """Return the weight description of a model's family."""
     return _TENSORS[type(model)]
 
@@ -74,8 +74,8 @@ def hugging_face_reference(
     Args:
         config: model configuration.
         get: function of (name, expert) that returns a tensor with its Hugging Face shape [...],
-            such as ``HfDirectory.get`` or ``source_of(weights)``.
+            such as ``HfDirectory.get`` or ``build_getter(weights)``.
         dtype: dtype of all computed values but rotary angles.
     """
-    family = tensors_of(config)
+    family = get_family_tensors(config)
     return family.reference(config, family.hugging_face_layout(config, get, dtype))

@@ -13,7 +13,7 @@ import torch
 Tensor = torch.Tensor
 
 
-def source_of(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+def build_getter(weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
     """Return a function that reads weights from memory: the ``get`` of a ``HuggingFaceLayout``.
 
     Args:

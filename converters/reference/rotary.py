@@ -46,12 +46,12 @@ def yarn_frequencies(plain: Tensor, theta: float, scaling: YarnScaling) -> tuple
     size = 2 * len(plain)
 
     # The channel that makes this number of rotations within the original length.
-    def channel_of(rotations: float) -> float:
+    def compute_channel(rotations: float) -> float:
         length = scaling.original_max_position_embeddings
         return size * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = channel_of(scaling.beta_fast)
-    high = channel_of(scaling.beta_slow)
+    low = compute_channel(scaling.beta_fast)
+    high = compute_channel(scaling.beta_slow)
     if scaling.truncate:
         low = math.floor(low)
         high = math.ceil(high)

@@ -18,7 +18,7 @@
 // The file is also valid C. Tests compile it for the host, where each thread is a function call
 // (tests/support/kernels/cuda_on_host.h), and compare all bits with torch.
 //
-// Macros: PACKED is 1 for a base in MXFP4 and 0 for bf16. ROWS is the number of rows per thread.
+// Macros: MXFP4 is 1 for a base in MXFP4 and 0 for bf16. ROWS is the number of rows per thread.
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void __launch_bounds__(128)
 #endif
@@ -59,7 +59,7 @@ static inline unsigned rounded_pair(float low, float high) {
     return pair;
 }
 
-#if PACKED
+#if MXFP4
 // Convert 8 codes of 4 bits to fp32. The first column is in the lowest bits. `scale` is the scale
 // byte of the block, which means 2^(scale - 127).
 //
@@ -144,7 +144,7 @@ KERNEL merge_adapters(const void *__restrict__ base, const unsigned char *__rest
         if (r > last) break;
 
         float value[COLUMNS];
-#if PACKED
+#if MXFP4
         // A block of 32 columns (four groups) has one scale.
         const unsigned codes = ((const unsigned *)base + place)[r * groups];
         decode(codes, (scales + place / 4)[r * (groups / 4)], value);

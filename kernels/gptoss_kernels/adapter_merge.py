@@ -56,7 +56,7 @@ def merge_dense(weight: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor)
     _launch(weight, None, a, b, scale, out)
 
 
-def merge_packed(
+def merge_mxfp4(
     blocks: Tensor, scales: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor
 ) -> None:
     """Dequantize MXFP4 weights and merge updates into them.
@@ -87,9 +87,9 @@ def _launch(
     if out.numel() == 0:
         return
 
-    defines = macros(is_packed=scales is not None, rank=a.shape[-2])
+    defines = macros(is_mxfp4=scales is not None, rank=a.shape[-2])
     with torch.cuda.device(out.device):
-        kernel = _kernel(defines["PACKED"], defines["ROWS"], nvrtc.architecture(out.device))
+        kernel = _kernel(defines["MXFP4"], defines["ROWS"], nvrtc.architecture(out.device))
         kernel(*launch_arguments(base, scales, a, b, scale, out))
 
 
@@ -148,20 +148,20 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(packed: int, rows: int, architecture: str) -> nvrtc.CudaKernel:
+def _kernel(mxfp4: int, rows: int, architecture: str) -> nvrtc.CudaKernel:
     """Return the kernel compiled with these macros, loaded once per process."""
-    cubin = nvrtc.compile_cubin(SOURCE, {"PACKED": packed, "ROWS": rows}, architecture)
+    cubin = nvrtc.compile_cubin(SOURCE, {"MXFP4": mxfp4, "ROWS": rows}, architecture)
     return nvrtc.CudaKernel(cubin, KERNEL_NAME, shared_bytes=0)
 
 
-def macros(*, is_packed: bool, rank: int) -> dict[str, int]:
+def macros(*, is_mxfp4: bool, rank: int) -> dict[str, int]:
     """Return the macros for compiling the source.
 
     Args:
-        is_packed: True for an MXFP4 base, False for bf16.
+        is_mxfp4: True for an MXFP4 base, False for bf16.
         rank: rank of the updates before padding.
     """
-    return {"PACKED": int(is_packed), "ROWS": rows_per_thread(rank)}
+    return {"MXFP4": int(is_mxfp4), "ROWS": rows_per_thread(rank)}
 
 
 def rows_per_thread(rank: int) -> int:

@@ -12,7 +12,7 @@ from rl_loop.config.shipped import shipped_names
 
 def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return shipped configurations of the command, YAML files and directories with a prefix."""
-    names = [name for name in shipped_names(_command_of(ctx)) if name.startswith(incomplete)]
+    names = [name for name in shipped_names(_detect_command(ctx)) if name.startswith(incomplete)]
     paths = []
     # Other files cannot be a configuration, so completion leaves them out.
     for path in sorted(glob(f"{incomplete}*")):
@@ -29,10 +29,12 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     # A local import, because the schema of configurations takes 0.5 s to load.
     from rl_loop.config.load import keys_of_command
 
-    return [f"{key}=" for key in keys_of_command(_command_of(ctx)) if key.startswith(incomplete)]
+    return [
+        f"{key}=" for key in keys_of_command(_detect_command(ctx)) if key.startswith(incomplete)
+    ]
 
 
-def _command_of(ctx: typer.Context) -> str:
+def _detect_command(ctx: typer.Context) -> str:
     """Return the command, rl or sft, whose configuration is being typed."""
     is_sft = ctx.info_name in ("sft", "preview") or bool(ctx.params.get("sft"))
     return "sft" if is_sft else "rl"

@@ -9,10 +9,10 @@ from typer import Argument, Option
 
 from launch.cli.groups import GroupWithDefault
 
-certificate = typer.Typer(
+commands = typer.Typer(
     cls=GroupWithDefault,
     no_args_is_help=True,
-    help="gptoss certify SUBJECT: check that a trainer or an engine computes GPT-OSS. "
+    help="gptoss certify IMPLEMENTATION: check that a trainer or an engine computes GPT-OSS. "
     "Options: gptoss certify run --help.",
 )
 WeightsSize = Annotated[
@@ -24,13 +24,13 @@ WeightsSize = Annotated[
 ]
 StoredPrecision = Annotated[
     Literal["fp32", "bf16"],
-    Option("--precision", help="Precision of weights and subject."),
+    Option("--precision", help="Precision of weights and implementation."),
 ]
 
 
-@certificate.command("run")
+@commands.command("run")
 def certify_run(
-    subject: Annotated[
+    implementation: Annotated[
         str,
         Argument(
             help="transformers, trainer, MODULE:FUNCTION, or the URL of a server: SGLang's "
@@ -56,30 +56,30 @@ def certify_run(
     ] = None,
     out: Annotated[
         Path,
-        Option(help="Directory for certificate.txt, certificate.json and certificate.html."),
-    ] = Path("certificate"),
+        Option(help="Directory for report.txt, report.json and report.html."),
+    ] = Path("certify_report"),
 ) -> None:
     """Check for all known mistakes of GPT-OSS implementations, and name those found.
 
     Exit code 1 if a check fails.
     """
     # A wrong name must not cost the seconds that the imports below take.
-    from rl_loop.certify.run import CertifyOptions, certify, check_subject_name
+    from rl_loop.certify.run import CertifyOptions, certify, check_implementation_name
 
-    check_subject_name(subject, has_weights=weights is not None)
+    check_implementation_name(implementation, has_weights=weights is not None)
 
-    from launch.certificate_page import write_certificate
-    from rl_loop.certify.certificate import CheckResult
+    from launch.certify_report import write_report
     from rl_loop.certify.model import prepared
+    from rl_loop.certify.report import CheckResult
 
-    # On standard error, because standard output has the certificate.
+    # On standard error, because standard output has the report.
     def show(result: CheckResult) -> None:
         print(f"{result.status.value:11}  {result.name}", file=sys.stderr, flush=True)
 
     # Temporary weights are deleted afterwards, given ones are kept.
     with prepared(weights, size, precision) as directory:
         options = CertifyOptions(
-            subject=subject,
+            implementation=implementation,
             weights=directory,
             precision=precision,
             deterministic=deterministic,
@@ -87,17 +87,17 @@ def certify_run(
         )
         result = certify(options, show)
     print(result.to_text())
-    print(f"certificate: {write_certificate(result, out)}")
+    print(f"report: {write_report(result, out)}")
     raise typer.Exit(0 if result.has_passed else 1)
 
 
-@certificate.command("prepare")
+@commands.command("prepare")
 def certify_prepare(
     directory: Annotated[Path, Argument(help="Directory for two models, first/ and second/.")],
     size: WeightsSize = "small",
     precision: StoredPrecision = "fp32",
 ) -> None:
-    """Create the weights of a certificate, for a server that must be started with them."""
+    """Create the weights of the checks, for a server that must be started with them."""
     from rl_loop.certify.model import FIRST, prepare
 
     prepare(directory, size, precision)

@@ -56,7 +56,7 @@ app.command()(inspection.config)
 app.command()(inspection.doctor)
 app.add_typer(jobs.launch, name="launch")
 app.add_typer(convert.convert, name="convert")
-app.add_typer(certify.certificate, name="certify")
+app.add_typer(certify.commands, name="certify")
 app.add_typer(data.data, name="data")
 
 

@@ -42,9 +42,9 @@ def play(
     config = load_run_config(path, "sft" if sft else "rl", overrides)
 
     from rl_loop.lifecycle.start_checks import check_play_requirements
-    from rl_loop.tasks.codec import with_tokenizer_of
+    from rl_loop.tasks.codec import with_tokenizer_from
 
-    config = with_tokenizer_of(config, weights)
+    config = with_tokenizer_from(config, weights)
     # Before the slow imports below.
     check_play_requirements(config, weights, uses_model=policy == "model")
 

@@ -70,9 +70,9 @@ def serve(
         _log_served_weights(path, config.initial_weights)
 
     from rl_loop.lifecycle.start_checks import check_server_requirements
-    from rl_loop.tasks.codec import with_tokenizer_of
+    from rl_loop.tasks.codec import with_tokenizer_from
 
-    config = with_tokenizer_of(config, weights)
+    config = with_tokenizer_from(config, weights)
     check_server_requirements(config, weights)
     keys = read_keys(api_key_file) if api_key_file is not None else ()
 
@@ -100,17 +100,19 @@ def _log_served_weights(run: Path, source: Path | None) -> None:
         source: weights that the server reads.
     """
     from rl_loop.config.load import read_yaml
-    from rl_loop.config.served_weights import served_weights
+    from rl_loop.served_weights import choose_served_weights
 
     file = run / "config.yaml"
     if not file.exists():
         return
-    served = served_weights(run)
-    if served.source != source:  # an override selects other weights
+    served = choose_served_weights(run)
+    if served.path != source:  # an override selects other weights
         return
 
     logger.info(served.description)
-    warning = served.warning(base=str(read_yaml(file).get("initial_weights") or "BASE"))
+    warning = served.describe_newer_weights(
+        base=str(read_yaml(file).get("initial_weights") or "BASE")
+    )
     if warning is not None:
         logger.warning(warning)
 

@@ -139,10 +139,10 @@ def evaluate(
     episodes_file = output or config.output_dir / f"{config.name}.evaluation.jsonl"
 
     from rl_loop.lifecycle.start_checks import check_evaluation_requirements
-    from rl_loop.tasks.codec import with_tokenizer_of
+    from rl_loop.tasks.codec import with_tokenizer_from
     from rl_loop.tasks.evaluation_records import read_evaluation
 
-    config = with_tokenizer_of(config, weights)
+    config = with_tokenizer_from(config, weights)
     # Report invalid arguments before the slow imports below.
     baseline_episodes = [] if baseline is None else read_evaluation(baseline)
     check_evaluation_requirements(config, weights, episodes_file)

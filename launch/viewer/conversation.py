@@ -41,7 +41,7 @@ class DisplayedMessage:
         return asdict(self)
 
 
-def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMessage]:
+def split_episode(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMessage]:
     """Split an episode in Harmony or ChatML into messages.
 
     Tokens outside of well-formed messages become messages without a channel, so that all tokens are
@@ -57,10 +57,12 @@ def messages_of(texts: Sequence[str], mask: Sequence[bool]) -> list[DisplayedMes
 
     # Compare whole tokens, so that text which spells a special token stays text.
     specials = [(place, text) for place, text in enumerate(texts) if text in SPECIAL_TOKENS]
-    return [_message_of(span, texts, mask) for span in split_messages(specials, len(texts))]
+    return [_build_message(span, texts, mask) for span in split_messages(specials, len(texts))]
 
 
-def _message_of(span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]) -> DisplayedMessage:
+def _build_message(
+    span: MessageSpan, texts: Sequence[str], mask: Sequence[bool]
+) -> DisplayedMessage:
     if span.body is None:
         # A header without a message: sampling was truncated, or is malformed.
         header, body = MessageHeader("assistant", None, None, None), min(span.header, span.body_end)

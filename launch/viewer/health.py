@@ -87,7 +87,7 @@ def _ratio(records: Records, is_on_policy: bool) -> HealthFinding | None:
 
 
 def _mismatch(records: Records) -> HealthFinding | None:
-    gaps = _values(records, MetricName.LOGPROB_GAP)
+    gaps = _values(records, MetricName.LOG_PROB_GAP)
     if not gaps:
         return None
     # The median ignores a single step with long or unusual episodes.
@@ -104,7 +104,7 @@ def _mismatch(records: Records) -> HealthFinding | None:
         level = "warning"
     if drift > 5:
         level = "bad"
-    return HealthFinding(level, "engine and trainer", message, MetricName.LOGPROB_GAP)
+    return HealthFinding(level, "engine and trainer", message, MetricName.LOG_PROB_GAP)
 
 
 def _gradient(records: Records) -> HealthFinding | None:
@@ -184,7 +184,7 @@ def _infrastructure(records: Records) -> HealthFinding | None:
 
 def _endings(records: Records) -> HealthFinding | None:
     newest = records[-RECENT:]
-    limits = ("length", "max_tokens", "max_sampled_tokens", "max_turns", "max_tool_calls")
+    limits = ("length", "max_episode_tokens", "max_sampled_tokens", "max_turns", "max_tool_calls")
     shares = {
         limit: statistics.fmean(_values(newest, f"finish/{limit}") or [0]) for limit in limits
     }
@@ -231,7 +231,7 @@ CHECKS: tuple[Callable[[Records], HealthFinding | None], ...] = (
 State = Literal["waiting", "running", "stalled", "stopped", "finished"]
 
 
-def state_of(
+def classify_run(
     records: Records,
     now: float,
     *,

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from launch.viewer.health import HealthFinding, check_health, state_of
+from launch.viewer.health import HealthFinding, check_health, classify_run
 from megatron_gptoss.untrusted_files import MAX_SETTINGS_BYTES
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.load import read_yaml
@@ -85,7 +85,7 @@ class MetricsTail:
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    self.records.append(_numbers_of(record))
+                    self.records.append(_select_numbers(record))
 
     def _restart(self, inode: int) -> None:
         self._inode = inode
@@ -95,7 +95,7 @@ class MetricsTail:
         self.generation += 1
 
 
-def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
+def _select_numbers(record: dict[str, Any]) -> dict[str, Any]:
     """Keep numbers and null only. Another program or version may have written other values."""
     return {
         name: value
@@ -123,7 +123,7 @@ class RunView:
         config = self._read_config()
         steps = _planned_steps(config)
         summary = self.summary()
-        state = state_of(
+        state = classify_run(
             records,
             time.time(),
             steps=steps,

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from launch.viewer.conversation import messages_of
+from launch.viewer.conversation import split_episode
 from launch.viewer.episode_query import MAX_NUMBER, EpisodeQuery, run_query
 from launch.viewer.run_view import RunView, find_runs
 from megatron_gptoss.user_error import UserError
@@ -184,7 +184,7 @@ def _read_episode(run: RunView, number: int) -> dict[str, Any] | None:
     if episode is None:
         return None
     # Converted here and not in the browser, which has no vocabularies.
-    messages = messages_of(episode["texts"], episode["loss_mask"])
+    messages = split_episode(episode["texts"], episode["loss_mask"])
     return episode | {"messages": [message.to_json() for message in messages]}
 
 

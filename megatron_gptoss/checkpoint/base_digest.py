@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_gptoss.layers.adapted_linears import AdaptedLinear
 from megatron_gptoss.layers.adapters import LowRank
 from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 from megatron_gptoss.tensor_hash import as_digits, digest_of_values
 
 
@@ -89,7 +89,7 @@ def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
     """Yield each frozen weight that this rank must count."""
     # Parameter names number the layers within a chunk. The digest needs the number within the
     # model, which Megatron keeps in `layer_number`, because chunks depend on the layout.
-    for chunk in chunks_of(model):
+    for chunk in list_chunks(model):
         layers = {f"decoder.layers.{i}": layer for i, layer in enumerate(chunk.decoder.layers)}
         for name, module in chunk.named_modules():
             if isinstance(module, LowRank | Mxfp4Weight):
@@ -101,7 +101,7 @@ def _local_base(model: torch.nn.Module) -> Iterator[_BaseWeight]:
                 # The value head of a critic is trained, so it is not part of the base.
                 if not parameter.requires_grad and _is_counted_here(parameter):
                     yield _BaseWeight(number, (parameter,), parameter.detach)
-            # A packed weight is not a parameter. It is split over ranks like the bias of its layer,
+            # An MXFP4 weight is not a parameter. It is split over ranks like the bias of its layer,
             # so the bias decides who counts it.
             if isinstance(module, AdaptedLinear) and isinstance(module.weight, Mxfp4Weight):
                 packed = module.weight

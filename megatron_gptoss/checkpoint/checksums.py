@@ -40,7 +40,7 @@ class FileChecksum:
     """XXH3-128 of the content, hexadecimal."""
 
 
-def checksum_of(content: bytes) -> FileChecksum:
+def compute_checksum(content: bytes) -> FileChecksum:
     """Return the checksum of a file with this content."""
     return FileChecksum(len(content), xxhash.xxh3_128(content).hexdigest())
 

@@ -47,7 +47,7 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """Return the step of a checkpoint, also of one with the suffix of a replacement."""
     return int(final_name(checkpoint).name.rpartition("_")[2])
 

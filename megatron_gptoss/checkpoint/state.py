@@ -17,7 +17,7 @@ from megatron_gptoss.checkpoint.megatron_workarounds import (
 from megatron_gptoss.checkpoint.streamed_state import describe_without_memory
 from megatron_gptoss.config import AdapterConfig
 from megatron_gptoss.critic import ValueHead
-from megatron_gptoss.model import chunks_of
+from megatron_gptoss.model import list_chunks
 from megatron_gptoss.trainer import PolicyTrainer
 from megatron_gptoss.untrusted_files import read_json
 
@@ -47,7 +47,7 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
     # The frozen base never changes, and a checkpoint without it has megabytes instead of gigabytes.
     metadata = sharding_metadata()
     state = {}
-    for i, chunk in enumerate(chunks_of(model)):
+    for i, chunk in enumerate(list_chunks(model)):
         weights = chunk.sharded_state_dict(metadata=metadata)
         if has_adapters(model):
             head = _value_head_name(chunk)
@@ -75,19 +75,19 @@ def load_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
         model: model to fill.
         state: loaded weights of each chunk by its number, with the structure of ``model_state``.
     """
-    for i, chunk in enumerate(chunks_of(model)):
+    for i, chunk in enumerate(list_chunks(model)):
         # With adapters the state lacks the base, so missing keys are correct.
         chunk.load_state_dict(state[str(i)], strict=not has_adapters(model))
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
     """Return True if ``model`` trains adapters instead of all weights."""
-    return chunks_of(model)[0].config.adapter is not None
+    return list_chunks(model)[0].config.adapter is not None
 
 
 def describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
     """Return the content of ADAPTER_FILE: base digest and adapter settings. Collective."""
-    settings = chunks_of(model)[0].config.adapter.model_dump(mode="json")
+    settings = list_chunks(model)[0].config.adapter.model_dump(mode="json")
     return {"base": base_digest(model), "settings": settings}
 
 
@@ -132,7 +132,7 @@ def _check_settings(path: Path, saved: dict[str, Any], model: torch.nn.Module) -
 
     The message names the configuration key.
     """
-    config = chunks_of(model)[0].config
+    config = list_chunks(model)[0].config
     settings = AdapterConfig.model_validate(saved["settings"])
     difference = config.adapter.difference(settings, config.architecture)
     if difference is not None:

@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron_gptoss.checkpoint.checksums import (
     FileChecksum,
     checksum_files,
-    checksum_of,
+    compute_checksum,
     write_checksums,
 )
 from megatron_gptoss.checkpoint.directory import (
@@ -264,7 +264,7 @@ class _PendingSave:
         # The training state marks a complete checkpoint, so it is written last. Its own checksum is
         # computed from memory.
         training_state = json.dumps(self.training_state).encode()
-        write_checksums(directory, {**known, TRAINING_STATE_FILE: checksum_of(training_state)})
+        write_checksums(directory, {**known, TRAINING_STATE_FILE: compute_checksum(training_state)})
         (directory / TRAINING_STATE_FILE).write_bytes(training_state)
 
     def _discard_results(self) -> None:

@@ -40,7 +40,7 @@ class OptimizerConfig(StrictModel):
     """On GPUs: dtype of Adam's moments. bf16 saves 4 bytes per parameter. Master weights stay exact
     in both cases.
     """
-    offload: float = Field(0.0, ge=0, le=1)
+    offload_fraction: float = Field(0.0, ge=0, le=1)
     """Fraction of the optimizer state kept in pinned host memory. Each step copies it to the GPU
     and back, which takes longer than computing the new weights. Results do not change.
     """

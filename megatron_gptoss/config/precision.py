@@ -11,7 +11,7 @@ DTYPE_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
 """Names of the dtypes in torch, in Hugging Face's config.json and in arguments of SGLang."""
 
 
-def bytes_of(precision: str) -> int:
+def bytes_per_number(precision: str) -> int:
     """Return the bytes of a number."""
     return {"fp32": 4, "bf16": 2}[precision]
 

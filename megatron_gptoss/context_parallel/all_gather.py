@@ -199,7 +199,7 @@ class _GatheredHeads:
         self.v = v
         self.plan = plan
         self.group = group
-        self.remaining = _head_groups_of(q, k, plan, group.size())
+        self.remaining = _build_head_groups(q, k, plan, group.size())
         self.pending = self._start_next()
 
     def __iter__(self) -> "_GatheredHeads":
@@ -276,7 +276,7 @@ class _GradientExchange:
         dv[: plan.shared, self.kv_heads] = total[:, 1]
 
 
-def _head_groups_of(q: Tensor, k: Tensor, plan: KeyGatherPlan, ranks: int) -> list[HeadGroup]:
+def _build_head_groups(q: Tensor, k: Tensor, plan: KeyGatherPlan, ranks: int) -> list[HeadGroup]:
     """Return the groups of heads in order. There are none if all spans are whole."""
     if plan.contributed == 0:
         return []

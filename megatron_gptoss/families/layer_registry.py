@@ -35,6 +35,6 @@ _LAYERS: dict[type[ModelConfig], FamilyLayers] = {
 }
 
 
-def layers_of(model: ModelConfig) -> FamilyLayers:
+def get_family_layers(model: ModelConfig) -> FamilyLayers:
     """Return the layers of a model's family."""
     return _LAYERS[type(model)]

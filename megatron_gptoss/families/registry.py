@@ -25,7 +25,7 @@ def known_family(model_type: object) -> type[ModelConfig] | None:
     return _BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
 
 
-def family_of(model_type: object, where: str) -> type[ModelConfig]:
+def parse_family(model_type: object, where: str) -> type[ModelConfig]:
     """Return the configuration class of a ``model_type``.
 
     Args:
@@ -57,7 +57,7 @@ def read_hf_config(source: Path | str | dict[str, Any]) -> ModelConfig:
     # OpenAI's own format has this key, and Hugging Face's has num_local_experts.
     if "num_experts" in raw and "model_type" not in raw:
         raw = openai_config(raw, where)
-    return family_of(raw.get("model_type"), where).from_hf_dict(raw, where)
+    return parse_family(raw.get("model_type"), where).from_hf_dict(raw, where)
 
 
 def model_config(fields: Any) -> Any:
@@ -68,7 +68,7 @@ def model_config(fields: Any) -> Any:
     if not isinstance(fields, dict):
         return fields
     model_type = fields.get("model_type", DEFAULT_FAMILY)
-    return family_of(model_type, "model").model_validate(fields)
+    return parse_family(model_type, "model").model_validate(fields)
 
 
 AnyModelConfig = Annotated[SerializeAsAny[ModelConfig], BeforeValidator(model_config)]

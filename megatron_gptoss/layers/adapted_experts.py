@@ -72,7 +72,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         dtype = config.params_dtype
         device = parameter_device(config)
 
-        # A packed weight is not a parameter: it has no gradient and is not in checkpoints.
+        # An MXFP4 weight is not a parameter: it has no gradient and is not in checkpoints.
         if config.has_mxfp4_base:
             self.weight = Mxfp4Weight(output_size, input_size, device)
         else:
@@ -96,7 +96,7 @@ class AdaptedExpertLinear(AdaptedLinear):
         """Return A [rank, in] and B [out, rank], in the model's dtype; rank 0 without adapter."""
         if self.adapter is not None:
             return self.adapter.factors()
-        # Rank 0 lets the merge dequantize a packed base without a special case.
+        # Rank 0 lets the merge dequantize an MXFP4 base without a special case.
         return self.bias.new_empty(0, self.weight.shape[1]), self.bias.new_empty(len(self.bias), 0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

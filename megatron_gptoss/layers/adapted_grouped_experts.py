@@ -18,7 +18,7 @@ from megatron_gptoss.layers.grouped_gemm import (
     outer_products,
     project,
 )
-from megatron_gptoss.layers.merge import merge, merge_packed
+from megatron_gptoss.layers.merge import merge, merge_mxfp4
 from megatron_gptoss.layers.mxfp4_weight import Mxfp4Weight
 from megatron_gptoss.layers.scratch_memory import BufferLease, scratch_memory
 from megatron_gptoss.layers.stacked_experts import StackedExperts
@@ -136,7 +136,7 @@ class AdaptedExpertStack:
         lease = memory.lease(torch.Size((len(a), b.shape[1], a.shape[2])))
         if isinstance(self.linears[0].weight, Mxfp4Weight):
             _, blocks, scales = (self._stacked(tensors) for tensors in self._tensors())
-            merge_packed(blocks, scales, a, b, scale, out=lease.tensor)
+            merge_mxfp4(blocks, scales, a, b, scale, out=lease.tensor)
         else:
             _, weights = (self._stacked(tensors) for tensors in self._tensors())
             merge(weights, a, b, scale, out=lease.tensor)

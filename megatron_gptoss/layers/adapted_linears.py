@@ -45,9 +45,9 @@ class AdaptedLinear(torch.nn.Module):
         return float(adapters[0].scale) if adapters else 0.0
 
     def read_base(self) -> Tensor:
-        """Return the base [out, in], in its own dtype or bf16 if it is packed.
+        """Return the base [out, in], in its own dtype or bf16 if it is MXFP4.
 
-        A packed base is in memory that the next read overwrites.
+        An MXFP4 base is in memory that the next read overwrites.
         """
         if isinstance(self.weight, Mxfp4Weight):
             return self.weight.read()

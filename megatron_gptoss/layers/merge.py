@@ -1,7 +1,7 @@
 """Merging of adapters into weights, and products with merged weights.
 
 W' = dtype(W + s (B A)), with A [rank, in], B [out, rank] and scale s. Training layers, weight sync
-and converters all use ``merge`` or ``merge_packed``, so engines have the same bits as the trainer.
+and converters all use ``merge`` or ``merge_mxfp4``, so engines have the same bits as the trainer.
 The unmerged product W x + s B (A x) gives other numbers: rounding W + s B A to bf16 loses most of
 an update that is small relative to W.
 """
@@ -72,7 +72,7 @@ def merge(
     return out.copy_(torch.where(update == 0, wide_weight, wide_weight + update))
 
 
-def merge_packed(
+def merge_mxfp4(
     blocks: Tensor,
     scales: Tensor,
     a: Tensor,
@@ -96,7 +96,7 @@ def merge_packed(
     if _has_kernel(a, b, out):
         from gptoss_kernels import adapter_merge
 
-        adapter_merge.merge_packed(blocks, scales, a, b, scale, out)
+        adapter_merge.merge_mxfp4(blocks, scales, a, b, scale, out)
         return out
     return merge(mxfp4.dequantize(blocks, scales), a, b, scale, out=out)
 

@@ -58,13 +58,13 @@ def yarn_inverse_frequencies(
     dim = config.head_size
     base = config.rope_theta
 
-    def dimension_of(rotations: float) -> float:
+    def compute_dimension(rotations: float) -> float:
         """Return the dimension with this number of rotations over the original length."""
         power_of_base = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(power_of_base) / (2 * math.log(base))
 
-    low = dimension_of(scaling.beta_fast)
-    high = dimension_of(scaling.beta_slow)
+    low = compute_dimension(scaling.beta_fast)
+    high = compute_dimension(scaling.beta_slow)
     if scaling.truncate if truncate is None else truncate:
         low = math.floor(low)
         high = math.ceil(high)

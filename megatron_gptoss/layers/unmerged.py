@@ -3,7 +3,7 @@
     y = x W^T + (s x A^T) B^T
 
 Merging rounds W + s B A to bf16, which loses most of an update that is small relative to W. Here W keeps its bits, and
-servers with MXFP4 experts can hold it packed. Trainer and servers round the same values: s x A^T, and the sum of both
+servers with MXFP4 experts can hold it as MXFP4. Trainer and servers round the same values: s x A^T, and the sum of both
 products and the bias. In exact sums their outputs would be equal. They differ if sums in another order round
 differently.
 

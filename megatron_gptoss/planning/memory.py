@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.planning.activation_memory import (
     activation_memory,
     attention_blocks,
@@ -180,8 +180,8 @@ def predict_update_memory(inputs: MemoryInputs, stage: int = 0) -> UpdateMemory:
     loaded_optimizer_state = 0.0
     for trained in trained_models(inputs, stage):
         parameters = trained.dense + trained.expert
-        gradients += bytes_of(trained.optimizer.gradient_dtype) * parameters
-        resident_state += (1 - trained.optimizer.offload) * optimizer_state(
+        gradients += bytes_per_number(trained.optimizer.gradient_dtype) * parameters
+        resident_state += (1 - trained.optimizer.offload_fraction) * optimizer_state(
             trained, inputs.parallel
         )
 
@@ -249,7 +249,7 @@ def estimate_memory(inputs: MemoryInputs, gigabytes: float, stage: int = 0) -> M
     host = 0.0
     for trained in trained_models(inputs, stage):
         state = optimizer_state(trained, inputs.parallel)
-        host += HOST_ROUNDING * trained.optimizer.offload * state
+        host += HOST_ROUNDING * trained.optimizer.offload_fraction * state
     return MemoryEstimate(
         memory=memory,
         phases=_phases(inputs, needs, stage),
@@ -380,7 +380,7 @@ def _phases_starting_with_cache(inputs: MemoryInputs) -> set[str]:
 def _all_offload(inputs: MemoryInputs) -> bool:
     """Return True if the policy and all critics offload optimizer state to the host."""
     optimizers = [inputs.optimizer, *filter(None, inputs.auxiliary_models)]
-    return all(optimizer.offload > 0 for optimizer in optimizers)
+    return all(optimizer.offload_fraction > 0 for optimizer in optimizers)
 
 
 def _copied_weights(inputs: MemoryInputs, stage: int) -> float:

@@ -134,8 +134,8 @@ def _successive_changes(
     yield "optimizer.gradient_dtype=bf16", inputs
 
     # Late, because every step then transfers the state over PCIe.
-    inputs = _change_optimizer(inputs, offload=1.0)
-    yield "optimizer.offload=1", inputs
+    inputs = _change_optimizer(inputs, offload_fraction=1.0)
+    yield "optimizer.offload_fraction=1", inputs
 
     # Last, because it slows rollouts down: servers get the memory that is left, rounded down to 1%.
     engine = inputs.engine

@@ -44,7 +44,7 @@ class EngineMemory:
     """
     copies_buckets: bool = False
     """True if servers copy received weights. Servers with several GPUs do."""
-    packs_experts: bool = False
+    has_mxfp4_experts: bool = False
     """True if a weight sync sends experts in MXFP4."""
 
 

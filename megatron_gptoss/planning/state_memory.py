@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_gptoss.block_sizes import PART_ELEMENTS
 from megatron_gptoss.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
@@ -165,7 +165,7 @@ def _bytes_per_parameter(trained: TrainedModel) -> int:
 
     They are the lower 16 bits of the fp32 master weight, and two moments.
     """
-    return 2 + 2 * bytes_of(trained.optimizer.moment_dtype)
+    return 2 + 2 * bytes_per_number(trained.optimizer.moment_dtype)
 
 
 def loaded_state_bytes(inputs: MemoryInputs, trained: TrainedModel) -> float:
@@ -180,7 +180,7 @@ def loaded_state_bytes(inputs: MemoryInputs, trained: TrainedModel) -> float:
     dense_shards = parallel.world_size // (parallel.tensor * parallel.pipeline)
     largest_parameter = vocabulary_parameters(inputs.model, parallel) / dense_shards
     part = _bytes_per_parameter(trained) * max(PART_ELEMENTS, largest_parameter)
-    return min(part, trained.optimizer.offload * optimizer_state(trained, parallel))
+    return min(part, trained.optimizer.offload_fraction * optimizer_state(trained, parallel))
 
 
 def bucket_parameters(data_ranks: int) -> int:

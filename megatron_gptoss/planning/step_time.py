@@ -13,7 +13,7 @@ from megatron_gptoss.config import (
     ParallelConfig,
     Quantization,
 )
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.planning.flops import forward_flops, training_flops
 from megatron_gptoss.planning.parameter_counts import (
     MXFP4_BYTES,
@@ -370,7 +370,9 @@ def _exposed_reduction_seconds(
         optimizer: dtype of gradients.
         last_backward: seconds of the last micro-batch's backward pass, which hides the reduction.
     """
-    reduction = _data_parallel_seconds(parallel, trained, bytes_of(optimizer.gradient_dtype))
+    reduction = _data_parallel_seconds(
+        parallel, trained, bytes_per_number(optimizer.gradient_dtype)
+    )
     return max(0.0, reduction - last_backward)
 
 
@@ -380,13 +382,13 @@ def _optimizer_seconds(
     optimizer: OptimizerConfig,
 ) -> float:
     """Return the seconds of an optimizer step."""
-    gradient_bytes = bytes_of(optimizer.gradient_dtype)
-    moment_bytes = 2 * bytes_of(optimizer.moment_dtype)
+    gradient_bytes = bytes_per_number(optimizer.gradient_dtype)
+    moment_bytes = 2 * bytes_per_number(optimizer.moment_dtype)
 
     # Weights, the lower halves of master weights and moments are read and written. Gradients are
     # checked, accumulated, clipped, used and zeroed.
     touched = 2 * (2 + 2 + moment_bytes) + 6 * gradient_bytes
-    offloaded = 2 * optimizer.offload * (2 + moment_bytes)
+    offloaded = 2 * optimizer.offload_fraction * (2 + moment_bytes)
     seconds_per_parameter = touched / MEMORY_BANDWIDTH + offloaded / HOST_BANDWIDTH
 
     dense, expert = trained

@@ -18,7 +18,7 @@ def sent_tensor_bytes(inputs: MemoryInputs) -> float:
     limit = inputs.engine.bucket_bytes
     model = inputs.model
 
-    element = MXFP4_BYTES if inputs.engine.packs_experts else 2.0
+    element = MXFP4_BYTES if inputs.engine.has_mxfp4_experts else 2.0
     down_projections = element * model.num_experts * model.intermediate_size * model.hidden_size
     gate_and_up_projections = 2 * down_projections
 
@@ -43,7 +43,7 @@ def arriving_bytes(inputs: MemoryInputs) -> float:
     of_experts = 0.0
     if inputs.parallel.expert > 1:
         of_experts = 2 * 2 * model.intermediate_size * model.hidden_size
-        if inputs.engine.packs_experts:
+        if inputs.engine.has_mxfp4_experts:
             of_experts = STACK_BYTES
     return max(of_experts, _split_vocabulary_bytes(inputs))
 

@@ -21,7 +21,7 @@ class FaultyWeights:
         return engine_weights(self._source.weights(), self._ablation, self._seed)
 
     def mxfp4_weights(self) -> dict[str, torch.Tensor]:
-        # With quantization only the sinks are altered, and they are not packed.
+        # With quantization only the sinks are altered, and they are not MXFP4.
         return engine_weights(self._source.mxfp4_weights(), self._ablation, self._seed)
 
     def release_memory(self) -> None:

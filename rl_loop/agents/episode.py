@@ -156,13 +156,13 @@ class AgentRunner:
         returned: FunctionResult,
     ) -> Trajectory:
         """Return an episode with its outcome. Raises InfrastructureError."""
-        ending = ending_of(
+        ending = classify_ending(
             session, returned.failure if returned.is_infrastructure_failure else None
         )
         guard = EnvironmentGuard(
             environment, session.episode.clock, self.limits.max_episode_seconds
         )
-        result = await outcome_of(guard, session, ending, returned)
+        result = await determine_outcome(guard, session, ending, returned)
 
         # Long conversations take long to decode.
         captured = await run_in_thread(session.trajectories, task_id)
@@ -174,7 +174,7 @@ class AgentRunner:
         return session.episode.conclude(sequences, result, ending)
 
 
-def ending_of(session: ConversationSession, failure: InfrastructureError | None) -> Ending:
+def classify_ending(session: ConversationSession, failure: InfrastructureError | None) -> Ending:
     """Return the ending of an episode.
 
     Args:
@@ -194,8 +194,8 @@ def ending_of(session: ConversationSession, failure: InfrastructureError | None)
         return session.episode.out_of_time()
     # The gateway refused a request that exceeded the context, and the agent raised an error.
     if failure is not None and session.was_too_long:
-        allowed = f"{session.episode.limits.max_tokens} tokens"
-        return LimitReached(FinishReason.MAX_TOKENS, allowed)
+        allowed = f"{session.episode.limits.max_episode_tokens} tokens"
+        return LimitReached(FinishReason.MAX_EPISODE_TOKENS, allowed)
     if failure is not None:
         raise failure
     # The agent ended the episode. One of its conversations may end with a turn that was cut off.
@@ -203,7 +203,7 @@ def ending_of(session: ConversationSession, failure: InfrastructureError | None)
     return EpisodeCompleted(cut[0] if cut else FinishReason.STOP)
 
 
-async def outcome_of(
+async def determine_outcome(
     guard: EnvironmentGuard, session: ConversationSession, ending: Ending, returned: FunctionResult
 ) -> StepResult:
     """Return the reward of an episode.

@@ -39,7 +39,7 @@ class ProcessEndedError(InfrastructureError):
     """The process ended while the episode ran in it."""
 
 
-def environment_of(agent: ExternalAgent) -> dict[str, str]:
+def build_environment_variables(agent: ExternalAgent) -> dict[str, str]:
     """Return the environment variables that set the import path of an agent's process."""
     variables = {"GPTOSS_HOST_PATH": str(Path(rl_loop.__file__).parents[1])}
     if agent.python is None:
@@ -79,14 +79,14 @@ class AgentProcess:
                 HOST,
                 agent.function,
                 str(agent.memory_bytes),
-                str(agent.concurrency),
+                str(agent.max_concurrent_episodes),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 # asyncio's default limit of a line is 64 KiB. Longer ones raise a ValueError.
                 limit=MAX_LINE_BYTES,
                 # Ctrl-C in the user's terminal is for the run, which ends its agents.
                 start_new_session=True,
-                env=os.environ | environment_of(agent),
+                env=os.environ | build_environment_variables(agent),
             )
         except OSError as error:
             raise self._error(f"its process did not start: {error}") from error
@@ -228,9 +228,9 @@ ProcessKey = tuple[str, str | None, int, int]
 """Key of a process. Programs with equal keys run their episodes in one process."""
 
 
-def _key_of(agent: ExternalAgent) -> ProcessKey:
+def _process_key(agent: ExternalAgent) -> ProcessKey:
     # Task and history are settings of one episode, which need no separate process.
-    return (agent.function, agent.python, agent.concurrency, agent.memory_bytes)
+    return (agent.function, agent.python, agent.max_concurrent_episodes, agent.memory_bytes)
 
 
 class AgentProcesses:
@@ -245,12 +245,12 @@ class AgentProcesses:
 
     def slot(self, agent: ExternalAgent) -> asyncio.Semaphore:
         """Return the semaphore that limits the concurrent episodes of an agent."""
-        key = _key_of(agent)
-        return self._slots.setdefault(key, asyncio.Semaphore(agent.concurrency))
+        key = _process_key(agent)
+        return self._slots.setdefault(key, asyncio.Semaphore(agent.max_concurrent_episodes))
 
     async def process(self, agent: ExternalAgent) -> AgentProcess:
         """Return a process that may be given an episode. Raises InfrastructureError."""
-        key = _key_of(agent)
+        key = _process_key(agent)
         # Episodes that begin at the same time must wait for one process, not start one each.
         async with self._starting.setdefault(key, asyncio.Lock()):
             current = self._current.get(key)

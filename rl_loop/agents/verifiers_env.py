@@ -59,12 +59,12 @@ async def run(task: dict[str, Any], base_url: str, api_key: str) -> float:
     try:
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
         context = vf.ModelContext(model=MODEL, client=client)
-        return score_of(await environment.run_episode(chosen, context))
+        return compute_score(await environment.run_episode(chosen, context))
     finally:
         del os.environ[variable]
 
 
-def score_of(episode: Any) -> float:
+def compute_score(episode: Any) -> float:
     """Return the reward of an episode: the mean reward of its agents.
 
     A policy that is too slow is at fault for a time limit of ``verifiers``. Therefore such an

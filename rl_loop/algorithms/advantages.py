@@ -156,7 +156,9 @@ def group_advantages(
         # The others have the sum n mean - R, and R - (n mean - R) / (n - 1) is the line below.
         return centered * (len(rewards) / (len(rewards) - 1))
     if estimator == "grpo":
-        return centered / (standard_deviation_of(rewards.double(), standard_deviation) + epsilon)
+        return centered / (
+            compute_standard_deviation(rewards.double(), standard_deviation) + epsilon
+        )
     raise ValueError(f"unknown group estimator {estimator!r}")
 
 
@@ -371,7 +373,7 @@ def whiten(
     if mean.abs() <= ROUNDING * values.abs().max():
         mean = torch.zeros_like(mean)
     return (values - mean) / (
-        standard_deviation_of(values, standard_deviation).square() + epsilon
+        compute_standard_deviation(values, standard_deviation).square() + epsilon
     ).sqrt()
 
 
@@ -422,7 +424,7 @@ def center(values: torch.Tensor) -> torch.Tensor:
     return values - values.mean()
 
 
-def standard_deviation_of(
+def compute_standard_deviation(
     values: torch.Tensor, standard_deviation: StandardDeviation
 ) -> torch.Tensor:
     """Compute the standard deviation of values, float [n] with n > 1 -> scalar of their dtype."""

@@ -36,8 +36,8 @@ class PpoLoss(FunctionChoice):
     """Name of the loss."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """Lower bound of the importance ratio is 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
-    """Upper bound of the importance ratio is 1 + clip_high."""
+    clip_high: float = Field(0.2, ge=0)
+    """Upper bound of the importance ratio is 1 + clip_high. DAPO uses 0.28."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the loss for negative advantages, as a multiple of the advantage. null for none."""
 
@@ -205,7 +205,7 @@ def as_section(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-def _tag_of(value: Any, known: object, default: str) -> str:
+def _choose_tag(value: Any, known: object, default: str) -> str:
     """Return the tag of the union's member that ``value``, raw or an instance, belongs to."""
     # A section without a type has the default type, so that one override can change a bound.
     name = (
@@ -217,15 +217,15 @@ def _tag_of(value: Any, known: object, default: str) -> str:
 
 
 def _loss_tag(value: Any) -> str:
-    return _tag_of(value, POLICY_LOSSES, "ppo")
+    return _choose_tag(value, POLICY_LOSSES, "ppo")
 
 
 def _advantage_tag(value: Any) -> str:
-    return _tag_of(value, ADVANTAGES, "grpo")
+    return _choose_tag(value, ADVANTAGES, "grpo")
 
 
 def _supervised_tag(value: Any) -> str:
-    return _tag_of(value, ("cross_entropy", "distillation"), "cross_entropy")
+    return _choose_tag(value, ("cross_entropy", "distillation"), "cross_entropy")
 
 
 # MODULE:FUNCTION is no literal by which pydantic could choose, so a function returns the tag.

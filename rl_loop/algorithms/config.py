@@ -147,7 +147,7 @@ class AlgorithmConfig(StrictModel):
     aggregation: Aggregation = "token-mean"
     """Reduction of token losses to one number, always over the whole mini-batch. token-mean: DAPO.
     seq-mean-token-mean: GRPO and GSPO. seq-mean-token-sum-norm: Dr. GRPO, sums divided by
-    rollout.max_tokens. The mean is over episodes: the sequences of an agent that branches count as
+    rollout.max_episode_tokens. The mean is over episodes: the sequences of an agent that branches count as
     one."""
     mini_batches: int = Field(1, gt=0)
     """Optimizer steps per batch of episodes. 1 is on-policy."""
@@ -176,9 +176,9 @@ class AlgorithmConfig(StrictModel):
     overlong_buffer_tokens: int | None = Field(None, gt=0)
     """Number of tokens before the longest response over which the length penalty grows from 0 to
     overlong_penalty (DAPO). null for no penalty. A response is all sampled tokens, without prompt
-    and tool outputs. The longest response is the minimum of rollout.max_sampled_tokens, max_tokens
+    and tool outputs. The longest response is the minimum of rollout.max_sampled_tokens, max_episode_tokens
     and max_turns x max_sampled_tokens_per_turn. If a prompt leaves fewer tokens in
-    rollout.max_tokens, they are the longest response, and the buffer is the same share of it."""
+    rollout.max_episode_tokens, they are the longest response, and the buffer is the same share of it."""
     overlong_penalty: float = Field(1.0, gt=0)
     """Maximum length penalty. With gdpo the penalty is an additional reward part with this
     weight."""

@@ -174,20 +174,20 @@ def mismatch_sums(
     share = torch.where(mask, 1 / sequences.to_tokens(length), 0.0)
 
     sums = {
-        "mismatch/logprob_gap": d.abs().sum(),
+        "mismatch/log_prob_gap_mean": d.abs().sum(),
         "mismatch/kl_k1": (-d).sum(),
         "mismatch/kl_k2": (d.square() / 2).sum(),
         "mismatch/kl_k3": (ratio_minus_one - d).sum(),
         # exp(0) is 1, so tokens outside the mask are left out once more.
         "mismatch/prob_ratio": torch.where(mask, bounded_exp(d.abs()), 0.0).sum(),
         "mismatch/chi_square": ratio_minus_one.square().sum(),
-        "mismatch/log_perplexity_train": torch.where(mask, -log_probs.detach(), 0.0).sum(),
+        "mismatch/log_perplexity_trainer": torch.where(mask, -log_probs.detach(), 0.0).sum(),
         "mismatch/log_perplexity_rollout": torch.where(mask, -rollout_log_probs, 0.0).sum(),
-        "mismatch/log_perplexity_gap": (share * sequences.to_tokens(gap)).sum(),
+        "mismatch/log_perplexity_gap_mean": (share * sequences.to_tokens(gap)).sum(),
         "sequences": share.sum(),
     }
     maxima = {
-        "mismatch/logprob_gap_max": d.abs().max(),
+        "mismatch/log_prob_gap_max": d.abs().max(),
         "mismatch/log_perplexity_gap_max": gap.max(),
     }
     return sums, maxima

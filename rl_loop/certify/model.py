@@ -1,4 +1,4 @@
-"""Small synthetic GPT-OSS weights for the certificate.
+"""Small synthetic GPT-OSS weights for the checks.
 
 Trained weights hide faults: biases are nearly zero, activations do not reach the clamp, sinks have
 little weight, and one more key of 128 hardly matters. These weights make every fault visible. There
@@ -46,7 +46,7 @@ BEACON_KEY = 8.0
 
 
 class CertifyError(UserError, ValueError):
-    """Subject, weights or option that cannot be used."""
+    """Implementation, weights or option that cannot be used."""
 
 
 SIZES: dict[Size, GptOssModelConfig] = {
@@ -107,7 +107,7 @@ def vocabulary() -> TinyVocabulary:
     return TinyVocabulary(SIZES["tiny"].vocab_size, CONVERSATION_TEXT)
 
 
-def vocabulary_of(directory: Path, size: int) -> Vocabulary | None:
+def find_vocabulary(directory: Path, size: int) -> Vocabulary | None:
     """Return the vocabulary of a model. None if it lacks Harmony's special tokens.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Implements ``gptoss certify``: opens the weights and the subject, and runs the checks."""
+"""Implements ``gptoss certify``: opens the weights and the implementation, and runs the checks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,19 +11,23 @@ import torch
 
 from megatron_gptoss import host_memory
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.certify.certificate import Certificate, CheckOutcome, CheckResult
+from rl_loop.certify.check_run import CheckRun
 from rl_loop.certify.checks import CHECKS, TITLES
-from rl_loop.certify.examination import Examination
+from rl_loop.certify.implementation import (
+    ImplementationError,
+    ModelImplementation,
+    UnsupportedOperationError,
+)
 from rl_loop.certify.model import (
     FIRST,
     SECOND,
     CertifyError,
     Precision,
     WeightSet,
+    find_vocabulary,
     read_weights,
-    vocabulary_of,
 )
-from rl_loop.certify.subject import CertifySubject, SubjectError, UnsupportedOperationError
+from rl_loop.certify.report import CertifyReport, CheckOutcome, CheckResult
 from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import ReferenceModel, variant_frequencies
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, Vocabulary, special_id
@@ -35,17 +39,17 @@ REFERENCE_TOLERANCE = 2e-4
 transformers computes norms and angles in fp32. Long texts are not compared.
 """
 BYTES_PER_PARAMETER = 3 * 8
-"""Memory of this process: weights as stored, in fp64, and in the subject's precision."""
+"""Memory of this process: weights as stored, in fp64, and in the implementation's precision."""
 
-MakeSubject = Callable[[Path, Precision], CertifySubject]
+MakeImplementation = Callable[[Path, Precision], ModelImplementation]
 
-FACTORIES: Registry[MakeSubject] = Registry(
-    kind="subject",
-    expected="a function of a directory and a precision that returns a CertifySubject",
+FACTORIES: Registry[MakeImplementation] = Registry(
+    kind="implementation",
+    expected="a function of a directory and a precision that returns a ModelImplementation",
     accepts=callable,
     entries={
-        "transformers": "rl_loop.certify.subjects.transformers_model:TransformersModel",
-        "trainer": "rl_loop.certify.subjects.megatron_trainer:MegatronTrainer",
+        "transformers": "rl_loop.certify.implementations.transformers_model:TransformersModel",
+        "trainer": "rl_loop.certify.implementations.megatron_trainer:MegatronTrainer",
     },
 )
 
@@ -54,7 +58,7 @@ FACTORIES: Registry[MakeSubject] = Registry(
 class CertifyOptions:
     """Options of ``gptoss certify``."""
 
-    subject: str
+    implementation: str
     """Name in FACTORIES, MODULE:FUNCTION, or URL of a server."""
     weights: Path
     """Directory written by ``prepare``, or a Hugging Face directory."""
@@ -68,17 +72,17 @@ class CertifyOptions:
 def certify(
     options: CertifyOptions,
     progress: Callable[[CheckResult], None] = lambda result: None,
-) -> Certificate:
+) -> CertifyReport:
     """Run the checks.
 
     Args:
-        options: subject, weights and checks.
+        options: implementation, weights and checks.
         progress: function to call after each check.
 
     Raises:
-        CertifyError: if the subject, a check or the weights cannot be used.
+        CertifyError: if the implementation, a check or the weights cannot be used.
         ConversionError: if the directory is not a model.
-        SubjectError: if the subject cannot be reached.
+        ImplementationError: if the implementation cannot be reached.
     """
     # A wrong name must not cost the time for reading weights and for comparing the reference.
     unknown = set(options.only) - set(CHECKS)
@@ -87,7 +91,7 @@ def certify(
         raise CertifyError(f"unknown check {', '.join(sorted(unknown))}. Known checks: {known}")
 
     first, second = open_weights(options.weights)
-    vocabulary = vocabulary_of(first.directory, first.config.vocab_size)
+    vocabulary = find_vocabulary(first.directory, first.config.vocab_size)
     texts = ProbeTexts(first.config, special_ids(vocabulary, first.config))
     needed = max(len(text.ids) for text in texts.all)
     if needed > first.config.max_length:
@@ -97,11 +101,11 @@ def certify(
             "positions. Certify a model with a smaller window"
         )
     check_reference(first, texts)
-    with closing(open_subject(options, first)) as subject:
-        exam = Examination(subject, first, second, options.precision, texts, vocabulary)
-        results = run_checks(exam, options.only, progress)
-        return Certificate(
-            subject=subject.name,
+    with closing(open_implementation(options, first)) as implementation:
+        check_run = CheckRun(implementation, first, second, options.precision, texts, vocabulary)
+        results = run_checks(check_run, options.only, progress)
+        return CertifyReport(
+            implementation=implementation.name,
             weights=str(options.weights),
             precision=options.precision,
             model=_describe_model(first.config),
@@ -111,24 +115,24 @@ def certify(
 
 
 def run_checks(
-    exam: Examination,
+    check_run: CheckRun,
     only: Sequence[str] = (),
     progress: Callable[[CheckResult], None] = lambda result: None,
 ) -> list[CheckResult]:
-    """Run checks independently. A check that the subject does not support stops no other check."""
+    """Run checks independently. A check that the implementation does not support stops no other check."""
     results = []
     for name, check in CHECKS.items():
         # The first check always runs, because the others need the faults that it finds.
         if only and name not in only and name != "agreement":
             continue
         started = time.process_time()
-        # Checks use different operations of the subject, so one failure says nothing about the
+        # Checks use different operations of the implementation, so one failure says nothing about the
         # others.
         try:
-            result = check(exam)
+            result = check(check_run)
         except UnsupportedOperationError as reason:
             result = CheckResult(name, TITLES[name], CheckOutcome.SKIPPED, str(reason))
-        except SubjectError as failure:
+        except ImplementationError as failure:
             result = CheckResult(name, TITLES[name], CheckOutcome.FAILED, str(failure))
         result = replace(result, seconds=time.process_time() - started)
         results.append(result)
@@ -136,34 +140,34 @@ def run_checks(
     return results
 
 
-def check_subject_name(subject: str, has_weights: bool) -> None:
-    """Check a subject's name before weights are written or read.
+def check_implementation_name(implementation: str, has_weights: bool) -> None:
+    """Check an implementation's name before weights are written or read.
 
     Args:
-        subject: name of the subject.
+        implementation: name of the implementation.
         has_weights: True if the user gave a directory of weights.
 
     Raises:
         CertifyError: if the name is invalid, or if a server has no weights.
     """
-    if _is_url(subject):
+    if _is_url(implementation):
         if not has_weights:
             raise CertifyError(
-                f"{subject}: --weights must name the weights of the server. `gptoss certify "
+                f"{implementation}: --weights must name the weights of the server. `gptoss certify "
                 "prepare DIR` writes them"
             )
         return
-    # A MODULE:FUNCTION is imported later, in ``open_subject``. Here only its form is checked.
-    if subject not in FACTORIES and ":" not in subject:
+    # A MODULE:FUNCTION is imported later, in ``open_implementation``. Here only its form is checked.
+    if implementation not in FACTORIES and ":" not in implementation:
         known = ", ".join(FACTORIES)
         raise CertifyError(
-            f"unknown subject {subject!r}. Known subjects: {known}. You can also give "
+            f"unknown implementation {implementation!r}. Known implementations: {known}. You can also give "
             "MODULE:FUNCTION or a URL"
         )
 
 
-def _is_url(subject: str) -> bool:
-    return subject.startswith(("http://", "https://"))
+def _is_url(implementation: str) -> bool:
+    return implementation.startswith(("http://", "https://"))
 
 
 def open_weights(directory: Path) -> tuple[WeightSet, WeightSet | None]:
@@ -184,31 +188,32 @@ def open_weights(directory: Path) -> tuple[WeightSet, WeightSet | None]:
     return first, second
 
 
-def open_subject(options: CertifyOptions, weights: WeightSet) -> CertifySubject:
-    """Create the subject of ``options``."""
-    name = options.subject
+def open_implementation(options: CertifyOptions, weights: WeightSet) -> ModelImplementation:
+    """Create the implementation of ``options``."""
+    name = options.implementation
     if _is_url(name):
         # Imported here, because a trainer needs no HTTP client and a server needs no trainer.
         if name.rstrip("/").endswith("/v1"):
-            from rl_loop.certify.subjects.completions_server import CompletionsServer
+            from rl_loop.certify.implementations.completions_server import CompletionsServer
 
             return CompletionsServer(name)
-        from rl_loop.certify.subjects.sglang_server import SglangSubject
+        from rl_loop.certify.implementations.sglang_server import SglangServer
 
-        return SglangSubject(name, weights.config, options.deterministic)
+        return SglangServer(name, weights.config, options.deterministic)
 
-    check_subject_name(name, has_weights=True)
+    check_implementation_name(name, has_weights=True)
     try:
         factory = FACTORIES.resolve(name)
     except ValueError as error:
         raise CertifyError(str(error)) from error
-    subject = factory(weights.directory, options.precision)
+    implementation = factory(weights.directory, options.precision)
     # A MODULE:FUNCTION is the user's code, which may return anything.
-    if not isinstance(subject, CertifySubject):
+    if not isinstance(implementation, ModelImplementation):
         raise CertifyError(
-            f"{name} returned {type(subject).__name__}; expected a rl_loop.certify.subject.CertifySubject"
+            f"{name} returned {type(implementation).__name__}; expected a "
+            "rl_loop.certify.implementation.ModelImplementation"
         )
-    return subject
+    return implementation
 
 
 def check_reference(weights: WeightSet, texts: ProbeTexts) -> None:

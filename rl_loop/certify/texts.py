@@ -1,4 +1,4 @@
-"""Texts of a certificate. Each kind of text exposes one kind of fault."""
+"""Texts of the checks. Each kind of text exposes one kind of fault."""
 
 import random
 from dataclasses import dataclass

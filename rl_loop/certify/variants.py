@@ -1,8 +1,8 @@
 """The reference of GPT-OSS (``converters.reference``), with every known fault as a switch.
 
 Without a switch the reference computes the correct results. ``run.py`` compares it with
-transformers' GptOssForCausalLM before it judges a subject. With a switch the
-reference computes the results of a subject with that fault: the difference shows how visible the
+transformers' GptOssForCausalLM before it judges an implementation. With a switch the
+reference computes the results of an implementation with that fault: the difference shows how visible the
 fault is, and identifies it.
 """
 

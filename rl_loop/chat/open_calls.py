@@ -35,7 +35,7 @@ class UnmatchedToolOutputError(ValueError):
         self.index = index
 
 
-def calls_of(message: Mapping[str, Any]) -> list[OpenCall]:
+def parse_calls(message: Mapping[str, Any]) -> list[OpenCall]:
     """Return the calls in an assistant message. Malformed calls are left out."""
     calls: list[OpenCall] = []
     entries = message.get("tool_calls")
@@ -121,7 +121,7 @@ def with_answers_in_order(
     """
     ordered: list[dict[str, Any]] = []
     answers: list[Numbered] = []
-    calls = calls_of(earlier[-1]) if earlier else []
+    calls = parse_calls(earlier[-1]) if earlier else []
 
     def take_answers() -> None:
         try:
@@ -136,7 +136,7 @@ def with_answers_in_order(
             answers.append((len(answers), message))
             continue
         take_answers()
-        calls = calls_of(message)
+        calls = parse_calls(message)
         ordered.append(message)
     take_answers()
     return tuple(ordered)

@@ -130,9 +130,9 @@ class TokenizerVocabulary:
             return self.decode([token_id]).encode()
         spelled = self._text_tokenizer.id_to_token(token_id)
         # Tokenizers that do not work on bytes have characters outside of the table.
-        if spelled is None or not _byte_of().keys() >= set(spelled):
+        if spelled is None or not _bytes_by_character().keys() >= set(spelled):
             return self.decode([token_id]).encode()
-        return bytes(_byte_of()[character] for character in spelled)
+        return bytes(_bytes_by_character()[character] for character in spelled)
 
     def is_text(self, token_id: int) -> bool:
         """Return True if an id is a piece of text."""
@@ -160,7 +160,7 @@ class TokenizerVocabulary:
 
 
 @cache
-def _byte_of() -> dict[str, int]:
+def _bytes_by_character() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE."""
     return {character: byte for byte, character in enumerate(byte_characters())}
 

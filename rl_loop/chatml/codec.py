@@ -212,7 +212,7 @@ class ChatMl:
         Thoughts and an answer become one text, with a line each.
         """
         text = "\n".join(m.text for m in messages if m.recipient is None and m.text)
-        calls = tuple(_call_of(m) for m in messages if m.recipient is not None)
+        calls = tuple(_build_call(m) for m in messages if m.recipient is not None)
         return self.render_turn(ChatMessage("assistant", text, calls))
 
     def render_turn(self, message: ChatMessage, is_truncated: bool = False) -> list[int]:
@@ -293,7 +293,7 @@ class ChatMl:
         turn = self._read_turn(ids)
         if isinstance(turn, FormatError):
             return turn
-        return _messages_of(turn, "analysis", [_environment_call(call) for call in turn.calls])
+        return _build_messages(turn, "analysis", [_environment_call(call) for call in turn.calls])
 
     def parse_for_client(self, ids: Sequence[int]) -> list[ParsedMessage] | FormatError:
         """Parse a turn whose calls are all a client's functions: see ``ChatCodec``.
@@ -304,7 +304,7 @@ class ChatMl:
         turn = self._read_turn(ids)
         if isinstance(turn, FormatError):
             return turn
-        return _messages_of(turn, "commentary", [_function_call(call) for call in turn.calls])
+        return _build_messages(turn, "commentary", [_function_call(call) for call in turn.calls])
 
     def parse_truncated_for_client(self, ids: Sequence[int]) -> TruncatedTurn:
         """Parse a turn that a limit cut off: see ``ChatCodec``.
@@ -317,10 +317,12 @@ class ChatMl:
             text = self.vocabulary.decode(ids)
             # Only the last call can be truncated. Read the text before it.
             whole = text[: text.rfind(TOOL_CALL)] if messages.kind == "tool_call" else ""
-            turn = _turn_of(whole.removesuffix("\n"))
+            turn = _parse_turn(whole.removesuffix("\n"))
             messages = []
             if isinstance(turn, _SampledTurn) and (turn.text or turn.calls):
-                messages = _messages_of(turn, "commentary", list(map(_function_call, turn.calls)))
+                messages = _build_messages(
+                    turn, "commentary", list(map(_function_call, turn.calls))
+                )
         return TruncatedTurn(messages, (self._end,))
 
     def without_finished_analysis(self, ids: Sequence[int]) -> list[int]:
@@ -331,7 +333,7 @@ class ChatMl:
         """Return the positions of the text before the calls: see ``ChatCodec``."""
         pieces = [self.vocabulary.token_bytes(i) for i in takewhile(self._is_text, sampled)]
         text, call, _ = b"".join(pieces).partition(TOOL_CALL.encode())
-        # The line break before a call belongs to the format, as in ``_turn_of``.
+        # The line break before a call belongs to the format, as in ``_parse_turn``.
         if call or (len(pieces) < len(sampled) and sampled[len(pieces)] != self._end):
             text = text.removesuffix(b"\n")
         starts = accumulate((len(piece) for piece in pieces), initial=0)
@@ -354,7 +356,7 @@ class ChatMl:
         if not ids or ids[-1] != self._end or not is_legal:
             return FormatError("structure")
 
-        return _turn_of(self.vocabulary.decode(body))
+        return _parse_turn(self.vocabulary.decode(body))
 
     def split_at_calls(
         self, ids: Sequence[int], messages: Sequence[ParsedMessage]
@@ -474,7 +476,7 @@ def _python_function(tool: BuiltinTool) -> Tool:
     return Tool(tool.name, tool.description, schema)
 
 
-def _call_of(message: ParsedMessage) -> RenderedCall:
+def _build_call(message: ParsedMessage) -> RenderedCall:
     """Return a call in ChatML's form. Raises ValueError if its arguments are not JSON."""
     assert message.recipient is not None
     if message.recipient == PYTHON:
@@ -505,7 +507,7 @@ def _sampled_call(parts: Sequence[str]) -> _SampledCall | None:
     return _SampledCall(call["name"], call.get("arguments", {}))
 
 
-def _turn_of(said: str) -> _SampledTurn | FormatError:
+def _parse_turn(said: str) -> _SampledTurn | FormatError:
     """Parse the text of a turn, including the markup of its calls."""
     # The group of the pattern keeps the markup among the parts.
     text, *parts = MARKUP.split(said)
@@ -524,7 +526,7 @@ def _turn_of(said: str) -> _SampledTurn | FormatError:
     return _SampledTurn(text.removesuffix("\n"), calls)
 
 
-def _messages_of(
+def _build_messages(
     turn: _SampledTurn, channel: str, calls: list[ParsedMessage]
 ) -> list[ParsedMessage]:
     """Return a turn's text and its ``calls``. Text before calls gets ``channel``."""

@@ -20,8 +20,8 @@ from rl_loop.chat.open_calls import (
     OpenCall,
     UnmatchedToolOutputError,
     answered_calls,
-    calls_of,
     in_call_order,
+    parse_calls,
 )
 from rl_loop.chat.tools import FUNCTIONS, NAME
 from rl_loop.harmony.conversation import content_text, describe_message
@@ -97,7 +97,7 @@ def answered_messages(
             raise ValueError(f"{describe_message(number, message)}: {error}") from None
         read.append(chat)
         # Answers must follow their turn directly, because ChatML matches them by position.
-        calls, answers = calls_of(message) if chat.role == "assistant" else [], []
+        calls, answers = parse_calls(message) if chat.role == "assistant" else [], []
     read += _answers_in_order(calls, answers)
     # None is open, because ``_answers_in_order`` requires a result for every call.
     open_calls.clear()

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from rl_loop.chat.tokenizer_vocabulary import TokenizerError, TokenizerVocabulary
-from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, choose_tokens
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -57,7 +57,7 @@ def tiny_vocabulary(size: int, corpus: str) -> TinyChatMlVocabulary:
     """
     # Qwen2.5 has only single digits. A line break behind every digit keeps o200k from joining
     # several digits to one token.
-    tokens = tokens_of(re.sub("[0-9]", r"\g<0>\n", corpus))
+    tokens = choose_tokens(re.sub("[0-9]", r"\g<0>\n", corpus))
     needed = len(tokens) + len(TINY_MARKUP)
     if needed > size:
         raise TokenizerError(

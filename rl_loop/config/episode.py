@@ -13,14 +13,14 @@ class EpisodeLimits(BaseModel):
 
     max_turns: int = Field(4, gt=0)
     """Maximum assistant turns of an episode. Tool calls in the last turn have no use."""
-    max_tokens: int = Field(8192, gt=0)
+    max_episode_tokens: int = Field(8192, gt=0)
     """Maximum tokens of an episode, including prompt and tool outputs. Tasks with a prompt of this
     length or more are left out."""
     max_tool_calls: int | None = Field(None, gt=0)
     """Maximum tool calls of an episode. null for no limit. When a turn reaches it, further calls of
     the turn are not run, and the episode ends with the turn."""
     max_sampled_tokens: int | None = Field(None, gt=0)
-    """Maximum sampled tokens of an episode. null for no limit except max_tokens."""
+    """Maximum sampled tokens of an episode. null for no limit except max_episode_tokens."""
     max_episode_seconds: float = Field(600.0, gt=0)
     """Time limit of an episode in seconds (wall clock), for sampling, tools and the check of its
     answer. Time in the engine's queue, or for retries after infrastructure failures, does not

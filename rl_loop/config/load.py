@@ -14,11 +14,11 @@ from megatron_gptoss.families.registry import read_hf_config
 from rl_loop.algorithms.choices import CHOICES, as_section
 from rl_loop.config.errors import ConfigError
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
-from rl_loop.config.served_weights import served_weights
 from rl_loop.config.shipped import find_config, find_section, section_names
 from rl_loop.config.suggestions import known_keys, similar_keys, similar_names
 from rl_loop.conversations.config import ONLY_SOURCE, ConversationSource
 from rl_loop.registry import TAG
+from rl_loop.served_weights import choose_served_weights
 
 
 def load_config[Config: RunConfig](
@@ -147,13 +147,13 @@ def _keys_of_change(change: str) -> list[str]:
 def _mappings_of_change(change: str) -> list[str]:
     """Return the keys of all mappings in an override, outer ones first."""
 
-    def keys_of(values: Any, prefix: str) -> list[str]:
+    def list_keys(values: Any, prefix: str) -> list[str]:
         if not isinstance(values, dict):
             return []
-        below = [key for name in values for key in keys_of(values[name], f"{prefix}{name}.")]
+        below = [key for name in values for key in list_keys(values[name], f"{prefix}{name}.")]
         return [prefix.removesuffix("."), *below]
 
-    return keys_of(_values_of_change(change), "")
+    return list_keys(_values_of_change(change), "")
 
 
 def _values_of_change(change: str) -> Any:
@@ -251,15 +251,15 @@ def load_rl_config(path: Path, overrides: list[str] | None = None) -> RlConfig:
 
 def load_run_config(path: Path, command: str, overrides: list[str] | None = None) -> RunConfig:
     """Read a configuration of ``gptoss COMMAND`` with ``load_config``. COMMAND is rl or sft."""
-    return load_config(path, _kind_of(command), overrides)
+    return load_config(path, _get_config_class(command), overrides)
 
 
 def keys_of_command(command: str) -> list[str]:
     """Return the dotted keys of a ``gptoss COMMAND`` configuration. COMMAND is rl or sft."""
-    return list(known_keys(_kind_of(command)))
+    return list(known_keys(_get_config_class(command)))
 
 
-def _kind_of(command: str) -> type[RunConfig]:
+def _get_config_class(command: str) -> type[RunConfig]:
     kinds: dict[str, type[RunConfig]] = {kind.command: kind for kind in (RlConfig, SftConfig)}
     return kinds[command]
 
@@ -268,7 +268,7 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
     """Read the argument of ``gptoss serve`` with ``load_config``.
 
     ``initial_weights`` of the result is the directory of the weights to serve. For a run,
-    ``served_weights`` chooses it.
+    ``choose_served_weights`` chooses it.
 
     Args:
         path: a configuration of ``gptoss rl`` or ``sft``, the directory of a run, or a Hugging Face
@@ -283,7 +283,7 @@ def load_served_config(path: Path, overrides: list[str] | None = None) -> RunCon
         return _load_either(_find_either(path), overrides)
 
     if (path / "config.yaml").exists():
-        weights = served_weights(path).source
+        weights = choose_served_weights(path).path
         # Overrides come last, so that ``initial_weights=...`` of the user wins.
         return _load_either(
             path / "config.yaml", [f"initial_weights={weights}", *(overrides or [])]
@@ -327,7 +327,7 @@ def _config_of_model(path: Path, overrides: list[str]) -> RunConfig:
         "initial_weights": str(path),
         # A server accepts requests up to the model's length. The micro-batch must not be shorter,
         # although a server trains nothing.
-        "rollout": {"max_tokens": model.max_length},
+        "rollout": {"max_episode_tokens": model.max_length},
         "training": {"max_tokens_per_micro_batch": model.max_length},
     }
     try:
@@ -375,7 +375,7 @@ def _insert_choices(tree: Any, changes: list[str]) -> list[str]:
             # from_dotlist parses the value as YAML, so ``{type: ppo, ...}`` becomes a mapping.
             value = as_section(_plain(OmegaConf.select(OmegaConf.from_dotlist([change]), name)))
             # An override of the type with the same type keeps the other keys of the section.
-            keeps_type = isinstance(section, dict) and section.get("type") == _type_of(value)
+            keeps_type = isinstance(section, dict) and section.get("type") == _read_type(value)
             if name == key or not keeps_type:
                 section = value
         changes = others
@@ -390,7 +390,7 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def _type_of(section: Any) -> Any:
+def _read_type(section: Any) -> Any:
     return section.get("type") if isinstance(section, dict) else None
 
 
@@ -436,7 +436,7 @@ def validated[Model: StrictModel](path: Path, kind: type[Model], raw: Any) -> Mo
         _reject_other_kind(path, kind, error)
         listed = ""
         for mistake in error.errors():
-            key = _key_of(mistake)
+            key = _format_error_key(mistake)
             # Messages about several sections begin with their keys.
             listed += f"\n  {key}{': ' if key else ''}{_explain(mistake, kind)}"
         raise ConfigError(f"{path}: the configuration is invalid:{listed}") from None
@@ -493,7 +493,7 @@ def read_yaml(path: Path) -> Any:
     return tree
 
 
-def _key_of(error: Any) -> str:
+def _format_error_key(error: Any) -> str:
     """Return the key of an error, without pydantic's tags of unions. Empty for the top level."""
     parts = [str(part) for part in error["loc"]]
     return ".".join(part for part in parts if not part.startswith(TAG))
@@ -502,7 +502,7 @@ def _key_of(error: Any) -> str:
 def _explain(error: Any, kind: type[StrictModel]) -> str:
     """Return the fault of a value, with the value unless it is a section."""
     if error["type"] == "extra_forbidden":
-        return f"unknown key{similar_keys(_key_of(error), kind)}"
+        return f"unknown key{similar_keys(_format_error_key(error), kind)}"
     # pydantic adds this prefix to the message of a ValueError in a validator.
     message = error["msg"].removeprefix("Value error, ")
     if isinstance(error["input"], dict | list):

@@ -41,7 +41,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     """Engine that samples episodes. ``{type: embedded}`` is embedded in each worker. ``{type:
     sglang}`` runs servers on GPUs, which all workers share. ``{type: MODULE:CLASS, options:
     {...}}`` is an external backend."""
-    concurrent_tasks: int = Field(256, gt=0)
+    max_concurrent_tasks: int = Field(256, gt=0)
     """Maximum tasks, with all their episodes, that one worker runs at a time. Further tasks
     wait."""
     purification: PurificationConfig | None = None
@@ -50,7 +50,7 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     routed_experts: bool = False
     """Record the experts that the engine chose for every token. Default: true with
     ``algorithm.routing_replay: R3``, else false."""
-    max_invalid_share: float = Field(0.2, ge=0, lt=1)
+    max_invalid_fraction: float = Field(0.2, ge=0, lt=1)
     """Maximum share of a step's episodes that infrastructure failures (engine, sandbox, tool,
     checker) end. Such episodes are left out of training and metrics. The run ends above this share,
     and after 64 such episodes in groups without a valid episode. The message names the failing
@@ -69,8 +69,8 @@ class RolloutConfig(EpisodeLimits, StrictModel):
     @property
     def max_response_tokens(self) -> int:
         """Maximum sampled tokens of an episode, without prompt and tool outputs."""
-        # Prompt and tool outputs count in max_tokens, so this is only an upper bound.
-        limits = [self.max_tokens, self.max_turns * self.max_sampled_tokens_per_turn]
+        # Prompt and tool outputs count in max_episode_tokens, so this is only an upper bound.
+        limits = [self.max_episode_tokens, self.max_turns * self.max_sampled_tokens_per_turn]
         if self.max_sampled_tokens is not None:
             limits.append(self.max_sampled_tokens)
         return min(limits)

@@ -58,7 +58,7 @@ def batch_size(
         model,
         dtype,
         engine.tensor_parallel,
-        packed=engine.packs_experts,
+        mxfp4_experts=engine.has_mxfp4_experts,
         windowed_share=windowed_cache_share(engine.arguments),
         adapter=adapter,
     )

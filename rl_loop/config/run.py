@@ -123,10 +123,14 @@ class RunConfig(EpisodesConfig, TrainerConfig):
         self._check_unmerged_rank(self.adapter)
 
     def _check_unmerged_rank(self, adapter: AdapterConfig) -> None:
-        """Refuse expert adapters of a rank that packed servers do not support."""
+        """Refuse expert adapters of a rank that MXFP4 servers do not support."""
         engine = self.rollout.engine
         rank = adapter.rank_of_experts(self.model)
-        if engine.packs_experts and not adapter.merge_experts and rank > engine.max_unmerged_rank:
+        if (
+            engine.has_mxfp4_experts
+            and not adapter.merge_experts
+            and rank > engine.max_unmerged_rank
+        ):
             raise ValueError(
                 f"adapter.expert_rank ({rank}) exceeds {engine.max_unmerged_rank}, the largest rank of unmerged "
                 f"adapters on {engine.type} servers with rollout.engine.quantization="
@@ -176,12 +180,12 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             )
 
     def _check_engine_quantization(self) -> None:
-        """Refuse a format that the engine does not support, and noise on packed experts."""
+        """Refuse a format that the engine does not support, and noise on MXFP4 experts."""
         engine = self.rollout.engine
         check_quantization("rollout.engine.quantization", engine.experts_format, self.model)
-        # Packed servers get the bits of quantized training or of a base. They cannot quantize other weights.
+        # MXFP4 servers get the bits of quantized training or of a base. They cannot quantize other weights.
         exists = self.trained_quantization is not None or self.unmerged_adapter is not None
-        if engine.packs_experts and not exists:
+        if engine.has_mxfp4_experts and not exists:
             trained, remedy = "quantization is null", "train all weights with quantization=mxfp4"
             if self.adapter is not None:
                 trained = "adapter.merge_experts (true) changes the values of experts"
@@ -193,7 +197,7 @@ class RunConfig(EpisodesConfig, TrainerConfig):
             )
 
         noise = self.ablation.engine_noise
-        # Noise on packed values has no MXFP4 code.
+        # Noise on MXFP4 values has no MXFP4 code.
         if noise > 0 and self.trained_quantization is not None:
             raise ValueError(
                 f"ablation.engine_noise ({noise:g}) cannot be added to experts in "
@@ -251,7 +255,7 @@ class RlConfig(RunConfig):
 
         inputs = replace(
             super().memory_inputs,
-            longest_sequence=self.rollout.max_tokens,
+            longest_sequence=self.rollout.max_episode_tokens,
             auxiliary_models=auxiliary_models,
             # Colocated servers take memory of the trainer's GPUs. Others take none.
             engine=self.rollout.engine.memory_on_trainer_gpus(
@@ -288,7 +292,7 @@ class RlConfig(RunConfig):
                 "Leave it out."
             )
         # Merging in fp32 loses less than training can notice.
-        if self.unmerged_adapter is None or engine.packs_experts or self.dtype == "fp32":
+        if self.unmerged_adapter is None or engine.has_mxfp4_experts or self.dtype == "fp32":
             return
         raise ValueError(
             f"adapter.merge_experts (false): {engine.type} engines would hold merged experts in {self.dtype}, which "
@@ -297,18 +301,18 @@ class RlConfig(RunConfig):
         )
 
     def _check_lengths(self) -> None:
-        longest = self.rollout.max_tokens
+        longest = self.rollout.max_episode_tokens
         row = self.training.max_tokens_per_micro_batch
         # An episode is not split over micro-batches.
         if longest > row:
             raise ValueError(
-                f"rollout.max_tokens ({longest}) exceeds training.max_tokens_per_micro_batch "
+                f"rollout.max_episode_tokens ({longest}) exceeds training.max_tokens_per_micro_batch "
                 f"({row}), so the longest episode would not fit into a micro-batch. Lower the "
                 "first or raise the second."
             )
         if longest > self.model.max_length:
             raise ValueError(
-                f"rollout.max_tokens ({longest}) exceeds model.max_length "
+                f"rollout.max_episode_tokens ({longest}) exceeds model.max_length "
                 f"({self.model.max_length}). Lower it."
             )
 
@@ -397,7 +401,7 @@ class RlConfig(RunConfig):
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens ({algorithm.overlong_buffer_tokens}) must be "
                 f"less than the longest response ({longest}, the minimum of rollout.max_sampled_tokens, "
-                "max_tokens and max_turns x max_sampled_tokens_per_turn), because the length "
+                "max_episode_tokens and max_turns x max_sampled_tokens_per_turn), because the length "
                 "penalty would otherwise apply to every episode. Lower it."
             )
 
@@ -460,7 +464,7 @@ class SftConfig(RunConfig):
         # ``super()`` assumes that a sample can fill a micro-batch.
         inputs = super().memory_inputs
         if self.distillation is not None:
-            inputs = replace(inputs, teacher=model_of(self.distillation.teacher))
+            inputs = replace(inputs, teacher=read_model(self.distillation.teacher))
         if self.data is None:
             return inputs
         # The last token of a sequence takes no position in a row.
@@ -490,7 +494,7 @@ class SftConfig(RunConfig):
         return self
 
 
-def model_of(directory: Path) -> ModelConfig | None:
+def read_model(directory: Path) -> ModelConfig | None:
     """Return the architecture of a Hugging Face directory. None if it has no ``config.json``.
 
     Raises:

@@ -77,7 +77,7 @@ class EvaluationConfig(StrictModel):
     http://host:8000/v1. null for the run's engine."""
     endpoint_model: str = "default"
     """Name of the model at the endpoint."""
-    concurrent_episodes: int = Field(64, gt=0)
+    max_concurrent_episodes: int = Field(64, gt=0)
     """Maximum concurrent episodes with an endpoint."""
 
 
@@ -86,7 +86,7 @@ class DemonstrationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    correct_share: float = Field(0.5, ge=0, le=1)
+    correct_fraction: float = Field(0.5, ge=0, le=1)
     """Share of demonstrations that solve their task. The others contain errors and mostly fail,
     which leaves a margin for RL."""
     history: Literal["append", "harmony"] = "append"

@@ -20,7 +20,7 @@ from rl_loop.conversations.config import Format
 from rl_loop.conversations.errors import ConversationError, DataError
 from rl_loop.conversations.harmony import RenderOptions
 from rl_loop.conversations.renderers import conversation_renderer
-from rl_loop.conversations.rows import RawRow, RowBlock, Rows
+from rl_loop.conversations.rows import RowBlock, Rows, UnparsedRecord
 
 Split = Literal["train", "validation"]
 
@@ -46,7 +46,7 @@ class RenderPlan:
     sources: list[RenderSource]
     codec: ChatCodec
     options: RenderOptions
-    validation_share: float
+    validation_fraction: float
     """Share of the rows in the validation split. 0 for no validation split."""
     seed: int
     """Seed for the split."""
@@ -113,15 +113,15 @@ class BlockRenderer:
 
         for row in source.rows.read(job.block):
             # The raw row decides, so that a rejected conversation belongs to one split, too.
-            if self._split_of(row) != job.split:
+            if self._choose_split(row) != job.split:
                 continue
             conversations += 1
             try:
                 samples, reasons = self._renderer.render_record(
-                    row.record(source.columns), source.format
+                    row.parse(source.columns), source.format
                 )
             except ConversationError as error:
-                # One bad row must not end the run. ``max_rejected_share`` limits their number.
+                # One bad row must not end the run. ``max_rejected_fraction`` limits their number.
                 rejections.append(RejectedRow(row.number, str(error)))
                 continue
 
@@ -145,16 +145,16 @@ class BlockRenderer:
             rejections=rejections,
         )
 
-    def _split_of(self, row: RawRow) -> Split:
+    def _choose_split(self, row: UnparsedRecord) -> Split:
         """Return the split of a row. It depends only on the content and the seed."""
-        share = self._plan.validation_share
-        if share == 0:
+        fraction = self._plan.validation_fraction
+        if fraction == 0:
             return "train"
         # The seed is the key of the hash, so that another seed gives another split.
         key = str(self._plan.seed).encode()
         digest = hashlib.blake2b(row.fingerprint(), digest_size=8, key=key).digest()
         # The digest is uniform below 2**64.
-        return "validation" if int.from_bytes(digest) < share * 2**64 else "train"
+        return "validation" if int.from_bytes(digest) < fraction * 2**64 else "train"
 
 
 # ---- parallel rendering

@@ -27,10 +27,10 @@ from rl_loop.conversations.conversation import (
 )
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import (
-    format_of,
     paired_answers,
     plain_messages,
     plain_sharegpt,
+    resolve_format,
 )
 from rl_loop.conversations.harmony import RenderedSample, RenderOptions, fit
 
@@ -147,7 +147,7 @@ class ChatMlRenderer:
 
 def _read(record: Any, form: Format) -> tuple[list[Numbered], list[Tool]]:
     """Return the messages of a record and the tools that it describes."""
-    form = format_of(record, form)
+    form = resolve_format(record, form)
     if form == "harmony":
         raise ConversationError("it is in Harmony's format, and ChatML has no channels")
     if record.get("reasoning_effort"):

@@ -34,7 +34,7 @@ class ConversationSource(BaseModel):
     source is left. null: repeat until ``training.steps`` are done."""
     validation_path: str | None = None
     """Conversations in the same format for the validation loss. null: use
-    ``data.validation_share``."""
+    ``data.validation_fraction``."""
 
     @model_validator(mode="after")
     def _check_locations(self) -> Self:
@@ -86,7 +86,7 @@ class DataConfig(CorpusConfig):
     """Seed for shuffling and for the validation split."""
     shuffle: bool = True
     """Shuffle every epoch differently. false: use the order of the file."""
-    validation_share: float = Field(0.0, ge=0, lt=1)
+    validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the conversations used for the validation loss instead of training. They are chosen
     by content, so copies of a conversation are in the same split."""
     validation_conversations: int = Field(256, gt=0)
@@ -99,7 +99,7 @@ class DataConfig(CorpusConfig):
     too_long: Literal["reject", "truncate"] = "reject"
     """Treatment of longer samples. ``reject``: report them and leave them out. ``truncate``: cut
     off the end, including the token that ends a turn."""
-    max_rejected_share: float = Field(0.1, ge=0, le=1)
+    max_rejected_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum share of rejected conversations. Above it the run ends and reports the reasons."""
     workers: int = Field(2, ge=0)
     """Processes that read and tokenize ahead of training. 0: do it between steps."""
@@ -107,9 +107,9 @@ class DataConfig(CorpusConfig):
     @model_validator(mode="after")
     def _check_validation(self) -> Self:
         for name, source in self.sources.items():
-            if source.validation_path is not None and self.validation_share > 0:
+            if source.validation_path is not None and self.validation_fraction > 0:
                 raise ValueError(
-                    f"sources.{name}.validation_path and validation_share both select data for "
+                    f"sources.{name}.validation_path and validation_fraction both select data for "
                     "validation. Give one of them"
                 )
         return self

@@ -8,7 +8,7 @@ from rl_loop.conversations.config import CorpusConfig
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.harmony import RenderOptions
 from rl_loop.conversations.renderers import conversation_renderer
-from rl_loop.conversations.rows import RawRow, open_rows
+from rl_loop.conversations.rows import UnparsedRecord, open_rows
 
 CORPUS_CONVERSATIONS = 2000
 """Maximum number of conversations per source."""
@@ -32,13 +32,13 @@ def conversation_texts(config: CorpusConfig, codec: ChatCodec) -> Iterator[str]:
     for source in config.sources.values():
         for row in islice(_rows(source.path), CORPUS_CONVERSATIONS):
             try:
-                samples, _ = renderer.render_record(row.record(source.columns), source.format)
+                samples, _ = renderer.render_record(row.parse(source.columns), source.format)
             except ConversationError:
                 continue
             yield from (codec.decode(sample.token_ids) for sample in samples)
 
 
-def _rows(location: str) -> Iterator[RawRow]:
+def _rows(location: str) -> Iterator[UnparsedRecord]:
     rows = open_rows(location)
     for block in rows.blocks:
         yield from rows.read(block)

@@ -25,7 +25,7 @@ from rl_loop.conversations.rejections import (
     RejectionReport,
     check_rejected_share,
     describe_rejection,
-    kind_of,
+    generalize_reason,
 )
 from rl_loop.conversations.rows import Rows, open_rows
 from rl_loop.conversations.source_stream import DataSample, SourceStream
@@ -77,7 +77,7 @@ class ConversationData:
             sources=sources,
             codec=codec,
             options=RenderOptions(config.history, max_tokens, config.too_long),
-            validation_share=config.validation_share,
+            validation_fraction=config.validation_fraction,
             seed=config.seed,
         )
         self._pool = RenderPool(plan, config.workers)
@@ -105,7 +105,7 @@ class ConversationData:
                 seen=preview.conversations,
                 rejected=len(preview.rejections),
                 kinds=preview.kinds,
-                limit=self.config.max_rejected_share,
+                limit=self.config.max_rejected_fraction,
             )
 
     # ---- training
@@ -155,17 +155,17 @@ class ConversationData:
             # A separate file is not split, so all its rows are in ``train``.
             if rows is not None and separate is not None:
                 samples = self._first_conversations(name, separate, rows, "train", report)
-            elif self.config.validation_share > 0:
+            elif self.config.validation_fraction > 0:
                 rows = self._rows[number]
                 samples = self._first_conversations(name, number, rows, "validation", report)
             else:
                 continue
 
             if not samples:
-                share = self.config.validation_share
+                fraction = self.config.validation_fraction
                 raise DataError(
                     f"{rows.location}: no conversation of data.sources.{name} is left for "
-                    f"validation (data.validation_share is {share}). Increase it, or set "
+                    f"validation (data.validation_fraction is {fraction}). Increase it, or set "
                     "validation_path"
                 )
             # Each source has a separate validation loss.
@@ -193,7 +193,7 @@ class ConversationData:
             for wait in self._pool.submit(jobs):
                 rendered = wait()
                 report.add(name, rows, rendered.rejections)
-                for sample_row, sample in samples_of(rendered, rows):
+                for sample_row, sample in build_samples(rendered, rows):
                     # Count rows, because a conversation may have several samples.
                     used.add(sample_row)
                     if len(used) > self.config.validation_conversations:
@@ -226,12 +226,14 @@ class ConversationData:
             (wait,) = self._pool.submit([BlockJob(number, block, "train")])
             rendered = wait()
             preview.conversations += rendered.conversations
-            preview.samples += [sample for _, sample in samples_of(rendered, rows)]
+            preview.samples += [sample for _, sample in build_samples(rendered, rows)]
             preview.rejections += [
                 describe_rejection(rows, rejection) for rejection in rendered.rejections
             ]
             # The kinds summarize the reasons if too many conversations are rejected.
-            preview.kinds.update(kind_of(rejection.reason) for rejection in rendered.rejections)
+            preview.kinds.update(
+                generalize_reason(rejection.reason) for rejection in rendered.rejections
+            )
             if preview.conversations >= conversations:
                 break
         return preview
@@ -301,7 +303,7 @@ def join_samples(samples: Sequence[DataSample]) -> TrainingSamples:
     )
 
 
-def samples_of(rendered: RenderedBlock, rows: Rows) -> list[tuple[int, DataSample]]:
+def build_samples(rendered: RenderedBlock, rows: Rows) -> list[tuple[int, DataSample]]:
     """Return the samples of a block, each with its line or row."""
     # np.split takes the inner boundaries only.
     ids = np.split(rendered.token_ids, rendered.offsets[1:-1])

@@ -12,7 +12,7 @@ from typing import Any
 from openai_harmony import DeveloperContent, Message, ReasoningEffort, Role, SystemContent
 from pydantic import ValidationError
 
-from rl_loop.chat.open_calls import Numbered, UnmatchedToolOutputError, calls_of, in_call_order
+from rl_loop.chat.open_calls import Numbered, UnmatchedToolOutputError, in_call_order, parse_calls
 from rl_loop.chat.tools import check_names
 from rl_loop.conversations.config import Format
 from rl_loop.conversations.conversation import BUILTIN_NAMESPACES, Conversation, make_conversation
@@ -48,10 +48,10 @@ SHAREGPT_KEYS = {"from", "value", "weight"}
 
 def read_conversation(record: Any, form: Format) -> Conversation:
     """Read one record. Raises ConversationError naming the message and the reason."""
-    return READERS[format_of(record, form)](record)
+    return READERS[resolve_format(record, form)](record)
 
 
-def format_of(record: Any, form: Format) -> Format:
+def resolve_format(record: Any, form: Format) -> Format:
     """Return the format of a record: ``form``, or the detected format if it is "auto".
 
     Raises:
@@ -116,7 +116,7 @@ def plain_messages(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
 
     messages = [
         (number, _plain_message(number, message))
-        for number, message in enumerate(_list_of(record, "messages"))
+        for number, message in enumerate(_read_list(record, "messages"))
     ]
     return messages, read_tools(record.get("tools"))
 
@@ -142,7 +142,7 @@ def _plain_message(number: int, message: Any) -> dict[str, Any]:
         plain["thinking"] = thoughts[0]
     if plain.get("tool_calls"):
         plain["tool_calls"] = [
-            _tool_call(name, call) for call in _list_of(plain, "tool_calls", name)
+            _tool_call(name, call) for call in _read_list(plain, "tool_calls", name)
         ]
     return plain
 
@@ -243,7 +243,7 @@ def paired_answers(message: dict[str, Any], answers: Sequence[Numbered]) -> list
         ConversationError: if an answer names a call that the message does not make.
     """
     try:
-        ordered = in_call_order(calls_of(message), answers, by_index=True)
+        ordered = in_call_order(parse_calls(message), answers, by_index=True)
     except UnmatchedToolOutputError as error:
         named = describe_message(*answers[error.index])
         raise ConversationError(f"{named}: {error}") from None
@@ -266,7 +266,7 @@ def plain_sharegpt(record: dict[str, Any]) -> tuple[list[Numbered], list[Tool]]:
     messages: list[Numbered] = []
     if record.get("system"):
         messages.append((0, {"role": "system", "content": record["system"]}))
-    for number, message in enumerate(_list_of(record, "conversations")):
+    for number, message in enumerate(_read_list(record, "conversations")):
         messages.append((number, _sharegpt_message(number, message)))
     return messages, read_tools(record.get("tools"))
 
@@ -312,7 +312,7 @@ def read_harmony(record: dict[str, Any]) -> Conversation:
 
     System and developer messages at the beginning are rendered unchanged.
     """
-    messages = _list_of(record, "messages")
+    messages = _read_list(record, "messages")
     system: Message | None = None
     prefix: list[Message] = []
     functions: set[str] = set()
@@ -463,7 +463,7 @@ def _names(tools: Sequence[Tool]) -> frozenset[str] | None:
 # ---- helpers
 
 
-def _list_of(record: Mapping[str, Any], key: str, name: str = "") -> list[Any]:
+def _read_list(record: Mapping[str, Any], key: str, name: str = "") -> list[Any]:
     value = record.get(key)
     if not isinstance(value, list) or not value:
         where = f"{name}: " if name else ""

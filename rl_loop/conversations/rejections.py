@@ -80,7 +80,7 @@ class RejectionReport:
         if key in self._known:
             return False
         self._known.add(key)
-        self.kinds[kind_of(record["reason"])] += 1
+        self.kinds[generalize_reason(record["reason"])] += 1
         return True
 
     def _show_first(self, description: str) -> None:
@@ -98,7 +98,7 @@ def check_rejected_share(
     if rejected > limit * seen:
         raise DataError(
             f"{location}: {rejected} of {seen} conversations are rejected, more than "
-            f"data.max_rejected_share ({limit}) allows: {describe_kinds(kinds)}"
+            f"data.max_rejected_fraction ({limit}) allows: {describe_kinds(kinds)}"
         )
 
 
@@ -115,7 +115,7 @@ def describe_kinds(kinds: "Counter[str]") -> str:
     return "; ".join(listed)
 
 
-def kind_of(reason: str) -> str:
+def generalize_reason(reason: str) -> str:
     """Return a reason with placeholders for its variable parts."""
     for pattern, replacement in VARIABLE_PARTS:
         reason = pattern.sub(replacement, reason)

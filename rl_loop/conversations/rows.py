@@ -35,7 +35,7 @@ class RowBlock:
 
 
 @dataclass(frozen=True)
-class RawRow:
+class UnparsedRecord:
     """Record that is not parsed yet."""
 
     number: int
@@ -43,7 +43,7 @@ class RawRow:
     content: bytes | dict[str, Any]
     """JSON line, or row as converted by Arrow."""
 
-    def record(self, columns: Mapping[str, str]) -> Any:
+    def parse(self, columns: Mapping[str, str]) -> Any:
         """Parse the record.
 
         Args:
@@ -56,7 +56,7 @@ class RawRow:
             ConversationError: if the line is not JSON or a column is missing.
         """
         if isinstance(self.content, bytes):
-            content = self._parse(self.content)
+            content = self._parse_line(self.content)
         else:
             content = self.content
         try:
@@ -68,7 +68,7 @@ class RawRow:
         return named if isinstance(self.content, bytes) else _without_nulls(named)
 
     @staticmethod
-    def _parse(line: bytes) -> Any:
+    def _parse_line(line: bytes) -> Any:
         try:
             return json.loads(line.decode("utf-8"))
         except json.JSONDecodeError as error:
@@ -120,7 +120,7 @@ class JsonLinesRows:
                 start += len(content)
                 line += content.count(b"\n")
 
-    def read(self, block: RowBlock) -> Iterator[RawRow]:
+    def read(self, block: RowBlock) -> Iterator[UnparsedRecord]:
         """Read the rows of a block. Raises DataError if the file has changed."""
         with self._path.open("rb") as file:
             file.seek(block.start)
@@ -131,7 +131,7 @@ class JsonLinesRows:
 
         for number, line in enumerate(content.split(b"\n"), start=block.first_row):
             if stripped := line.strip():
-                yield RawRow(number, stripped)
+                yield UnparsedRecord(number, stripped)
 
 
 class ArrowRows:
@@ -173,11 +173,11 @@ class ArrowRows:
         # Rendering processes get their blocks with each job and map the files themselves.
         return {key: value for key, value in vars(self).items() if key not in ("_table", "blocks")}
 
-    def read(self, block: RowBlock) -> Iterator[RawRow]:
+    def read(self, block: RowBlock) -> Iterator[UnparsedRecord]:
         """Read the rows of a block."""
         rows = self._table.slice(block.start, block.stop - block.start).to_pylist()
         for number, row in enumerate(rows, start=block.first_row):
-            yield RawRow(number, row)
+            yield UnparsedRecord(number, row)
 
 
 Rows = JsonLinesRows | ArrowRows

@@ -27,7 +27,7 @@ from rl_loop.conversations.rejections import (
     RejectionReport,
     check_rejected_share,
     describe_kinds,
-    kind_of,
+    generalize_reason,
 )
 from rl_loop.conversations.rows import RowBlock, Rows
 
@@ -307,7 +307,9 @@ class SourceStream:
             for block in self._blocks:
                 self._position.conversations += block.conversations
                 self._position.rejected += len(block.rejections)
-                self._kinds.update(kind_of(rejection.reason) for rejection in block.rejections)
+                self._kinds.update(
+                    generalize_reason(rejection.reason) for rejection in block.rejections
+                )
             self._check_rejected(window.is_last)
 
         if window.is_last:
@@ -324,7 +326,7 @@ class SourceStream:
                 seen=self._position.conversations,
                 rejected=self._position.rejected,
                 kinds=self._kinds,
-                limit=self._data.max_rejected_share,
+                limit=self._data.max_rejected_fraction,
             )
 
     def _no_loss_tokens(self) -> str:

@@ -8,7 +8,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
-class RunAhead:
+class AsyncGroups:
     """Progress of later steps at the time when a step's groups were collected."""
 
     groups: int
@@ -30,8 +30,8 @@ class RolloutBatch:
     dynamic sampling."""
     next_task: int
     """Position of the next training task."""
-    ahead: RunAhead | None = None
-    """Groups of later steps. None if rollouts do not run ahead of training."""
+    async_groups: AsyncGroups | None = None
+    """Groups of later steps. None without asynchronous rollouts."""
 
     @property
     def episodes(self) -> list[Trajectory]:

@@ -24,7 +24,7 @@ class StoredRoutes:
     start: int = 0
     """First row in the stored array. The sequences of an episode share one array."""
 
-    def rows_of(self, stored: np.ndarray) -> np.ndarray:
+    def select_rows(self, stored: np.ndarray) -> np.ndarray:
         """Return this object's rows of the stored array, as a view."""
         return stored[self.start : self.start + self.shape[0]]
 

@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
     """A stop token was sampled / the agent gave its final answer."""
     LENGTH = "length"
     """The token budget of the turn ran out."""
-    MAX_TOKENS = "max_tokens"
+    MAX_EPISODE_TOKENS = "max_episode_tokens"
     """The token budget of the episode, prompt and tool output included, ran out."""
     MAX_SAMPLED_TOKENS = "max_sampled_tokens"
     """The episode's budget of sampled tokens ran out."""

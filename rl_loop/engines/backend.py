@@ -116,7 +116,7 @@ class EngineConfig(StrictModel):
         return None
 
     @property
-    def packs_experts(self) -> bool:
+    def has_mxfp4_experts(self) -> bool:
         """True if the engine accepts experts only as MXFP4 blocks and scales.
 
         The trainer has these if it trains experts in MXFP4.
@@ -301,7 +301,7 @@ class RolloutBackend(ABC):
     def pause(self) -> None:
         """Stop generation and free memory for the trainer until the next ``sync_weights``.
 
-        Not called if rollouts run ahead of training (``algorithm.max_staleness``).
+        Not called with asynchronous rollouts (``algorithm.max_staleness``).
         """
         return None
 

@@ -26,14 +26,14 @@ class CompletionsEngine:
     Args:
         url: base address, which ends with ``/v1``.
         model: name of the model at the endpoint.
-        concurrency: maximum number of running requests.
+        max_concurrent_requests: maximum number of running requests.
     """
 
-    def __init__(self, url: str, model: str, concurrency: int = 64) -> None:
+    def __init__(self, url: str, model: str, max_concurrent_requests: int = 64) -> None:
         self._url = f"{url.rstrip('/')}/completions"
         self._model = model
         self._limits: dict[str, asyncio.Timeout] = {}  # by request id; an abort sets the time
-        self._slots = asyncio.Semaphore(concurrency)
+        self._slots = asyncio.Semaphore(max_concurrent_requests)
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

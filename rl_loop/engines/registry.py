@@ -9,12 +9,12 @@ from megatron_gptoss.planning.memory_inputs import EngineMemory
 from rl_loop.engines.backend import BackendContext, EngineConfig, RolloutBackend, ServerProcesses
 from rl_loop.engines.embedded.config import EmbeddedConfig
 from rl_loop.engines.sglang.config import SglangConfig
-from rl_loop.registry import TAG, Registry, subclass_of
+from rl_loop.registry import TAG, Registry, accept_subclasses
 
 BACKENDS: Registry[type[RolloutBackend]] = Registry(
     kind="rollout backend",
     expected="a subclass of rl_loop.engines.backend.RolloutBackend",
-    accepts=subclass_of(RolloutBackend),
+    accepts=accept_subclasses(RolloutBackend),
     entries={
         # Imported when a run builds its backend, because they import torch and Ray, which are not
         # needed to read a configuration.
@@ -68,8 +68,8 @@ class ExternalEngineConfig(EngineConfig):
         return self.settings().experts_format
 
     @property
-    def packs_experts(self) -> bool:
-        return self.settings().packs_experts
+    def has_mxfp4_experts(self) -> bool:
+        return self.settings().has_mxfp4_experts
 
     @property
     def max_unmerged_rank(self) -> int:
@@ -83,7 +83,7 @@ class ExternalEngineConfig(EngineConfig):
         self.settings().check_machine()
 
 
-def _tag_of(value: Any) -> str:
+def _choose_tag(value: Any) -> str:
     """Return the tag of the union's member for ``value``, a mapping or an instance."""
     # The default type is the embedded engine, so that one override can change its batch size.
     kind = getattr(value, "type", None)
@@ -99,7 +99,7 @@ AnyEngineConfig = Annotated[
     Annotated[EmbeddedConfig, Tag(f"{TAG}embedded")]
     | Annotated[SglangConfig, Tag(f"{TAG}sglang")]
     | Annotated[ExternalEngineConfig, Tag(f"{TAG}external")],
-    Discriminator(_tag_of),
+    Discriminator(_choose_tag),
 ]
 """Type of ``rollout.engine``. Each engine accepts only its own keys."""
 

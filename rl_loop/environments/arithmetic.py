@@ -67,14 +67,14 @@ def problem(split: Split, seed: int, index: int, numbers: range = NUMBERS) -> Ar
 
         # The expression decides, so that the same numbers in other words are in the same split.
         candidate = ArithmeticProblem(text.format(**drawn), expression.format(**drawn))
-        if split_of(candidate.expression) == split:
+        if choose_split(candidate.expression) == split:
             return candidate
 
     # 1 in 8 problems is held out, so 1,000 misses in a row do not happen.
     raise RuntimeError(f"problem {index}: 1,000 candidates were all outside of split {split!r}")
 
 
-def split_of(expression: str) -> Split:
+def choose_split(expression: str) -> Split:
     """Return the split of an expression, which does not depend on the seed."""
     digest = hashlib.sha256(expression.encode()).digest()
     # Not Python's own hash of a text, which differs from process to process.

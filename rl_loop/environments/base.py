@@ -80,7 +80,7 @@ class ExternalAgent:
     """First argument of the function: JSON values."""
     history: Literal["append", "harmony"]
     """Rendering of the history after a final answer (docs/gateway.md)."""
-    concurrency: int
+    max_concurrent_episodes: int
     """Episodes of the agent that one rollout worker runs at a time."""
     memory_bytes: int
     """Memory limit of the agent's process."""
@@ -472,7 +472,7 @@ def text_in(record: dict[str, Any], key: str) -> str:
     return value
 
 
-def function_of(recipient: str) -> str:
+def parse_recipient(recipient: str) -> str:
     """Return the function's name in a recipient. Raises UnknownToolError if it is not a function."""
     if not recipient.startswith(FUNCTIONS):
         raise UnknownToolError
@@ -483,7 +483,7 @@ MAX_ARGUMENT_DEPTH = 64
 """Limit of nested levels in a call's JSON. Libraries that read or write JSON have limits, too."""
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def parse_arguments(text: str) -> dict[str, Any]:
     """Parse the JSON object with the arguments of a function.
 
     Raises:
@@ -491,7 +491,7 @@ def arguments_of(text: str) -> dict[str, Any]:
             which Python accepts, are errors, too: servers would fail on them.
 
     Example:
-        >>> arguments_of('{"number": 5}')
+        >>> parse_arguments('{"number": 5}')
         {'number': 5}
     """
     try:

@@ -19,7 +19,7 @@ from rl_loop.environments.base import (
     Task,
 )
 from rl_loop.environments.reward_parts import check_parts, read_parts, with_parts
-from rl_loop.environments.row_tasks import check_function, generated_task, row_of, row_task
+from rl_loop.environments.row_tasks import check_function, generated_task, read_row, row_task
 from rl_loop.infrastructure import InfrastructureError
 
 
@@ -39,7 +39,7 @@ class BlackBoxOptions(EnvironmentOptions):
     history: Literal["append", "harmony"] = "append"
     """Rendering of the history after a final answer. "append" keeps all tokens. "harmony" drops the
     tokens that the format drops, which begins a new sequence (docs/gateway.md)."""
-    concurrency: int = Field(64, gt=0)
+    max_concurrent_episodes: int = Field(64, gt=0)
     """Episodes of this agent that one rollout worker runs at a time."""
     memory_gb: float = Field(8.0, gt=0)
     """Memory limit of the agent's process in GB. Allocations beyond it raise MemoryError."""
@@ -81,7 +81,7 @@ class BlackBoxEnvironment(Environment):
     def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
-        self.row = row_of(task)
+        self.row = read_row(task)
         # The options were validated when the task was made, so do not import the agent again.
         self.options = BlackBoxOptions.model_construct(**task.metadata["options"])
 
@@ -90,7 +90,7 @@ class BlackBoxEnvironment(Environment):
             function=self.options.agent,
             task=self.row,
             history=self.options.history,
-            concurrency=self.options.concurrency,
+            max_concurrent_episodes=self.options.max_concurrent_episodes,
             # Limits of processes are in bytes.
             memory_bytes=int(self.options.memory_gb * 1e9),
             python=self.options.python,

@@ -21,7 +21,7 @@ from rl_loop.environments.base import (
     text_in,
     think,
 )
-from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, prompt_of
+from rl_loop.environments.retool import ReToolEnvironment, ReToolOptions, build_messages
 from rl_loop.sandbox import ExecutionResult
 
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
@@ -64,9 +64,9 @@ class Gsm8kEnvironment(ReToolEnvironment):
             raise ValueError("'answer' has nothing after ####")
 
         task = Task(
-            name, prompt_of(question, options), ground_truth, "gsm8k", {"tools": options.tools}
+            name, build_messages(question, options), ground_truth, "gsm8k", {"tools": options.tools}
         )
-        expression = expression_of(answer, ground_truth)
+        expression = build_expression(answer, ground_truth)
         # Without marked calculations there is no expression, so demonstrations do not call Python.
         if expression is not None:
             task.metadata["expression"] = expression
@@ -115,7 +115,7 @@ class Gsm8kEnvironment(ReToolEnvironment):
         return await super().call(tool, arguments)
 
 
-def expression_of(solution: str, answer: str) -> str | None:
+def build_expression(solution: str, answer: str) -> str | None:
     """Return one expression with all calculations of a solution.
 
     In the last calculation, results of earlier calculations are replaced by these: "48/2" and

@@ -22,9 +22,9 @@ from rl_loop.environments.base import (
     Task,
     ToolError,
     UnknownToolError,
-    arguments_of,
     function_call,
-    function_of,
+    parse_arguments,
+    parse_recipient,
 )
 
 USERS = ("ana", "ben", "cleo", "dan", "eva", "finn", "gus", "hana", "ivo", "jil")
@@ -187,14 +187,14 @@ class IncidentEnvironment(Environment):
         )
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
-        name = function_of(tool)
+        name = parse_recipient(tool)
         if name not in TOOLS:
             raise UnknownToolError
 
         # Failed calls count as steps, too.
         self._step += 1
         try:
-            reply = self._run_tool(name, arguments_of(arguments))
+            reply = self._run_tool(name, parse_arguments(arguments))
         except ToolError:
             self._record("agent", "failed_call")
             raise

@@ -117,7 +117,7 @@ class InstructionEnvironment(Environment):
 
         Such a row is {"key", "prompt", "instruction_id_list", "kwargs"}.
         """
-        constraints = _constraints_of(record)
+        constraints = _parse_constraints(record)
         for constraint in constraints:
             checker_class(constraint.name)  # raises ValueError for an unknown name
             # Check before the run, because a checker without its data would fail in every episode.
@@ -226,7 +226,7 @@ def _script_meets(topic: str, constraints: list[TextConstraint]) -> bool:
     return all(check(constraint, text, "").strict for constraint in constraints)
 
 
-def _constraints_of(record: dict[str, Any]) -> list[TextConstraint]:
+def _parse_constraints(record: dict[str, Any]) -> list[TextConstraint]:
     """Return the constraints in a row of IFEval or IFBench. Raises KeyError or ValueError."""
     names = record["instruction_id_list"]
     kwargs = record["kwargs"]

@@ -21,8 +21,8 @@ from rl_loop.environments.base import (
     Task,
     ToolError,
     UnknownToolError,
-    arguments_of,
-    function_of,
+    parse_arguments,
+    parse_recipient,
     text_in,
 )
 from rl_loop.environments.replayed import RecordedAction, ReplayedEnvironment, ReplayedOptions
@@ -160,11 +160,11 @@ class McpEnvironment(ReplayedEnvironment[McpOptions]):
     async def call(self, tool: str, arguments: str) -> str:
         await self.ready()
         assert self.toolbox is not None
-        name = function_of(tool)
+        name = parse_recipient(tool)
         if not self.toolbox.offers(name) or name == self.options.setup_tool:
             raise UnknownToolError
 
-        answer: ToolResult = await self.act(ToolCall(name, arguments_of(arguments)))
+        answer: ToolResult = await self.act(ToolCall(name, parse_arguments(arguments)))
         if answer.is_error:
             raise ToolError(answer.text)
         return answer.text

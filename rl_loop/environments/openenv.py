@@ -26,12 +26,12 @@ from rl_loop.environments.base import (
     Task,
     ToolError,
     UnknownToolError,
-    arguments_of,
-    function_of,
+    parse_arguments,
+    parse_recipient,
 )
 from rl_loop.environments.replayed import ReplayedEnvironment, ReplayedOptions, ToolServerLostError
 from rl_loop.environments.row_tasks import row_task
-from rl_loop.environments.tool_servers.content import text_of
+from rl_loop.environments.tool_servers.content import render_blocks
 from rl_loop.infrastructure import InfrastructureError, describe
 
 NUMBER = "{number}"
@@ -100,7 +100,7 @@ class ServerObservation:
     """True if the response did not arrive in time. The session is closed then."""
 
 
-def failure_of(options: OpenEnvOptions, what: str) -> InfrastructureError:
+def build_failure(options: OpenEnvOptions, what: str) -> InfrastructureError:
     """Return a failure of the environment at ``options.url``. ``what`` is the end of a sentence."""
     failure_source = f"OpenEnv at {options.url}"
     return InfrastructureError("environment", f"{failure_source} {what}", failure_source)
@@ -136,7 +136,7 @@ class OpenEnvSession:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             # Close aiohttp's session, too. Otherwise it is reported as unclosed later.
             await self.close()
-            raise failure_of(self._options, f"cannot be reached: {describe(error)}") from error
+            raise build_failure(self._options, f"cannot be reached: {describe(error)}") from error
 
     async def close(self) -> None:
         """Close the session. Later calls do nothing."""
@@ -156,10 +156,10 @@ class OpenEnvSession:
             observed = await self._ask("reset", arguments, self._options.connect_seconds)
         except TimeoutError:
             seconds = self._options.connect_seconds
-            raise failure_of(self._options, f"did not reset within {seconds:g} s") from None
+            raise build_failure(self._options, f"did not reset within {seconds:g} s") from None
         # No action of the policy came before, so a failed reset is an infrastructure failure.
         if observed.error is not None:
-            raise failure_of(self._options, f"cannot reset: {observed.error}")
+            raise build_failure(self._options, f"cannot reset: {observed.error}")
         return observed
 
     async def step(self, action: dict[str, Any]) -> ServerObservation:
@@ -174,7 +174,7 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: dict[str, Any], seconds: float) -> ServerObservation:
         """Send a message and return the response. Raises InfrastructureError and TimeoutError."""
         if self._socket is None:
-            raise failure_of(self._options, "is not connected")
+            raise build_failure(self._options, "is not connected")
         try:
             async with asyncio.timeout(seconds):
                 await self._socket.send_json({"type": kind, "data": data})
@@ -199,7 +199,7 @@ class OpenEnvSession:
                 # Other codes do not come from an action, so the policy must not read them as its
                 # mistake.
                 if data["code"] not in ACTION_ERRORS:
-                    raise failure_of(self._options, f"{data['code']}: {data['message']}")
+                    raise build_failure(self._options, f"{data['code']}: {data['message']}")
                 details = data.get("errors") or data["message"]
                 return ServerObservation({}, None, False, _as_text(details))
 
@@ -210,7 +210,7 @@ class OpenEnvSession:
                 done=bool(data["done"]),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise failure_of(
+            raise build_failure(
                 self._options, f"answered {text[:200]!r}: {describe(error)}"
             ) from error
 
@@ -254,7 +254,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         first = await self._session.reset(arguments)
         # After another observation, the recorded actions would have another meaning.
         if self._first is not None and first != self._first:
-            raise failure_of(
+            raise build_failure(
                 self.options,
                 "returned another observation at a second reset, so recorded actions cannot be "
                 "repeated. Set replay: false",
@@ -275,14 +275,14 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
 
     async def do(self, action: dict[str, Any]) -> ServerObservation:
         if self._session is None:
-            raise failure_of(self.options, "is not connected")
+            raise build_failure(self.options, "is not connected")
         observed = await self._session.step(action)
         if self.options.interface != "tools":
             return observed
         try:
             return _with_tool_error(observed)
         except ConnectionError as error:
-            raise failure_of(self.options, f"cannot reach its tools: {error}") from error
+            raise build_failure(self.options, f"cannot reach its tools: {error}") from error
 
     async def _described_tools(self, session: OpenEnvSession) -> list[Tool]:
         """Return the tools of the policy. Raises InfrastructureError."""
@@ -297,11 +297,13 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         if not described:
             metadata = listed.observation.get("metadata") or {}
             reason = listed.error or metadata.get("error") or "there is none"
-            raise failure_of(self.options, f"lists no tools: {reason}")
+            raise build_failure(self.options, f"lists no tools: {reason}")
         try:
-            return [_tool_of(tool) for tool in described]
+            return [_parse_tool(tool) for tool in described]
         except (ValueError, KeyError, TypeError) as error:
-            raise failure_of(self.options, f"lists a malformed tool: {describe(error)}") from error
+            raise build_failure(
+                self.options, f"lists a malformed tool: {describe(error)}"
+            ) from error
 
     # ---- the policy's view
 
@@ -309,7 +311,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
         messages = [dict(message) for message in self.task.messages]
         # Prompts are also rendered without an episode, to check their length.
         if self._first is not None:
-            shown = self._text_of(self._first)
+            shown = self._render_observation(self._first)
             if shown:
                 # The observation belongs to the task, so it is part of the user's message.
                 messages[-1]["content"] += f"\n\n{shown}"
@@ -320,10 +322,10 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
 
     async def call(self, tool: str, arguments: str) -> str | StepResult:
         await self.ready()
-        name = function_of(tool)
+        name = parse_recipient(tool)
         if name not in {known.name for known in self._tools}:
             raise UnknownToolError
-        action = arguments_of(arguments)
+        action = parse_arguments(arguments)
         if self.options.interface == "tools":
             action = {"type": "call_tool", "tool_name": name, "arguments": action}
 
@@ -332,7 +334,7 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             return self.ended()
         if observed.error is not None:
             raise ToolError(truncate_text(observed.error, self.options.max_output_bytes))
-        return self._text_of(observed)
+        return self._render_observation(observed)
 
     async def answer(self, text: str) -> StepResult:
         if self.options.interface != "text":
@@ -346,9 +348,9 @@ class OpenEnvEnvironment(ReplayedEnvironment[OpenEnvOptions]):
             return self.ended(text.strip())
         if observed.done or observed.is_late:
             return self.ended(text.strip())
-        return StepResult(user=observed.error or self._text_of(observed))
+        return StepResult(user=observed.error or self._render_observation(observed))
 
-    def _text_of(self, observed: ServerObservation) -> str:
+    def _render_observation(self, observed: ServerObservation) -> str:
         """Return the text of an observation that the policy reads."""
         shown: Any = {
             key: value
@@ -397,14 +399,14 @@ async def _action_schema(options: OpenEnvOptions) -> dict[str, Any]:
             answer.raise_for_status()
             schema = dict((await answer.json())["action"])
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError) as error:
-        raise failure_of(options, f"has no schema of actions: {describe(error)}") from error
+        raise build_failure(options, f"has no schema of actions: {describe(error)}") from error
 
     # All actions have metadata, but no environment expects it from the policy.
     properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
     return schema | {"properties": properties}
 
 
-def _tool_of(described: dict[str, Any]) -> Tool:
+def _parse_tool(described: dict[str, Any]) -> Tool:
     """Return a tool of the environment. Raises ValueError for a name that calls cannot contain."""
     # OpenEnv writes the key in snake case, MCP's JSON in camel case.
     schema = described.get("input_schema") or described.get("inputSchema") or {}
@@ -434,7 +436,7 @@ def _with_tool_error(observed: ServerObservation) -> ServerObservation:
 def _result_text(result: Any) -> str:
     """Return a tool's result as text. For an MCP result this is its content."""
     if isinstance(result, dict) and isinstance(result.get("content"), list):
-        return text_of(result["content"])
+        return render_blocks(result["content"])
     return _as_text(result)
 
 

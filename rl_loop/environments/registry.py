@@ -3,7 +3,7 @@
 import inspect
 
 from rl_loop.environments.base import Environment, PythonExecutor, RewardConfig, Task
-from rl_loop.registry import Registry, subclass_of
+from rl_loop.registry import Registry, accept_subclasses
 
 DEFAULT_ENVIRONMENT = "retool"
 """Environment of configurations without ``tasks.sources``."""
@@ -11,7 +11,7 @@ DEFAULT_ENVIRONMENT = "retool"
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     kind="environment",
     expected="a subclass of Environment",
-    accepts=subclass_of(Environment),
+    accepts=accept_subclasses(Environment),
     entries={
         # Imported on first use, because clients of servers import slowly.
         "retool": "rl_loop.environments.retool:ReToolEnvironment",

@@ -16,7 +16,7 @@ from rl_loop.environments.base import (
     Task,
     ToolError,
 )
-from rl_loop.environments.row_tasks import row_of
+from rl_loop.environments.row_tasks import read_row
 from rl_loop.infrastructure import InfrastructureError
 
 
@@ -60,7 +60,7 @@ class ReplayedEnvironment[O: ReplayedOptions](Environment):
     def __init__(self, task: Task, execute: PythonExecutor, reward: RewardConfig) -> None:
         """Raises ValueError if another class created the task."""
         super().__init__(task, execute, reward)
-        self.row = row_of(task)
+        self.row = read_row(task)
         self.options = cast(O, self.Options.model_validate(task.metadata["options"]))
         self.can_be_restored = self.options.replay
         """True if actions may be repeated. Otherwise an infrastructure failure ends the episode."""

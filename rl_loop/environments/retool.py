@@ -20,8 +20,8 @@ from rl_loop.environments.base import (
     Task,
     ToolError,
     UnknownToolError,
-    arguments_of,
     final,
+    parse_arguments,
     text_in,
     think,
 )
@@ -71,7 +71,7 @@ class ReToolEnvironment(Environment):
         problem = arithmetic.problem(split, seed, index)
         return Task(
             task_id=f"{split}-{index}",
-            messages=prompt_of(problem.text, options),
+            messages=build_messages(problem.text, options),
             ground_truth=str(problem.answer),
             environment="retool",
             metadata={"expression": problem.expression, "stateful": options.stateful},
@@ -92,7 +92,7 @@ class ReToolEnvironment(Environment):
             # Files spell their columns differently, such as "Problem".
             row = {str(key).lower(): value for key, value in record.items()}
             question = text_in(row, "problem" if row.get("problem") else "question")
-            messages = prompt_of(question, options)
+            messages = build_messages(question, options)
             ground_truth = text_in(row, "answer")
 
         # None leaves the row out.
@@ -139,7 +139,7 @@ class ReToolEnvironment(Environment):
         return (PythonTool(stateful=self._is_stateful),)
 
     async def call(self, tool: str, arguments: str) -> str:
-        code = _code_of(tool, arguments)
+        code = _parse_code(tool, arguments)
         self._calls += 1
 
         notice = ""
@@ -199,7 +199,7 @@ class ReToolEnvironment(Environment):
         return self.end_with_score(score, normalized(answer))
 
 
-def prompt_of(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
+def build_messages(question: str, options: ReToolOptions) -> list[dict[str, Any]]:
     """Return the messages of a task: optional developer instructions, and the question."""
     messages = [{"role": "user", "content": question}]
     if options.instructions is not None:
@@ -214,7 +214,7 @@ def _conversation(prompt: Any, options: ReToolOptions) -> list[dict[str, Any]]:
         ValueError: if the prompt is not a conversation.
     """
     if isinstance(prompt, str):
-        return prompt_of(prompt, options)
+        return build_messages(prompt, options)
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(
             f"'prompt' must be text or a list of messages, not {type(prompt).__name__}"
@@ -241,14 +241,14 @@ def _ground_truth(reward_model: Any) -> str:
     return text_in(reward_model, "ground_truth")
 
 
-def _code_of(tool: str, arguments: str) -> str:
+def _parse_code(tool: str, arguments: str) -> str:
     """Return the program of a call. Raises UnknownToolError and ToolError."""
     if tool == "python":
         return arguments
     if tool != "functions.python":
         raise UnknownToolError
 
-    code = arguments_of(arguments).get("code")
+    code = parse_arguments(arguments).get("code")
     if not isinstance(code, str):
         raise ToolError('functions.python takes JSON like {"code": "print(1)"}')
     return code

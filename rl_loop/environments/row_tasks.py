@@ -100,7 +100,7 @@ def row_task(
     )
 
 
-def row_of(task: Task) -> dict[str, Any]:
+def read_row(task: Task) -> dict[str, Any]:
     """Return the row of a task. Raises ValueError if the task was not created by ``row_task``."""
     # A task in a file may name this environment without having come from ``row_task``.
     missing = [key for key in ("record", "options") if key not in task.metadata]

@@ -126,7 +126,7 @@ def _token_gaps(samples: TrainingSamples, scores: np.ndarray, codec: ChatCodec) 
     tokens = []
     for i in np.flatnonzero(samples.loss_mask):
         text = codec.decode_token(int(samples.token_ids[i]))
-        tokens.append(TokenGap(int(positions[i]), _class_of(text), float(gaps[i])))
+        tokens.append(TokenGap(int(positions[i]), _classify_token(text), float(gaps[i])))
     return tokens
 
 
@@ -140,7 +140,7 @@ def _row(name: str, tokens: Sequence[TokenGap]) -> list[str]:
     return [f"{name:26}{len(gaps):>8}" + "".join(f"{figure:>11.2e}" for figure in figures)]
 
 
-def _class_of(text: str) -> str:
+def _classify_token(text: str) -> str:
     """Return the class of a token's text."""
     if text.startswith("<|") and text.endswith("|>"):
         return "special tokens"

@@ -96,15 +96,17 @@ async def run_at_endpoint(
     Raises:
         EndpointError: if the server cannot be used.
     """
-    engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.concurrent_episodes)
+    engine = CompletionsEngine(url, evaluation.endpoint_model, evaluation.max_concurrent_episodes)
     # Environments with an external agent need another worker.
     runs_episodes = worker_class(config.tasks)
     worker = runs_episodes(config, lambda: engine, torch.get_num_threads())
     rollout = config.rollout
     # Failures of the endpoint must not count as wrong answers.
-    breaker = CircuitBreaker.with_streak(rollout.max_invalid_share)
+    breaker = CircuitBreaker.with_streak(rollout.max_invalid_fraction)
     # Limit the episodes, not the tasks, because a task has several episodes.
-    slots = asyncio.Semaphore(max(1, evaluation.concurrent_episodes // evaluation.samples_per_task))
+    slots = asyncio.Semaphore(
+        max(1, evaluation.max_concurrent_episodes // evaluation.samples_per_task)
+    )
 
     async def run(request: GroupRequest) -> TrajectoryGroup:
         async with slots:
@@ -123,7 +125,7 @@ async def run_at_endpoint(
         await worker.close()
 
     # A streak of failures has ended the evaluation before. Their share is known at its end.
-    breaker.check_share()
+    breaker.check_fraction()
     finished = [group.result() for group in groups]
     for group in finished:
         if group.skipped is not None:

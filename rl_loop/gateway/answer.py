@@ -163,7 +163,9 @@ def _parsed_turn(
         # The client cannot run any other call. In a truncated turn it is dropped instead of
         # reported.
         readable = [m for m in cut.messages if m.recipient is None or m.recipient in names]
-        return ReadTurn(_answer_of(readable, response_id), closing=cut.closing, dropped=cut.dropped)
+        return ReadTurn(
+            _build_answer(readable, response_id), closing=cut.closing, dropped=cut.dropped
+        )
 
     return _complete_turn(codec, ids, names, response_id)
 
@@ -206,10 +208,10 @@ def _complete_turn(
     # The client would get neither a text nor a call, so its agent would have nothing to act on.
     if all(message.channel == "analysis" and message.recipient is None for message in messages):
         return ReadTurn(PolicyAnswer(), format_error="unanswered")
-    return ReadTurn(_answer_of(messages, response_id))
+    return ReadTurn(_build_answer(messages, response_id))
 
 
-def _answer_of(messages: Sequence[ParsedMessage], response_id: str) -> PolicyAnswer:
+def _build_answer(messages: Sequence[ParsedMessage], response_id: str) -> PolicyAnswer:
     items: list[AnswerItem] = []
     calls = 0
     for message in messages:

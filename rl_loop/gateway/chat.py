@@ -28,12 +28,12 @@ from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
     RequestParameters,
     checked_parameters,
-    effort_of,
     mapping,
     offered,
-    text_of,
+    parse_effort,
+    parse_text,
+    parse_tool,
     text_value,
-    tool_of,
     validated,
 )
 from rl_loop.gateway.request import TurnRequest
@@ -109,7 +109,7 @@ class ChatCall:
         choices = [
             {
                 "index": index,
-                "message": _message_of(node),
+                "message": _build_message(node),
                 "logprobs": self._log_probs(node),
                 "finish_reason": _finish_reason(node),
             }
@@ -162,7 +162,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
         if tool.get("type") != "function":
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
         tools.append(
-            tool_of(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
+            parse_tool(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
         )
 
     messages = []
@@ -178,7 +178,7 @@ def _turn_request(parameters: ChatParameters) -> TurnRequest:
     return TurnRequest(
         messages=with_answers_in_order(messages, ()),
         tools=offered(tools, parameters.tool_choice),
-        reasoning_effort=effort_of(parameters.reasoning_effort, "reasoning_effort"),
+        reasoning_effort=parse_effort(parameters.reasoning_effort, "reasoning_effort"),
         max_new_tokens=min((limit for limit in limits if limit is not None), default=None),
         temperature=parameters.temperature,
         top_p=parameters.top_p,
@@ -195,15 +195,15 @@ def _message(entry: dict[str, Any], where: str) -> dict[str, Any]:
     content = f"{where}.content"
     match role:
         case "system" | "developer":
-            return {"role": "developer", "content": text_of(entry.get("content"), content)}
+            return {"role": "developer", "content": parse_text(entry.get("content"), content)}
         case "user":
-            message = {"role": "user", "content": text_of(entry.get("content"), content)}
+            message = {"role": "user", "content": parse_text(entry.get("content"), content)}
             if entry.get("name"):
                 message["name"] = text_value(entry["name"], f"{where}.name")
             return message
         case "tool":
             call_id = text_value(entry.get("tool_call_id"), f"{where}.tool_call_id")
-            text = text_of(entry.get("content"), content)
+            text = parse_text(entry.get("content"), content)
             return {"role": "tool", "content": text, "tool_call_id": call_id}
         case "assistant":
             return _assistant_message(entry, where)
@@ -221,7 +221,7 @@ def _assistant_message(entry: dict[str, Any], where: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     # Clients repeat a turn that has only calls with null, as ``_content`` returns it.
     if entry.get("content") is not None:
-        message["content"] = text_of(entry["content"], f"{where}.content")
+        message["content"] = parse_text(entry["content"], f"{where}.content")
     # Names differ among servers. Only conversations that are not stored are rendered with it.
     reasoning = entry.get("reasoning") or entry.get("reasoning_content")
     if isinstance(reasoning, str):
@@ -253,7 +253,7 @@ def _stated_call(call: dict[str, Any], where: str, number: int) -> dict[str, Any
 # ---- responses
 
 
-def _message_of(node: TurnNode) -> dict[str, Any]:
+def _build_message(node: TurnNode) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": _content(node), "refusal": None}
     if node.answer.reasoning:
         message["reasoning"] = node.answer.reasoning

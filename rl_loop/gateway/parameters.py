@@ -124,7 +124,7 @@ def validated[Model: BaseModel](kind: type[Model], parameters: dict[str, Any]) -
         raise invalid_request(mistake["msg"], key) from None
 
 
-def text_of(content: Any, where: str) -> str:
+def parse_text(content: Any, where: str) -> str:
     """Return the text of a message's content, which is a string or a list of text parts.
 
     Args:
@@ -167,7 +167,7 @@ def text_value(value: Any, where: str) -> str:
     return value
 
 
-def tool_of(function: dict[str, Any], where: str) -> Tool:
+def parse_tool(function: dict[str, Any], where: str) -> Tool:
     """Return the tool of a function's description. Raises ApiError if the description is wrong."""
     name = text_value(function.get("name"), f"{where}.name")
     description = function.get("description") or ""
@@ -212,7 +212,7 @@ def offered(tools: Sequence[Tool], tool_choice: Any) -> tuple[Tool, ...]:
     raise unsupported("tool_choice", 'sampling is not constrained. Use "auto" or "none"')
 
 
-def effort_of(value: Any, where: str) -> Effort | None:
+def parse_effort(value: Any, where: str) -> Effort | None:
     """Return the requested reasoning effort. Raises ApiError if it is unknown."""
     if value is None:
         return None

@@ -8,7 +8,7 @@ from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.jobs import RenderedMessages, RenderJob, SessionJobs, StoredTokens
 from rl_loop.gateway.node import ForestPosition, TurnNode, TurnPrompt
 from rl_loop.gateway.request import TurnRequest, text_bytes, text_size
-from rl_loop.tasks.prompt_limit import MAX_TOKEN_BYTES
+from rl_loop.tasks.episode_prompts import MAX_O200K_TOKEN_BYTES
 
 SHORT_CHARACTERS = 4096
 """Bytes of text that are rendered on the event loop. It takes a few milliseconds at most."""
@@ -30,7 +30,7 @@ class PromptTooLongError(Exception):
 
 
 @dataclass(frozen=True)
-class PromptRenderer:
+class TurnPromptRenderer:
     """Renders the prompts of one session."""
 
     codec: ChatCodec
@@ -60,7 +60,7 @@ class PromptRenderer:
             raise PromptTooLongError(str(rendered.too_many))
 
         # At least one token must be left for the answer.
-        prompt = _prompt_of(position, rendered)
+        prompt = _build_prompt(position, rendered)
         tokens = len(prompt.token_ids)
         if tokens >= self.max_tokens:
             raise PromptTooLongError(str(tokens))
@@ -83,8 +83,8 @@ class PromptRenderer:
         if position.parent is None:
             size += request.tools_size
         # A character has at least one byte, so characters bound the number of tokens from below.
-        if size > MAX_TOKEN_BYTES * self.max_tokens:
-            raise PromptTooLongError(f"at least {size // MAX_TOKEN_BYTES}")
+        if size > MAX_O200K_TOKEN_BYTES * self.max_tokens:
+            raise PromptTooLongError(f"at least {size // MAX_O200K_TOKEN_BYTES}")
         # Every message has a header of at least two tokens.
         if 2 * len(position.new_messages) > self.max_tokens:
             raise PromptTooLongError(f"at least {2 * len(position.new_messages)}")
@@ -118,7 +118,7 @@ def _is_short(request: TurnRequest, job: RenderJob) -> bool:
     return work <= SHORT_CHARACTERS and len(job.stored.history or ()) <= SHORT_HISTORY
 
 
-def _prompt_of(position: ForestPosition, rendered: RenderedMessages) -> TurnPrompt:
+def _build_prompt(position: ForestPosition, rendered: RenderedMessages) -> TurnPrompt:
     """Return the prompt of a turn."""
     parent = position.parent
     if parent is None:

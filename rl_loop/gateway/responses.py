@@ -23,12 +23,12 @@ from rl_loop.gateway.parameters import (
     MAX_TOP_LOG_PROBS,
     RequestParameters,
     checked_parameters,
-    effort_of,
     mapping,
     offered,
-    text_of,
+    parse_effort,
+    parse_text,
+    parse_tool,
     text_value,
-    tool_of,
     validated,
 )
 from rl_loop.gateway.request import TurnRequest
@@ -166,7 +166,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         # their calls.
         if tool.get("type") != "function":
             raise invalid_request(f"{tool.get('type')!r} is not supported. Use functions", where)
-        tools.append(tool_of(tool, where))
+        tools.append(parse_tool(tool, where))
 
     log_probs = INCLUDED_LOG_PROBS in parameters.include
     if parameters.top_logprobs and not log_probs:
@@ -176,7 +176,7 @@ def _turn_request(parameters: ResponsesParameters) -> TurnRequest:
         tools=offered(tools, parameters.tool_choice),
         instructions=parameters.instructions,
         previous_id=parameters.previous_response_id,
-        reasoning_effort=effort_of(parameters.reasoning.effort, "reasoning.effort"),
+        reasoning_effort=parse_effort(parameters.reasoning.effort, "reasoning.effort"),
         max_new_tokens=parameters.max_output_tokens,
         temperature=parameters.temperature,
         top_p=parameters.top_p,
@@ -211,12 +211,12 @@ def _messages(items: str | list[Any]) -> tuple[dict[str, Any], ...]:
 
 def _tool_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     call_id = text_value(item.get("call_id"), f"{where}.call_id")
-    output = text_of(item.get("output"), f"{where}.output")
+    output = parse_text(item.get("output"), f"{where}.output")
     return {"role": "tool", "content": output, "tool_call_id": call_id}
 
 
 def _other_message(item: dict[str, Any], where: str) -> dict[str, Any]:
-    content = text_of(item.get("content"), f"{where}.content")
+    content = parse_text(item.get("content"), f"{where}.content")
     role = item.get("role")
     if role == "user":
         return {"role": "user", "content": content}
@@ -245,7 +245,7 @@ def _add_to_turn(
         call_id = text_value(item.get("call_id"), f"{where}.call_id")
         turn.setdefault("tool_calls", []).append({"id": call_id, "function": function})
     elif kind == "message":
-        text = text_of(item.get("content"), f"{where}.content")
+        text = parse_text(item.get("content"), f"{where}.content")
         # Joined like ``PolicyAnswer.content``, so that the repeated turn has the digest of the sampled
         # one.
         turn["content"] = text if turn["content"] is None else f"{turn['content']}\n{text}"

@@ -103,7 +103,7 @@ def served_settings(options: ServeOptions, positions: int) -> GatewaySettings:
     # A server has no episodes. Only the model's context limits a conversation.
     limits = EpisodeLimits(
         max_turns=sys.maxsize,
-        max_tokens=max_tokens,
+        max_episode_tokens=max_tokens,
         max_episode_seconds=float("inf"),
     )
     session = SessionSettings(

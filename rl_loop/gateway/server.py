@@ -3,7 +3,6 @@
 The server runs on the event loop of its caller, next to the engine.
 """
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -121,7 +120,7 @@ class Gateway:
         self._sessions.pop(session.api_key, None)
         await session.close()
 
-    def session_of(self, request: web.Request) -> ConversationSession:
+    def find_session(self, request: web.Request) -> ConversationSession:
         """Return the session whose key a request has. Raises ApiError."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip())
@@ -223,7 +222,7 @@ class Gateway:
             request: the request.
             kind: dialect of the request.
         """
-        session = self.session_of(request)
+        session = self.find_session(request)
         call = await self._read_call(request, session, kind)
 
         response_id = f"{call.id_prefix}{secrets.token_hex(16)}"
@@ -263,7 +262,7 @@ class Gateway:
         return await session.run(job, is_short=len(body) <= SHORT_BODY_BYTES)
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        session = self.session_of(request)
+        session = self.find_session(request)
         reward = read_reward(parse_json(await self._short_body(request, session)))
         session.add_reward(reward)
         return web.json_response({"object": "reward", "response_id": reward.response_id})
@@ -278,11 +277,11 @@ class Gateway:
         return body
 
     async def _models(self, request: web.Request) -> web.Response:
-        self.session_of(request)
+        self.find_session(request)
         return web.json_response({"object": "list", "data": [self._describe_model()]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self.session_of(request)
+        self.find_session(request)
         name = request.match_info["name"]
         if name != self._settings.model:
             known = self._settings.model

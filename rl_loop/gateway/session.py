@@ -30,7 +30,7 @@ from rl_loop.gateway.jobs import RequestJob, RequestWorkers, SessionJobs, TurnJo
 from rl_loop.gateway.node import TurnNode, new_node
 from rl_loop.gateway.observed_engine import ObservedEngine, TurnObserver
 from rl_loop.gateway.pending import PendingTurns, TurnsClosedError
-from rl_loop.gateway.prompts import History, PromptRenderer, PromptTooLongError
+from rl_loop.gateway.prompts import History, PromptTooLongError, TurnPromptRenderer
 from rl_loop.gateway.request import TurnRequest
 from rl_loop.gateway.reward import SessionRewards, SubmittedReward
 from rl_loop.gateway.stop_text import shortened
@@ -134,8 +134,8 @@ class ConversationSession:
         self._rewards = SessionRewards()
         self._jobs = SessionJobs(codec, workers)
         self._pending = PendingTurns()
-        self._prompts = PromptRenderer(
-            codec, settings.history, settings.limits.max_tokens, self._jobs
+        self._prompts = TurnPromptRenderer(
+            codec, settings.history, settings.limits.max_episode_tokens, self._jobs
         )
 
     @property
@@ -184,7 +184,7 @@ class ConversationSession:
             return await self._pending.wait(request.fingerprint, take_turn, is_retry=is_retry)
         except TurnsClosedError:
             assert self.end is not None
-            raise _error_of(self.end) from None
+            raise _build_error(self.end) from None
 
     async def respond_choices(
         self,
@@ -383,11 +383,11 @@ class ConversationSession:
         """End the session if it is an episode. Return the client's error."""
         if self._settings.is_episode:
             self.episode.end(ending)
-        return _error_of(ending)
+        return _build_error(ending)
 
     def _too_long(self, tokens: str) -> ApiError:
         """Return the error for a conversation that leaves no tokens for an answer."""
-        limit = self._settings.limits.max_tokens
+        limit = self._settings.limits.max_episode_tokens
         return ApiError(
             400,
             "context_length_exceeded",
@@ -419,7 +419,7 @@ def _checked_top(
     return observer.top
 
 
-def _error_of(ending: Ending) -> ApiError:
+def _build_error(ending: Ending) -> ApiError:
     """Return the client's error after the end of a session."""
     match ending:
         case EpisodeFailed(failure):

@@ -39,12 +39,14 @@ def encode_bounded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
         return encode(text)
 
     ids: list[int] = []
-    for part in parts_of(text):
+    for part in split_text(text):
         ids += encode(part)
     return ids
 
 
-def parts_of(text: str, longest: int = MAX_PIECE_CHARACTERS, window: int = WINDOW) -> Iterator[str]:
+def split_text(
+    text: str, longest: int = MAX_PIECE_CHARACTERS, window: int = WINDOW
+) -> Iterator[str]:
     """Split ``text`` at boundaries of o200k's pieces, and pieces that are too long anywhere.
 
     Args:

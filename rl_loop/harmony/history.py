@@ -39,12 +39,12 @@ class MessageFinder:
         spans = self.spans(ids)
         last_final = -1
         for number, span in enumerate(spans):
-            if self._channel_of(ids, span) == "final":
+            if self._read_channel(ids, span) == "final":
                 last_final = number
 
         kept: list[int] = []
         for number, span in enumerate(spans):
-            if number < last_final and self._channel_of(ids, span) == "analysis":
+            if number < last_final and self._read_channel(ids, span) == "analysis":
                 continue
             piece = list(ids[span.start : span.end])
             # <|return|> only stops sampling. Histories have <|end|> instead (openai/harmony,
@@ -60,25 +60,25 @@ class MessageFinder:
         return sum(
             span.end - span.start
             for span in self.spans(sampled)
-            if self._channel_of(sampled, span) == "analysis"
+            if self._read_channel(sampled, span) == "analysis"
         )
 
     def answer_ranges(self, sampled: Sequence[int]) -> list[range]:
         """Return the positions of the texts on commentary and final that are not calls."""
         ranges = []
         for span in self.spans(sampled):
-            header = self._header_of(sampled, span)
+            header = self._read_header(sampled, span)
             if span.body is None or header.recipient is not None:
                 continue
             if header.channel in ("commentary", "final"):
                 ranges.append(range(span.body, span.body_end))
         return ranges
 
-    def _channel_of(self, ids: Sequence[int], span: MessageSpan) -> str | None:
+    def _read_channel(self, ids: Sequence[int], span: MessageSpan) -> str | None:
         """Return the channel of a message. None for users' messages and truncated headers."""
-        return self._header_of(ids, span).channel
+        return self._read_header(ids, span).channel
 
-    def _header_of(self, ids: Sequence[int], span: MessageSpan) -> MessageHeader:
+    def _read_header(self, ids: Sequence[int], span: MessageSpan) -> MessageHeader:
         # A text begins behind <|message|>, which is not a part of the header.
         header_end = span.body_end if span.body is None else span.body - 1
         return read_header(self._vocabulary.decode(ids[span.header : header_end]))

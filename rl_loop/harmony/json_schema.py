@@ -239,7 +239,7 @@ def _implied_type(schema: Mapping[str, Any]) -> Schema:
     if others and all(isinstance(value, str) for value in others):
         return {"type": "string", "enum": others, **nullable}
     if others:
-        kinds = sorted({_type_of(value) for value in others})
+        kinds = sorted({_json_type(value) for value in others})
         kind = kinds[0] if len(kinds) == 1 else kinds
         return {"type": kind, **nullable}
     if isinstance(schema.get("properties"), Mapping):
@@ -260,7 +260,7 @@ def _values_in_words(schema: Mapping[str, Any]) -> Schema:
     return {"description": " ".join(filter(None, [_text(schema, "description"), said]))}
 
 
-def _type_of(value: Any) -> str:
+def _json_type(value: Any) -> str:
     match value:
         # Before int, because bool is a subclass of int.
         case bool():

@@ -122,7 +122,7 @@ class TinyVocabulary:
     def __init__(self, size: int, corpus: str) -> None:
         """Choose the tokens. Raises ValueError if ``size`` is too small for ``corpus``."""
         self.size = size
-        self._bytes = tokens_of(corpus)
+        self._bytes = choose_tokens(corpus)
 
         first_special = len(self._bytes)
         unused = size - first_special - len(SPECIAL_TOKENS)
@@ -309,7 +309,7 @@ _tiny_vocabulary = lru_cache(maxsize=4)(TinyVocabulary)
 
 
 @lru_cache(maxsize=4)
-def tokens_of(corpus: str) -> tuple[bytes, ...]:
+def choose_tokens(corpus: str) -> tuple[bytes, ...]:
     """Return the single bytes and all tokens on the merge paths of ``corpus``, by rank."""
     path = ensure_o200k()
     if path is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig, Quantization
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.planning.parameter_counts import MXFP4_BYTES
 from rl_loop.config.errors import StartError
 from rl_loop.config.run import RlConfig, RunConfig
@@ -104,7 +104,7 @@ def check_disk(directory: Path, need: DiskNeed) -> None:
     needed = need.missing_bytes(run)
     folder = _nearest_existing(directory)
     # Unfinished directories of a killed process are deleted when the run continues.
-    free = shutil.disk_usage(folder).free + _bytes_of(run.unfinished())
+    free = shutil.disk_usage(folder).free + _sum_file_sizes(run.unfinished())
     if needed > free:
         keep_none = ", or set training.keep_adapters to false" if need.adapters else ""
         raise StartError(
@@ -131,7 +131,7 @@ def checkpoint_bytes(
         adapter: adapter, if only its factors are trained.
         has_critic: True if a critic of the policy's size is trained, too.
     """
-    weight_bytes = bytes_of(dtype)
+    weight_bytes = bytes_per_number(dtype)
     master_bytes = 0 if dtype == "fp32" else 4
     models = 2 if has_critic else 1
     # A checkpoint of adapters does not contain the frozen base.
@@ -145,7 +145,7 @@ def kept_adapter_bytes(
     """Return the bytes that ``training.keep_adapters`` keeps of one checkpoint. 0 without it."""
     if not training.keep_adapters or adapter is None:
         return 0.0
-    return adapter.num_parameters(model) * bytes_of(dtype)
+    return adapter.num_parameters(model) * bytes_per_number(dtype)
 
 
 def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | None = None) -> float:
@@ -158,7 +158,7 @@ def export_bytes(model: ModelConfig, dtype: str, quantization: Quantization | No
         packed = model.num_layers * model.num_experts * matrices
         plain -= packed
         packed_bytes = packed * MXFP4_BYTES
-    return plain * bytes_of(dtype) + packed_bytes
+    return plain * bytes_per_number(dtype) + packed_bytes
 
 
 def checkpoints_at_a_time(training: TrainingConfig) -> int:
@@ -180,7 +180,7 @@ def _missing_steps(directory: Path, wanted: int) -> int:
     return max(0, wanted - len(list(directory.glob("step_??????"))))
 
 
-def _bytes_of(directories: Iterable[Path]) -> int:
+def _sum_file_sizes(directories: Iterable[Path]) -> int:
     """Return the total size of all files in the directories."""
     files = (file for directory in directories for file in directory.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -46,7 +46,7 @@ def how_to_make(key: str, path: Path) -> str:
 
 def how_to_make_weights(path: Path) -> str:
     """Return a sentence with the command that creates or downloads a model at ``path``."""
-    config = _training_of(path)
+    config = _find_sft_config(path)
     if config is not None:
         return f"`gptoss sft {config}` trains it"
     if path.parent.name.startswith("checkpoints"):
@@ -83,7 +83,7 @@ def how_to_make_data(key: str, path: Path) -> str:
     )
 
 
-def _training_of(path: Path) -> Path | None:
+def _find_sft_config(path: Path) -> Path | None:
     """Return the shipped configuration of ``gptoss sft`` whose run directory contains ``path``."""
     for file in shipped_files("sft"):
         # The path may be the run, one of its checkpoints or its export.

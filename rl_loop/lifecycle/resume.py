@@ -23,7 +23,7 @@ from rl_loop.lifecycle.inputs import (
     read_inputs,
     task_input_paths,
 )
-from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, ResumeEffect, rule_of
+from rl_loop.lifecycle.resume_rules import TOKEN_IDS, TOOLS, ResumeEffect, find_rule
 from rl_loop.tasks.codec import tokenizer_directory
 from rl_loop.tracking.run_directory import RunDirectory, atomic_write_text, read_json
 
@@ -62,7 +62,7 @@ def input_paths(config: RunConfig) -> dict[str, str]:
     return {key: str(path) for key, path in paths.items() if path is not None}
 
 
-def inputs_of(config: RunConfig) -> dict[str, RunInput]:
+def read_run_inputs(config: RunConfig) -> dict[str, RunInput]:
     """Return the inputs of a run by configuration key. Raises StartError."""
     return read_inputs(input_paths(config))
 
@@ -87,7 +87,7 @@ def changes_since(
     before = _stored_config(run, type(config))
     changes = differences(before, config.model_dump(mode="json"))
     changes = [change for change in changes if change.key not in LOCATION]
-    contents = _changes_of_content(run, inputs_of(config) if inputs is None else inputs)
+    contents = _changes_of_content(run, read_run_inputs(config) if inputs is None else inputs)
 
     # All rejected keys are reported at once, so that one attempt shows all mistakes.
     rejected: list[ConfigChange] = []
@@ -147,7 +147,7 @@ def _reject_changed_content(
     elif f".{TOOL_SERVERS}." in key:
         reason = TOOLS
     else:
-        reason = rule_of(key, _samples(config)).reason
+        reason = find_rule(key, _samples(config)).reason
     if reason is None:
         return
 
@@ -224,7 +224,7 @@ def _rejection_reason(
     change: ConfigChange, before: dict[str, Any], config: RunConfig, run: RunDirectory
 ) -> str | None:
     """Return why a key cannot change. None if it can."""
-    rule = rule_of(change.key, _samples(config))
+    rule = find_rule(change.key, _samples(config))
     if rule.effect is ResumeEffect.REJECTED:
         return rule.reason
 

@@ -1,7 +1,7 @@
 """The effect of each configuration key on a resumed run.
 
 The other inputs of a run's computation are in ``lifecycle.inputs`` (files), in ``RunState``
-(positions in the data) and in ``rollout.group_store`` (episodes sampled ahead, which are dropped if
+(positions in the data) and in ``rollout.group_store`` (episodes of later steps, which are dropped if
 a key with ``samples`` changes).
 
 A test walks all keys of ``gptoss rl`` and ``gptoss sft``. A REJECTED rule also covers the keys
@@ -88,7 +88,7 @@ RULES: dict[str, ResumeRule] = {
     "tokenizer": FILES,
     # -- data -------------------------------------------------------------------------------------
     "data": _rejected(DATA),
-    "data.max_rejected_share": ENDING,
+    "data.max_rejected_fraction": ENDING,
     "data.validate_every": MEASUREMENT,
     "data.workers": LAYOUT,
     # -- parallel ---------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ RULES: dict[str, ResumeRule] = {
     "optimizer.lr": LEARNING,
     "optimizer.moment_dtype": _rejected(STATE),
     # Offloading moves the state between the GPU and the host, without other arithmetic.
-    "optimizer.offload": LAYOUT,
+    "optimizer.offload_fraction": LAYOUT,
     "optimizer.on_non_finite": LEARNING,
     "optimizer.schedule": LEARNING,
     "optimizer.warmup_steps": LEARNING,
@@ -135,7 +135,7 @@ RULES: dict[str, ResumeRule] = {
         ResumeEffect.MAY_CHANGE, "the length of the run and its schedules"
     ),
     "tracking.episodes": RECORDING,
-    "evaluation.concurrent_episodes": ELSEWHERE,
+    "evaluation.max_concurrent_episodes": ELSEWHERE,
     "evaluation.endpoint": ELSEWHERE,
     "evaluation.endpoint_model": ELSEWHERE,
     "evaluation.samples_per_task": ELSEWHERE,
@@ -143,14 +143,14 @@ RULES: dict[str, ResumeRule] = {
     "canary_tolerance": ENDING,
     # -- rollout ----------------------------------------------------------------------------------
     # Seeds follow from the run's seed and the number of a group, not from the worker or the order.
-    "rollout.concurrent_tasks": LAYOUT,
+    "rollout.max_concurrent_tasks": LAYOUT,
     "rollout.evaluation_temperature": MEASUREMENT,
     "rollout.max_episode_seconds": SAMPLING,
-    "rollout.max_invalid_share": ENDING,
+    "rollout.max_invalid_fraction": ENDING,
     "rollout.max_observation_bytes": SAMPLING,
     "rollout.max_sampled_tokens": SAMPLING,
     "rollout.max_sampled_tokens_per_turn": SAMPLING,
-    "rollout.max_tokens": SAMPLING,
+    "rollout.max_episode_tokens": SAMPLING,
     "rollout.max_tool_calls": SAMPLING,
     "rollout.max_turns": SAMPLING,
     "rollout.purification": SAMPLING,
@@ -223,7 +223,7 @@ RULES: dict[str, ResumeRule] = {
     "algorithm.kl.coefficient": LEARNING,
     "algorithm.kl.estimator": LEARNING,
     "algorithm.kl.apply_to": LEARNING,
-    # Episodes that ran ahead may be too old for a smaller bound.
+    # Episodes of later steps may be too old for a smaller bound.
     "algorithm.max_staleness": SAMPLING,
     "algorithm.mini_batches": LEARNING,
     "algorithm.old_log_probs": SAMPLING,
@@ -252,7 +252,7 @@ EPISODE_PREFIXES = ("rollout.", "reward.", "algorithm.")
 """Prefixes of keys that matter only if episodes are sampled."""
 
 
-def rule_of(key: str, samples_episodes: bool = True) -> ResumeRule:
+def find_rule(key: str, samples_episodes: bool = True) -> ResumeRule:
     """Return the rule of a key, or of the nearest key above it that has one.
 
     Args:
@@ -283,6 +283,6 @@ def flattened(config: Any, key: str = "") -> dict[str, Any]:
 def sampling_digest(config: Mapping[str, Any]) -> str:
     """Return a digest of all configuration values that affect the sampling of episodes."""
     values = flattened(config)
-    sampled = {key: value for key, value in values.items() if rule_of(key).samples}
+    sampled = {key: value for key, value in values.items() if find_rule(key).samples}
     # Sorted, so that the order of keys in a file does not matter.
     return hashlib.sha256(json.dumps(sampled, sort_keys=True).encode()).hexdigest()

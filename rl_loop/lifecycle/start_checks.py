@@ -19,7 +19,7 @@ from rl_loop.cluster.placement import has_placement
 from rl_loop.config.errors import StartError
 from rl_loop.config.load import load_served_config
 from rl_loop.config.rollout_advice import rollout_warnings
-from rl_loop.config.run import RlConfig, RunConfig, SftConfig, model_of
+from rl_loop.config.run import RlConfig, RunConfig, SftConfig, read_model
 from rl_loop.config.tasks import SourceConfig
 from rl_loop.conversations.config import DataConfig
 from rl_loop.data.hub import is_hub_dataset
@@ -43,7 +43,7 @@ from rl_loop.lifecycle.weight_checks import (
     check_weights,
 )
 from rl_loop.sandbox import check_isolation
-from rl_loop.tasks.codec import chat_format_of, codec_of, tokenizer_directory
+from rl_loop.tasks.codec import build_codec, detect_chat_format, tokenizer_directory
 from rl_loop.tasks.task_file import TaskData
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -111,7 +111,7 @@ def check_chat_format(config: RunConfig) -> None:
     """
     if config.vocabulary == "tokenizer":
         _check_tokenizer(config.tokenizer_source)
-    chat_format = chat_format_of(config)
+    chat_format = detect_chat_format(config)
     # The tiny vocabularies and Harmony's parser use tokens of the released models.
     if config.vocabulary != "tokenizer" or chat_format == "harmony":
         ensure_o200k()
@@ -138,7 +138,7 @@ def _check_tokenizer(source: Path | None) -> None:
 def _check_released_vocabulary(config: RunConfig) -> None:
     """Raise StartError if the model does not have the released models' ids."""
     family = config.model.model_type
-    if chat_format_of(config) != "harmony":
+    if detect_chat_format(config) != "harmony":
         raise StartError(
             f"vocabulary=gptoss does not fit a {family} model. Set vocabulary=tokenizer for the "
             "tokenizer of the checkpoint, or vocabulary=tiny"
@@ -205,13 +205,13 @@ def _has_other_tokens(weights: Path, config: RunConfig) -> bool:
 def _vocabulary_sources(config: RunConfig) -> tuple[object, ...]:
     """Return the settings that decide which tokens a tiny vocabulary has."""
     words = config.vocabulary_conversations or config.tasks.sources
-    return config.vocabulary, chat_format_of(config), config.model.vocab_size, words
+    return config.vocabulary, detect_chat_format(config), config.model.vocab_size, words
 
 
 def _tiny_tokens(config: RunConfig) -> dict[str, int]:
     """Return the ids of a tiny vocabulary's text tokens."""
     with tempfile.TemporaryDirectory() as scratch:
-        codec_of(config).vocabulary.save(Path(scratch))
+        build_codec(config).vocabulary.save(Path(scratch))
         return text_tokens(Path(scratch))
 
 
@@ -224,7 +224,7 @@ def check_teacher(teacher: Path, config: SftConfig) -> None:
         TokenizerError: a tokenizer cannot be read.
     """
     try:
-        model = model_of(teacher)
+        model = read_model(teacher)
     except ValueError as error:
         raise StartError(f"{TEACHER}: {error}") from None
     if model is None:

@@ -17,7 +17,7 @@ import psutil
 
 from megatron_gptoss import host_memory
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.routes import route_dtype
 from megatron_gptoss.token_columns import INPUT_COLUMNS, TOKEN_COLUMNS, column_bytes
 from rl_loop.algorithms.config import AlgorithmConfig
@@ -108,7 +108,7 @@ def sft_store_need(*, sequences: int, longest: int) -> StoreNeed:
     return StoreNeed(
         episodes=sequences,
         longest=longest,
-        columns=sequences * longest * _bytes_of(INPUT_COLUMNS),
+        columns=sequences * longest * _count_token_bytes(INPUT_COLUMNS),
         routes=0,
         weights=0,
         keys=["sequences_per_step", "training.max_tokens_per_micro_batch"],
@@ -135,12 +135,12 @@ def rl_store_need(
     trained = rollout.tasks_per_step * rollout.samples_per_task
 
     # Rounds of dynamic sampling keep all groups until those of the step are chosen. Steps that were
-    # sampled ahead wait during the update of an earlier step and its evaluation.
+    # of later steps wait during the update of an earlier step and its evaluation.
     sampled = algorithm.dynamic_sampling_rounds * trained
-    ahead = algorithm.max_staleness
-    episodes = held_out + (trained + ahead * sampled if ahead > 0 else sampled)
+    later_steps = algorithm.max_staleness
+    episodes = held_out + (trained + later_steps * sampled if later_steps > 0 else sampled)
 
-    keys = ["rollout.tasks_per_step", "rollout.samples_per_task", "rollout.max_tokens"]
+    keys = ["rollout.tasks_per_step", "rollout.samples_per_task", "rollout.max_episode_tokens"]
     if algorithm.dynamic_sampling_rounds > 1:
         keys.append("algorithm.dynamic_sampling_rounds")
     if algorithm.max_staleness > 0:
@@ -153,10 +153,10 @@ def rl_store_need(
     of_ranks = trained * (_rank_bytes(rollout, algorithm) + RETURNED_BYTES)
     return StoreNeed(
         episodes=episodes,
-        longest=rollout.max_tokens,
-        columns=rollout.max_tokens * (episodes * _episode_bytes() + of_ranks),
+        longest=rollout.max_episode_tokens,
+        columns=rollout.max_episode_tokens * (episodes * _episode_bytes() + of_ranks),
         # An evaluation has no routes, because it is not trained on.
-        routes=rollout.max_tokens * (episodes - held_out) * _route_bytes(model, rollout),
+        routes=rollout.max_episode_tokens * (episodes - held_out) * _route_bytes(model, rollout),
         weights=weight_copies * _weight_bytes(model, dtype),
         keys=keys,
     )
@@ -176,11 +176,11 @@ def evaluation_store_need(
     weights = _weight_bytes(model, dtype)
     return StoreNeed(
         episodes=episodes,
-        longest=rollout.max_tokens,
-        columns=episodes * rollout.max_tokens * _episode_bytes(),
+        longest=rollout.max_episode_tokens,
+        columns=episodes * rollout.max_episode_tokens * _episode_bytes(),
         routes=0,
         weights=weights if rollout.engine.takes_tensors else 0,
-        keys=["evaluation.samples_per_task", "tasks.held_out_tasks", "rollout.max_tokens"],
+        keys=["evaluation.samples_per_task", "tasks.held_out_tasks", "rollout.max_episode_tokens"],
     )
 
 
@@ -215,10 +215,12 @@ def _rank_bytes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> int:
     if algorithm.routing_replay != "none":
         results.append("old_log_probs")
 
-    total = column_bytes("episode", "driver") - _bytes_of(unused) + _bytes_of(results)
+    total = (
+        column_bytes("episode", "driver") - _count_token_bytes(unused) + _count_token_bytes(results)
+    )
     # With mini-batches, the passes before the update assign other sequences to the ranks.
     if results and algorithm.mini_batches > 1:
-        total += _bytes_of(INPUT_COLUMNS)
+        total += _count_token_bytes(INPUT_COLUMNS)
     return total
 
 
@@ -230,10 +232,10 @@ def _route_bytes(model: ModelConfig, rollout: RolloutConfig) -> int:
 
 
 def _weight_bytes(model: ModelConfig, dtype: str) -> int:
-    return model.num_parameters * bytes_of(dtype)
+    return model.num_parameters * bytes_per_number(dtype)
 
 
-def _bytes_of(columns: Collection[str]) -> int:
+def _count_token_bytes(columns: Collection[str]) -> int:
     return sum(TOKEN_COLUMNS[name].dtype.itemsize for name in columns)
 
 

@@ -43,7 +43,7 @@ def check_weights(key: str, path: Path, model: ModelConfig) -> None:
 
     if not path.exists():
         raise StartError(f"{key}: {path} does not exist. {how_to_make_weights(path)}")
-    checkpoint = _checkpoint_of(path)
+    checkpoint = _find_checkpoint(path)
     if not (checkpoint / "metadata.json").exists():
         raise StartError(
             f"{key}: {path} is neither a Hugging Face directory (config.json), nor a Megatron checkpoint "
@@ -85,7 +85,7 @@ def check_initial_adapter(path: Path, adapter: AdapterConfig, model: ModelConfig
 
     if not path.exists():
         raise StartError(f"{key}: {path} does not exist. {how_to_make(key, path)}")
-    checkpoint = _checkpoint_of(path)
+    checkpoint = _find_checkpoint(path)
     if not (checkpoint / ADAPTER_FILE).exists():
         raise StartError(
             f"{key}: {path} is neither a run of adapters that has saved a checkpoint, nor a checkpoint of adapters "
@@ -120,21 +120,21 @@ def _check_peft_settings(key: str, file: Path, adapter: AdapterConfig, model: Mo
         if target == "experts":
             kind = "gate_up"
             rank = adapter.rank_of_experts(model)
-        if settings.rank_of(kind) != rank:
+        if settings.find_rank(kind) != rank:
             raise StartError(
-                f"{key}: {file} has rank {settings.rank_of(kind)} for {target}, but the "
+                f"{key}: {file} has rank {settings.find_rank(kind)} for {target}, but the "
                 f"configuration has {rank}. Use the rank of the adapters"
             )
         # Both are quotients of floats, which may differ in the last digit.
-        if not math.isclose(settings.scale_of(kind), adapter.alpha / rank, rel_tol=1e-12):
+        if not math.isclose(settings.compute_scale(kind), adapter.alpha / rank, rel_tol=1e-12):
             raise StartError(
                 f"{key}: {file} scales {target} like lora_alpha "
-                f"{settings.scale_of(kind) * rank:g}, but the configuration has adapter.alpha "
+                f"{settings.compute_scale(kind) * rank:g}, but the configuration has adapter.alpha "
                 f"{adapter.alpha:g}. Use the value of the adapters"
             )
 
 
-def _checkpoint_of(path: Path) -> Path:
+def _find_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run directory, or other directories unchanged."""
     pointer = path / "checkpoints" / "latest"
     if pointer.exists():

@@ -14,15 +14,15 @@ from rl_loop.rewards.relations import (
     FLIPPED,
     ORDERED,
     constant_ratio,
-    difference_of,
+    find_interval,
+    find_variable,
     has_variables,
-    interval_of,
     is_set,
     is_unknown_name,
     reversed_chain,
     rounds_to,
-    sides_of,
-    variable_of,
+    split_sides,
+    subtract_sides,
 )
 from rl_loop.rewards.statement import (
     BasedNumber,
@@ -295,7 +295,7 @@ def _equal_congruences(answer: Statement, truth: Statement) -> bool:
 
     statement, true_statement = answer.statement, truth.statement
     # "x = 3 (mod 5)" also matches "3 (mod 5)".
-    sides, true_sides = sides_of(statement), sides_of(true_statement)
+    sides, true_sides = split_sides(statement), split_sides(true_statement)
     if len(sides) > 1 and len(true_sides) > 1:
         return _equal_in_order(sides, true_sides, modulus.value) and len(sides) == 2
 
@@ -312,12 +312,12 @@ def _equal_chains(answer: Statement, truth: Statement, modulus: Expr | None) -> 
     if isinstance(answer, RelationChain) and isinstance(truth, RelationChain):
         return _equal_relations(answer, truth)
     if isinstance(answer, RelationChain):
-        interval = interval_of(answer)
+        interval = find_interval(answer)
         if interval is not None and is_set(truth):
             return equal(interval, truth)
         return _chain_implies(answer, truth, modulus)
     assert isinstance(truth, RelationChain)
-    interval = interval_of(truth)
+    interval = find_interval(truth)
     if interval is not None and is_set(answer):
         return equal(answer, interval)
     # The truth may be x = 5 and the answer 5.
@@ -362,9 +362,9 @@ def _equal_relations(answer: RelationChain, truth: RelationChain) -> bool:
     turned = reversed_chain(answer)
     if turned is not None and _same_sides(turned, truth):
         return True
-    interval, true_interval = interval_of(answer), interval_of(truth)
+    interval, true_interval = find_interval(answer), find_interval(truth)
     if interval is not None and true_interval is not None:
-        names = (variable_of(answer), variable_of(truth))
+        names = (find_variable(answer), find_variable(truth))
         return names[0] == names[1] and equal(interval, true_interval)
     if set(answer.relations) == {"="} and set(truth.relations) == {"="} and len(truth.sides) == 2:
         return _same_equation(answer, truth)
@@ -383,7 +383,7 @@ def _same_equation(answer: RelationChain, truth: RelationChain) -> bool:
         name, *values = answer.sides
         steps = [RelationChain((name, value), ("=",)) for value in values]
         return is_name(name) and all(_equal_relations(step, truth) for step in steps)
-    differences = [difference_of(chain) for chain in (answer, truth)]
+    differences = [subtract_sides(chain) for chain in (answer, truth)]
     if differences[0] is None or differences[1] is None:
         return False
     # Compare equations with a named value by value, not as equations between names.
@@ -394,7 +394,7 @@ def _same_inequality(answer: RelationChain, truth: RelationChain) -> bool:
     relation, true_relation = answer.relations[0], truth.relations[0]
     if relation not in ORDERED | {"!="} or true_relation not in ORDERED | {"!="}:
         return False
-    difference, true_difference = difference_of(answer), difference_of(truth)
+    difference, true_difference = subtract_sides(answer), subtract_sides(truth)
     if difference is None or true_difference is None:
         return False
     ratio = constant_ratio(difference, true_difference)

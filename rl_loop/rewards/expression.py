@@ -21,7 +21,7 @@ from rl_loop.rewards.tokens import (
     TRIGONOMETRY,
     ExpressionToken,
     UnreadableError,
-    tokens_of,
+    tokenize,
 )
 
 DEGREE = Symbol("degree")
@@ -71,7 +71,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = list(tokens_of(text))
+        self._tokens = list(tokenize(text))
         self._at = 0
         self._depth = 0
         self._bars = 0

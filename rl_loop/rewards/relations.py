@@ -23,7 +23,7 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 ORDERED = frozenset({"<", "<=", ">", ">="})
 
 
-def sides_of(statement: Statement) -> tuple[Statement, ...]:
+def split_sides(statement: Statement) -> tuple[Statement, ...]:
     """Return the sides of an equation or congruence. Other statements are a single side."""
     if isinstance(statement, RelationChain) and set(statement.relations) <= {"=", "=="}:
         return statement.sides
@@ -66,7 +66,7 @@ def reversed_chain(chain: RelationChain) -> RelationChain | None:
     return RelationChain(chain.sides[::-1], relations)
 
 
-def difference_of(chain: RelationChain) -> Expr | None:
+def subtract_sides(chain: RelationChain) -> Expr | None:
     """Return left minus right of a relation between 2 plain values without units."""
     left, right = chain.sides
     if not isinstance(left, ExpressionStatement) or not isinstance(right, ExpressionStatement):
@@ -97,7 +97,7 @@ def _is_unknown(value: Expr) -> bool:
     return bool(value.is_Symbol) or isinstance(value, AppliedUndef)
 
 
-def variable_of(chain: RelationChain) -> str | None:
+def find_variable(chain: RelationChain) -> str | None:
     """Return the only name among the sides. None if there is no single name."""
     names = [
         str(side.value)
@@ -107,7 +107,7 @@ def variable_of(chain: RelationChain) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def interval_of(chain: RelationChain) -> Statement | None:
+def find_interval(chain: RelationChain) -> Statement | None:
     """Return the interval of the variable in 1 < x < 2, x > 3 or x in (1, 2)."""
     if chain.relations == ("in",) and is_name(chain.sides[0]):
         return chain.sides[1] if is_set(chain.sides[1]) else None

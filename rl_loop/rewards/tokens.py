@@ -63,7 +63,7 @@ class ExpressionToken:
     after_space: bool
 
 
-def tokens_of(text: str) -> Iterator[ExpressionToken]:
+def tokenize(text: str) -> Iterator[ExpressionToken]:
     """Yield the tokens of an expression, with an end token. Raises UnreadableError for others."""
     position = 0
     after_space = False

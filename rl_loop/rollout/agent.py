@@ -31,7 +31,7 @@ from rl_loop.rollout.episode import (
 from rl_loop.rollout.episode_clock import OutOfTimeError
 from rl_loop.rollout.episode_draft import EpisodeDraft
 from rl_loop.rollout.observation import truncate_observation
-from rl_loop.tasks.prompt_limit import PromptLimit, prompt_of
+from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, build_prompt
 from rl_loop.threads import run_in_thread
 
 TOOL_PAUSES = (0.1, 1.0, 4.0)
@@ -135,9 +135,9 @@ class EpisodeRunner:
                 await self.episode.clock.pause(pause)
 
         # After `open`, because a prompt may depend on an open environment.
-        prompt = await self.guard.ask(prompt_of, self.environment)
-        limit = PromptLimit(self.codec, self.limits.max_tokens)
-        ids = await run_in_thread(limit.render, self.draft.task_id, prompt)
+        prompt = await self.guard.ask(build_prompt, self.environment)
+        renderer = EpisodePromptRenderer(self.codec, self.limits.max_episode_tokens)
+        ids = await run_in_thread(renderer.render, self.draft.task_id, prompt)
         self.append("prompt", ids)
 
     async def play(self) -> Trajectory:

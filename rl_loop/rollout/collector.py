@@ -2,7 +2,7 @@
 
 A step trains on ``rollout.tasks_per_step`` groups. They are always groups of this step's tasks:
 
-- **Running ahead.** The groups of step s begin when the engines have weights of version s - k or
+- **Asynchronous rollouts.** The groups of step s begin when the engines have weights of version s - k or
   later, where k is ``algorithm.max_staleness``. Therefore no token is older than k versions. If an
   episode is not complete after these k steps, the trainer waits for it.
 - **Dynamic sampling** (DAPO, arXiv 2503.14476). Groups that a filter rejects are replaced by groups
@@ -21,7 +21,7 @@ from typing import Protocol
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.config.rollout import RolloutConfig
 from rl_loop.data.credit import has_signal
-from rl_loop.data.rollout_batch import RolloutBatch, RunAhead
+from rl_loop.data.rollout_batch import AsyncGroups, RolloutBatch
 from rl_loop.data.trajectory import TrajectoryGroup
 from rl_loop.environments import Task
 from rl_loop.infrastructure import CircuitBreaker
@@ -167,7 +167,7 @@ class StepGroups:
 
 
 class RolloutCollector:
-    """Runs groups up to ``max_staleness`` steps ahead of training.
+    """Runs groups of a step and of the next ``max_staleness`` steps.
 
     Held-out episodes begin and end between two syncs. A thread of the collector takes ended groups
     and begins further ones, so that rollouts continue while the trainer works.
@@ -287,7 +287,7 @@ class RolloutCollector:
                 held_out=held_out,
                 replaced=groups.replaced if self._is_filtered else None,
                 next_task=next_task,
-                ahead=self._run_ahead(),
+                async_groups=self._count_async_groups(),
             )
 
     def finished_groups(self) -> FinishedGroups:
@@ -420,11 +420,11 @@ class RolloutCollector:
         wanted = len(groups.start_versions) * samples + self._held_out_count
         self._on_ended(ended, wanted)
 
-    def _run_ahead(self) -> RunAhead | None:
+    def _count_async_groups(self) -> AsyncGroups | None:
         """Return the progress of later steps. None without staleness."""
         if self._max_staleness == 0:
             return None
-        return RunAhead(
+        return AsyncGroups(
             groups=sum(len(groups.start_versions) for groups in self._open.values()),
             ended=sum(len(groups.ended) for groups in self._open.values()),
         )
@@ -432,4 +432,4 @@ class RolloutCollector:
     def _new_streak(self) -> CircuitBreaker:
         """Return the counter of consecutive failures in the next step."""
         rollout = self._rollout
-        return CircuitBreaker.with_streak(rollout.max_invalid_share)
+        return CircuitBreaker.with_streak(rollout.max_invalid_fraction)

@@ -232,7 +232,9 @@ class Episode:
         budgets = [
             TokenBudget.of(of_turn, FinishReason.LENGTH, f"{of_turn} tokens of a turn"),
             TokenBudget.of(
-                limits.max_tokens - used, FinishReason.MAX_TOKENS, f"{limits.max_tokens} tokens"
+                limits.max_episode_tokens - used,
+                FinishReason.MAX_EPISODE_TOKENS,
+                f"{limits.max_episode_tokens} tokens",
             ),
         ]
         if max_new_tokens is not None:

@@ -216,7 +216,7 @@ def _array(column: np.ndarray | StoredRoutes) -> np.ndarray:
         # Only this function needs Ray.
         import ray
 
-        return column.rows_of(np.asarray(ray.get(column.reference)))
+        return column.select_rows(np.asarray(ray.get(column.reference)))
     return column
 
 

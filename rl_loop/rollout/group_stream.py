@@ -163,7 +163,7 @@ def run_groups(
         InfrastructureOutageError: too many episodes failed.
         TaskFileError: no task can be run.
     """
-    streak = CircuitBreaker.with_streak(rollout.max_invalid_share)
+    streak = CircuitBreaker.with_streak(rollout.max_invalid_fraction)
     results: dict[int, TrajectoryGroup] = {}
     wanted = sum(len(request.seeds) for request in requests)
     episodes_ended = 0
@@ -193,10 +193,10 @@ def check_groups(groups: Sequence[TrajectoryGroup], rollout: RolloutConfig) -> N
         TaskFileError: none of the tasks can be run.
     """
     # Check the share over all episodes, because one short outage may have ended the first ones.
-    breaker = CircuitBreaker(rollout.max_invalid_share, max_streak=None)
+    breaker = CircuitBreaker(rollout.max_invalid_fraction, max_streak=None)
     for group in groups:
         breaker.observe(group)
-    breaker.check_share()
+    breaker.check_fraction()
 
     if groups and all(group.skipped is not None for group in groups):
         raise TaskFileError(f"none of the {len(groups)} tasks can be run: {groups[0].skipped}")

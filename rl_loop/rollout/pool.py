@@ -162,7 +162,7 @@ class RolloutPool:
         actor = actor_class.options(
             # Workers are placed by custom resources, so Ray reserves no CPUs for them.
             num_cpus=0,
-            max_concurrency=self._config.rollout.concurrent_tasks + CONTROL_CALLS,
+            max_concurrency=self._config.rollout.max_concurrent_tasks + CONTROL_CALLS,
             **placement_options(ROLLOUT_WORKER, index),
         )
         worker = actor.remote(self._config, self._engine_factory, self._threads)
@@ -304,7 +304,7 @@ class RolloutPool:
 
         while True:
             index = loads.index(min(loads))
-            if loads[index] == self._config.rollout.concurrent_tasks:
+            if loads[index] == self._config.rollout.max_concurrent_tasks:
                 return
             with self._changed:
                 if not self._waiting:

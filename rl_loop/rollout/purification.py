@@ -190,7 +190,7 @@ class PurifyingRunner(EpisodeRunner):
 
         # Parsed again, because two halves of legal turns may not be a legal turn.
         merged = self.codec.parse(ids)
-        has_room = len(turn.prefix) + len(ids) <= self.limits.max_tokens
+        has_room = len(turn.prefix) + len(ids) <= self.limits.max_episode_tokens
         if isinstance(merged, FormatError) or not has_room:
             return None
         return TurnAttempt(

@@ -153,7 +153,7 @@ class TurnSampler:
         name = f"{turn}/{len(done)}"
         # The name contains the number of tokens, because the rest of an aborted turn must not reuse
         # the random numbers of its beginning.
-        seeded = replace(sampling or self.sampling, max_new_tokens=room, seed=_seed_of(name))
+        seeded = replace(sampling or self.sampling, max_new_tokens=room, seed=_derive_seed(name))
         # Every token keeps the experts of its first forward pass, which computed the returned
         # log-probs. An engine that continues a turn may choose others for the tokens before.
         if begin.routed_experts is not None:
@@ -286,7 +286,7 @@ def shifted(spans: list[WeightVersionSpan], by: int) -> list[WeightVersionSpan]:
     return [WeightVersionSpan(span.start + by, span.end + by, span.version) for span in spans]
 
 
-def _seed_of(request_id: str) -> int:
+def _derive_seed(request_id: str) -> int:
     """Hash a name to 63 bits, the size of a torch generator's seed."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     # Python's hash() of strings differs between processes.

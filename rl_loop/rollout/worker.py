@@ -33,8 +33,8 @@ from rl_loop.rollout.agent import RunnerFactory, run_episode
 from rl_loop.rollout.episode_clock import running_clock
 from rl_loop.rollout.purification import purifying
 from rl_loop.sandbox import ExecutionResult, PythonSandbox, SandboxError
-from rl_loop.tasks.codec import codec_of
-from rl_loop.tasks.prompt_limit import UnusablePromptError
+from rl_loop.tasks.codec import build_codec
+from rl_loop.tasks.episode_prompts import UnusablePromptError
 
 
 class RolloutWorker:
@@ -50,7 +50,7 @@ class RolloutWorker:
         """
         torch.set_num_threads(threads)
         self.config = config
-        self.codec = codec_of(config)
+        self.codec = build_codec(config)
         self.engine = engine_factory()
         self.sandbox = PythonSandbox(config.sandbox)
 

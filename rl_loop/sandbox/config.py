@@ -107,7 +107,7 @@ class SandboxLimits:
     calls_per_server: int = 1000
     """Calls after which a server is replaced. After a killed call it is replaced at once."""
 
-    def cpu_seconds_of(self, config: SandboxConfig) -> int:
+    def effective_cpu_seconds(self, config: SandboxConfig) -> int:
         """Return the processor time limit for each process in a call, in seconds."""
         if self.cpu_seconds is not None:
             return self.cpu_seconds

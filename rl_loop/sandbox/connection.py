@@ -178,7 +178,7 @@ class ServerProcess:
         return SandboxServerSettings(
             preload_modules=list(config.preload_modules),
             timeout_seconds=config.timeout_seconds,
-            cpu_seconds=limits.cpu_seconds_of(config),
+            cpu_seconds=limits.effective_cpu_seconds(config),
             address_space_bytes=config.address_space_bytes,
             total_memory_bytes=config.total_memory_bytes,
             processes=limits.processes,

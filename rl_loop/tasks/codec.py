@@ -1,6 +1,6 @@
 """Builds the codec of a run from its model family and vocabulary.
 
-``chat_format_of`` chooses the chat format, and ``_BUILDERS`` has a format's constructor.
+``detect_chat_format`` chooses the chat format, and ``_BUILDERS`` has a format's constructor.
 """
 
 import re
@@ -37,7 +37,7 @@ from rl_loop.environments import (
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import GptOssVocabulary, HarmonyTokenizer, make_vocabulary
 from rl_loop.tasks.demonstrations import demonstrate
-from rl_loop.tasks.prompt_limit import prompt_of
+from rl_loop.tasks.episode_prompts import build_prompt
 from rl_loop.tasks.task_file import TaskData
 
 ChatFormat = Literal["harmony", "chatml"]
@@ -57,16 +57,16 @@ CORPUS_TASKS = 100
 """Number of demonstrations per source from which a tiny vocabulary is built."""
 
 
-def codec_of(config: EpisodesConfig) -> ChatCodec:
+def build_codec(config: EpisodesConfig) -> ChatCodec:
     """Build the codec of a run. A tiny vocabulary is built from demonstrations of the tasks.
 
     Raises:
         ValueError: if the vocabulary does not fit the model.
     """
-    return _BUILDERS[chat_format_of(config)](config)
+    return _BUILDERS[detect_chat_format(config)](config)
 
 
-def chat_format_of(config: EpisodesConfig) -> ChatFormat:
+def detect_chat_format(config: EpisodesConfig) -> ChatFormat:
     """Return the chat format of a run.
 
     It is that of the model family. If the checkpoint's tokenizer lacks tokens of this format and
@@ -112,7 +112,7 @@ def _tokenizer_source_of_run(run: Path) -> Path | None:
     return None if source is None else Path(str(source))
 
 
-def with_tokenizer_of[C: EpisodesConfig](config: C, weights: Path | None) -> C:
+def with_tokenizer_from[C: EpisodesConfig](config: C, weights: Path | None) -> C:
     """Return a configuration for other weights than ``initial_weights``.
 
     They have their own tokenizer, unless ``tokenizer`` is set or they come without one.
@@ -228,7 +228,7 @@ def _demonstrated_texts(source: SourceConfig, codec: ChatCodec) -> list[str]:
         try:
             ids = demonstrate(task, codec, DemonstrationConfig(), seed=str(i)).token_ids
         except NotImplementedError:
-            prompt = prompt_of(make_offline_environment(task))
+            prompt = build_prompt(make_offline_environment(task))
             ids = codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
         texts.append(codec.decode(ids))
     return texts

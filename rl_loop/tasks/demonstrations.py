@@ -61,7 +61,7 @@ def demonstrate(
     return render_as_sampled(_play_script(task, mixture, seed), codec)
 
 
-def demonstrations_of(
+def build_demonstrations(
     task: Task, codec: ChatCodec, mixture: DemonstrationConfig, seed: str
 ) -> list[Demonstration]:
     """Return the samples of one episode on ``task``, rendered according to ``mixture.history``."""
@@ -75,7 +75,7 @@ def _play_script(task: Task, mixture: DemonstrationConfig, seed: str) -> PlayedE
     """Run an expert's or a faulty script on a task, chosen according to the mixture."""
     rng = Random(seed)
     environment = make_offline_environment(task)
-    script = environment.solve(task, rng, inject_errors=rng.random() >= mixture.correct_share)
+    script = environment.solve(task, rng, inject_errors=rng.random() >= mixture.correct_fraction)
     return asyncio.run(play(environment, script))
 
 

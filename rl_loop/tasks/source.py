@@ -18,9 +18,9 @@ from rl_loop.environments import Task, environment_class, make_offline_environme
 from rl_loop.environments.base import InvalidRowError, Split
 from rl_loop.harmony.conversation import content_text
 from rl_loop.infrastructure import describe
-from rl_loop.tasks.demonstrations import demonstrations_of
+from rl_loop.tasks.demonstrations import build_demonstrations
+from rl_loop.tasks.episode_prompts import EpisodePromptRenderer, UnusablePromptError, build_prompt
 from rl_loop.tasks.evaluation_records import pass_rates, read_evaluation
-from rl_loop.tasks.prompt_limit import PromptLimit, UnusablePromptError, prompt_of
 from rl_loop.tasks.task_file import TaskData, TaskFileError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class TaskMixture:
     def prompt_ids(self, task: Task) -> list[int]:
         """Render the prompt of a task."""
         # Offline, because a prompt needs neither a sandbox nor a server of tools.
-        prompt = prompt_of(make_offline_environment(task))
+        prompt = build_prompt(make_offline_environment(task))
         return self.codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
 
     def canary(self) -> list[int]:
@@ -153,10 +153,10 @@ class TaskMixture:
             if source.config.weight == 0:
                 continue
             # A script may be able to write only one of the two kinds.
-            for correct_share in (1.0, 0.0):
-                mixture = DemonstrationConfig(correct_share=correct_share)
+            for correct_fraction in (1.0, 0.0):
+                mixture = DemonstrationConfig(correct_fraction=correct_fraction)
                 try:
-                    demonstrations_of(source.train(0), self.codec, mixture, "check")
+                    build_demonstrations(source.train(0), self.codec, mixture, "check")
                 except NotImplementedError as error:
                     raise TaskFileError(
                         f"tasks.sources.{source.name}: its tasks have no demonstrations: "
@@ -171,7 +171,7 @@ class TaskMixture:
         names = []
         for i, task in enumerate(self.train(position, count), start=position):
             seed = f"{self.config.seed}/{i}"
-            for demonstration in demonstrations_of(task, self.codec, mixture, seed):
+            for demonstration in build_demonstrations(task, self.codec, mixture, seed):
                 ids, mask = demonstration.token_ids, demonstration.loss_mask
                 sequences.append({"token_ids": ids, "loss_mask": mask})
                 # Names for messages about a sample, such as one that is too long.
@@ -180,10 +180,10 @@ class TaskMixture:
 
     def _leave_out_unusable_prompts(self, max_tokens: int) -> None:
         """Leave out tasks whose prompt is too long or cannot be rendered, and log a warning."""
-        limit = PromptLimit(self.codec, max_tokens)
+        renderer = EpisodePromptRenderer(self.codec, max_tokens)
 
         def is_usable(task: Task) -> bool:
-            reason = _unusable_reason(task, limit)
+            reason = _unusable_reason(task, renderer)
             if reason is not None and reason not in self.unusable:
                 self.unusable.append(reason)
             return reason is None
@@ -260,8 +260,8 @@ class TaskSource:
             kind = "training" if self.held_out else "held-out"
             raise TaskFileError(
                 f"tasks.sources.{self.name}: no {kind} task is usable. All prompts have "
-                "rollout.max_tokens or more tokens, or cannot be rendered. Increase "
-                "rollout.max_tokens, or correct the prompts"
+                "rollout.max_episode_tokens or more tokens, or cannot be rendered. Increase "
+                "rollout.max_episode_tokens, or correct the prompts"
             )
 
         if self._data is not None:
@@ -299,7 +299,7 @@ class TaskSource:
         """Number of tasks in the data, including those left out. None if they are generated."""
         return None if self._data is None else self._data.total
 
-    def place_of(self, index: int) -> int:
+    def find_place(self, index: int) -> int:
         """Return the place of training task ``index`` in the data: a number for ``task_at``."""
         assert self._data is not None
         # An epoch has every task once, except those that are left out.
@@ -313,7 +313,7 @@ class TaskSource:
         assert self._data is not None
         epoch = (index - 1 + self._offset) // len(self._data)
         # All rows up to the last used task are used, including rows that are left out.
-        last = self._order(epoch).index(self.place_of(index - 1))
+        last = self._order(epoch).index(self.find_place(index - 1))
         # Rows after the last used task may be used, too, if they were used before the resume and are
         # left out now.
         return max(self._used_rows_at_start, epoch * self._data.total + last + 1)
@@ -339,7 +339,7 @@ class TaskSource:
         if epoch not in self._kept_orders:
             kept = set(self._data.places)
             order = [place for place in self._order(epoch) if place in kept]
-            # Steps that are sampled ahead use at most two epochs at a time.
+            # Asynchronous steps use at most two epochs at a time.
             self._kept_orders = dict([*self._kept_orders.items(), (epoch, order)][-2:])
         return self._kept_orders[epoch]
 
@@ -350,7 +350,7 @@ class TaskSource:
             TaskFileError: if ATTEMPTS generated tasks in a row cannot be used.
         """
         if self._data is not None:
-            return self._data.task_at(self.place_of(index))
+            return self._data.task_at(self.find_place(index))
 
         for attempt in range(ATTEMPTS):
             # A retry uses an index far above the indices of other tasks, so that no task occurs twice.
@@ -359,8 +359,8 @@ class TaskSource:
                 return task
         raise TaskFileError(
             f"tasks.sources.{self.name}: {ATTEMPTS} generated tasks in a row were equal to held-out tasks, "
-            "or had prompts of rollout.max_tokens or more tokens. Use options that generate more "
-            "different tasks, or increase rollout.max_tokens"
+            "or had prompts of rollout.max_episode_tokens or more tokens. Use options that generate more "
+            "different tasks, or increase rollout.max_episode_tokens"
         )
 
     def _read(self, split: Split, place: str) -> TaskData:
@@ -417,23 +417,23 @@ def prompt_text(task: Task) -> str:
     return "\n".join(content_text(message) for message in asked or task.messages)
 
 
-def _unusable_reason(task: Task, limit: PromptLimit) -> str | None:
+def _unusable_reason(task: Task, renderer: EpisodePromptRenderer) -> str | None:
     """Return the reason why a task cannot be run. None if it can.
 
     Raises:
         TaskFileError: if the environment cannot create its prompt.
     """
     try:
-        prompt = prompt_of(make_offline_environment(task))
+        prompt = build_prompt(make_offline_environment(task))
     except Exception as error:
         raise TaskFileError(
             f"task {task.task_id}: its prompt cannot be created: {describe(error)}"
         ) from error
 
-    if limit.fits_without_tokenizing(prompt):
+    if renderer.fits_without_tokenizing(prompt):
         return None
     try:
-        limit.render(task.task_id, prompt)
+        renderer.render(task.task_id, prompt)
     except UnusablePromptError as reason:
         return str(reason)
     return None

@@ -77,7 +77,7 @@ class EpisodeFile:
     path: Path
 
     @property
-    def merges(self) -> int:
+    def merge_level(self) -> int:
         """Level of merging, derived from the number of writes."""
         writes = self.last - self.first + 1
         level = 0
@@ -110,7 +110,7 @@ def next_number(directory: Path) -> int:
     return files[-1].last + 1 if files else 0
 
 
-def first_id(number: int) -> int:
+def first_episode_id(number: int) -> int:
     """Return the id of a write's first episode."""
     return number * IDS_PER_WRITE
 
@@ -136,7 +136,7 @@ def write_episodes(directory: Path, number: int, table: pa.Table) -> Path:
             f"one write has {table.num_rows:,} episodes, but must have fewer than {IDS_PER_WRITE:,}"
         )
     directory.mkdir(exist_ok=True)
-    path = _path_of(directory, number, number)
+    path = _file_path(directory, number, number)
     atomic_write_bytes(path, _to_parquet([table]))
     return path
 
@@ -151,8 +151,8 @@ def merge_small_files(directory: Path) -> bool:
     """
     # Only the newest files can complete a level, as in a counter with carries.
     newest = list_files(directory)[-FILES_PER_MERGE:]
-    is_one_kind = len({file.merges for file in newest}) == 1
-    if len(newest) < FILES_PER_MERGE or not is_one_kind:
+    have_equal_level = len({file.merge_level for file in newest}) == 1
+    if len(newest) < FILES_PER_MERGE or not have_equal_level:
         return False
     # Merging keeps the number of files low. Large files need no merging, because they are few and
     # rewriting them takes long.
@@ -161,7 +161,7 @@ def merge_small_files(directory: Path) -> bool:
 
     # A generator, so that only one row group at a time is in memory without compression.
     tables = (table for file in newest for table in read_row_groups(file.path))
-    merged = _path_of(directory, newest[0].first, newest[-1].last)
+    merged = _file_path(directory, newest[0].first, newest[-1].last)
     # From here on, the merged file hides the others, so a crash while they are deleted loses
     # nothing.
     atomic_write_bytes(merged, _to_parquet(tables))
@@ -170,15 +170,15 @@ def merge_small_files(directory: Path) -> bool:
     return True
 
 
-def keep_steps_up_to(directory: Path, step: int) -> None:
+def delete_steps_after(directory: Path, step: int) -> None:
     """Drop the episodes of later steps, and leftovers of a crash.
 
     Held-out episodes of ``step`` are dropped, too, because a resume samples them again.
     """
     if not directory.exists():
         return
-    for left_behind in directory.glob(".*.tmp"):
-        left_behind.unlink()
+    for temporary in directory.glob(".*.tmp"):
+        temporary.unlink()
 
     files = list_files(directory)
     for path in directory.glob("*-*.parquet"):
@@ -204,7 +204,7 @@ def _is_kept(table: pa.Table, step: int) -> pa.ChunkedArray:
 
 
 @contextmanager
-def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
+def open_episode_file(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
     """Open a file with checksum verification.
 
     Args:
@@ -227,13 +227,13 @@ def opened(path: Path, *, pre_buffer: bool = True) -> Iterator[pq.ParquetFile]:
 
 def read_row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Read a file one row group at a time. Raises RunDirectoryError if it is damaged."""
-    with opened(path) as file:
+    with open_episode_file(path) as file:
         for i in range(file.num_row_groups):
             yield file.read_row_group(i, columns=columns)
 
 
 def _read(path: Path, columns: Sequence[str]) -> pa.Table:
-    with opened(path) as file:
+    with open_episode_file(path) as file:
         return file.read(columns=list(columns))
 
 
@@ -273,7 +273,7 @@ def read_vocabulary(directory: Path) -> list[str]:
 # -- Parquet --------------------------------------------------------------------------------------
 
 
-def _path_of(directory: Path, first: int, last: int) -> Path:
+def _file_path(directory: Path, first: int, last: int) -> Path:
     return directory / f"{first:06d}-{last:06d}.parquet"
 
 

@@ -20,7 +20,7 @@ from rl_loop.tracking.episode_files import (
     VOCABULARY_FILE,
     EpisodeFile,
     list_files,
-    opened,
+    open_episode_file,
     read_row_groups,
     read_vocabulary,
 )
@@ -160,7 +160,7 @@ class EpisodeReader:
         group = int(np.searchsorted(loaded.row_ends, row, side="right"))
         first = int(loaded.row_ends[group - 1]) if group > 0 else 0
         try:
-            with opened(loaded.file.path) as file:
+            with open_episode_file(loaded.file.path) as file:
                 table = file.read_row_group(group).slice(row - first, 1)
         except FileNotFoundError:
             return None
@@ -253,7 +253,7 @@ class EpisodeReader:
 
 def _load(file: EpisodeFile, stamp: _Stamp) -> _LoadedFile:
     """Read the figures of a file. Raises RunDirectoryError if it is damaged or lacks columns."""
-    with opened(file.path) as parquet:
+    with open_episode_file(file.path) as parquet:
         missing = sorted(set(SCHEMA.names) - set(parquet.schema_arrow.names))
     if missing:
         raise RunDirectoryError(
@@ -270,7 +270,7 @@ def _ids_with_text(path: Path, row_group: int, text: str) -> np.ndarray:
     """Return the ids of a row group's episodes with the text in one of their turns."""
     try:
         # No threads of Arrow, because the row groups are already searched in parallel.
-        with opened(path, pre_buffer=False) as file:
+        with open_episode_file(path, pre_buffer=False) as file:
             columns = ["id", TEXT_COLUMN]
             table = file.read_row_group(row_group, columns, use_threads=False)
     except FileNotFoundError:

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from rl_loop.tracking.episode_files import (
-    first_id,
-    keep_steps_up_to,
+    delete_steps_after,
+    first_episode_id,
     merge_small_files,
     next_number,
     write_episodes,
@@ -57,7 +57,7 @@ class EpisodeRecorder:
         self._vocabulary = vocabulary
         self._at_most = None if keep == "all" else keep
         if resume_after is not None:
-            keep_steps_up_to(directory, resume_after)
+            delete_steps_after(directory, resume_after)
         self._number = next_number(directory)
         # One thread, so that files appear in the order of their numbers.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="episodes")
@@ -109,7 +109,7 @@ class EpisodeRecorder:
     def _write(self, number: int, step: int, splits: Sequence[SplitEpisodes]) -> None:
         vocabulary = self._vocabulary
         write_vocabulary(self._directory, vocabulary.size, lambda i: vocabulary.decode([i]))
-        table = episode_table(step, splits, first_id(number), self._at_most)
+        table = episode_table(step, splits, first_episode_id(number), self._at_most)
         write_episodes(self._directory, number, table)
         # A merged file may complete the next level.
         while merge_small_files(self._directory):

@@ -17,7 +17,7 @@ TURN = pa.struct([pa.field("role", pa.string()), *SPAN, pa.field("text", pa.stri
 
 FIGURES = pa.schema(
     [
-        # Unique in a run, and increasing. See ``episode_files.first_id``.
+        # Unique in a run, and increasing. See ``episode_files.first_episode_id``.
         pa.field("id", pa.int64(), nullable=False),
         pa.field("step", pa.int32(), nullable=False),
         # One of "train", "held_out" and "replaced".
@@ -50,7 +50,7 @@ FIGURES = pa.schema(
         pa.field("oldest_version", pa.int32()),
         pa.field("newest_version", pa.int32()),
         # Mean |trainer - engine| of the log-probs of sampled tokens, in nats. Null if unknown.
-        pa.field("logprob_gap", pa.float32()),
+        pa.field("log_prob_gap", pa.float32()),
     ]
 )
 """Columns with one value per episode, for tables and filters."""
@@ -163,7 +163,7 @@ def episode_table(
     """
     rows: list[_EpisodeRow] = []
     for split in splits:
-        rows += _thinned(_rows_of(step, split), at_most)
+        rows += _thinned(_build_rows(step, split), at_most)
 
     columns: dict[str, pa.Array] = {
         "id": pa.array(range(first_id, first_id + len(rows)), pa.int64()),
@@ -187,7 +187,7 @@ def sample_rows(step: int, splits: Sequence[SplitEpisodes], at_most: int) -> lis
     """Return up to ``at_most`` episodes per split of a step, evenly spread over its tasks."""
     rows: list[_EpisodeRow] = []
     for split in splits:
-        rows += _thinned(_rows_of(step, split), at_most)
+        rows += _thinned(_build_rows(step, split), at_most)
 
     samples = []
     for row in rows:
@@ -206,7 +206,7 @@ def sample_rows(step: int, splits: Sequence[SplitEpisodes], at_most: int) -> lis
     return samples
 
 
-def _rows_of(step: int, split: SplitEpisodes) -> list[_EpisodeRow]:
+def _build_rows(step: int, split: SplitEpisodes) -> list[_EpisodeRow]:
     """Return a row for every sequence of a split. ``step``: used if the split names no step."""
     estimates = _estimates(split)
     if split.step is not None:
@@ -263,7 +263,7 @@ def _advantage(row: _EpisodeRow) -> float | None:
     return float(learned.mean(dtype=np.float64)) if len(learned) else None
 
 
-def _logprob_gap(row: _EpisodeRow) -> float | None:
+def _log_prob_gap(row: _EpisodeRow) -> float | None:
     column = row.estimate("trainer_log_probs")
     if column is None:
         return None
@@ -324,7 +324,7 @@ FIGURE_OF: dict[str, Callable[[_EpisodeRow], Any]] = {
     "sampled_tokens": lambda row: row.trajectory.sampled_tokens,
     "oldest_version": lambda row: min(_versions(row), default=None),
     "newest_version": lambda row: max(_versions(row), default=None),
-    "logprob_gap": _logprob_gap,
+    "log_prob_gap": _log_prob_gap,
 }
 """Functions that compute the columns of FIGURES, except "id" and "step"."""
 

@@ -42,7 +42,7 @@ class MetricName:
     # Nats, mean over loss tokens, on steps that validate.
     VALIDATION_LOSS = "validation/loss"
     # |log pi_train - log pi_rollout|, mean over sampled tokens, nats.
-    LOGPROB_GAP = "mismatch/logprob_gap"
+    LOG_PROB_GAP = "mismatch/log_prob_gap_mean"
     # k3 estimate of KL(rollout || train), mean over sampled tokens, nats.
     KL = "mismatch/kl_k3"
     # Share of sampled tokens whose ratio was clipped.
@@ -181,7 +181,7 @@ class MetricsWriter:
         self._listeners = list(listeners)
         self._descriptions: dict[str, str] = {}
         if resume_after is not None:
-            run.keep_steps_up_to(resume_after)
+            run.delete_steps_after(resume_after)
             if run.metric_descriptions.exists():
                 self._descriptions = read_json(run.metric_descriptions)
         # TensorBoard's files cannot be shortened, but its reader can hide later steps.

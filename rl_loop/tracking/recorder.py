@@ -108,7 +108,7 @@ class StepRecorder:
         self._trackers = trackers
         self._samples = samples
         # A resumed run is compared with the first steps of the whole run, which the file has.
-        self._first_gaps = metric_curve(read_json_lines(run.metrics), MetricName.LOGPROB_GAP)[1][
+        self._first_gaps = metric_curve(read_json_lines(run.metrics), MetricName.LOG_PROB_GAP)[1][
             :DRIFT_STEPS
         ]
         self._watch = SignalWatch(min(PATIENCE, steps))
@@ -137,8 +137,8 @@ class StepRecorder:
         # None without dynamic sampling. With it, 0 replaced groups are a result.
         if rollouts.replaced is not None:
             metrics.add("rollout/groups_replaced", len(rollouts.replaced), "sum", "groups")
-        if rollouts.ahead is not None:
-            add_staleness_metrics(metrics, rollouts.ahead, rollouts.episodes, samples)
+        if rollouts.async_groups is not None:
+            add_staleness_metrics(metrics, rollouts.async_groups, rollouts.episodes, samples)
         add_signal_metrics(metrics, rollouts.train, samples)
         add_rollout_metrics(metrics, rollouts.train)
         add_update_metrics(metrics, updates)
@@ -194,7 +194,7 @@ class StepRecorder:
 
     def _add_drift(self, metrics: StepMetrics) -> None:
         """Add the mismatch of engine and trainer relative to the first steps of the run."""
-        gap = metrics.values().get(MetricName.LOGPROB_GAP)
+        gap = metrics.values().get(MetricName.LOG_PROB_GAP)
         # The critic is warming up, and no policy update measured the mismatch.
         if gap is None:
             return

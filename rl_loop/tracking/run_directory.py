@@ -115,7 +115,7 @@ class RunDirectory:
         self.critic_checkpoints = path / "critic_checkpoints"
         """Checkpoints of PPO's critic."""
 
-        self.episodes_ahead = path / "episodes_ahead"
+        self.async_episodes = path / "async_episodes"
         """Episodes that a resume does not repeat (``rl_loop.rollout.group_store``)."""
 
         self.export = path / "export"
@@ -181,7 +181,7 @@ class RunDirectory:
         """Append rejected conversations."""
         append_lines(self.rejected, [json.dumps(record) for record in records])
 
-    def keep_steps_up_to(self, step: int) -> None:
+    def delete_steps_after(self, step: int) -> None:
         """Drop metrics of later steps, and a last line that a crash truncated.
 
         A resume after ``step`` steps calls it first. An evaluation after that step is dropped, too,

@@ -11,7 +11,7 @@ from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import SharedTokens, StepStatistics
 from rl_loop.algorithms.objectives import LOSS_METRICS, STALENESS_CLASSES
 from rl_loop.algorithms.policy_loss import kl_estimate
-from rl_loop.data.rollout_batch import RlUpdates, RunAhead
+from rl_loop.data.rollout_batch import AsyncGroups, RlUpdates
 from rl_loop.data.trajectory import FinishReason, Trajectory, TrajectoryGroup
 from rl_loop.infrastructure import COMPONENTS
 from rl_loop.tracking.metrics import MetricName, StepMetrics
@@ -145,20 +145,20 @@ def add_signal_metrics(
 
 def add_staleness_metrics(
     metrics: StepMetrics,
-    ahead: RunAhead,
+    async_groups: AsyncGroups,
     episodes: Sequence[Trajectory],
     samples: TrainingSamples,
 ) -> None:
-    """Add the lead of rollouts over training, and the staleness of the step's tokens.
+    """Add the number of asynchronous groups, and the staleness of the step's tokens.
 
     Args:
         metrics: metrics of the step.
-        ahead: groups of later steps.
+        async_groups: groups of later steps.
         episodes: episodes of the step.
         samples: token sequences of ``episodes``, in order.
     """
-    metrics.add("rollout/groups_ahead", ahead.groups, "last")
-    metrics.add("rollout/groups_ahead_ended", ahead.ended, "last")
+    metrics.add("rollout/async_groups", async_groups.groups, "last")
+    metrics.add("rollout/async_groups_ended", async_groups.ended, "last")
 
     staleness = 0
     if samples.staleness is not None:
@@ -211,7 +211,7 @@ def _add_policy_update(metrics: StepMetrics, update: StepStatistics) -> None:
     sums = update.sums
     metrics.add_mean(MetricName.LOSS, sums["loss"], 1, "updates")
     for name, total in sums.items():
-        if name == "mismatch/log_perplexity_gap":
+        if name == "mismatch/log_perplexity_gap_mean":
             metrics.add_mean(name, total, sums["sequences"], "sequences")
         # Spliced tokens are not compared, so the divisor is smaller.
         elif name.startswith("mismatch/"):
@@ -273,14 +273,14 @@ def add_optimizer_metrics(metrics: StepMetrics, update: StepStatistics) -> None:
     for name in SPEEDS:
         speed = getattr(update, name)
         if speed is not None:
-            metrics.add(f"train/{name}", speed, "last")
+            metrics.add(f"trainer/{name}", speed, "last")
     if update.shared_tokens is not None:
         _add_shared_tokens(metrics, update.shared_tokens)
     if update.expert_loads is not None:
-        metrics.add("routing/smallest_load", update.expert_loads.smallest, "last")
-        metrics.add("routing/largest_load", update.expert_loads.largest, "last")
+        metrics.add("routing/load_min", update.expert_loads.smallest, "last")
+        metrics.add("routing/load_max", update.expert_loads.largest, "last")
     for part, seconds in update.seconds_by_part.items():
-        metrics.add(f"train/seconds_{part}", seconds, "sum")
+        metrics.add(f"trainer/seconds_{part}", seconds, "sum")
     for name, gigabytes in update.memory.items():
         metrics.add(f"memory/{name}", gigabytes, "max", "GPUs")
 

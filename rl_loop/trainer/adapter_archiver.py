@@ -8,7 +8,11 @@ import torch.distributed as dist
 
 from converters.adapter_checkpoint import export_adapter
 from megatron_gptoss.checkpoint.checksums import compare_checksums
-from megatron_gptoss.checkpoint.directory import earlier_checkpoints, step_directory, step_of
+from megatron_gptoss.checkpoint.directory import (
+    checkpoint_step,
+    earlier_checkpoints,
+    step_directory,
+)
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from rl_loop.tracking.run_directory import RunDirectory
 
@@ -118,7 +122,7 @@ class AdapterArchiver:
         return next((failure for failures in of_ranks for failure in failures), None)
 
     def _directory(self, checkpoint: Path) -> Path:
-        return step_directory(self._run.adapters, step_of(checkpoint))
+        return step_directory(self._run.adapters, checkpoint_step(checkpoint))
 
     def _write(self, checkpoint: Path) -> None:
         directory = self._directory(checkpoint)

@@ -30,7 +30,7 @@ def export_weights(gathering: WeightGathering, export: WeightExport) -> None:
             failed (on every rank).
         GatheringAbortedError: on every rank, if a rank has too little memory for its part.
     """
-    weights = gathering.confirmed(gathering.begin(packed=export.packed, paced=True))
+    weights = gathering.confirmed(gathering.begin(mxfp4_experts=export.mxfp4_experts, paced=True))
     try:
         if dist.get_rank() == 0:
             write_export(export, gathering.config, weights)
@@ -44,7 +44,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
     """Write all weights of ``model`` with one tensor in memory at a time.
 
     A sample of the written files is read back and compared with copies of the weights: all tensors
-    that are not experts, and the experts of one layer. Packed experts are all compared with
+    that are not experts, and the experts of one layer. MXFP4 experts are all compared with
     ``export.mxfp4_digests``.
 
     Args:
@@ -58,7 +58,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
             directory is unchanged.
     """
     selection = select_parameters("weights", model, "sample")
-    compared = _names_of(model, selection)
+    compared = _list_names(model, selection)
     kept: dict[str, torch.Tensor] = {}
 
     # Called before the directory gets its final name, so a wrong export never appears.
@@ -82,7 +82,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
         extras=export.extras,
         eos_token_ids=export.eos_token_ids,
         overwrite=True,
-        quantized=export.packed,
+        quantized=export.mxfp4_experts,
         check=check,
     )
 
@@ -90,7 +90,7 @@ def write_export(export: WeightExport, model: ModelConfig, weights: Iterable[Nam
 def check_mxfp4_experts(
     directory: Path, partial: Path, mxfp4_digests: Mapping[str, Digests]
 ) -> None:
-    """Check that the files hold the same packed experts as the trainer and the engines.
+    """Check that the files hold the same MXFP4 experts as the trainer and the engines.
 
     Args:
         directory: final name of the files, for the message.
@@ -114,12 +114,12 @@ def check_mxfp4_experts(
             )
 
 
-def _names_of(model: ModelConfig, selection: ComparedParameters) -> set[str]:
-    """Return the names of a selection's tensors, both unpacked and packed."""
+def _list_names(model: ModelConfig, selection: ComparedParameters) -> set[str]:
+    """Return the names of a selection's tensors, in bf16 and in MXFP4."""
     names = set()
     for mapping in parameter_mappings(model).values():
         if selection.includes(mapping):
             for name in mapping.hf_names:
-                # Experts have other names if they are packed.
+                # Experts have other names in MXFP4.
                 names |= {name, *stored_names(name)}
     return names

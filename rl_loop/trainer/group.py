@@ -19,8 +19,8 @@ from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.data.tensor_bytes import StoredTensors
 from rl_loop.trainer.rank_inputs import SCORED_COLUMNS, RankInputStore
 from rl_loop.trainer.rank_state import RankPosition, ResumedState
-from rl_loop.trainer.returned_tokens import gather_tokens
 from rl_loop.trainer.step_plan import StepPlan, plan_step
+from rl_loop.trainer.token_results import gather_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.source import WeightSender
 

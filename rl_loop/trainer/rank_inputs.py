@@ -137,14 +137,14 @@ class RankInputStore:
         # All samples count, because every rank normalizes by the whole mini-batch.
         loss_tokens = samples.loss_tokens
         for rank in range(plan.ranks):
-            sequences = plan.sequences_of(rank)
+            sequences = plan.list_sequences(rank)
             # ``map`` frees each chunk before the next is made.
             chunks = list(map(self._store, _chunks(samples, sequences, others)))
             rank_inputs = RankInputs(
                 inputs=inputs[rank],
                 chunks=chunks,
                 routed_experts=None if routes is None else [routes[i] for i in sequences],
-                mini_batches=plan.mini_batches_of(rank, loss_tokens, samples.episodes),
+                mini_batches=plan.build_mini_batches(rank, loss_tokens, samples.episodes),
                 sharing=None if plan.prefixes is None else plan.prefixes.sharing,
             )
             stored.append(self._store(rank_inputs))
@@ -169,7 +169,7 @@ class RankInputStore:
         if not is_stored:
             self.release()
             inputs = (
-                samples.take(plan.sequences_of(rank), INPUT_COLUMNS) for rank in range(plan.ranks)
+                samples.take(plan.list_sequences(rank), INPUT_COLUMNS) for rank in range(plan.ranks)
             )
             self._last_inputs = list(map(self._store, inputs))
             self._last_samples = samples

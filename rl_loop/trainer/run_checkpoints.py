@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from converters.adapter_checkpoint import peft_base_name
 from megatron_gptoss.checkpoint.directory import (
+    checkpoint_step,
     earlier_checkpoints,
     find_checkpoint,
     latest_checkpoint,
-    step_of,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.checkpoint.loader import find_damage, load_checkpoint
@@ -132,7 +132,7 @@ class RunCheckpoints:
         """
         newest = latest_checkpoint(self._run.checkpoints)
         if newest is None:
-            self._continue_from_adapters_of(None)
+            self._keep_adapters_up_to(None)
             return None
 
         damages: list[str] = []
@@ -141,7 +141,7 @@ class RunCheckpoints:
             damage = self._damage(path)
             if damage is None:
                 state = self._load(path)
-                self._continue_from_adapters_of(path)
+                self._keep_adapters_up_to(path)
                 return ResumedState(state, damages)
             damages.append(damage)
         raise CheckpointError(
@@ -168,11 +168,11 @@ class RunCheckpoints:
             load_checkpoint(of_critic, self._critic, is_checked=True)
         return load_checkpoint(path, self._policy, is_checked=True)
 
-    def _continue_from_adapters_of(self, checkpoint: Path | None) -> None:
+    def _keep_adapters_up_to(self, checkpoint: Path | None) -> None:
         """Keep the adapters of the checkpoints up to this one, or none for None."""
         # The directory is shared by all ranks.
         if dist.get_rank() == 0:
-            step = 0 if checkpoint is None else step_of(checkpoint)
+            step = 0 if checkpoint is None else checkpoint_step(checkpoint)
             self._run.delete_adapters_after(step)
         if self._adapter_archiver is not None and checkpoint is not None:
             self._adapter_archiver.write_missing(checkpoint)

@@ -78,7 +78,7 @@ class PlannedPrefixes:
     route_conflicts: int
     """See ``SharedTokens``."""
 
-    def are_of(self, samples: TrainingSamples) -> bool:
+    def belong_to(self, samples: TrainingSamples) -> bool:
         """Return True if the samples share at least these prefixes."""
         # Passes over the same samples have the same array. Without routes, more tokens are shared.
         has_routes = samples.routed_experts is not None
@@ -115,17 +115,17 @@ class StepPlan:
         is_same_number = self.wanted_mini_batches == mini_batches
         if not is_same_number or not np.array_equal(self.offsets, samples.offsets):
             return False
-        return self.prefixes is None or self.prefixes.are_of(samples)
+        return self.prefixes is None or self.prefixes.belong_to(samples)
 
-    def sequences_of(self, rank: int) -> list[int]:
+    def list_sequences(self, rank: int) -> list[int]:
         """Return the indices of a rank's sequences, in the order in which it takes them."""
         return [
             plan.sequences[i]
             for plan in self.mini_batches
-            for i in plan.schedule.sequences_of(rank)
+            for i in plan.schedule.list_sequences(rank)
         ]
 
-    def mini_batches_of(
+    def build_mini_batches(
         self, rank: int, loss_tokens: np.ndarray, episodes: np.ndarray | None = None
     ) -> list[RankMiniBatch]:
         """Return the schedule of a rank in each mini-batch.
@@ -171,10 +171,10 @@ class StepPlan:
         # Not zeros, because a rank writes every entry.
         column = np.empty(samples.tokens, dtype)
         for rank, result in enumerate(results):
-            sequences = self.sequences_of(rank)
+            sequences = self.list_sequences(rank)
             lengths = samples.lengths[sequences]
             if result.dtype != dtype or result.shape != (lengths.sum(),):
-                whose = samples.name_of(sequences[0]) if sequences else "no sequences"
+                whose = samples.sequence_name(sequences[0]) if sequences else "no sequences"
                 raise ColumnError(
                     f"column {name} of {whose} and later sequences of data-parallel rank {rank} "
                     f"has {result.dtype} {list(result.shape)}, expected {dtype} [{lengths.sum()}]"
@@ -198,7 +198,7 @@ def load_routes(rows: Sequence[Any]) -> list[np.ndarray]:
         return list(rows)
 
     loaded = iter(ray.get(references))
-    return [row.rows_of(next(loaded)) if isinstance(row, StoredRoutes) else row for row in rows]
+    return [row.select_rows(next(loaded)) if isinstance(row, StoredRoutes) else row for row in rows]
 
 
 def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: int = 1) -> StepPlan:
@@ -229,7 +229,7 @@ def plan_step(samples: TrainingSamples, settings: TrainerConfig, mini_batches: i
             settings.parallel.data,
             work,
             settings.parallel.micro_batch_multiple,
-            names=[samples.name_of(i) for i in sequences],
+            names=[samples.sequence_name(i) for i in sequences],
             prefixes=prefixes,
             min_shared=1 if sharing is None else sharing.min_shared,
         )

@@ -22,7 +22,7 @@ class WeightExport:
     """Tokenizer, chat templates, token ids and generation settings."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end a turn. They replace the ids of ``extras``."""
-    packed: bool = False
+    mxfp4_experts: bool = False
     """True to gather and write experts as MXFP4 blocks and scales."""
     mxfp4_digests: Mapping[str, Digests] = field(default_factory=dict)
     """Digests of experts in MXFP4 that the written files must have. The keys are "the trainer" and

@@ -48,9 +48,9 @@ from rl_loop.trainer.initial_model import build_initial_model, build_teacher
 from rl_loop.trainer.memory_metrics import max_over_ranks, memory_metrics
 from rl_loop.trainer.rank_inputs import RankInputs
 from rl_loop.trainer.rank_state import RankPosition, ResumedState
-from rl_loop.trainer.returned_tokens import take_tokens
 from rl_loop.trainer.run_checkpoints import RunCheckpoints
 from rl_loop.trainer.step_plan import RankMiniBatch
+from rl_loop.trainer.token_results import take_tokens
 from rl_loop.trainer.weight_export import WeightExport
 from rl_loop.weight_sync.gather import send_gathered
 from rl_loop.weight_sync.source import WeightSender
@@ -428,7 +428,7 @@ class TrainerWorker:
     def mxfp4_weights(self) -> TensorBytes | None:
         """Return all weights like ``weights``, but quantized experts as blocks and scales."""
         gather_parameters(self.trainer.model)
-        named = dict(self._gathering.begin(packed=True))
+        named = dict(self._gathering.begin(mxfp4_experts=True))
         return TensorBytes.of(named) if dist.get_rank() == 0 else None
 
     def mxfp4_digests(self) -> Digests:

@@ -89,7 +89,7 @@ class SyncCheck:
 
     canary_gap: float
     """Largest mean |log-prob difference| over the engines, in nats per token."""
-    packed_experts: Digests = field(default_factory=dict)
+    mxfp4_digests: Digests = field(default_factory=dict)
     """Digests of the experts that were compared bit by bit."""
 
 
@@ -141,11 +141,11 @@ def check_sync(
     """
     # Bits first, because a difference names its matrix. The canary covers all weights, but shows
     # only that something differs.
-    packed_experts: Digests = {}
+    mxfp4_digests: Digests = {}
     if is_quantized:
-        packed_experts = check_mxfp4_experts(trainer, engines, version)
+        mxfp4_digests = check_mxfp4_experts(trainer, engines, version)
     gap = check_canary(trainer, engines, token_ids, tolerance=tolerance, version=version)
-    return SyncCheck(gap, packed_experts)
+    return SyncCheck(gap, mxfp4_digests)
 
 
 def check_canary(

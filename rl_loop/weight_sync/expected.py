@@ -10,7 +10,7 @@ import torch
 from converters.hf_layouts import Shape
 from rl_loop.weight_sync.source import WeightMismatchError
 
-PACKED_ENDINGS = ("_blocks", "_scales")
+MXFP4_ENDINGS = ("_blocks", "_scales")
 """Name endings of MXFP4 tensors, which are uint8."""
 
 
@@ -47,7 +47,7 @@ class ExpectedTensors:
                 f"tensor {name} has shape {list(tensor.shape)}, but the engine expects "
                 f"{list(expected)}"
             )
-        if name.endswith(PACKED_ENDINGS) and tensor.dtype != torch.uint8:
+        if name.endswith(MXFP4_ENDINGS) and tensor.dtype != torch.uint8:
             return f"tensor {name} has dtype {tensor.dtype}, but the engine expects torch.uint8"
         return None
 

@@ -36,7 +36,7 @@ def send_gathered(
         weights = gathering.begin(
             sender.ranks,
             transposed=sender.transposed,
-            packed=sender.packed,
+            mxfp4_experts=sender.mxfp4_experts,
             adapters_only=sender.adapters_only,
             # With several receivers, the broadcasts of the tensors already synchronize the ranks.
             paced=len(sender.ranks) == 1,

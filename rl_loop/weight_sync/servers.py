@@ -45,7 +45,7 @@ class SyncPlan:
     """Time limit of the servers for one bucket."""
     compare: bool = True
     """True to compare checksums of a sample afterwards."""
-    packed: bool = False
+    mxfp4_experts: bool = False
     """True if experts are sent as MXFP4 blocks and scales, to servers that hold this format."""
     adapter: AdapterConfig | None = None
     """Adapters of experts that are sent in addition to blocks and scales, to servers that do not merge them.

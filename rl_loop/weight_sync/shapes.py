@@ -14,7 +14,7 @@ def synced_shapes(config: ModelConfig, plan: SyncPlan) -> dict[str, Shape]:
         config: configuration of the weights.
         plan: plan of the sync.
     """
-    shapes = written_shapes(config, plan.packed)
+    shapes = written_shapes(config, plan.mxfp4_experts)
     if plan.adapters_only:
         assert plan.adapter is not None
         changed = changed_names(config, plan.adapter)

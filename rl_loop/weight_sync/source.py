@@ -41,7 +41,7 @@ class WeightSender(Protocol):
         ...
 
     @property
-    def packed(self) -> bool:
+    def mxfp4_experts(self) -> bool:
         """True if ``send`` expects quantized experts as blocks and scales, by stored name."""
         ...
 
@@ -109,13 +109,13 @@ class LoadedWeights:
     def mxfp4_weights(self) -> "dict[str, torch.Tensor]":
         """Return the tensors by stored name, with the shapes of ``WeightSource.mxfp4_weights``."""
         # Imported here, because it loads torch.
-        from converters.mxfp4_tensors import pack_experts
+        from converters.mxfp4_tensors import quantize_experts
 
-        return pack_experts(self._named)
+        return quantize_experts(self._named)
 
     def release_memory(self) -> None:
         return None
 
     def send_weights(self, sender: WeightSender) -> None:
-        weights = self.mxfp4_weights() if sender.packed else self._named
+        weights = self.mxfp4_weights() if sender.mxfp4_experts else self._named
         sender.send_from_driver(weights.items())

@@ -83,7 +83,7 @@ async def send_by_disk(
         config,
         tensors,
         overwrite=True,
-        quantized=servers.plan.packed,
+        quantized=servers.plan.mxfp4_experts,
         further_shapes=further_shapes,
     )
     await servers.load_directory(directory)

@@ -25,7 +25,7 @@ from converters.errors import ConversionError
 from converters.hf_directory import HfDirectory
 from converters.torch_dist import export_checkpoint, import_checkpoint
 from megatron_gptoss.config import ModelConfig
-from megatron_gptoss.families.registry import FAMILIES, family_of, read_hf_config
+from megatron_gptoss.families.registry import FAMILIES, parse_family, read_hf_config
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 8,
@@ -113,7 +113,7 @@ class Model:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
             import_checkpoint(directory, self.directory / "megatron")
             export_checkpoint(self.directory / "megatron", self.directory / "export", "fp32")
-            logits = logits_of(self.directory / "export")
+            logits = compute_logits(self.directory / "export")
             assert logits is not None
             self._exports[key] = logits
         return self._exports[key]
@@ -123,7 +123,7 @@ disable_progress_bar()
 
 
 @torch.no_grad()
-def logits_of(directory: Path) -> torch.Tensor | None:
+def compute_logits(directory: Path) -> torch.Tensor | None:
     """Return transformers' logits; None if it cannot load the directory or lacks weights."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -150,7 +150,7 @@ def fault_in(
     if not compares_logits:
         return None
 
-    expected = logits_of(directory)
+    expected = compute_logits(directory)
     if expected is None:
         return None
     found = model.exported_logits(directory)
@@ -180,7 +180,7 @@ def test_config_key_survives_or_is_rejected_when_flipped(model: Model) -> None:
         AutoConfig.for_model(model_type).to_dict()
     )
     faults = []
-    for key in known_keys(family_of(model_type, "test"), model_type):
+    for key in known_keys(parse_family(model_type, "test"), model_type):
         before = model.config.get(key)
         others = [
             value
@@ -210,8 +210,8 @@ def test_config_key_survives_or_is_rejected_when_removed(model: Model) -> None:
 
 def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
     """If transformers ignored the key, one directory would describe two models."""
-    table = family_of(model.config["model_type"], "test").hf_keys
-    original, architecture = logits_of(model.original), read_hf_config(model.config)
+    table = parse_family(model.config["model_type"], "test").hf_keys
+    original, architecture = compute_logits(model.original), read_hf_config(model.config)
     assert original is not None
     ignored = []
     for key in table.fields:
@@ -222,7 +222,7 @@ def test_config_key_that_we_use_is_used_by_transformers(model: Model) -> None:
                 changes = HfDirectory(directory).config != architecture
             except ConversionError:
                 continue
-            found = logits_of(directory) if changes else None
+            found = compute_logits(directory) if changes else None
             if found is not None and torch.equal(found, original):
                 ignored.append(key)
     # One key concerns only the start of training. The other is a length that no result depends on.

@@ -8,7 +8,7 @@ import torch
 from converters.expert_adapters import changed_names, expert_adapter_shapes
 from converters.gathering import WeightGathering
 from converters.hf_directory import written_shapes
-from converters.mxfp4_tensors import pack_experts
+from converters.mxfp4_tensors import quantize_experts
 from megatron_gptoss import distributed
 from megatron_gptoss.config import AdapterConfig, ParallelConfig
 from tests.support.distributed import free_port, run_distributed
@@ -35,14 +35,14 @@ def unmerged_model(parallel: ParallelConfig, **options: bool) -> torch.nn.Module
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_base_and_factors_make_the_merged_weights(grouped: bool) -> None:
-    """In fp32, base + s B A of a packed gathering equals the merged weight of another gathering."""
+    """In fp32, base + s B A of an MXFP4 gathering equals the merged weight of another gathering."""
     model = unmerged_model(ParallelConfig(), moe_grouped_gemm=grouped)
-    packed = gathered(model, packed=True)
+    packed = gathered(model, mxfp4_experts=True)
     merged = gathered(model)
     base = base_weights()
     for matrix in ("gate_up_proj", "down_proj"):
         name = f"{EXPERTS}.{matrix}"
-        expected = pack_experts({name: base[name]})
+        expected = quantize_experts({name: base[name]})
         for stored, tensor in expected.items():
             assert torch.equal(packed[stored], tensor), stored
         update = SCALE * (packed[f"{name}.lora_B"] @ packed[f"{name}.lora_A"]).mT
@@ -55,8 +55,8 @@ def test_base_and_factors_make_the_merged_weights(grouped: bool) -> None:
 
 def test_sync_of_adapters_has_only_what_training_changes() -> None:
     model = unmerged_model(ParallelConfig())
-    everything = gathered(model, packed=True)
-    some = gathered(model, packed=True, adapters_only=True)
+    everything = gathered(model, mxfp4_experts=True)
+    some = gathered(model, mxfp4_experts=True, adapters_only=True)
     expected = changed_names(MODEL, ADAPTER) | expert_adapter_shapes(MODEL, 3).keys()
     assert some.keys() == expected
     # q has an adapter, and the trainer holds q, k and v as one weight.
@@ -83,7 +83,7 @@ def gather_in_layouts(rank: int, ports: list[int]) -> dict[str, list[dict[str, t
             gathering = WeightGathering(unmerged_model(parallel), MODEL)
             found[name] = []
             for adapters_only in (False, True):
-                weights = gathering.begin((0, 1), packed=True, adapters_only=adapters_only)
+                weights = gathering.begin((0, 1), mxfp4_experts=True, adapters_only=adapters_only)
                 found[name].append({key: tensor.clone() for key, tensor in weights})
         finally:
             distributed.shutdown()
@@ -92,7 +92,7 @@ def gather_in_layouts(rank: int, ports: list[int]) -> dict[str, list[dict[str, t
 
 def test_every_layout_sends_the_same_tensors() -> None:
     model = unmerged_model(ParallelConfig())
-    expected = [gathered(model, packed=True, adapters_only=some) for some in (False, True)]
+    expected = [gathered(model, mxfp4_experts=True, adapters_only=some) for some in (False, True)]
     ports = [free_port() for _ in LAYOUTS]
     for rank in run_distributed(gather_in_layouts, 2, ports):
         for layout, found in rank.items():

@@ -10,7 +10,7 @@ import torch
 
 from converters.families.registry import hugging_face_reference
 from converters.reference import decoder
-from converters.reference.layouts import source_of
+from converters.reference.layouts import build_getter
 from megatron_gptoss.config import ModelConfig
 from tests.support.megatron_gptoss.dense_reference import MODELS, dense_hf_model
 from tests.support.megatron_gptoss.reference import TINY, hf_model
@@ -33,7 +33,7 @@ def text(config: ModelConfig, tokens: int = 90) -> torch.Tensor:
 def reference_logits(
     config: ModelConfig, weights: dict[str, torch.Tensor], dtype: torch.dtype, tokens: int = 90
 ) -> torch.Tensor:
-    return hugging_face_reference(config, source_of(weights), dtype).logits(text(config, tokens))
+    return hugging_face_reference(config, build_getter(weights), dtype).logits(text(config, tokens))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,7 +64,7 @@ def test_reference_gradients_match_transformers(name: str) -> None:
     gradients = {}
     for dtype in (torch.float32, torch.float64):
         leaves = {n: p.detach().to(dtype).requires_grad_() for n, p in model.named_parameters()}
-        loss(hugging_face_reference(config, source_of(leaves), dtype).logits(ids)).backward()
+        loss(hugging_face_reference(config, build_getter(leaves), dtype).logits(ids)).backward()
         gradients[dtype] = {n: leaf.grad for n, leaf in leaves.items()}
     for parameter_name, parameter in model.named_parameters():
         exact = gradients[torch.float64][parameter_name]
@@ -90,7 +90,7 @@ def test_reference_holds_few_weights_at_a_time(name: str) -> None:
     """At most a weight and its bias are in memory, so the model may have any size."""
     config = CASES[name]
     weights = dict(transformers_model(name).state_dict())
-    read = source_of(weights)
+    read = build_getter(weights)
     alive: list[tuple[weakref.ref[torch.Tensor], int]] = []
     most = largest = 0
 

@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-def error_of(read: Callable[[], object]) -> BaseException | None:
+def catch_error(read: Callable[[], object]) -> BaseException | None:
     """Return the error that ``read`` raises. Fail if ``read`` is still running after SECONDS."""
     found: list[BaseException | None] = []
 
@@ -164,7 +164,7 @@ def test_irregular_file_is_rejected_in_one_line(
     kind(root / file)
     tracemalloc.start()
     began = time.monotonic()
-    error = error_of(lambda: READERS[reader](root))
+    error = catch_error(lambda: READERS[reader](root))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(error, ValueError), f"{type(error)}: {error}"
@@ -188,7 +188,7 @@ def test_links_to_regular_files_are_read(root: Path) -> None:
 
 def test_broken_link_differs_from_an_absent_file(root: Path) -> None:
     (root / "hf/model.safetensors.index.json").symlink_to("gone")
-    error = error_of(lambda: HfDirectory(root / "hf"))
+    error = catch_error(lambda: HfDirectory(root / "hf"))
     assert "model.safetensors.index.json" in str(error)
 
 
@@ -202,7 +202,7 @@ def test_config_without_bounds_takes_no_memory(change: dict[str, int], root: Pat
     content = {k: v for k, v in json.loads(path.read_text()).items() if k != "layer_types"}
     path.write_text(json.dumps(content | change))
     tracemalloc.start()
-    error = error_of(lambda: HfDirectory(root / "hf"))
+    error = catch_error(lambda: HfDirectory(root / "hf"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert next(iter(change)) in str(error)

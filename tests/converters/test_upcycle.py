@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from converters.errors import ConversionError
 from converters.families.registry import hugging_face_reference
 from converters.hf_directory import HfDirectory
-from converters.reference.layouts import source_of
+from converters.reference.layouts import build_getter
 from converters.reference.rotary import rotary_frequencies
 from converters.upcycle import (
     UpcycleOptions,
@@ -42,13 +42,13 @@ EXACT = UpcycleOptions(sliding_window=8192, sink=-100.0, expert_noise=0.0)
 TOKENS = torch.arange(60) * 37 % LLAMA.vocab_size
 
 
-def logits_of(directory: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def compute_logits(directory: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     source = HfDirectory(directory)
     return hugging_face_reference(source.config, source.get, dtype).logits(TOKENS)
 
 
-def loss_of(directory: Path) -> float:
-    return cross_entropy(logits_of(directory)[:-1], TOKENS[1:]).item()
+def compute_loss(directory: Path) -> float:
+    return cross_entropy(compute_logits(directory)[:-1], TOKENS[1:]).item()
 
 
 def with_large_gates(config: DenseModelConfig, factor: float) -> dict[str, torch.Tensor]:
@@ -68,8 +68,8 @@ def test_upcycled_logits_equal_the_dense_ones(name: str, tmp_path: Path) -> None
     assert measured.report.clamped_share == 0, "the clamps are not reached"
 
     tensors = dict(upcycled_tensors(source, config, EXACT, measured, torch.float64))
-    upcycled = hugging_face_reference(config, source_of(tensors), torch.float64).logits(TOKENS)
-    torch.testing.assert_close(upcycled, logits_of(source.path), atol=1e-10, rtol=0)
+    upcycled = hugging_face_reference(config, build_getter(tensors), torch.float64).logits(TOKENS)
+    torch.testing.assert_close(upcycled, compute_logits(source.path), atol=1e-10, rtol=0)
 
 
 def test_report_predicts_the_loss_of_the_clamps(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_report_predicts_the_loss_of_the_clamps(tmp_path: Path) -> None:
 
     predicted = report.clamped_loss - report.dense_loss
     assert abs(predicted) > 1e-3 and report.clamped_share > 0
-    measured = loss_of(tmp_path / "moe") - loss_of(dense)
+    measured = compute_loss(tmp_path / "moe") - compute_loss(dense)
     assert measured == pytest.approx(predicted, rel=0.01)
     assert "of the gate activations exceed 7" in str(report)
 
@@ -89,7 +89,7 @@ def test_report_predicts_the_loss_with_windows_and_sinks(tmp_path: Path) -> None
     report = upcycle(dense, tmp_path / "moe", options, TOKENS.tolist(), torch.float32)
     assert report.clamped_loss == pytest.approx(report.dense_loss, abs=1e-5)
     assert abs(report.upcycled_loss - report.dense_loss) > 1e-3
-    assert loss_of(tmp_path / "moe") == pytest.approx(report.upcycled_loss, abs=1e-5)
+    assert compute_loss(tmp_path / "moe") == pytest.approx(report.upcycled_loss, abs=1e-5)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def test_transformers_reads_the_upcycled_model(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def loads_of(model: torch.nn.Module) -> torch.Tensor:
+def count_loads(model: torch.nn.Module) -> torch.Tensor:
     """Return the loads [layers, experts] of TOKENS in transformers."""
     counts = []
 
@@ -124,14 +124,14 @@ def test_all_experts_get_an_even_share_of_the_text(tmp_path: Path) -> None:
     options = UpcycleOptions(sliding_window=6, expert_noise=0.0)
     report = upcycle(dense, tmp_path / "moe", options, TOKENS.tolist(), torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-    loads = loads_of(model)
+    loads = count_loads(model)
     assert report.smallest_load == pytest.approx(loads.min().item())
     assert report.largest_load == pytest.approx(loads.max().item())
     assert 0.9 < loads.min() <= loads.max() < 1.1
 
     for layer in model.model.layers:
         layer.mlp.router.bias.data.zero_()
-    assert loads_of(model).min() < 0.7, "routers without bias prefer some experts"
+    assert count_loads(model).min() < 0.7, "routers without bias prefer some experts"
 
 
 def test_up_stays_within_its_clamp_at_any_scale(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 from rl_loop.tracking.run_directory import RunDirectoryError
 from tests.faults.observed_run import Attempt, Numbers, ObservedRun
 from tests.faults.options import Options
-from tests.faults.pairs import kind_of
+from tests.faults.pairs import find_kind
 from tests.faults.results import Injection
 
 
@@ -14,7 +14,7 @@ def judge_outcome(attempt: Attempt, injection: Injection) -> str:
 
     A run must either recover, or end with a reason. The kind of the fault determines which.
     """
-    kind = kind_of(injection.kind)
+    kind = find_kind(injection.kind)
     if injection.outcome == "hung":
         return f"neither recovered nor ended within {injection.limit:.0f} s"
     if injection.outcome == "recovered":

@@ -20,7 +20,7 @@ from tests.faults.checks import (
 from tests.faults.kinds import PROCESSES, Kind, Moment, NotPossibleYetError, possible_kinds
 from tests.faults.observed_run import Attempt, ObservedRun, small_file_system
 from tests.faults.options import Options
-from tests.faults.pairs import SEPARATOR, OnlyFirstError, kind_of, plan_pairs
+from tests.faults.pairs import SEPARATOR, OnlyFirstError, find_kind, plan_pairs
 from tests.faults.reference import Reference
 from tests.faults.results import Injection, Results, RunResult
 
@@ -166,7 +166,7 @@ class FaultInjector:
         moment = Moment(run, attempt, self._random, self.options, self._end)
         with moment.undo:
             try:
-                injection.detail = kind_of(injection.kind).inject(moment)
+                injection.detail = find_kind(injection.kind).inject(moment)
             except OnlyFirstError as one:
                 self._put_back(injection.kind)
                 injection.kind = one.kind
@@ -200,7 +200,7 @@ class FaultInjector:
 
     def _await_outcome(self, run: ObservedRun, attempt: Attempt, injection: Injection) -> None:
         """Wait until the run has recorded steps that began after the fault, or has ended."""
-        kind = kind_of(injection.kind)
+        kind = find_kind(injection.kind)
         enough = STEPS_UNNOTICED if kind.must_end else STEPS_TO_HEAL
         began = time.time()
         steps_after: set[float] = set()

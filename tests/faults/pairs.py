@@ -49,7 +49,7 @@ def plan_pairs(kinds: Sequence[str], count: int, chance: random.Random) -> list[
     return pairs[:count]
 
 
-def kind_of(name: str) -> Kind:
+def find_kind(name: str) -> Kind:
     """Return the kind of this name, or the combination of two kinds."""
     kinds = [_all_kinds()[part] for part in name.split(SEPARATOR)]
     if len(kinds) == 1:

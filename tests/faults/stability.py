@@ -1,7 +1,7 @@
 """Long-running stability test: trends of memory, open files, threads and disk.
 
-    python -m tests.faults.stability --minutes 120       # the tiny loop, rollouts one step ahead
-    python -m tests.faults.stability --minutes 10 --staleness 0
+    python -m tests.faults.stability --minutes 120       # the tiny loop, asynchronous rollouts, k = 1
+    python -m tests.faults.stability --minutes 10 --max-staleness 0
 
 Samples all processes of the run every --every seconds. The first quarter is a warm-up. The
 remaining samples are averaged in BLOCKS blocks of equal length, and a straight line is fitted to
@@ -254,7 +254,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
-    parser.add_argument("--staleness", type=int, default=1, help="steps that rollouts run ahead")
+    parser.add_argument("--max-staleness", type=int, default=1, help="algorithm.max_staleness")
     parser.add_argument("--flat", type=float, default=0.01, help="of the mean, per hour")
     parser.add_argument("--json", type=Path, help="append every sample to this file, a line each")
     options = parser.parse_args()
@@ -263,7 +263,7 @@ def main() -> None:
         run = ObservedRun(
             Options(steps=10**6, deterministic=False),
             Path(directory) / "run",
-            [f"algorithm.max_staleness={options.staleness}"],
+            [f"algorithm.max_staleness={options.max_staleness}"],
         )
         times, samples, ended = watch(run, options.minutes, options.every, options.json)
         steps = len(run.curve())

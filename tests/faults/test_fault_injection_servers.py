@@ -33,7 +33,7 @@ from tests.faults.injector import FaultInjector
 from tests.faults.kinds import KINDS, SERVER_KINDS, Kind, Moment, NotPossibleYetError
 from tests.faults.observed_run import Attempt, ObservedRun
 from tests.faults.options import Options
-from tests.faults.pairs import OnlyFirstError, kind_of, plan_pairs
+from tests.faults.pairs import OnlyFirstError, find_kind, plan_pairs
 from tests.faults.results import Injection
 from tests.faults.server import PolicyServer, ServerOptions
 
@@ -47,7 +47,7 @@ VERSION = 6
 """Version of the servers' weights. It is even, so the sync's sample is of layer 0."""
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
+def draw_weights(seed: int) -> dict[str, torch.Tensor]:
     get = random_hf_weights(MODEL, seed)
     return {name: get(name).float() for name in hf_shapes(MODEL)}
 
@@ -79,7 +79,7 @@ class Servers:
 
     async def sync(self, seed: int, version: int) -> None:
         plan = SyncPlan(urls=self.urls, version=version, transport="shared_memory")
-        await send_weights(weights_of(seed).items(), MODEL, plan)
+        await send_weights(draw_weights(seed).items(), MODEL, plan)
 
     def order(self, name: str) -> None:
         (self.orders / name).touch()
@@ -110,7 +110,7 @@ def request(seed: int, begun: Callable[[], object] | None = None) -> GenerateReq
 async def embedded(seed: int) -> GenerateResult:
     """Return the result of the embedded engine with the weights of the servers."""
     engine = build_engine(MODEL, "fp32", 16, deterministic=True)
-    await engine.sync_weights(weights_of(1).items(), VERSION)
+    await engine.sync_weights(draw_weights(1).items(), VERSION)
     try:
         return await engine.generate(request(seed))
     finally:
@@ -230,7 +230,7 @@ def test_pairs_have_equal_kind_counts_and_run_enders_second() -> None:
     assert pairs == plan_pairs(kinds, 2 * len(kinds), random.Random(3))
     assert pairs != plan_pairs(kinds, 2 * len(kinds), random.Random(4))
     assert Counter("+".join(pairs).split("+")) == dict.fromkeys(kinds, 4)
-    assert not any(kind_of(pair.split("+")[0]).ends_at_once for pair in pairs)
+    assert not any(find_kind(pair.split("+")[0]).ends_at_once for pair in pairs)
 
     with pytest.raises(ValueError, match="end a run at once: kill_run, kill_node"):
         plan_pairs(["kill_run", "stop", "kill_node"], 3, random.Random(3))
@@ -295,11 +295,11 @@ def test_only_first_fault_counts_when_second_has_no_target(
         monkeypatch.setitem(KINDS, name, Kind(inject(name, is_possible)))
     monkeypatch.setattr("tests.faults.pairs.LONGEST_BETWEEN", 0.01)
     moment = cast(Moment, Moment(*2 * [cast(Any, None)], random.Random(0), Options()))
-    assert kind_of("stop+starve").inject(moment) == "stop; starve"
+    assert find_kind("stop+starve").inject(moment) == "stop; starve"
     assert sorted(done) == ["starve", "stop"]
     for pair in ("stop+fill", "fill+stop"):
         with pytest.raises(OnlyFirstError) as one:
-            kind_of(pair).inject(moment)
+            find_kind(pair).inject(moment)
         assert one.value.kind == "stop"
     with pytest.raises(NotPossibleYetError):
-        kind_of("fill+fill").inject(moment)
+        find_kind("fill+fill").inject(moment)

@@ -14,7 +14,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.cpu().contiguous().view(torch.int16)
 
 
-def expected_of(matrices: list[torch.Tensor]) -> torch.Tensor:
+def compute_expected(matrices: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([dequantize(*quantize(matrix)) for matrix in matrices])
 
 
@@ -28,7 +28,7 @@ def test_floats_of_any_width_are_rounded_to_bf16_first(dtype: torch.dtype) -> No
     matrices = [torch.randn(5, 96, dtype=dtype) for _ in range(3)]
     out = torch.full((3, 5, 96), torch.nan, dtype=dtype)
     assert fake_quantize(matrices, out) is out
-    assert torch.equal(out, expected_of([m.bfloat16() for m in matrices]).to(dtype))
+    assert torch.equal(out, compute_expected([m.bfloat16() for m in matrices]).to(dtype))
     assert (out != torch.stack(matrices)).float().mean() > 0.5
 
 
@@ -58,7 +58,7 @@ def test_unsuitable_arguments_are_named() -> None:
 def test_fake_quantize_on_gpu_equals_codec_bit_by_bit(case: int) -> None:
     torch.manual_seed(0)
     matrices = cases()[case]
-    expected = expected_of(matrices)
+    expected = compute_expected(matrices)
     out = torch.full_like(expected, torch.nan).cuda()
     fake_quantize([matrix.cuda() for matrix in matrices], out)
     assert torch.equal(bits(out), bits(expected))

@@ -104,7 +104,7 @@ def test_help_explains_every_command(command: list[str]) -> None:
         ("training.steps=0", "training.steps"),
         ("parallel.world_size=3", "parallel.expert"),
         ("parallel.tensor=2", "parallel.world_size (1) must be a multiple"),
-        ("rollout.max_tokens=100000", "rollout.max_tokens (100000) exceeds"),
+        ("rollout.max_episode_tokens=100000", "rollout.max_episode_tokens (100000) exceeds"),
         ("model=huge", "model: huge.yaml is neither in"),
         ("tasks.sources.retool.train_path=x.jsonl", "train_path needs held_out_path"),
         ("steps", "not of the form key=value"),

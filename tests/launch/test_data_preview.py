@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from launch.data_preview import histogram, print_preview
-from launch.token_display import colored, pieces_of, token_lines
+from launch.token_display import colored, decode_pieces, token_lines
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData
 from rl_loop.conversations.errors import DataError
@@ -120,7 +120,7 @@ def test_the_histogram_counts_every_sample_once() -> None:
 def test_preview_pieces_are_all_tokens_in_order(harmony: Harmony) -> None:
     ids = harmony.vocabulary.encode_text("naïve 🫠🫠 日本語")
     sample = DataSample(np.array(ids), np.zeros(len(ids), dtype=bool), "x")
-    pieces = list(pieces_of(sample.token_ids, sample.loss_mask, harmony))
+    pieces = list(decode_pieces(sample.token_ids, sample.loss_mask, harmony))
     assert [i for piece in pieces for i in piece.token_ids] == ids
     assert "".join(piece.text for piece in pieces) == "naïve 🫠🫠 日本語"
     assert len(list(token_lines(sample.token_ids, sample.loss_mask, harmony))) == len(pieces)
@@ -136,7 +136,7 @@ def test_unknown_source_is_named(chats: Path, harmony: Harmony) -> None:
 
 
 def test_the_command_previews_a_configuration(chats: Path, command: ForkedCommand) -> None:
-    options = [f"data.path={chats}", "data.validation_path=null", "data.max_rejected_share=0.1"]
+    options = [f"data.path={chats}", "data.validation_path=null", "data.max_rejected_fraction=0.1"]
     result = command.run(
         "data", "preview", "configs/sft/tiny_shop.yaml", *options, "--samples", "1"
     )

@@ -80,13 +80,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def config_of(model: str, *overrides: str) -> SftConfig:
+def load_sft_config(model: str, *overrides: str) -> SftConfig:
     return load_config(CONFIG, SftConfig, [f"model={model}", *overrides])
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_published_sizes_have_published_parameter_counts(size: str, models: dict[str, str]) -> None:
-    model = config_of(models[size]).model
+    model = load_sft_config(models[size]).model
     assert isinstance(model, DenseModelConfig)
     assert model.num_parameters == PUBLISHED[size]
     assert sum(math.prod(shape) for shape in hf_shapes(model).values()) == PUBLISHED[size]
@@ -112,7 +112,7 @@ def test_parameters_per_gpu_equal_those_of_the_built_model(
     size: str, layout: dict[str, int], models: dict[str, str]
 ) -> None:
     """The counts come from the name table. Every rank has a share of each parameter."""
-    model = config_of(models[size]).model
+    model = load_sft_config(models[size]).model
     parallel = ParallelConfig(world_size=4, **layout)
     stages = [parameters_per_gpu(model, parallel, stage) for stage in range(parallel.pipeline)]
     assert all(expert == 0 for _, expert in stages)
@@ -155,7 +155,7 @@ def test_flops_are_two_per_weight_plus_attention() -> None:
 
 
 def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
-    config = config_of("qwen2.5-32b", "model.rope_scaling={rope_type: yarn, factor: 4, "
+    config = load_sft_config("qwen2.5-32b", "model.rope_scaling={rope_type: yarn, factor: 4, "
                        "original_max_position_embeddings: 32768}")  # fmt: skip
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "config.yaml", SftConfig) == config
@@ -178,9 +178,9 @@ def test_a_dumped_configuration_loads_to_the_same(tmp_path: Path) -> None:
 )
 def test_dense_plan_errors_name_the_key(override: str, message: Any) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of("qwen2.5-32b", override)
+        load_sft_config("qwen2.5-32b", override)
 
 
 def test_run_without_model_tokenizer_is_rejected_at_the_start() -> None:
     with pytest.raises(StartError, match="vocabulary=gptoss does not fit a qwen2 model"):
-        check_run_requirements(config_of("qwen2.5-32b", "vocabulary=gptoss"))
+        check_run_requirements(load_sft_config("qwen2.5-32b", "vocabulary=gptoss"))

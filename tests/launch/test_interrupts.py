@@ -72,13 +72,13 @@ CASES = [
 ]
 
 
-def name_of(kind: str, saved: bool, how: str) -> str:
+def build_name(kind: str, saved: bool, how: str) -> str:
     return f"{kind}-{'after' if saved else 'before'}-the-first-checkpoint-{how.replace(' ', '-')}"
 
 
 @pytest.mark.parametrize(
     ("kind", "saved", "how"),
-    [pytest.param(*case, id=name_of(*case), marks=marks) for *case, marks in CASES],
+    [pytest.param(*case, id=build_name(*case), marks=marks) for *case, marks in CASES],
 )
 def test_stopped_run_reports_saved_state_and_leaves_no_process(
     kind: str, saved: bool, how: str, tmp_path: Path

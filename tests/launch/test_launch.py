@@ -29,14 +29,14 @@ from rl_loop.config.run import RlConfig, SftConfig
 from rl_loop.lifecycle.store_size import StoreNeed
 from rl_loop.tracking.run_directory import read_json
 from tests.support.launch.forked_command import ForkedCommand
-from tests.support.processes import children_of, kill
+from tests.support.processes import kill, list_children
 from tests.support.rl_loop.tiny_runs import SMALL
 from tests.support.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 SMALL_STORE = StoreNeed(
-    episodes=1, longest=1, columns=1, routes=0, weights=0, keys=["rollout.max_tokens"]
+    episodes=1, longest=1, columns=1, routes=0, weights=0, keys=["rollout.max_episode_tokens"]
 )
 EXAMPLES = [
     ("gpt-oss-20b_2x8", "slurm", ()),
@@ -95,7 +95,7 @@ def no_launch_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         with suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(int(run.job)))
     for launched in processes:
-        for process in [*children_of(launched, recursive=True), launched]:
+        for process in [*list_children(launched, recursive=True), launched]:
             kill(process)
     psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
 
@@ -388,7 +388,7 @@ def test_node_is_bad_when_ray_store_does_not_fit(tmp_path: Path) -> None:
     problems = check_node(cluster_of_gpus(tmp_path, gpus_per_node=0), too_much).problems
     assert len(problems) == 1
     assert "a step needs" in problems[0]
-    assert "Lower rollout.max_tokens" in problems[0]
+    assert "Lower rollout.max_episode_tokens" in problems[0]
 
 
 def test_node_starts_ray_with_store_for_a_step(tmp_path: Path) -> None:

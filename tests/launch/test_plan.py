@@ -38,7 +38,7 @@ LONG = [
     "parallel.world_size=4",
     "parallel.context=4",
     "training.max_tokens_per_micro_batch=131072",
-    "rollout.max_tokens=131072",
+    "rollout.max_episode_tokens=131072",
     "dtype=bf16",
 ]
 
@@ -96,7 +96,7 @@ def test_the_reference_policy_of_adapters_takes_no_memory() -> None:
     "overrides",
     [
         [],
-        ["training.max_tokens_per_micro_batch=2000", "rollout.max_tokens=800"],
+        ["training.max_tokens_per_micro_batch=2000", "rollout.max_episode_tokens=800"],
         [
             "parallel.world_size=6",
             "parallel.pipeline=2",
@@ -111,7 +111,7 @@ def test_longest_episodes_fill_the_planned_micro_batches(
 ) -> None:
     config = load_config(CONFIG, RlConfig, overrides)
     count = config.rollout.tasks_per_step * config.rollout.samples_per_task
-    lengths = np.full(count, config.rollout.max_tokens + 1)
+    lengths = np.full(count, config.rollout.max_episode_tokens + 1)
     row, multiple = (
         config.training.max_tokens_per_micro_batch,
         config.parallel.micro_batch_multiple,
@@ -120,7 +120,7 @@ def test_longest_episodes_fill_the_planned_micro_batches(
     assert config.memory_inputs.micro_batches == len(plan.micro_batches[0])
 
 
-def gpu_of(path: Path) -> float:
+def read_gpu(path: Path) -> float:
     """Return the GB of the GPU in the first line of a shipped configuration.
 
     Tiny configurations need no GPU.
@@ -150,9 +150,9 @@ def test_shipped_configuration_states_hardware_unless_untested() -> None:
 def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> None:
     config = load_config(path, SftConfig if path.parent.name == "sft" else RlConfig)
     if not path.stem.startswith("tiny"):
-        assert gpu_of(path) == (config.gpu_gb or H200), "comment and key disagree"
-    needed = worst_estimate(config.memory_inputs, gpu_of(path))
-    assert needed.peak.total / 1e9 <= gpu_of(path), needed.phases
+        assert read_gpu(path) == (config.gpu_gb or H200), "comment and key disagree"
+    needed = worst_estimate(config.memory_inputs, read_gpu(path))
+    assert needed.peak.total / 1e9 <= read_gpu(path), needed.phases
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
     [
         ("rl/gpt-oss-20b_1x2.yaml", 2),
         ("rl/gpt-oss-20b_1x4.yaml", 4),
-        ("rl/gpt-oss-20b_1x4_overlap.yaml", 4),
+        ("rl/gpt-oss-20b_1x4_async.yaml", 4),
         ("untested/rl/gpt-oss-20b_1x4_mxfp4.yaml", 4),
         ("untested/rl/gpt-oss-20b_1x8_80gb.yaml", 8),
         ("untested/sft/gpt-oss-20b_1x8_80gb.yaml", 8),
@@ -182,7 +182,7 @@ def test_every_shipped_configuration_fits_the_gpu_that_it_names(path: Path) -> N
 )
 def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> None:
     config = load_config(CONFIGS / file, SftConfig if "sft/" in file else RlConfig)
-    gigabytes = gpu_of(CONFIGS / file)
+    gigabytes = read_gpu(CONFIGS / file)
 
     engine = config.rollout.engine
     servers = engine.server_processes
@@ -194,7 +194,7 @@ def test_every_example_fits_its_gpus_and_uses_them_all(file: str, gpus: int) -> 
     assert gpus == config.parallel.world_size + gpus_of_servers
     if servers is not None:
         weights = 2 * sum(parameters_per_gpu(config.model, ParallelConfig()))
-        if engine.packs_experts:
+        if engine.has_mxfp4_experts:
             model = config.model
             matrices = 3 * model.num_layers * model.num_experts
             # A scale of one byte belongs to 32 values of half a byte.
@@ -251,7 +251,7 @@ def test_interleaving_rounds_micro_batches_and_shrinks_bubble() -> None:
             "training.max_tokens_per_micro_batch=16384",
         ]
         overrides += [
-            "rollout.max_tokens=16384",
+            "rollout.max_episode_tokens=16384",
             "rollout.tasks_per_step=1",
             "rollout.samples_per_task=6",
         ]
@@ -273,7 +273,7 @@ def test_fastest_fitting_layouts_show_memory_time_and_mfu() -> None:
         "optimizer.moment_dtype=bf16",
     ]
     overrides += [
-        "rollout.max_tokens=16384",
+        "rollout.max_episode_tokens=16384",
         "training.max_tokens_per_micro_batch=16384",
         "rollout.tasks_per_step=64",
     ]
@@ -368,7 +368,7 @@ def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> 
             part = "core_attn" if is_dense else "moe"
             configured = [line.replace("[moe]", f"[{part}]") for line in variant]
             plan = memory_plan(inputs_with(*configured), Hardware(gigabytes))
-            advice = advice_of(plan, configured)
+            advice = parse_advice(plan, configured)
             for overrides, promised in advice:
                 needed = worst_estimate(inputs_with(*overrides), gigabytes).peak.total
                 assert f"{needed / 1e9:.1f}" == promised, overrides
@@ -376,7 +376,7 @@ def test_advice_of_the_plan_is_valid_and_has_the_promised_memory(path: Path) -> 
     assert applied > 3
 
 
-def advice_of(plan: str, configured: list[str]) -> list[tuple[list[str], str]]:
+def parse_advice(plan: str, configured: list[str]) -> list[tuple[list[str], str]]:
     """Return (overrides, promised GB) of every line of a memory plan."""
     title = "settings that need less memory, each in addition to those above it:\n"
     layouts, _, settings = plan.partition(title)

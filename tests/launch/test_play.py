@@ -31,7 +31,7 @@ from rl_loop.environments.base import final
 from rl_loop.play.episode import PlayOptions, play_episode
 from rl_loop.play.policies import PlayError
 from rl_loop.rollout import agent as agent_loop
-from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import build_codec
 from rl_loop.tasks.demonstrations import demonstrate
 from rl_loop.tasks.source import TaskMixture
 from tests.support.launch.played_environment import CLOSED, NAME
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "fp32",
     "vocabulary": "tiny",
     "tasks": {"sources": {"sums": {"environment": NAME}}, "held_out_tasks": 4},
-    "rollout": {"max_turns": 4, "max_sampled_tokens_per_turn": 64, "max_tokens": 400},
+    "rollout": {"max_turns": 4, "max_sampled_tokens_per_turn": 64, "max_episode_tokens": 400},
     "sandbox": {"servers": 1},
 }
 
@@ -119,9 +119,9 @@ def test_token_lines_are_those_of_a_rollout(play: Play, path: Path) -> None:
     """Positions, ids and mask equal the demonstration, which another loop renders."""
     _, printed = play("scripted", task=5, list_tokens=True)
     config = load_rl_config(path, [])
-    codec = codec_of(config)
+    codec = build_codec(config)
     task = TaskMixture(config.tasks, codec).train(5, 1)[0]
-    shown = demonstrate(task, codec, DemonstrationConfig(correct_share=1), seed="0")
+    shown = demonstrate(task, codec, DemonstrationConfig(correct_fraction=1), seed="0")
 
     lines = re.findall(r"^ *(\d+)  (train|     )  +([\d+]+)  '", printed, flags=re.M)
     assert [int(position) for position, _, _ in lines] == list(range(len(shown.token_ids)))
@@ -146,9 +146,9 @@ def test_script_that_ends_too_early_is_an_error(play: Play) -> None:
 def weights(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a tiny model to repeat the expert on training task 5."""
     config = load_rl_config(path, [])
-    codec = codec_of(config)
+    codec = build_codec(config)
     task = TaskMixture(config.tasks, codec).train(5, 1)[0]
-    shown = demonstrate(task, codec, DemonstrationConfig(correct_share=1), seed="0")
+    shown = demonstrate(task, codec, DemonstrationConfig(correct_fraction=1), seed="0")
     lesson = Lesson(shown.token_ids, [bool(mask) for mask in shown.loss_mask])
     model = learned_model(GptOssConfig(**config.model.to_hf_config()), [lesson])
     directory = tmp_path_factory.mktemp("weights") / "hf"
@@ -186,7 +186,7 @@ class Completions(BaseHTTPRequestHandler):
 @contextmanager
 def endpoint(config: RlConfig) -> Iterator[str]:
     """Serve a policy that always answers 8. Yields the override with its address."""
-    ids = codec_of(config).render_assistant([final("8")])
+    ids = build_codec(config).render_assistant([final("8")])
     handler = type("Handler", (Completions,), {"ids": ids})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -10,7 +10,7 @@ from rl_loop.tracking.metrics import MetricName
 VALUES = {
     MetricName.REWARD: 0.5,
     MetricName.TOKENS_PER_SECOND: 1234.0,
-    MetricName.LOGPROB_GAP: 2e-6,
+    MetricName.LOG_PROB_GAP: 2e-6,
     MetricName.CLIP_FRACTION: 0.0,
 }
 

@@ -88,7 +88,7 @@ def write_steps(run: RunDirectory, steps: int) -> None:
     for step in range(steps):
         metrics = StepMetrics(step)
         metrics.add_mean(MetricName.REWARD, step, 4, over="sequences")
-        metrics.add_mean(MetricName.LOGPROB_GAP, 1e-6, 1, over="tokens")
+        metrics.add_mean(MetricName.LOG_PROB_GAP, 1e-6, 1, over="tokens")
         metrics.add("<i>own metric</i>", math.inf, "last")
         writer.write(metrics)
     writer.close()

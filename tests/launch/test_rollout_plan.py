@@ -13,35 +13,35 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-OVERLAP = CONFIGS / "rl/gpt-oss-20b_1x4_overlap.yaml"
+ASYNC = CONFIGS / "rl/gpt-oss-20b_1x4_async.yaml"
 
 
 def load(path: Path) -> RlConfig:
     return load_config(path, RlConfig)
 
 
-def prediction_of(*, training: float, engines: float, rollout: float) -> LoopPrediction:
+def build_prediction(*, training: float, engines: float, rollout: float) -> LoopPrediction:
     return LoopPrediction(training, engines, rollout, tokens_per_gpu=900.0)
 
 
-def plan_of(config: RlConfig) -> str:
+def build_plan(config: RlConfig) -> str:
     return loop_plan(config)
 
 
 def test_staleness_helps_until_trainer_or_engines_are_saturated() -> None:
-    prediction = prediction_of(training=10.0, engines=4.0, rollout=35.0)
+    prediction = build_prediction(training=10.0, engines=4.0, rollout=35.0)
     assert [prediction.step_seconds(k) for k in range(6)] == [45.0, 22.5, 15.0, 11.25, 10.0, 10.0]
     assert prediction.bound(3) == "rollout"
     assert prediction.bound(4) == "trainer"
     assert prediction.fastest_staleness == 4
 
-    by_engines = prediction_of(training=10.0, engines=20.0, rollout=35.0)
+    by_engines = build_prediction(training=10.0, engines=20.0, rollout=35.0)
     assert by_engines.fastest_staleness == 2
     assert by_engines.bound(2) == "engines"
 
 
 def test_idle_time_is_step_time_minus_work() -> None:
-    prediction = prediction_of(training=10.0, engines=20.0, rollout=35.0)
+    prediction = build_prediction(training=10.0, engines=20.0, rollout=35.0)
     # Steps take 45, 22.5 and 20 s. Each GPU has 900 tokens per step.
     idle = [(prediction.trainer_idle(k), prediction.engines_idle(k)) for k in range(3)]
     assert idle == [
@@ -67,7 +67,7 @@ def test_colocated_engines_add_no_gpus() -> None:
     seconds = prediction.rollout + prediction.training
     assert prediction.step_seconds(0) == seconds
     speed = f"{prediction.tokens_per_gpu / seconds:.0f} tokens/s/GPU"
-    plan = plan_of(config)
+    plan = build_plan(config)
     longest = config.rollout.max_response_tokens
     assert (
         f"with 128 episodes of {longest / 2:.0f} sampled tokens on average (assumption: 0.5 of"
@@ -78,7 +78,7 @@ def test_colocated_engines_add_no_gpus() -> None:
 
 def test_plan_table_depends_on_lengths_and_tool_seconds() -> None:
     def rows(*arguments: str) -> list[list[str]]:
-        result = CliRunner().invoke(app, ["plan", str(OVERLAP), "--gpu", "h200", *arguments])
+        result = CliRunner().invoke(app, ["plan", str(ASYNC), "--gpu", "h200", *arguments])
         assert result.exit_code == 0, result.output
         lines = result.output.splitlines()
         (first,) = (
@@ -86,7 +86,11 @@ def test_plan_table_depends_on_lengths_and_tool_seconds() -> None:
         )
         return [line.split() for line in lines[first + 1 : first + 7]]
 
-    quick, slow, short = rows(), rows("--tool-seconds", "60"), rows("rollout.max_tokens=4096")
+    quick, slow, short = (
+        rows(),
+        rows("--tool-seconds", "60"),
+        rows("rollout.max_episode_tokens=4096"),
+    )
     assert [row[0] for row in quick] == ["0", "1", "2", "3", "4", "8"]
     assert quick[1][-2:] == ["<-", "configured"]
     assert quick[0][2] == "1.00"
@@ -99,6 +103,6 @@ def test_plan_table_depends_on_lengths_and_tool_seconds() -> None:
 
 def test_no_prediction_for_alternating_or_unknown_engines() -> None:
     colocated = load(CONFIGS / "rl/gpt-oss-20b-adapter_1x1.yaml")
-    assert "alternate (algorithm.max_staleness 0)" in plan_of(colocated)
+    assert "alternate (algorithm.max_staleness 0)" in build_plan(colocated)
     embedded = load(CONFIGS / "rl/tiny_retool.yaml")
-    assert plan_of(embedded) == ("rollouts: no prediction for engines of type embedded")
+    assert build_plan(embedded) == ("rollouts: no prediction for engines of type embedded")

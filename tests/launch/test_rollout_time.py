@@ -31,7 +31,7 @@ LIMITS = [
     "rollout.samples_per_task=8",
     "rollout.max_turns=8",
     "rollout.max_sampled_tokens_per_turn=1024",
-    "rollout.max_tokens=4096",
+    "rollout.max_episode_tokens=4096",
 ]
 MXFP4 = ["quantization=mxfp4", "rollout.engine.quantization=mxfp4"]
 NO_GATHERING = "rollout.engine.arguments=[--prefill-delayer-max-delay-passes, '1']"
@@ -75,15 +75,17 @@ def test_rollout_of_full_batches_agrees_with_measured_runs(workers: int, measure
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize(("packed", "requests"), list(STEP_MS))
-def test_predicted_decoding_step_agrees_with_the_measured_step(packed: bool, requests: int) -> None:
-    predicted = 1000 * ServerModel(MODEL, packed).step_seconds(requests, context=640)
-    assert predicted == pytest.approx(STEP_MS[packed, requests], rel=0.07)
+@pytest.mark.parametrize(("mxfp4_experts", "requests"), list(STEP_MS))
+def test_predicted_decoding_step_agrees_with_the_measured_step(
+    mxfp4_experts: bool, requests: int
+) -> None:
+    predicted = 1000 * ServerModel(MODEL, mxfp4_experts).step_seconds(requests, context=640)
+    assert predicted == pytest.approx(STEP_MS[mxfp4_experts, requests], rel=0.07)
 
 
 def test_simulated_episode_takes_the_sum_of_its_parts() -> None:
     """One episode of two turns, so no other request shares a step and no batch is full."""
-    server = ServerModel(MODEL, packed=True)
+    server = ServerModel(MODEL, mxfp4_experts=True)
     result = simulate_rollout(server, [[300, 400]], slots=8, workers=0.5, tool_seconds=3)
     seconds = 240 / rollout_time.PROMPTS_PER_SECOND + rollout_time.ROLLOUT_EDGES
     seconds += 2 * server.prefill_seconds(1)
@@ -106,7 +108,7 @@ def test_gathering_makes_fewer_prefills_and_shortens_rollouts() -> None:
     episodes = EpisodeLengths(TURN_TOKENS, 8, 1024, 4096).sample(256)
 
     def rollout(**settings: int) -> tuple[float, list[int]]:
-        server = CountingServer(MODEL, packed=True, **settings)
+        server = CountingServer(MODEL, mxfp4_experts=True, **settings)
         return simulate_rollout(server, episodes, 256, workers=4).seconds, server.prefills
 
     at_once, many = rollout(gather_passes=1)
@@ -123,7 +125,7 @@ def test_requests_wait_a_bounded_time_for_a_common_prefill() -> None:
     long = [[1000]] * 40
 
     def server_seconds(passes: int) -> float:
-        server = ServerModel(MODEL, packed=True, gather_passes=passes)
+        server = ServerModel(MODEL, mxfp4_experts=True, gather_passes=passes)
         # The wait counts only if the second turn ends last.
         return simulate_rollout(server, [*long, [200, 1023]], 256, workers=1).seconds
 
@@ -131,11 +133,13 @@ def test_requests_wait_a_bounded_time_for_a_common_prefill() -> None:
     # the end.
     step = server_seconds(2) - server_seconds(1)
     assert server_seconds(16) - server_seconds(1) == pytest.approx(15 * step, rel=0.01)
-    assert step == pytest.approx(ServerModel(MODEL, packed=True).step_seconds(1, 1400), rel=0.1)
+    assert step == pytest.approx(
+        ServerModel(MODEL, mxfp4_experts=True).step_seconds(1, 1400), rel=0.1
+    )
 
 
 def test_rollout_is_longer_with_few_workers_or_slow_tools() -> None:
-    server = ServerModel(MODEL, packed=True)
+    server = ServerModel(MODEL, mxfp4_experts=True)
     episodes = [[50, 50, 50]] * 128
 
     def seconds(workers: float, tool_seconds: float = 0.0) -> float:
@@ -146,22 +150,22 @@ def test_rollout_is_longer_with_few_workers_or_slow_tools() -> None:
     assert seconds(4, tool_seconds=10) - seconds(4) == pytest.approx(20, abs=1)
 
 
-def warnings_of(*overrides: str, gigabytes: float | None = H200) -> list[str]:
+def list_warnings(*overrides: str, gigabytes: float | None = H200) -> list[str]:
     path = CONFIGS / "rl/gpt-oss-20b_1x4.yaml"
     config = load_config(path, RlConfig, [*LIMITS, *MXFP4, *overrides])
     return rollout_warnings(config.rollout, config.model, config.dtype, gigabytes)
 
 
 def test_half_empty_batches_are_reported_with_a_better_value() -> None:
-    (warning,) = warnings_of("rollout.tasks_per_step=63")
+    (warning,) = list_warnings("rollout.tasks_per_step=63")
     assert "rollout.tasks_per_step=63 gives a server 126 episodes, but 256 fit" in warning
     assert "set rollout.tasks_per_step to up to 128" in warning
-    assert warnings_of("rollout.tasks_per_step=64") == []
-    assert warnings_of("rollout.tasks_per_step=63", gigabytes=None) == []
+    assert list_warnings("rollout.tasks_per_step=64") == []
+    assert list_warnings("rollout.tasks_per_step=63", gigabytes=None) == []
 
 
 def test_memory_and_lengths_limit_the_batch_that_is_advised() -> None:
-    long = ["rollout.max_tokens=32768", "rollout.max_sampled_tokens_per_turn=4096"]
+    long = ["rollout.max_episode_tokens=32768", "rollout.max_sampled_tokens_per_turn=4096"]
     config = load_config(
         CONFIGS / "rl/gpt-oss-20b_1x4.yaml",
         RlConfig,
@@ -234,14 +238,14 @@ def warnings_at_start(config: RlConfig, gigabytes: float, monkeypatch: pytest.Mo
 
 def test_cache_ratio_that_is_no_number_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--swa-full-tokens-ratio is much, which is not a number"):
-        warnings_of("rollout.engine.arguments=[--swa-full-tokens-ratio, much]")
+        list_warnings("rollout.engine.arguments=[--swa-full-tokens-ratio, much]")
 
 
 def test_few_rollout_workers_are_reported() -> None:
-    (warning,) = warnings_of("rollout.tasks_per_step=128", "rollout.workers=4")
+    (warning,) = list_warnings("rollout.tasks_per_step=128", "rollout.workers=4")
     assert "rollout.workers=4 gives a worker 256 episodes" in warning
     assert "Set rollout.workers=16, or leave it out" in warning
-    assert warnings_of("rollout.tasks_per_step=128", "rollout.workers=8") == []
+    assert list_warnings("rollout.tasks_per_step=128", "rollout.workers=8") == []
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

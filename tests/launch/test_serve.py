@@ -20,9 +20,9 @@ from rl_loop.chatml.vocabulary import tiny_vocabulary
 from rl_loop.config.errors import ConfigError, StartError
 from rl_loop.config.load import dump_config, load_rl_config, load_run_config, load_served_config
 from rl_loop.config.run import RlConfig
-from rl_loop.config.served_weights import served_weights
 from rl_loop.lifecycle.start_checks import check_server_requirements
-from rl_loop.tasks.codec import codec_of
+from rl_loop.served_weights import choose_served_weights
+from rl_loop.tasks.codec import build_codec
 from tests.support.launch.forked_command import ForkedCommand
 from tests.support.rl_loop.gateway.policy import Script, learned_model
 
@@ -38,7 +38,7 @@ def config() -> RlConfig:
 @pytest.fixture(scope="module")
 def checkpoint(config: RlConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a model of the configuration's shape to greet."""
-    script = Script(codec_of(config))
+    script = Script(build_codec(config))
     architecture = GptOssConfig(**config.model.to_hf_config())
     model = learned_model(architecture, script.lessons()[:2])
     directory = tmp_path_factory.mktemp("checkpoint") / "hf"
@@ -138,7 +138,7 @@ def test_a_dense_directory_is_served_in_chatml(dense: Path) -> None:
                 model="qwen2", messages=[{"role": "user", "content": "Hi"}], max_tokens=1
             )
         messages = [{"role": "user", "content": "Hi"}]
-        prompt = codec_of(load_served_config(dense)).render_prompt(messages)
+        prompt = build_codec(load_served_config(dense)).render_prompt(messages)
         assert completion.usage is not None
         assert completion.usage.prompt_tokens == len(prompt)
         assert completion.usage.completion_tokens == 1
@@ -202,14 +202,14 @@ def resumed_run(config: RlConfig, tmp_path: Path) -> Path:
 
 
 def test_newer_checkpoint_is_served_instead_of_export(resumed_run: Path) -> None:
-    served = served_weights(resumed_run)
-    assert load_served_config(resumed_run).initial_weights == served.source == resumed_run
+    served = choose_served_weights(resumed_run)
+    assert load_served_config(resumed_run).initial_weights == served.path == resumed_run
     assert served.description.endswith("serving its newest checkpoint, after step 120")
-    assert served.warning("BASE") is None
+    assert served.describe_newer_weights("BASE") is None
 
     # A new export takes precedence, because it has been compared with the trained weights.
     (resumed_run / "summary.json").write_text('{"steps": 120}')
-    served = served_weights(resumed_run)
+    served = choose_served_weights(resumed_run)
     assert load_served_config(resumed_run).initial_weights == resumed_run / "export"
     assert served.description.endswith("serving its export, after step 120")
 
@@ -221,12 +221,12 @@ def test_checkpoint_is_served_when_age_of_export_is_unknown(
     (resumed_run / "summary.json").unlink()
     if summary is not None:
         (resumed_run / "summary.json").write_text(summary)
-    assert served_weights(resumed_run).source == resumed_run
+    assert choose_served_weights(resumed_run).path == resumed_run
 
     # If the newest checkpoint is missing, the export is served.
     (resumed_run / "checkpoints/latest").write_text("step_000140")
-    served = served_weights(resumed_run)
-    assert served.source == resumed_run / "export"
+    served = choose_served_weights(resumed_run)
+    assert served.path == resumed_run / "export"
     assert served.description.endswith("its export, of an unknown step")
 
 

@@ -20,7 +20,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 
 CONFIG = Path(__file__).parents[2] / "configs/rl/gpt-oss-20b_1x4.yaml"
-LENGTHS = ["rollout.max_tokens=9000", "training.max_tokens_per_micro_batch=32768"]
+LENGTHS = ["rollout.max_episode_tokens=9000", "training.max_tokens_per_micro_batch=32768"]
 
 
 def config(*overrides: str) -> RlConfig:

@@ -220,7 +220,7 @@ def test_a_model_that_was_moved_computes_the_same() -> None:
     )
 
 
-def test_packed_experts_need_only_the_memory_of_their_blocks() -> None:
+def test_mxfp4_experts_need_only_the_memory_of_their_blocks() -> None:
     model = build_model(
         MODEL, ParallelConfig(), adapter=ADAPTER, quantization="mxfp4", moe_grouped_gemm=True
     )

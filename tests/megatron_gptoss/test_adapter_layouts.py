@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 UNMERGED = {"tensor+expert, grouped, unmerged", "pipeline, unmerged"}
 """Layouts whose experts are not merged. In fp32 they are the same model."""
-PACKED = {"expert, four bits", "tensor, four bits", "tensor+expert, grouped", *UNMERGED}
+MXFP4 = {"expert, four bits", "tensor, four bits", "tensor+expert, grouped", *UNMERGED}
 """Layouts whose base is stored in MXFP4."""
 Gradients = dict[str, torch.Tensor]
 
@@ -109,7 +109,7 @@ def train_every_layout(rank: int, ports: list[int]) -> dict[str, Any]:
             rank,
             port,
             grouped="grouped" in name,
-            quantization="mxfp4" if name in PACKED else None,
+            quantization="mxfp4" if name in MXFP4 else None,
             merge_experts=name not in UNMERGED,
         )
         for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True)

@@ -48,7 +48,7 @@ H200 = 150.1
 EVERY_TARGET = get_args(AdapterTarget)
 
 
-def inputs_of(model: GptOssModelConfig, **parallel: Any) -> MemoryInputs:
+def build_inputs(model: GptOssModelConfig, **parallel: Any) -> MemoryInputs:
     layout = ParallelConfig(**parallel)
     return MemoryInputs(
         model, layout, OptimizerConfig(), 16_384, adapter=ADAPTER, quantization="mxfp4"
@@ -85,7 +85,7 @@ def test_tensor_parallel_ranks_share_one_factor(target: Any, split: int | None) 
 def test_frozen_mxfp4_base_has_size_of_released_weights(
     model: GptOssModelConfig, gigabytes: float
 ) -> None:
-    inputs = inputs_of(model)
+    inputs = build_inputs(model)
     adapters = ADAPTER.num_parameters(model)
     others = 2 * adapters + merged_weight_bytes(model, inputs.parallel)
     assert (predict_update_memory(inputs).weights - others) / 1e9 == pytest.approx(
@@ -101,7 +101,7 @@ def test_frozen_mxfp4_base_has_size_of_released_weights(
 
 
 def test_unmerged_experts_need_memory_for_a_copied_matrix() -> None:
-    merged = inputs_of(GPT_OSS_20B)
+    merged = build_inputs(GPT_OSS_20B)
     adapter = AdapterConfig(targets=("experts",), merge_experts=False)
     unmerged = replace(merged, adapter=adapter)
     merged = replace(merged, adapter=AdapterConfig(targets=("experts",)))
@@ -110,7 +110,7 @@ def test_unmerged_experts_need_memory_for_a_copied_matrix() -> None:
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:
-    inputs = inputs_of(GPT_OSS_20B)
+    inputs = build_inputs(GPT_OSS_20B)
     adapters = ADAPTER.num_parameters(GPT_OSS_20B)
     memory = predict_update_memory(inputs)
     assert memory.gradients == 4 * adapters
@@ -126,8 +126,8 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
 
 
 def test_expert_parallel_ranks_share_experts_and_their_adapters() -> None:
-    one = predict_update_memory(inputs_of(GPT_OSS_120B))
-    four = predict_update_memory(inputs_of(GPT_OSS_120B, world_size=4, expert=4))
+    one = predict_update_memory(build_inputs(GPT_OSS_120B))
+    four = predict_update_memory(build_inputs(GPT_OSS_120B, world_size=4, expert=4))
     # Experts and their biases are sharded. Attention, routers and vocabulary are not.
     base = (60.91 + 0.08) / 4 + 4.25
     assert four.weights / 1e9 == pytest.approx(base + 1.59 + 0.31, abs=0.02)
@@ -135,7 +135,7 @@ def test_expert_parallel_ranks_share_experts_and_their_adapters() -> None:
 
 
 def test_critic_has_a_separate_base() -> None:
-    alone = inputs_of(GPT_OSS_20B)
+    alone = build_inputs(GPT_OSS_20B)
     critic = replace(alone, auxiliary_models=[OptimizerConfig()])
     vocabulary = 201_088 * 2880
     added = predict_update_memory(critic).weights - predict_update_memory(alone).weights
@@ -145,7 +145,7 @@ def test_critic_has_a_separate_base() -> None:
 
 
 def test_plan_names_trained_parts_and_offers_mxfp4_if_frozen() -> None:
-    inputs = replace(inputs_of(GPT_OSS_20B), quantization=None)
+    inputs = replace(build_inputs(GPT_OSS_20B), quantization=None)
     plan = memory_plan(inputs, Hardware(H200))
     assert ", adapters of rank 32 on a base in bf16:" in plan.splitlines()[1]
 
@@ -154,7 +154,7 @@ def test_plan_names_trained_parts_and_offers_mxfp4_if_frozen() -> None:
 
     assert "quantization=mxfp4" in offered(inputs)
     assert "quantization=mxfp4" not in offered(replace(inputs, adapter=None))
-    assert "quantization=mxfp4" not in offered(inputs_of(GPT_OSS_20B))
+    assert "quantization=mxfp4" not in offered(build_inputs(GPT_OSS_20B))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_plan_names_trained_parts_and_offers_mxfp4_if_frozen() -> None:
 def test_adapters_fit_where_full_training_does_not(
     model: GptOssModelConfig, gpus: int, gigabytes: float
 ) -> None:
-    inputs = inputs_of(model, world_size=gpus, recompute=("moe",))
+    inputs = build_inputs(model, world_size=gpus, recompute=("moe",))
     layouts = [layout for layout, _ in layouts_that_fit(inputs, gigabytes)]
     assert ParallelConfig(world_size=gpus, expert=gpus, recompute=("moe",)) in layouts
     full = replace(inputs, adapter=None, parallel=ParallelConfig(world_size=gpus))
@@ -305,7 +305,7 @@ def test_measured_peaks_are_predicted_within_five_percent(
     gigabytes: float,
 ) -> None:
     inputs = replace(
-        inputs_of(GptOssModelConfig(num_layers=layers, num_experts=32), recompute=recompute),
+        build_inputs(GptOssModelConfig(num_layers=layers, num_experts=32), recompute=recompute),
         adapter=ADAPTER.model_copy(update={"expert_rank": expert_rank}),
         quantization=quantization,
     )
@@ -314,7 +314,7 @@ def test_measured_peaks_are_predicted_within_five_percent(
 
 def test_peak_prediction_for_120b_on_2_gpus_is_within_3_percent() -> None:
     """The run probably had no FlashAttention, which keeps 2.7 GB of the estimate."""
-    inputs = inputs_of(GPT_OSS_120B, world_size=2, expert=2, recompute=("moe_act", "layernorm"))
+    inputs = build_inputs(GPT_OSS_120B, world_size=2, expert=2, recompute=("moe_act", "layernorm"))
     assert predict_update_memory(inputs).total / 1e9 == pytest.approx(104.5, rel=0.03)
 
 
@@ -331,7 +331,7 @@ def test_norm_before_adapted_attention_is_recomputed() -> None:
 def test_recomputed_experts_use_memory_in_their_backward_pass() -> None:
     rows = 4 * 16_384
     temporary = {
-        recompute: predict_update_memory(inputs_of(GPT_OSS_20B, recompute=recompute)).temporary
+        recompute: predict_update_memory(build_inputs(GPT_OSS_20B, recompute=recompute)).temporary
         for recompute in [(), ("moe_act",), ("moe",), ("moe", "moe_act")]
     }
     assert temporary[()] == temporary["moe_act",]

@@ -185,12 +185,12 @@ def train_three_steps(
 @pytest.mark.parametrize("targets", [("q", "experts"), ("o",)])
 def test_mxfp4_base_trains_to_equal_bits(targets: tuple[str, ...]) -> None:
     dense_losses, dense = train_three_steps(None, targets)
-    packed_losses, packed = train_three_steps("mxfp4", targets)
+    mxfp4_losses, packed = train_three_steps("mxfp4", targets)
     if "experts" in targets:
-        assert packed_losses == dense_losses
+        assert mxfp4_losses == dense_losses
     else:
         # Megatron computes the frozen experts of a dense base
-        assert packed_losses == pytest.approx(dense_losses, rel=1e-6)
+        assert mxfp4_losses == pytest.approx(dense_losses, rel=1e-6)
 
     adapters = dict(named_adapters(dense))
     for name, adapter in named_adapters(packed):

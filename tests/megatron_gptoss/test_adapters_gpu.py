@@ -120,7 +120,7 @@ def unmerged_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the exported weights, with fp32 sums of base and updates for experts."""
     weights = exported(model)
-    sent = dict(WeightGathering(model, WIDE).begin(packed=True))
+    sent = dict(WeightGathering(model, WIDE).begin(mxfp4_experts=True))
     scale = UNMERGED.alpha / UNMERGED.rank_of_experts(WIDE)
     for name in base:
         if f"{name}.lora_A" in sent:
@@ -351,7 +351,7 @@ def test_expert_only_adapters_train_in_the_first_layer(
             assert gradient.abs().max() > 0, f"{name}.{factor}"
 
 
-def test_a_packed_model_never_holds_its_experts_in_bf16() -> None:
+def test_mxfp4_model_never_holds_its_experts_in_bf16() -> None:
     config = WIDE.model_copy(update={"num_layers": 4, "num_experts": 32, "experts_per_token": 4})
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

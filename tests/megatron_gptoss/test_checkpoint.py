@@ -55,7 +55,7 @@ def trainer(
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1, generator=generator)
-    return PolicyTrainer(model, OptimizerConfig(offload=offload, **settings))
+    return PolicyTrainer(model, OptimizerConfig(offload_fraction=offload, **settings))
 
 
 def steps(policy: PolicyTrainer, count: int) -> list[float]:

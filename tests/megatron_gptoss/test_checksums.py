@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from converters.errors import ConversionError
 from converters.megatron_checkpoint import MegatronCheckpoint
 from megatron_gptoss import new_directory
-from megatron_gptoss.checkpoint.checksums import checksum_file, checksum_of, compare_checksums
+from megatron_gptoss.checkpoint.checksums import checksum_file, compare_checksums, compute_checksum
 from megatron_gptoss.checkpoint.directory import (
     clean_up_after_crash,
     earlier_checkpoints,
@@ -91,8 +91,8 @@ def test_every_file_of_a_checkpoint_has_a_checksum(root: Path) -> None:
     assert set(listed) == FILES == {file.name for file in path.iterdir()} - {"checksums.json"}
     for name, values in listed.items():
         content = (path / name).read_bytes()
-        assert checksum_of(content) == checksum_file(path / name)
-        assert values == {"size": len(content), "xxh3_128": checksum_of(content).xxh3_128}
+        assert compute_checksum(content) == checksum_file(path / name)
+        assert values == {"size": len(content), "xxh3_128": compute_checksum(content).xxh3_128}
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

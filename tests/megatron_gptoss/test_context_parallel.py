@@ -37,7 +37,7 @@ MODEL = GptOssModelConfig(num_layers=2, num_experts=4, num_attention_heads=8, nu
 GPTOSS = AttentionShape(heads=64, kv_heads=8, head_size=64)
 
 
-def layout_of(lengths: list[int], ranks: int) -> Any:
+def build_layout(lengths: list[int], ranks: int) -> Any:
     padding = -sum(lengths) % ranks
     return balanced_layout((0, *accumulate(lengths + [padding] * (padding > 0))), ranks)
 
@@ -50,7 +50,7 @@ def layout_of(lengths: list[int], ranks: int) -> Any:
 def test_each_token_is_on_one_rank_and_ranks_have_equal_counts(
     lengths: list[int], ranks: int
 ) -> None:
-    layout = layout_of(lengths, ranks)
+    layout = build_layout(lengths, ranks)
     tokens = layout.offsets[-1]
     assert all(len(rank_tokens(layout, rank)) == tokens // ranks for rank in range(ranks))
     assert torch.equal(token_order(layout).sort().values, torch.arange(tokens))
@@ -85,14 +85,14 @@ def test_ranks_get_equal_attention_work(ranks: int, tokens: int) -> None:
                 min(int(draw.lognormvariate(draw.choice([5.5, 6.5, 7.5]), 1)) + 20, left)
             )
             left -= lengths[-1]
-        layout = layout_of(lengths, ranks)
+        layout = build_layout(lengths, ranks)
         for window, bound in ((None, 1.03), (128, 1.08)):
             work = [layout.pairs(rank, window) for rank in range(ranks)]
             assert max(work) <= bound * sum(work) / ranks, (seed, window)
 
 
 def test_short_sequences_are_not_split_or_communicated() -> None:
-    layout = layout_of([100] * 64, 4)
+    layout = build_layout([100] * 64, 4)
     assert layout.shared == (0, 0, 0, 0)
     for window in (None, 8):
         best = candidates(layout, GPTOSS, window, H200)[0]
@@ -100,7 +100,7 @@ def test_short_sequences_are_not_split_or_communicated() -> None:
 
 
 def test_window_work_counts_visible_keys() -> None:
-    layout = layout_of([50, 3, 47], 2)
+    layout = build_layout([50, 3, 47], 2)
     for rank in range(2):
         pairs = sum(
             min(p + 1, 8) for span in layout.spans[rank] for p in range(span.start, span.end)
@@ -155,7 +155,7 @@ def compare_schemes(rank: int, ranks: int) -> dict[str, float]:
     """Return the largest error of O and gradients relative to the bound, per scheme."""
     worst: dict[str, float] = {}
     for lengths in PACKS:
-        layout = layout_of(lengths, ranks)
+        layout = build_layout(lengths, ranks)
         tokens = layout.offsets[-1]
         torch.manual_seed(0)
         sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
@@ -248,7 +248,7 @@ def count_bytes(rank: int, ranks: int) -> dict[int, int]:
                 torch.randn(length // ranks, KV_HEADS, HEAD_SIZE, requires_grad=True)
                 for _ in range(2)
             )
-            inputs = q, k, v, torch.zeros(HEADS), layout_of([length], ranks), dist.group.WORLD
+            inputs = q, k, v, torch.zeros(HEADS), build_layout([length], ranks), dist.group.WORLD
             context_parallel_attention(*inputs, WINDOW, 0.25).sum().backward()
             result[length] = sum(sent)
     return result
@@ -268,7 +268,7 @@ def test_window_layer_traffic_is_independent_of_sequence_length(
     # four ranks: seven borders, one of them between chunks 3 and 4 of the same rank
     assert sum(counts[8192] for _, counts in four_ranks) == 2 * 6 * border
     predicted = candidates(
-        layout_of([8192], 4), AttentionShape(HEADS, KV_HEADS, HEAD_SIZE, 4), WINDOW, H200
+        build_layout([8192], 4), AttentionShape(HEADS, KV_HEADS, HEAD_SIZE, 4), WINDOW, H200
     )[0]
     assert predicted.scheme == "halo"
     assert predicted.bytes_sent == max(counts[8192] for _, counts in four_ranks)
@@ -279,14 +279,14 @@ def test_window_layer_traffic_is_independent_of_sequence_length(
 
 def test_window_layers_use_halo_and_all_ranks_have_a_scheme() -> None:
     for ranks in (2, 4, 8, 16):
-        layout = layout_of([131_072], ranks)
+        layout = build_layout([131_072], ranks)
         assert choose_scheme(layout, GPTOSS, 128, H200) == "halo"
         assert choose_scheme(layout, GPTOSS, None, H200) in ("all_gather", "all_to_all")
-    assert choose_scheme(layout_of([131_072], 3), GPTOSS, None, H200) == "all_gather"
+    assert choose_scheme(build_layout([131_072], 3), GPTOSS, None, H200) == "all_gather"
 
 
 def test_slow_network_uses_scheme_with_least_traffic() -> None:
-    layout = layout_of([32_768], 8)
+    layout = build_layout([32_768], 8)
     slow = HardwareRates(bandwidth=1e9, rate=525e12)
     costs = candidates(layout, GPTOSS, None, slow)
     assert costs[0].bytes_sent == min(cost.bytes_sent for cost in costs)
@@ -298,7 +298,7 @@ def test_unsuitable_scheme_error_names_a_suitable_one() -> None:
         ValueError,
         match=r"all_to_all cannot split full layers with 8 heads over 3.*use all_gather",
     ):
-        choose_scheme(layout_of([30], 3), shape, None, H200, "all_to_all")
+        choose_scheme(build_layout([30], 3), shape, None, H200, "all_to_all")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ UNLIMITED_V1 = 9223372036854771712
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a machine of 100 GB with 60 GB free and empty cgroup mounts."""
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "PROCESS", tmp_path / "process")
+    monkeypatch.setattr(host_memory, "CGROUP_MOUNT", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "PROCESS_CGROUP_FILE", tmp_path / "process")
     memory = SimpleNamespace(total=100 * GB, available=60 * GB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     return tmp_path

@@ -67,7 +67,7 @@ def test_gradcheck() -> None:
     )
 
 
-def candidates_of(labels: torch.Tensor, k: int = 7) -> torch.Tensor:
+def draw_candidates(labels: torch.Tensor, k: int = 7) -> torch.Tensor:
     """Return k different ids for each token. The label is among those of every third token."""
     torch.manual_seed(1)
     ids = torch.rand(len(labels), VOCAB).argsort(-1)[:, :k]
@@ -78,7 +78,7 @@ def candidates_of(labels: torch.Tensor, k: int = 7) -> torch.Tensor:
 
 def test_candidates_equal_log_softmax_in_values_and_gradients() -> None:
     hidden, weight, labels = inputs()
-    candidates = candidates_of(labels)
+    candidates = draw_candidates(labels)
     ours = [x.clone().requires_grad_() for x in (hidden, weight)]
     theirs = [x.clone().requires_grad_() for x in (hidden, weight)]
     got = log_probs_with_candidates(*ours, labels, candidates, TEMPERATURE)
@@ -169,7 +169,7 @@ def shard(rank: int, port: int) -> tuple[torch.Tensor, ...]:
     hidden.requires_grad_()
     local = weight.chunk(2)[rank].clone().requires_grad_()
     values, entropy, others = log_probs_with_candidates(
-        hidden, local, labels, candidates_of(labels), TEMPERATURE, group
+        hidden, local, labels, draw_candidates(labels), TEMPERATURE, group
     )
     (values.sum() + 2 * entropy.sum() + 3 * others.square().sum()).backward()
     greedy = greedy_tokens(hidden, local, group)
@@ -183,7 +183,7 @@ def test_a_vocabulary_split_over_two_ranks_gives_the_same() -> None:
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
     want = expected(*leaves, labels)
     log_softmax = (leaves[0] @ leaves[1].t() / TEMPERATURE).log_softmax(-1)
-    of_candidates = log_softmax.gather(-1, candidates_of(labels))
+    of_candidates = log_softmax.gather(-1, draw_candidates(labels))
     (want[0].sum() + 2 * want[1].sum() + 3 * of_candidates.square().sum()).backward()
     top = log_softmax.detach().topk(200, dim=-1)
 

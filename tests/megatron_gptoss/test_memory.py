@@ -145,7 +145,7 @@ def test_peak_prediction_for_other_settings_is_within_2_percent(
         (24, {"world_size": 4, "expert": 4, "context": 4}, {"moment_dtype": "bf16"}, 32_768, 73.6),
         (8, {}, {"moment_dtype": "bf16"}, 32_768, 98.8),
         (4, {}, {}, 16_384, 72.7),
-        (4, {}, {"offload": 1.0}, 16_384, 30.1),
+        (4, {}, {"offload_fraction": 1.0}, 16_384, 30.1),
     ],
 )
 def test_scoring_peak_prediction_is_within_3_percent(
@@ -191,7 +191,9 @@ def test_phase_memory_of_12_layers_matches_measurement(
 
     Weights are held twice at the start if nothing is offloaded.
     """
-    optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=offload)
+    optimizer = OptimizerConfig(
+        moment_dtype="bf16", gradient_dtype="bf16", offload_fraction=offload
+    )
     half = GptOssModelConfig(num_layers=12, num_experts=32)
     inputs = MemoryInputs(half, THRIFTY, optimizer, 16_384, micro_batches=4)
     predicted = estimate_memory(inputs, H200).phase(phase)
@@ -201,7 +203,7 @@ def test_phase_memory_of_12_layers_matches_measurement(
 
 def test_phase_keeps_cached_memory_until_the_trainer_releases_it() -> None:
     def held(offload: float, engine: EngineMemory | None) -> dict[str, float]:
-        optimizer = OptimizerConfig(gradient_dtype="bf16", offload=offload)
+        optimizer = OptimizerConfig(gradient_dtype="bf16", offload_fraction=offload)
         inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384, engine=engine)
         shown = estimate_memory(inputs, H200)
         assert shown.peak.name == "update"
@@ -229,10 +231,13 @@ def test_weights_are_held_twice_at_start_without_offload() -> None:
         )
 
     resident = MemoryInputs(GPT_OSS_20B, TWO_GPUS, OptimizerConfig(), 16_384)
-    offloaded = replace(resident, optimizer=OptimizerConfig(offload=0.5))
+    offloaded = replace(resident, optimizer=OptimizerConfig(offload_fraction=0.5))
     assert copied(resident) == pytest.approx(predict_update_memory(resident).weights)
     assert copied(offloaded) == 0
-    assert copied(replace(offloaded, auxiliary_models=[OptimizerConfig(offload=1), None])) == 0
+    assert (
+        copied(replace(offloaded, auxiliary_models=[OptimizerConfig(offload_fraction=1), None]))
+        == 0
+    )
     with_critic = replace(offloaded, auxiliary_models=[OptimizerConfig()])
     assert copied(with_critic) == pytest.approx(predict_update_memory(resident).weights)
 
@@ -251,7 +256,7 @@ def test_update_memory_of_12_layers_matches_measurement() -> None:
 
 
 def test_server_memory_depends_on_awake_asleep_and_sync() -> None:
-    optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
+    optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload_fraction=1)
     alone = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     engine = EngineMemory(
         awake_fraction=0.5,
@@ -312,7 +317,7 @@ def test_sync_memory_has_two_buckets_and_an_incoming_parameter() -> None:
     assert rounded == pytest.approx(two_buckets - gate_up - down)
 
     # Both matrices fit into a bucket. Adjacent experts arrive in one message.
-    packed = replace(engine, packs_experts=True, bucket_bytes=gate_up)
+    packed = replace(engine, has_mxfp4_experts=True, bucket_bytes=gate_up)
     assert STACK_BYTES == gathering_plan.STACK_BYTES
     assert shared(engine=packed)[0] == pytest.approx(2 * gate_up + STACK_BYTES)
 
@@ -431,7 +436,7 @@ def test_tensor_parallel_ranks_gather_all_hidden_states() -> None:
 
 def test_offloaded_state_counts_on_host_and_in_parts_on_gpu() -> None:
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, BF16_MOMENTS, 16_384)
-    half = replace(inputs, optimizer=OptimizerConfig(moment_dtype="bf16", offload=0.5))
+    half = replace(inputs, optimizer=OptimizerConfig(moment_dtype="bf16", offload_fraction=0.5))
     state = predict_update_memory(inputs).optimizer
     assert estimate_memory(inputs, H200).host == 0
     assert estimate_memory(half, H200).host == pytest.approx(0.5 * state * memory.HOST_ROUNDING)
@@ -532,7 +537,7 @@ def test_each_suggestion_takes_less_than_the_one_before() -> None:
     first, last = smaller_settings(MemoryInputs(GPT_OSS_20B, again, bf16, 32_768), H200)
     assert (first[0], last[0]) == (
         "training.max_tokens_per_micro_batch=16384",
-        "optimizer.offload=1",
+        "optimizer.offload_fraction=1",
     )
     some = again.model_copy(update={"recompute_layers": 9})
     assert (
@@ -567,7 +572,7 @@ def test_offloaded_part_reuses_memory_of_activations(tokens: int, room: bool) ->
     parallel = ParallelConfig(world_size=4, expert=4)
     plain, offloaded = (
         predict_update_memory(
-            MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload=share), tokens)
+            MemoryInputs(GPT_OSS_20B, parallel, OptimizerConfig(offload_fraction=share), tokens)
         )
         for share in (0.0, 1.0)
     )
@@ -598,7 +603,9 @@ def test_critic_and_reference_policy_add_memory() -> None:
     alone = predict_update_memory(training)
     reference = predict_update_memory(replace(training, auxiliary_models=[None]))
     critic = predict_update_memory(
-        replace(training, auxiliary_models=[OptimizerConfig(gradient_dtype="bf16", offload=1)])
+        replace(
+            training, auxiliary_models=[OptimizerConfig(gradient_dtype="bf16", offload_fraction=1)]
+        )
     )
     vocabulary = 201_088 * 2880
     assert reference.total - alone.total == alone.weights
@@ -638,7 +645,7 @@ def test_out_of_memory_prints_plan_and_next_setting() -> None:
 def test_host_memory_must_hold_offloaded_and_saved_state(
     host: float | None, too_much: bool
 ) -> None:
-    optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload=1)
+    optimizer = OptimizerConfig(moment_dtype="bf16", gradient_dtype="bf16", offload_fraction=1)
     inputs = MemoryInputs(GPT_OSS_20B, TWO_GPUS, optimizer, 16_384)
     hardware = Hardware(H200, host_gigabytes=host)
     assert exceeds_memory(inputs, hardware) == too_much

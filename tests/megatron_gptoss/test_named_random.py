@@ -1,4 +1,4 @@
-"""Initial values by seed and name. Weights, adapters and the certificate share one generator."""
+"""Initial values by seed and name. Weights, adapters and certify share one generator."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_weights_leave_the_device_before_megatron_copies_them(
     # On a GPU, the host's copy is separate memory.
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     monkeypatch.setattr(gptoss_optimizer, "DistributedDataParallel", Wrapped)
-    policy = PolicyTrainer(model, OptimizerConfig(offload=offload))
+    policy = PolicyTrainer(model, OptimizerConfig(offload_fraction=offload))
     assert 0 < len(trained) < len(values)
     for name, parameter in policy.module.named_parameters():
         assert torch.equal(parameter.data, values[name])
@@ -132,7 +132,7 @@ def test_activation_cache_is_released_before_state_is_loaded(
 ) -> None:
     gpu = ScriptedGpu()
     monkeypatch.setattr(trainer_module, "release_cached_memory", gpu.release_cached_memory)
-    policy = PolicyTrainer(initial_model(torch.float32), OptimizerConfig(offload=offload))
+    policy = PolicyTrainer(initial_model(torch.float32), OptimizerConfig(offload_fraction=offload))
     policy.memory = PhaseMemory(gpu)
     cross_entropy = mean_cross_entropy(31)
 

@@ -21,7 +21,7 @@ MODEL = GptOssModelConfig(num_layers=24, num_experts=32)
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
 
 
-def samples_of(lengths: list[int]) -> TrainingSamples:
+def build_samples(lengths: list[int]) -> TrainingSamples:
     """Return samples with unique token ids, so that a misplaced token is noticed."""
     starts = np.cumsum([0, *lengths])
     return TrainingSamples.join(
@@ -186,12 +186,12 @@ def test_schedule_equals_plain_python_schedule(
 def test_rank_packs_its_rows_like_a_rank_with_all_rows(
     sizes: list[int], limit: int, ranks: int, align: int
 ) -> None:
-    samples = samples_of(sizes)
+    samples = build_samples(sizes)
     plan = schedule(samples.lengths, limit, ranks)
     everything = pack(samples, limit, ranks, align)
 
     for rank in range(ranks):
-        sent = plan.sequences_of(rank)
+        sent = plan.list_sequences(rank)
         own = samples.take(sent)
         place = {number: i for i, number in enumerate(sent)}
         for numbers, wanted in zip(plan.micro_batches[rank], everything[rank], strict=True):
@@ -215,7 +215,7 @@ def assert_equal(batch: PackedBatch, wanted: PackedBatch) -> None:
 def test_every_label_appears_once_with_its_columns(
     sizes: list[int], data_parallel: int, align: int, multiple: int
 ) -> None:
-    samples = samples_of(sizes)
+    samples = build_samples(sizes)
     per_rank = pack(samples, 100_000, data_parallel, align, multiple=multiple)
     assert [len(rank) for rank in per_rank] == [multiple] * data_parallel
     starts_of = [int(row[0]) for row in samples.rows("token_ids")]
@@ -238,14 +238,14 @@ def test_every_label_appears_once_with_its_columns(
 def test_micro_batches_fit_limit_and_ranks_get_equal_multiples(
     sizes: list[int], limit: int, data_parallel: int, multiple: int
 ) -> None:
-    per_rank = pack(samples_of(sizes), limit, data_parallel, multiple=multiple)
+    per_rank = pack(build_samples(sizes), limit, data_parallel, multiple=multiple)
     assert len({len(rank) for rank in per_rank}) == 1
     assert len(per_rank[0]) % multiple == 0
     assert all(batch.tokens <= limit for rank in per_rank for batch in rank)
 
 
 def test_rank_without_sequences_gets_padding_with_every_column() -> None:
-    samples = samples_of([5]).with_columns(
+    samples = build_samples([5]).with_columns(
         old_log_probs=np.full(5, -1, np.float32),
         staleness=np.ones(5, np.int32),
         is_spliced=np.ones(5, np.bool_),
@@ -275,7 +275,7 @@ def test_padding_has_the_unknown_route_of_the_dtype() -> None:
 
 
 def test_unpack_splits_vectors_of_tokens_too() -> None:
-    batch = build_batch(samples_of([3, 2]), [1, 0], align=4, sample_ids=[8, 5])
+    batch = build_batch(build_samples([3, 2]), [1, 0], align=4, sample_ids=[8, 5])
     values = torch.arange(8.0).reshape(4, 2)
     per_sample = unpack(values, batch)
     assert per_sample.keys() == {8, 5}
@@ -320,7 +320,7 @@ def test_long_sequences_are_balanced_by_work_per_micro_batch() -> None:
 
 @given(lengths, st.sampled_from([2, 3, 4, 8]))
 def test_context_parallel_shards_are_restored_to_row_order(sizes: list[int], ranks: int) -> None:
-    batch = build_batch(samples_of(sizes), align=ranks)
+    batch = build_batch(build_samples(sizes), align=ranks)
     shards = [batch.context_parallel_shard(rank, ranks) for rank in range(ranks)]
     inverse = inverse_order(batch.context_layout_over(ranks))
     for name in (

@@ -52,7 +52,7 @@ def packed(samples: TrainingSamples, parallel: ParallelConfig) -> list[PackedBat
     return local_batches(samples, limit, parallel)
 
 
-def scores_of(
+def compute_scores(
     trainer: PolicyTrainer, samples: TrainingSamples, parallel: ParallelConfig
 ) -> dict[int, np.ndarray]:
     batches = packed(samples, parallel)
@@ -116,8 +116,8 @@ def train(
             "loads": steps[0].expert_loads,
             "padding": sum(int((batch.sample_ids < 0).sum()) for batch in batches),
             "gradients": gradients(trainer, config),
-            "scores": scores_of(trainer, SAMPLES, parallel),
-            "alone": scores_of(trainer, SAMPLES.take([0]), parallel),
+            "scores": compute_scores(trainer, SAMPLES, parallel),
+            "alone": compute_scores(trainer, SAMPLES.take([0]), parallel),
             "not finite": None,
         }
         if parallel.pipeline > 1:

@@ -16,11 +16,11 @@ from megatron_gptoss.samples import TrainingSamples
 sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=12)
 
 
-def keys_of(rows: list[list[int]]) -> PrefixKeys:
+def build_keys(rows: list[list[int]]) -> PrefixKeys:
     return PrefixKeys([np.array(row, np.uint8)[:, None] for row in rows])
 
 
-def tree_of(samples: TrainingSamples, prompts_only: bool = False) -> PrefixTree:
+def build_tree(samples: TrainingSamples, prompts_only: bool = False) -> PrefixTree:
     routes = samples.routed_experts
     digests = None if routes is None else [route_digests(row) for row in routes]
     return build_prefix_tree(PrefixKeys.of(samples, range(len(samples)), prompts_only, digests))
@@ -39,7 +39,7 @@ def tree_tokens(tree: PrefixTree, rows: list[list[int]]) -> list[int | None]:
 @settings(max_examples=300, deadline=None)
 @given(sequences, st.integers(1, 4))
 def test_sequences_are_the_paths_of_their_tree(rows: list[list[int]], min_shared: int) -> None:
-    tree = build_prefix_tree(keys_of(rows), min_shared)
+    tree = build_prefix_tree(build_keys(rows), min_shared)
     assert None not in tree_tokens(tree, rows)
     segments = tree.segments
     for sequence in range(len(rows)):
@@ -54,13 +54,13 @@ def test_sequences_are_the_paths_of_their_tree(rows: list[list[int]], min_shared
 @given(sequences)
 def test_a_tree_has_as_many_tokens_as_prefixes(rows: list[list[int]]) -> None:
     prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
-    assert build_prefix_tree(keys_of(rows)).tokens == len(prefixes)
+    assert build_prefix_tree(build_keys(rows)).tokens == len(prefixes)
 
 
 @settings(max_examples=300, deadline=None)
 @given(sequences, st.integers(1, 5))
 def test_shared_segments_have_the_smallest_length(rows: list[list[int]], min_shared: int) -> None:
-    tree = build_prefix_tree(keys_of(rows), min_shared)
+    tree = build_prefix_tree(build_keys(rows), min_shared)
     users = np.zeros(tree.tokens, int)
     for sequence in range(len(rows)):
         users[tree.rows(sequence)] += 1
@@ -75,12 +75,12 @@ def test_shared_segments_have_the_smallest_length(rows: list[list[int]], min_sha
 def test_long_prefixes_merge_beside_short_ones() -> None:
     # All three share 2 tokens, and two of them share 8.
     rows = [[1, 1, 2, 2, 2, 2, 2, 2, 3], [1, 1, 2, 2, 2, 2, 2, 2, 4], [1, 1, 5, 5, 5]]
-    assert build_prefix_tree(keys_of(rows), min_shared=4).tokens == 8 + 1 + 1 + 5
+    assert build_prefix_tree(build_keys(rows), min_shared=4).tokens == 8 + 1 + 1 + 5
 
 
 def test_deep_trees_need_no_recursion() -> None:
     rows = [[7] * length for length in range(1, 3000)]
-    assert build_prefix_tree(keys_of(rows)).tokens == 2999
+    assert build_prefix_tree(build_keys(rows)).tokens == 2999
 
 
 @pytest.mark.parametrize("min_shared", [0, -1])
@@ -105,20 +105,20 @@ def samples_with_routes(routes: list[list[list[int]]]) -> TrainingSamples:
 
 def test_tokens_with_other_routes_are_not_merged() -> None:
     samples = samples_with_routes([[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 7], [4, 5]]])
-    tree = tree_of(samples)
+    tree = build_tree(samples)
     assert tree.segments == RowSegments((0, 1, 3, 5), (-1, 0, 0))
-    assert tree_of(samples.without_routes()).tokens == 3
+    assert build_tree(samples.without_routes()).tokens == 3
 
 
 def test_the_order_of_experts_is_no_difference() -> None:
     samples = samples_with_routes([[[0, 1], [2, 3], [4, 5]], [[1, 0], [3, 2], [5, 4]]])
-    assert tree_of(samples).tokens == 3
+    assert build_tree(samples).tokens == 3
 
 
 def test_ids_differ_beyond_their_first_byte() -> None:
     rows = [{"token_ids": [1, 257, 3], "loss_mask": [0, 1, 1]} for _ in range(2)]
     rows[1]["token_ids"] = [1, 513, 3]
-    assert tree_of(TrainingSamples.join(rows)).tokens == 3
+    assert build_tree(TrainingSamples.join(rows)).tokens == 3
 
 
 def test_row_ranges_follow_the_parents() -> None:

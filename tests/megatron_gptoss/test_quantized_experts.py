@@ -14,7 +14,7 @@ from converters.errors import ConversionError
 from converters.gathering import WeightGathering
 from converters.hf_directory import write_hf_directory
 from converters.model_weights import export_hf_weights, load_hf_weights
-from converters.mxfp4_tensors import fake_quantize_experts, pack_experts
+from converters.mxfp4_tensors import fake_quantize_experts, quantize_experts
 from converters.torch_dist import export_checkpoint
 from gptoss_kernels import mxfp4
 from megatron_gptoss.checkpoint.loader import load_model_weights
@@ -69,7 +69,7 @@ def exported_values(model: torch.nn.Module) -> Weights:
 
 
 def mxfp4_weights(model: torch.nn.Module) -> Weights:
-    gathered = WeightGathering(model, MODEL).begin(packed=True)
+    gathered = WeightGathering(model, MODEL).begin(mxfp4_experts=True)
     return {name: tensor.clone() for name, tensor in gathered}
 
 
@@ -104,14 +104,16 @@ def test_batched_expert_quantization_equals_single_experts(
     largest = 2 * 2 * MODEL.intermediate_size * MODEL.hidden_size
     monkeypatch.setattr(mxfp4_tensors, "PIECE_BYTES", matrices_at_once * largest)
     monkeypatch.setattr(mxfp4, "quantize", counted)
-    sent = {name: tensor.clone() for name, tensor in gathering.begin(packed=packed)}
+    sent = {name: tensor.clone() for name, tensor in gathering.begin(mxfp4_experts=packed)}
     monkeypatch.undo()
 
     assert sum(launches) == 2 * MODEL.num_layers * MODEL.num_experts
     at_once = min(matrices_at_once, MODEL.num_experts)
     assert max(launches) <= 2 * at_once  # the number of smaller matrices per launch is double
     assert max(launches) >= at_once
-    expected = pack_experts(master_weights()) if packed else fake_quantize_experts(master_weights())
+    expected = (
+        quantize_experts(master_weights()) if packed else fake_quantize_experts(master_weights())
+    )
     assert sent.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(sent[name], tensor), name

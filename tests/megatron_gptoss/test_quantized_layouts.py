@@ -11,7 +11,7 @@ from converters import gathering_plan
 from converters.gathering import WeightGathering
 from converters.hf_layouts import is_expert_matrix
 from converters.model_weights import load_hf_weights
-from converters.mxfp4_tensors import pack_experts, stack_digests, stored_names
+from converters.mxfp4_tensors import quantize_experts, stack_digests, stored_names
 from gptoss_kernels import mxfp4
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
@@ -47,7 +47,7 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         model = build_model(MODEL, parallel, torch.float32, quantization="mxfp4")
         load_hf_weights(model, MODEL, weights.__getitem__)
         gathering = WeightGathering(model, MODEL)
-        before = {name: tensor.clone() for name, tensor in gathering.begin(packed=True)}
+        before = {name: tensor.clone() for name, tensor in gathering.begin(mxfp4_experts=True)}
         digests = gathering.mxfp4_digests()
 
         trainer = PolicyTrainer(model, OptimizerConfig(clip_grad=1e9))
@@ -55,7 +55,7 @@ def train(parallel: ParallelConfig, rank: int, port: int) -> dict[str, Any]:
         steps = []
         for _ in range(STEPS):
             steps.append(trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3))
-        after = {name: tensor.clone() for name, tensor in gathering.begin(packed=True)}
+        after = {name: tensor.clone() for name, tensor in gathering.begin(mxfp4_experts=True)}
         values = {name: tensor.clone() for name, tensor in gathering.begin()}
         return {
             "losses": [step.sums["loss"] for step in steps],
@@ -162,14 +162,14 @@ def gather_stacks(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
         gathering_plan.STACK_BYTES = limit
         gathering = WeightGathering(model, MODEL)
         for receivers in RECEIVERS:
-            weights = gathering.begin(receivers, packed=True)
+            weights = gathering.begin(receivers, mxfp4_experts=True)
             gathered.append({name: tensor.clone() for name, tensor in weights})
     distributed.shutdown()
     return gathered
 
 
 def test_receivers_get_all_experts_for_any_message_size() -> None:
-    expected = pack_experts(hf_model(MODEL, std=0.1).state_dict())
+    expected = quantize_experts(hf_model(MODEL, std=0.1).state_dict())
     for rank, results in enumerate(run_distributed(gather_stacks, 2, free_port())):
         for receivers, gathered in zip(2 * RECEIVERS, results, strict=True):
             if rank not in receivers:
@@ -202,7 +202,7 @@ def gather_with_stack_faults(rank: int, port: int) -> list[Any]:
         if rank == broken_rank:
             break_gathering(gathering, fault)
         for _ in range(2):
-            weights = gathering.begin(receivers, packed=True)
+            weights = gathering.begin(receivers, mxfp4_experts=True)
             names = []
             error = None
             try:
@@ -215,7 +215,7 @@ def gather_with_stack_faults(rank: int, port: int) -> list[Any]:
 
 
 def test_gathering_works_again_after_failed_read_of_experts() -> None:
-    names = sorted(pack_experts(hf_model(MODEL, std=0.1).state_dict()))
+    names = sorted(quantize_experts(hf_model(MODEL, std=0.1).state_dict()))
     ranks = run_distributed(gather_with_stack_faults, 2, free_port(), timeout=120)
     for number, (fault, broken_rank, receivers) in enumerate(STACK_FAULTS):
         for rank, results in enumerate(ranks):

@@ -138,7 +138,7 @@ def disturb_routers(trainer: PolicyTrainer) -> None:
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
 
 
-def statistics_of(steps: list[StepStatistics]) -> dict[str, Any]:
+def select_statistics(steps: list[StepStatistics]) -> dict[str, Any]:
     return {
         "losses": [step.sums["loss"] for step in steps],
         "norms": [step.grad_norm for step in steps],
@@ -153,7 +153,7 @@ def replay_prescribed_routes(parallel: ParallelConfig) -> dict[str, Any]:
     batches = micro_batches(SAMPLES, parallel)
     steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in range(STEPS)]
     recorded = record(trainer, batches)
-    return statistics_of(steps) | {"recorded": by_token(trainer, batches, recorded)}
+    return select_statistics(steps) | {"recorded": by_token(trainer, batches, recorded)}
 
 
 def replay_recorded_routes(parallel: ParallelConfig) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def replay_recorded_routes(parallel: ParallelConfig) -> dict[str, Any]:
                 padding += int((~is_real).sum())
                 padding_routed_anew += int((is_other & ~is_real).sum())
 
-    return statistics_of(steps) | {
+    return select_statistics(steps) | {
         "recorded": by_token(trainer, batches, recorded),
         "differing": differing,
         "padding": padding,
@@ -338,7 +338,7 @@ def test_one_byte_and_two_byte_experts_give_equal_steps() -> None:
             assert batches[0].routed_experts.numpy().dtype == dtype
             steps = [trainer.train_step(batches, mean_cross_entropy(TOKENS), 3e-3) for _ in "12"]
             weights = [parameter.detach().clone() for parameter in trainer.module.parameters()]
-            found.append((statistics_of(steps), weights))
+            found.append((select_statistics(steps), weights))
     finally:
         distributed.shutdown()
 

@@ -36,7 +36,7 @@ def sequences(draw: st.DrawFn) -> list[dict[str, Any]]:
     return samples
 
 
-def entries_of(samples: list[dict[str, Any]], name: str) -> list[list[Any]]:
+def select_column(samples: list[dict[str, Any]], name: str) -> list[list[Any]]:
     """Return one column of every sequence, with 0 where a sequence has none."""
     rows = []
     for sample in samples:
@@ -54,7 +54,7 @@ def assert_holds(columns: TrainingSamples, samples: list[dict[str, Any]]) -> Non
         column = getattr(columns, name)
         if column is not None:
             assert column.dtype == declared.dtype
-            assert [row.tolist() for row in columns.rows(name)] == entries_of(samples, name)
+            assert [row.tolist() for row in columns.rows(name)] == select_column(samples, name)
 
 
 # -- columns from sequences ------------------------------------------------------------------------

@@ -75,7 +75,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_of(
+def build_trainer(
     config: GptOssModelConfig,
     parallel: ParallelConfig,
     kind: type[PolicyTrainer] = PolicyTrainer,
@@ -130,7 +130,7 @@ def assert_equal(
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_are_those_of_whole_sequences(case: str) -> None:
     window, algorithm, with_routes, min_shared = CASES[case]
-    trainer = trainer_of(TINY.model_copy(update={"sliding_window": window}), ParallelConfig())
+    trainer = build_trainer(TINY.model_copy(update={"sliding_window": window}), ParallelConfig())
     samples = branching_samples(1, with_routes=with_routes)
     if with_routes:
         trainer.replay = RoutingReplay(trainer.module)
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_whole_sequences(case: str) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_values_of_a_critic_are_those_of_whole_sequences() -> None:
-    trainer = trainer_of(TINY, ParallelConfig(), ValueTrainer)
+    trainer = build_trainer(TINY, ParallelConfig(), ValueTrainer)
     samples = branching_samples(2)
     whole, shared = build_batch(samples), build_batch(samples, align=8, sharing=PrefixSharing(1))
 
@@ -163,7 +163,7 @@ def test_values_of_a_critic_are_those_of_whole_sequences() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_distillation_is_that_of_whole_sequences() -> None:
-    trainer = trainer_of(TINY, ParallelConfig())
+    trainer = build_trainer(TINY, ParallelConfig())
     samples = branching_samples(2)
     results = []
     for batch in (build_batch(samples), build_batch(samples, align=8, sharing=PrefixSharing(1))):
@@ -180,7 +180,7 @@ def test_distillation_is_that_of_whole_sequences() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_recorded_routes_are_replayed_on_shared_tokens() -> None:
-    trainer = trainer_of(TINY, ParallelConfig())
+    trainer = build_trainer(TINY, ParallelConfig())
     samples = branching_samples(1)
     batch = build_batch(samples, align=8, sharing=PrefixSharing(1))
     loss = policy_objective(PPO, torch.from_numpy(samples.loss_tokens), LONGEST)
@@ -203,7 +203,7 @@ def test_recorded_routes_are_replayed_on_shared_tokens() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_speed_counts_the_arithmetic_of_shared_prefixes_once() -> None:
-    trainer = trainer_of(TINY, ParallelConfig())
+    trainer = build_trainer(TINY, ParallelConfig())
     common = list(range(20))
     samples = TrainingSamples.join(
         [{"token_ids": [*common, last, 1], "loss_mask": [1] * 22} for last in (50, 51)]
@@ -233,7 +233,7 @@ def train(
 ) -> dict[str, Any]:
     """Return all gradients by Hugging Face name (on rank 0), and the log-probs of every sample."""
     with joined_rank(parallel, rank, port, dtype):
-        trainer = trainer_of(TINY, parallel, dtype=dtype)
+        trainer = build_trainer(TINY, parallel, dtype=dtype)
         trainer.replay = RoutingReplay(trainer.module)
         prefixes = None
         if sharing is not None:

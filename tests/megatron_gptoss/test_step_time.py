@@ -121,7 +121,7 @@ def test_offloaded_state_crosses_the_bus_twice_in_every_step() -> None:
     model = GptOssModelConfig(num_layers=24, num_experts=32)
     parallel = ParallelConfig(world_size=4, expert=4)
     here, away = (
-        predict_step(model, parallel, OptimizerConfig(offload=share), [4096], 1).optimizer
+        predict_step(model, parallel, OptimizerConfig(offload_fraction=share), [4096], 1).optimizer
         for share in (0.0, 1.0)
     )
     dense, expert = parameters_per_gpu(model, parallel)

@@ -31,7 +31,7 @@ def expected_of_bits(*contents: bytes) -> str:
     return f"{splitmix((total ^ sum(map(len, contents))) & MASK):016x}"
 
 
-def content_of(tensor: torch.Tensor) -> bytes:
+def read_content(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -45,7 +45,7 @@ def test_digest_of_bits_is_splitmix_of_all_words(
     monkeypatch.setattr(tensor_hash, "PIECE", 4)
     generator = torch.Generator().manual_seed(3)
     tensors = [(100 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
-    expected = expected_of_bits(*map(content_of, tensors))
+    expected = expected_of_bits(*map(read_content, tensors))
     assert digest_of_bits(*(tensor.to(device) for tensor in tensors)) == expected
 
 

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...] | None
 }
 
 
-def model_of(
+def build_stage(
     parallel: ParallelConfig, frozen: tuple[str, ...], targets: tuple[str, ...] | None
 ) -> torch.nn.Module:
     adapter = None if targets is None else AdapterConfig(rank=4, targets=targets)
@@ -60,11 +60,11 @@ def train(name: str, rank: int, world_size: int, port: int, root: Path) -> list[
     try:
         results = []
         batches = local_batches(SAMPLES, 64, parallel)
-        trainer = PolicyTrainer(model_of(parallel, frozen, targets), OptimizerConfig())
+        trainer = PolicyTrainer(build_stage(parallel, frozen, targets), OptimizerConfig())
         for step in range(4):
             if step == 2:
                 saved = save_checkpoint(root / name / str(world_size), trainer, step, {})
-                trainer = PolicyTrainer(model_of(parallel, frozen, targets), OptimizerConfig())
+                trainer = PolicyTrainer(build_stage(parallel, frozen, targets), OptimizerConfig())
                 load_checkpoint(saved, trainer)
             statistics = trainer.train_step(batches, mean_cross_entropy(TOKENS), 1e-2)
             results += [statistics.sums["loss"], statistics.grad_norm]
@@ -94,7 +94,7 @@ def build_trainer(rank: int, port: int) -> str:
     parallel = ParallelConfig(world_size=4, pipeline=4)
     distributed.initialize(parallel, rank, port=port)
     try:
-        PolicyTrainer(model_of(parallel, PARTS, None), OptimizerConfig())
+        PolicyTrainer(build_stage(parallel, PARTS, None), OptimizerConfig())
     except ValueError as error:
         return str(error)
     finally:

@@ -336,7 +336,7 @@ def test_offloaded_state_is_on_the_gpu_in_parts_only(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, trainer, 3, {})
     expected = trainer.train_step([batch], mean_cross_entropy(TOKENS), 1e-4).sums["loss"]
     del trainer
-    other = policy(offload=1.0)
+    other = policy(offload_fraction=1.0)
     load_checkpoint(tmp_path / "step_000003", other)
     assert state_on_gpu(other) == 0
     step = other.train_step([batch], mean_cross_entropy(TOKENS), 1e-4)
@@ -363,7 +363,7 @@ def test_offload_avoids_second_weight_copy_and_releases_cache(
     release_cached_memory()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    config = OptimizerConfig(clip_grad=1e9, gradient_dtype="bf16", offload=offload)
+    config = OptimizerConfig(clip_grad=1e9, gradient_dtype="bf16", offload_fraction=offload)
     trainer = PolicyTrainer(model, config)
 
     # Gradients, and without offload a second copy of the weights.
@@ -446,7 +446,7 @@ def test_all_weighted_modules_but_output_layer_are_called() -> None:
         {},
         {"moment_dtype": "bf16"},
         {"moment_dtype": "bf16", "gradient_dtype": "bf16"},
-        {"moment_dtype": "bf16", "offload": 0.5},
+        {"moment_dtype": "bf16", "offload_fraction": 0.5},
     ],
     ids=str,
 )

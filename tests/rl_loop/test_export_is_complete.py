@@ -18,7 +18,7 @@ from rl_loop.environments.arithmetic import vocabulary_text
 from rl_loop.export import CHAT_TEMPLATE_FILE, export_policy
 from rl_loop.harmony.codec import Harmony, PromptConfig
 from rl_loop.harmony.vocabulary import TinyVocabulary
-from rl_loop.session import training_of
+from rl_loop.session import collect_model_card_facts
 from rl_loop.tracking.model_card import LOST_BY_MERGING, model_card
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.rl_loop.prompts import SHORT_PROMPT
@@ -118,20 +118,26 @@ def test_export_without_tokenizer_is_logged(
 def test_model_card_names_base_model_results_and_serve_commands() -> None:
     config = load_config(CONFIGS / "untested/rl/gpt-oss-20b_1x8.yaml", RlConfig)
     card = model_card(
-        training_of(config), {"held_out_accuracy_rl": 0.8672341, "steps": 400}, has_template=True
+        collect_model_card_facts(config),
+        {"held_out_accuracy_rl": 0.8672341, "steps": 400},
+        has_template=True,
     )
     _, header, body = card.split("---\n", 2)
     assert yaml.safe_load(header)["base_model"] == "models/gpt-oss-20b"
     assert "| held_out_accuracy_rl | 0.867234 |" in body
     assert "sglang.launch_server --model-path" in body and "vllm serve" in body
     assert "no chat template" not in body
-    assert "no chat template" in model_card(training_of(config), {}, has_template=False)
+    assert "no chat template" in model_card(
+        collect_model_card_facts(config), {}, has_template=False
+    )
 
-    adapted = model_card(training_of(config), {LOST_BY_MERGING: 0.384}, has_template=True)
+    adapted = model_card(
+        collect_model_card_facts(config), {LOST_BY_MERGING: 0.384}, has_template=True
+    )
     assert "lost 38.4% of the adapters' updates" in adapted and "lost" not in card
 
     tiny = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig)
-    assert "vllm" not in model_card(training_of(tiny), {}, has_template=True)
+    assert "vllm" not in model_card(collect_model_card_facts(tiny), {}, has_template=True)
 
 
 def test_greedy_comparison_is_skipped_for_large_models(caplog: pytest.LogCaptureFixture) -> None:

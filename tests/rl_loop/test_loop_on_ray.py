@@ -48,7 +48,7 @@ from rl_loop.trainer.ray_ranks import RankDiedError, TrainerProcess
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.source import LoadedWeights
 from tests.support.forked_workers import local_ray
-from tests.support.processes import command_of
+from tests.support.processes import read_command
 from tests.support.rl_loop.tiny_runs import CONFIGS, RL, SMALL, Quiet, curve
 from tests.support.waiting import wait_until
 
@@ -92,7 +92,7 @@ def test_sft_then_rl_export_is_decoded_equally_by_transformers(whole: RlConfig) 
     assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
     assert summary["max_clip_fraction"] == 0
     assert summary["max_ratio_deviation"] == 0
-    assert summary["mean_logprob_gap"] < 1e-4
+    assert summary["mean_log_prob_gap"] < 1e-4
     assert {
         "held_out_accuracy_sft",
         "held_out_accuracy_rl",
@@ -193,7 +193,7 @@ def test_terminal_files_and_pages_have_equal_step_numbers(tmp_path: Path) -> Non
     assert {0, 3} <= shown <= {*trained, *evaluated}
 
 
-def test_mxfp4_experts_train_in_sft_and_rl_and_export_packed(
+def test_mxfp4_experts_train_in_sft_and_rl_and_export_mxfp4(
     tmp_path: Path,
 ) -> None:
     options = ["quantization=mxfp4", "model.hidden_size=32", "model.intermediate_size=64"]
@@ -204,11 +204,11 @@ def test_mxfp4_experts_train_in_sft_and_rl_and_export_packed(
     run = run_rl(config, Quiet())
 
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["packed_experts_equal"] == 2 * 2 * 4
+    assert summary["mxfp4_experts_equal"] == 2 * 2 * 4
     assert summary["greedy_answers_equal"] == summary["greedy_answers_compared"] == 4
     assert summary["max_ratio_deviation"] == 0
     for step in read_training_steps(run / "metrics.jsonl"):
-        assert step["mismatch/packed_experts_compared"] == 2 * 2 * 4
+        assert step["mismatch/mxfp4_experts_compared"] == 2 * 2 * 4
     exported = HfDirectory(run / "export")
     assert exported.read_mxfp4("model.layers.0.mlp.experts.down_proj") is not None
 
@@ -422,21 +422,21 @@ def test_killed_rollout_worker_loses_no_episode(tmp_path: Path) -> None:
 
 
 def test_off_policy_run_continues_after_a_worker_is_killed(tmp_path: Path) -> None:
-    ahead = ["algorithm.max_staleness=2", "training.steps=5", "training.checkpoint_every=2"]
-    config = rl_config(tmp_path, *ahead, "rollout.workers=2")
+    options = ["algorithm.max_staleness=2", "training.steps=5", "training.checkpoint_every=2"]
+    config = rl_config(tmp_path, *options, "rollout.workers=2")
     killed: list[int] = []
 
     def kill_a_worker(step: int) -> None:
         if step == 2:
             ours = psutil.Process().children(recursive=True)
-            victims = [p for p in ours if "ray::RolloutWorker" in command_of(p)]
+            victims = [p for p in ours if "ray::RolloutWorker" in read_command(p)]
             killed.append(victims[0].pid)
             victims[0].kill()
 
     run = run_rl(config, Quiet(on_step=kill_a_worker))
     assert len(killed) == 1
     steps = [step for step in read_json_lines(run / "metrics.jsonl") if "reward" in step]
-    assert [step["rollout/groups_ahead"] for step in steps] == [4, 4, 4, 2, 0]
+    assert [step["rollout/async_groups"] for step in steps] == [4, 4, 4, 2, 0]
     assert steps[0]["rollout/staleness_max"] == 0
     assert max(step["rollout/staleness_max"] for step in steps) <= 2
     assert all(step["correction/dropped_too_old"] == 0 for step in steps)
@@ -476,7 +476,7 @@ UNRELIABLE = "tests.support.rl_loop.unreliable_tools:UnreliableEnvironment"
 def test_unreachable_tool_server_ends_training_with_one_line(tmp_path: Path) -> None:
     only_tools = [f"tasks.sources.tools.environment={UNRELIABLE}", "tasks.sources.retool.weight=0"]
     config = rl_config(
-        tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_share=0.05"
+        tmp_path, *only_tools, "tasks.held_out_tasks=2", "rollout.max_invalid_fraction=0.05"
     )
     with pytest.raises(InfrastructureOutageError) as outage:
         run_rl(config, Quiet())
@@ -499,7 +499,7 @@ def test_run_continues_without_episodes_of_failed_infrastructure(
         "tasks.sources.retool.weight=0",
         "tasks.held_out_tasks=8",
     ]
-    limits = ["rollout.max_invalid_share=0.95", "training.steps=3", "evaluate_every=1"]
+    limits = ["rollout.max_invalid_fraction=0.95", "training.steps=3", "evaluate_every=1"]
     config = rl_config(tmp_path, *only_tools, *limits)
     run_rl(config, Quiet())
     records = read_json_lines(config.directory / "metrics.jsonl")

@@ -5,12 +5,12 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from rl_loop.registry import Registry, subclass_of
+from rl_loop.registry import Registry, accept_subclasses
 
 PATHS: Registry[type[PurePath]] = Registry(
     kind="path",
     expected="a subclass of PurePath",
-    accepts=subclass_of(PurePath),
+    accepts=accept_subclasses(PurePath),
     entries={"plain": PurePath, "on_demand": "pathlib:Path", "misfiled": "decimal:Decimal"},
 )
 FUNCTIONS: Registry[Callable] = Registry(kind="function", expected="a function", accepts=callable)

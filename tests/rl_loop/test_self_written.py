@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def chats_of(path: Path) -> list[list[dict[str, str]]]:
+def read_chats(path: Path) -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in path.read_text().splitlines()]
 
 
@@ -65,7 +65,7 @@ def test_model_writes_questions_and_answers(model: Path, tmp_path: Path) -> None
     seen: list[tuple[int, int]] = []
     progress = lambda done, total: seen.append((done, total))  # noqa: E731
     assert write_conversations(model, out, 6, OPTIONS, progress) == 0
-    chats = chats_of(out)
+    chats = read_chats(out)
     assert len(chats) == 6
     assert len({chat[0]["content"] for chat in chats}) == 6, "samples differ"
     for chat in chats:
@@ -83,7 +83,7 @@ def test_model_answers_every_question_of_a_file(model: Path, tmp_path: Path) -> 
 
     out = tmp_path / "out.jsonl"
     assert write_conversations(model, out, questions, OPTIONS) == 0
-    assert sorted(chat[0]["content"] for chat in chats_of(out)) == sorted(QUESTIONS)
+    assert sorted(chat[0]["content"] for chat in read_chats(out)) == sorted(QUESTIONS)
 
 
 @pytest.mark.parametrize("questions", [9, QUESTIONS], ids=["own questions", "questions of a file"])
@@ -96,14 +96,14 @@ def test_interrupted_writing_continues(
     out = tmp_path / "out.jsonl"
     with pytest.raises(InterruptionError):
         write_conversations(model, out, questions, OPTIONS, stop_after(1))
-    kept = chats_of(out)
+    kept = read_chats(out)
     assert 1 <= len(kept) <= 4
     # The process was killed while it wrote a line.
     with out.open("a") as file:
         file.write('{"messages": [{"role": "user", "con')
 
     write_conversations(model, out, questions, OPTIONS)
-    assert chats_of(out)[: len(kept)] == kept
+    assert read_chats(out)[: len(kept)] == kept
     assert out.read_text() == whole.read_text()
 
 

@@ -69,7 +69,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_sft_run_validates_reports_rejected_lines_and_exports(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 40, bad=2)
     quiet = Quiet()
-    overrides = ["data.validation_share=0.2", "data.validate_every=4", "data.workers=2"]
+    overrides = ["data.validation_fraction=0.2", "data.validate_every=4", "data.workers=2"]
     run = run_sft(config(path, *overrides), quiet)
 
     measured = losses(run, "validation/loss")
@@ -98,7 +98,7 @@ def test_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
         "sequences_per_step=4",
         "training.steps=6",
         "optimizer.warmup_steps=0",
-        f"data={{path: {path}, validation_share: 0.2, validate_every: 6, workers: 1}}",
+        f"data={{path: {path}, validation_fraction: 0.2, validate_every: 6, workers: 1}}",
         f"output_dir={tmp_path}",
     ]
     dense = load_config(ROOT / "configs/sft/tiny_dense.yaml", SftConfig, overrides)
@@ -118,7 +118,7 @@ def test_dense_model_learns_conversations_in_chatml(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_sft_run_resumes_with_the_next_samples(tmp_path: Path) -> None:
     path = write_chats(tmp_path, 30)
-    overrides = ["training.checkpoint_every=2", "data.validation_share=0.1"]
+    overrides = ["training.checkpoint_every=2", "data.validation_fraction=0.1"]
     whole = run_sft(config(path, "name=whole", *overrides), Quiet())
 
     # The run is killed in step 5. A checkpoint is complete before the next update.

@@ -103,7 +103,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(chats: Path) -> list[str]:
     """Return the options of runs on conversations."""
     return [
-        f"data={{path: {chats}, validation_share: 0.1, validate_every: 1000, workers: 0}}",
+        f"data={{path: {chats}, validation_fraction: 0.1, validate_every: 1000, workers: 0}}",
         f"output_dir={chats.parent}",
         "sequences_per_step=16",
         "optimizer.warmup_steps=2",
@@ -142,8 +142,8 @@ def test_upcycled_model_heals_and_learns_by_rl(
     assert math.exp(after - of_teacher) < 1.05
 
     # The conversations have only 20 words, so some experts get few tokens in single steps.
-    assert fmean(values(run, "routing/smallest_load")) > 0.05
-    assert max(values(run, "routing/largest_load")) <= 2
+    assert fmean(values(run, "routing/load_min")) > 0.05
+    assert max(values(run, "routing/load_max")) <= 2
 
     sinks = load_file(run / "export/model.safetensors")["model.layers.0.self_attn.sinks"]
     assert sinks.abs().min() > 0
@@ -171,7 +171,7 @@ def test_upcycled_model_heals_and_learns_by_rl(
     for step in steps:
         assert step.get("ratio/deviation_max", 0) == 0
         assert step["mismatch/canary_gap"] < 1e-5
-        assert step.get("mismatch/logprob_gap_max", 0) < 1e-4
+        assert step.get("mismatch/log_prob_gap_max", 0) < 1e-4
 
 
 HARMONY = [
@@ -202,7 +202,7 @@ def test_upcycled_model_calls_python_in_harmony(teacher: Path, tmp_path: Path) -
         f"output_dir={tmp_path}",
         *HARMONY,
         "name=harmony",
-        "demonstrations.correct_share=1",
+        "demonstrations.correct_fraction=1",
         "optimizer={lr: 5.0e-3, warmup_steps: 2}",
         "sequences_per_step=8",
         "training={steps: 45, checkpoint_every: 45}",

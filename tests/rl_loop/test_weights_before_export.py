@@ -36,8 +36,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return recorder
 
 
-def config(*, packs_experts: bool) -> Any:
-    engine = SimpleNamespace(packs_experts=packs_experts)
+def config(*, has_mxfp4_experts: bool) -> Any:
+    engine = SimpleNamespace(has_mxfp4_experts=has_mxfp4_experts)
     return SimpleNamespace(
         algorithm=SimpleNamespace(critic=None, kl=None),
         training=SimpleNamespace(steps=1),
@@ -46,18 +46,18 @@ def config(*, packs_experts: bool) -> Any:
     )
 
 
-@pytest.mark.parametrize("packs_experts", [True, False])
+@pytest.mark.parametrize("has_mxfp4_experts", [True, False])
 def test_mxfp4_weights_are_compared_before_the_engines_close(
-    packs_experts: bool, steps: MagicMock
+    has_mxfp4_experts: bool, steps: MagicMock
 ) -> None:
-    run.run_rl(config(packs_experts=packs_experts), MagicMock())
+    run.run_rl(config(has_mxfp4_experts=has_mxfp4_experts), MagicMock())
     names = [name for name, _, _ in steps.mock_calls]
-    compared = ["rollouts.compare_weights"] if packs_experts else []
+    compared = ["rollouts.compare_weights"] if has_mxfp4_experts else []
     assert names == ["rollouts.ready", *compared, "rollouts.close", "export"]
 
 
 def test_run_does_not_export_if_engine_weights_differ(steps: MagicMock) -> None:
     steps.rollouts.compare_weights.side_effect = SyncError("but its content differs in a tensor")
     with pytest.raises(SyncError, match="but its content differs"):
-        run.run_rl(config(packs_experts=True), MagicMock())
+        run.run_rl(config(has_mxfp4_experts=True), MagicMock())
     assert not steps.export.called

@@ -24,7 +24,7 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.tracking.run_directory import RunDirectory, read_json, read_json_lines
 from tests.support.open_doors import doors, findings
-from tests.support.slurm.lab import ROOT, SMALL, Lab, processes_of, ray_actors, steps_done
+from tests.support.slurm.lab import ROOT, SMALL, Lab, find_processes, ray_actors, steps_done
 
 pytestmark = pytest.mark.slurm
 STEPS = "training.steps=6"
@@ -143,7 +143,7 @@ def test_launched_job_has_no_open_door(lab: Lab, dashboard: bool, tmp_path: Path
         env={"OMP_NUM_THREADS": "1", "A_SECRET": secret},
     )
     lab.until(lambda: steps_done(run) >= 1, "the first step", run=run)
-    processes = processes_of(run)
+    processes = find_processes(run)
     found = doors(processes)
     (attempt,) = (run.path / "attempts").iterdir()
     token_file = attempt / "ray_token"

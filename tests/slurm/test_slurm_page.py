@@ -57,7 +57,7 @@ ON_CPUS = [
     "reasoning_effort: null}",
     "tasks.sources={retool: {environment: retool, options: {instructions: null}}}",
     "parallel.expert=1",
-    "rollout.max_tokens=384",
+    "rollout.max_episode_tokens=384",
     "training.max_tokens_per_micro_batch=4096",
     "training.steps=2",
     "rollout.routed_experts=true",

@@ -41,14 +41,14 @@ def end_all(run: str) -> None:
     """Kill the processes of a run until there are none for SETTLE_SECONDS."""
     last_seen = time.monotonic()
     while time.monotonic() < last_seen + SETTLE_SECONDS:
-        for pid in processes_of(run):
+        for pid in find_processes(run):
             last_seen = time.monotonic()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
 
 
-def processes_of(run: str) -> list[int]:
+def find_processes(run: str) -> list[int]:
     """Return the processes whose environment has the id of the run."""
     mark = f"{RUN}={run}/".encode()
     found = []

@@ -186,7 +186,7 @@ class LocalRollouts:
         return nullcontext()
 
     def close(self) -> None:
-        # Groups that were started ahead and are no longer needed.
+        # Groups of later steps that are no longer needed.
         for running in list(self._running):
             running.cancel()
         self._do(self._worker.close())
@@ -239,7 +239,7 @@ def local_loop(
         )
         recorder = StepRecorder(run, writer, Silent(), episodes, steps=config.training.steps)
         group_store = GroupStore(
-            run.episodes_ahead,
+            run.async_episodes,
             config.training.keep_checkpoints,
             sampling_digest(config.model_dump(mode="json")),
         )

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.processes import children_of
+from tests.support.processes import list_children
 
 ATTACKER = 65_534
 """User id of ``nobody``."""
@@ -116,7 +116,7 @@ class Door:
 def process_tree(pid: int) -> list[psutil.Process]:
     """Return a process and all its descendants."""
     parent = psutil.Process(pid)
-    return [parent, *children_of(parent, recursive=True)]
+    return [parent, *list_children(parent, recursive=True)]
 
 
 def doors(processes: Iterable[psutil.Process]) -> list[Door]:

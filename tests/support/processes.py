@@ -7,21 +7,21 @@ from contextlib import suppress
 import psutil
 
 
-def children_of(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+def list_children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
     """Return the children of a process; none if it has ended."""
     with suppress(psutil.NoSuchProcess):
         return process.children(recursive=recursive)
     return []
 
 
-def command_of(process: psutil.Process) -> str:
+def read_command(process: psutil.Process) -> str:
     """Return the command line of a process; an empty text if it has ended."""
     with suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
 
 
-def environment_of(process: psutil.Process) -> dict[str, str]:
+def read_environment(process: psutil.Process) -> dict[str, str]:
     """Return the variables at the start of a process; none if it has ended."""
     with suppress(psutil.NoSuchProcess):
         return dict(process.environ())

@@ -103,7 +103,7 @@ def groups_of_step(step: int, tasks: int = 2, samples: int = 2) -> list[Trajecto
     return groups
 
 
-def samples_of(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
+def build_samples(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
     """Return the training samples of groups. The advantage is the reward."""
     episodes = [episode for group in groups for episode in group.trajectories]
     return TrainingSamples.join(
@@ -122,7 +122,7 @@ def samples_of(groups: Sequence[TrajectoryGroup]) -> TrainingSamples:
 
 def train_split(groups: Sequence[TrajectoryGroup]) -> SplitEpisodes:
     """Return the record of trained groups. The trainer's log-probs differ by 0.25 nats."""
-    samples = samples_of(groups)
+    samples = build_samples(groups)
     assert samples.rollout_log_probs is not None
     trainer = np.where(samples.loss_mask, samples.rollout_log_probs - 0.25, 0).astype(np.float32)
     entropy = samples.loss_mask.astype(np.float32)

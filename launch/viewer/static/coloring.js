@@ -35,7 +35,7 @@ export const COLORINGS = {
     "green: trained to be more likely, red: less likely",
     (episode) => exists(episode.advantages) && ofSampled(episode, episode.advantages),
   ],
-  logprob: [
+  log_prob: [
     "Log-prob",
     "dark: a low probability in the engine",
     (episode) => ofSampled(episode, episode.rollout_log_probs),

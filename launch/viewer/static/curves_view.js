@@ -10,7 +10,7 @@ const MAX_COMPARED = 6;
 const CHARTS = [
   ["reward", ["reward"]],
   ["accuracy", ["accuracy", "held_out/accuracy"]],
-  ["engine-trainer mismatch (nats)", ["mismatch/logprob_gap", "mismatch/kl_k3"], true],
+  ["engine-trainer mismatch (nats)", ["mismatch/log_prob_gap_mean", "mismatch/kl_k3"], true],
   ["importance ratio: largest deviation from 1", ["ratio/deviation_max"]],
   ["entropy (nats)", ["entropy"]],
   ["gradient norm", ["grad_norm"]],
@@ -27,7 +27,7 @@ const CHARTS = [
 /** Charts of all metrics with a prefix. */
 const FAMILIES = [
   ["seconds of a step by phase", "seconds/"],
-  ["seconds of the update", "train/seconds_"],
+  ["seconds of the update", "trainer/seconds_"],
   ["memory (GB)", "memory/"],
   ["reward parts", "reward/"],
   ["episode endings", "finish/"],

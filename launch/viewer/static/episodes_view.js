@@ -19,7 +19,7 @@ const COLUMNS = [
   ["tool_calls", "Tool calls", true, toolCalls],
   ["assistant_turns", "Turns", true, (row) => number(row.assistant_turns)],
   ["sampled_tokens", "Sampled", true, (row) => number(row.sampled_tokens)],
-  ["logprob_gap", "Gap (nats)", true, (row) => number(row.logprob_gap, 2)],
+  ["log_prob_gap", "Gap (nats)", true, (row) => number(row.log_prob_gap, 2)],
   ["answer", "Answer", false, (row) => (row.answer ?? "").slice(0, 60)],
   ["expected_answer", "Expected", false, (row) => (row.expected_answer ?? "").slice(0, 60)],
 ];

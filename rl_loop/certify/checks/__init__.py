@@ -1,4 +1,4 @@
-"""The checks. Each takes an examination and returns its result.
+"""The checks. Each takes a check run and returns its result.
 
 agreement.py    log-probs of all texts, and the known faults that explain differences
 forward.py      kinds of faults in the forward pass, each where it is most visible
@@ -14,7 +14,7 @@ titles.py       titles of the checks
 
 from collections.abc import Callable
 
-from rl_loop.certify.certificate import CheckResult
+from rl_loop.certify.check_run import CheckRun
 from rl_loop.certify.checks.agreement import check_agreement
 from rl_loop.certify.checks.forward import FORWARD
 from rl_loop.certify.checks.generation import check_decoding, check_determinism
@@ -24,9 +24,9 @@ from rl_loop.certify.checks.packing import check_packing
 from rl_loop.certify.checks.routes import check_given_routes, check_returned_routes
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.update import check_update
-from rl_loop.certify.examination import Examination
+from rl_loop.certify.report import CheckResult
 
-CHECKS: dict[str, Callable[[Examination], CheckResult]] = {
+CHECKS: dict[str, Callable[[CheckRun], CheckResult]] = {
     "agreement": check_agreement,
     **{check.name: check for check in FORWARD},
     "packing": check_packing,

@@ -6,56 +6,56 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckOutcome, CheckResult
+from rl_loop.certify.check_run import TOP, CheckRun, gap
 from rl_loop.certify.checks.forward import FORWARD
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.checks.verdict import causes_of, describe
-from rl_loop.certify.diagnosis import FaultExplanation, explain
-from rl_loop.certify.examination import TOP, Examination, gap
+from rl_loop.certify.checks.verdict import describe, list_causes
+from rl_loop.certify.fault_diagnosis import FaultExplanation, explain
 from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.model import BEACON
+from rl_loop.certify.report import CheckOutcome, CheckResult
 from rl_loop.certify.texts import ProbeText
 from rl_loop.certify.variants import EXACT, FaultyVariant
 
 QUANTILES = (0.5, 0.95, 0.99)
 
 
-def check_agreement(exam: Examination) -> CheckResult:
+def check_agreement(check_run: CheckRun) -> CheckResult:
     """Compare log-probs of all texts, and find faults that explain differences."""
     title = TITLES["agreement"]
-    texts = exam.texts.all
-    answered = exam.log_probs(texts)
-    gaps = (answered - exam.expected(texts, EXACT)).abs()
-    noise = exam.noise(texts)
-    table = _gap_table(exam, gaps, noise)
+    texts = check_run.texts.all
+    answered = check_run.log_probs(texts)
+    gaps = (answered - check_run.expected(texts, EXACT)).abs()
+    noise = check_run.noise(texts)
+    table = _gap_table(check_run, gaps, noise)
 
     # The overall mean hides a fault of few tokens, so each kind of text is judged separately.
-    groups = (exam.texts.short, exam.texts.window, exam.texts.long)
-    apart = [group for group in groups if not _agrees(exam, group, EXACT)]
+    groups = (check_run.texts.short, check_run.texts.window, check_run.texts.long)
+    apart = [group for group in groups if not _agrees(check_run, group, EXACT)]
     if not apart:
-        mean = gap(answered, exam.expected(texts, EXACT))
+        mean = gap(answered, check_run.expected(texts, EXACT))
         summary = (
             f"{len(gaps)} tokens differ by {mean:.1e} nats on average, {gaps.max():.1e} at most"
         )
         return CheckResult("agreement", title, CheckOutcome.PASSED, summary, table=table)
 
-    explanation = _explain_scores(exam)
+    explanation = _explain_scores(check_run)
     if explanation.is_good:
         # Later checks compare with this variant, so that none reports these faults
         # under another name.
-        exam.explanation = explanation.variant
-        exam.found = list(explanation.faults)
+        check_run.explanation = explanation.variant
+        check_run.found = list(explanation.faults)
     summary = describe(explanation)
-    causes = causes_of(explanation)
+    causes = list_causes(explanation)
     return CheckResult("agreement", title, CheckOutcome.FAILED, summary, causes, table=table)
 
 
-def _agrees(exam: Examination, texts: Sequence[ProbeText], variant: FaultyVariant) -> bool:
-    """Return True if precision explains the gap between the subject and a variant."""
-    noise = exam.noise(texts)
-    answered = exam.log_probs(texts)
-    expected = exam.expected(texts, variant)
-    is_close = gap(answered, expected) <= exam.mean_limit(noise)
+def _agrees(check_run: CheckRun, texts: Sequence[ProbeText], variant: FaultyVariant) -> bool:
+    """Return True if precision explains the gap between the implementation and a variant."""
+    noise = check_run.noise(texts)
+    answered = check_run.log_probs(texts)
+    expected = check_run.expected(texts, variant)
+    is_close = gap(answered, expected) <= check_run.mean_limit(noise)
 
     # The largest gaps show faults of few tokens. Routers with tied choices cause large gaps, too,
     # so compare with the reference's own largest gaps.
@@ -63,63 +63,67 @@ def _agrees(exam: Examination, texts: Sequence[ProbeText], variant: FaultyVarian
     gaps = (answered - expected).abs()
     largest = gaps.topk(min(count, len(gaps))).values.median()
     expected_largest = noise.topk(min(count, len(gaps))).values.median()
-    allowed = max(3 * float(expected_largest), exam.limit(noise))
+    allowed = max(3 * float(expected_largest), check_run.limit(noise))
     return is_close and float(largest) <= allowed
 
 
-def _explain_scores(exam: Examination) -> FaultExplanation:
+def _explain_scores(check_run: CheckRun) -> FaultExplanation:
     """Find the faults that explain the scores of all texts."""
-    candidates = [fault for check in FORWARD for fault in check.faults_of(exam)]
+    candidates = [fault for check in FORWARD for fault in check.list_faults(check_run)]
 
     # Long texts take most of the time, so evaluate them only with the faults that remain.
-    near = [*exam.texts.short, *exam.texts.window]
+    near = [*check_run.texts.short, *check_run.texts.window]
     start = EXACT
     found: tuple[ModelFault, ...] = ()
-    before = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, EXACT))
+    before = gap(
+        check_run.log_probs(check_run.texts.all), check_run.expected(check_run.texts.all, EXACT)
+    )
 
-    if not _agrees(exam, near, EXACT):
+    if not _agrees(check_run, near, EXACT):
         explanation = explain(
-            exam.log_probs(near),
-            lambda variant: exam.expected(near, variant),
+            check_run.log_probs(near),
+            lambda variant: check_run.expected(near, variant),
             candidates,
-            _strict_limit(exam, near),
+            _strict_limit(check_run, near),
             EXACT,
         )
         start = explanation.variant
         found = explanation.faults
 
     # Only faults of positions (YaRN, windows) are visible in long texts alone.
-    if not _agrees(exam, exam.texts.long, start):
+    if not _agrees(check_run, check_run.texts.long, start):
         # The long text has the faults of short texts, too, so continue from these.
         far = explain(
-            exam.log_probs(exam.texts.long),
-            lambda variant: exam.expected(exam.texts.long, variant),
+            check_run.log_probs(check_run.texts.long),
+            lambda variant: check_run.expected(check_run.texts.long, variant),
             [*faults.YARN, *faults.WINDOW],
-            _strict_limit(exam, exam.texts.long),
+            _strict_limit(check_run, check_run.texts.long),
             start,
         )
         start = far.variant
         found = (*found, *far.faults)
 
-    after = gap(exam.log_probs(exam.texts.all), exam.expected(exam.texts.all, start))
+    after = gap(
+        check_run.log_probs(check_run.texts.all), check_run.expected(check_run.texts.all, start)
+    )
     # Judge by the criterion of the check, not by the mean that the search minimizes.
-    groups = (exam.texts.short, exam.texts.window, exam.texts.long)
-    is_complete = all(_agrees(exam, group, start) for group in groups)
+    groups = (check_run.texts.short, check_run.texts.window, check_run.texts.long)
+    is_complete = all(_agrees(check_run, group, start) for group in groups)
     return FaultExplanation(found, start, before, after, is_complete)
 
 
-def _strict_limit(exam: Examination, texts: Sequence[ProbeText]) -> float:
+def _strict_limit(check_run: CheckRun, texts: Sequence[ProbeText]) -> float:
     """Return half the limit of the mean gap. Below it no explanation is sought."""
-    return max(exam.mean_limit(exam.noise(texts)) / 2, 1e-12)
+    return max(check_run.mean_limit(check_run.noise(texts)) / 2, 1e-12)
 
 
-def _gap_table(exam: Examination, gaps: Tensor, noise: Tensor) -> tuple[tuple[str, ...], ...]:
+def _gap_table(check_run: CheckRun, gaps: Tensor, noise: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the table of gaps by position and class of token."""
     # The first token of a text has no log-prob.
-    positions = torch.cat([torch.arange(1, len(text.ids)) for text in exam.texts.all])
-    labels = torch.cat([torch.tensor(text.ids[1:]) for text in exam.texts.all])
-    special = torch.isin(labels, torch.tensor(exam.texts.special_ids, dtype=torch.long))
-    config = exam.weights.config
+    positions = torch.cat([torch.arange(1, len(text.ids)) for text in check_run.texts.all])
+    labels = torch.cat([torch.tensor(text.ids[1:]) for text in check_run.texts.all])
+    special = torch.isin(labels, torch.tensor(check_run.texts.special_ids, dtype=torch.long))
+    config = check_run.weights.config
     window, length = config.sliding_window, config.yarn_original_length
 
     groups = {

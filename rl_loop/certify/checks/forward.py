@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
+from rl_loop.certify.check_run import CheckRun
 from rl_loop.certify.checks.verdict import judge_visibilities
-from rl_loop.certify.examination import Examination
 from rl_loop.certify.faults import ModelFault
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.variants import EXACT
 
 
@@ -20,22 +20,22 @@ class ForwardCheck:
     """Name of the attribute of Texts with the texts."""
     faults: tuple[ModelFault, ...] = ()
 
-    def faults_of(self, exam: Examination) -> tuple[ModelFault, ...]:
+    def list_faults(self, check_run: CheckRun) -> tuple[ModelFault, ...]:
         """Return the faults that are possible for the model's shape."""
         # Only square matrices can be transposed without an error, and that depends on the shape.
         if self.name == "orientation":
-            return faults.orientation_faults(exam.weights.config)
+            return faults.orientation_faults(check_run.weights.config)
         return self.faults
 
-    def __call__(self, exam: Examination) -> CheckResult:
+    def __call__(self, check_run: CheckRun) -> CheckResult:
         """Search for each fault where it is most visible."""
-        texts = getattr(exam.texts, self.kind)
-        mine = self.faults_of(exam)
-        own = [fault for fault in exam.found if fault in mine]
+        texts = getattr(check_run.texts, self.kind)
+        mine = self.list_faults(check_run)
+        own = [fault for fault in check_run.found if fault in mine]
         # The agreement check has found a fault of this kind. Report it here as well.
         if own:
             # Compare with EXACT, because the reference with the fault would show no deviation.
-            visibilities = exam.visibilities(mine, texts, EXACT)
+            visibilities = check_run.visibilities(mine, texts, EXACT)
             names = " and ".join(fault.name for fault in own)
             causes = tuple(DiagnosedFault(fault.name, fault.source) for fault in own)
             return CheckResult(
@@ -43,8 +43,8 @@ class ForwardCheck:
             )
 
         # Compare with the faults that were found elsewhere, so that they do not count here.
-        visibilities = exam.visibilities(mine, texts, exam.explanation)
-        suffix = " in addition to the faults of other checks" if exam.found else ""
+        visibilities = check_run.visibilities(mine, texts, check_run.explanation)
+        suffix = " in addition to the faults of other checks" if check_run.found else ""
         return judge_visibilities(self.name, self.title, visibilities, suffix)
 
 

@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
+from rl_loop.certify.check_run import CheckRun, joined
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
-from rl_loop.certify.examination import Examination, joined
-from rl_loop.certify.subject import checked_scores
+from rl_loop.certify.implementation import checked_scores
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.texts import CONTINUATION, PROMPTS, ProbeText
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel
 
 
-def check_decoding(exam: Examination) -> CheckResult:
-    """Let the subject continue prompts across the window's edge, and check the log-probs."""
+def check_decoding(check_run: CheckRun) -> CheckResult:
+    """Let the implementation continue prompts across the window's edge, and check the log-probs."""
     title = TITLES["decoding"]
     texts = []
     answered = []
-    for prompt in exam.texts.prompts:
-        generated = exam.subject.generate(prompt.ids, CONTINUATION)
+    for prompt in check_run.texts.prompts:
+        generated = check_run.implementation.generate(prompt.ids, CONTINUATION)
         ids = tuple(int(token) for token in generated.ids)
-        vocabulary_size = exam.weights.config.vocab_size
+        vocabulary_size = check_run.weights.config.vocab_size
         # A server can stop early in spite of the request, or return ids of another vocabulary.
         if len(ids) != CONTINUATION or not all(0 <= token < vocabulary_size for token in ids):
             summary = f"requested {CONTINUATION} tokens, got {len(ids)} or invalid ids: {ids[:4]}"
@@ -34,21 +34,23 @@ def check_decoding(exam: Examination) -> CheckResult:
     def evaluate(variant: FaultyVariant, reference: ReferenceModel | None = None) -> Tensor:
         pieces = []
         for text in texts:
-            # Score the tokens that the subject chose: another choice between near-tied tokens is no
+            # Score the tokens that the implementation chose: another choice between near-tied tokens is no
             # fault.
             length = len(text.ids) - CONTINUATION
-            scored = (reference or exam.exact).evaluate(text.ids, variant, prompt_length=length)
+            scored = (reference or check_run.exact).evaluate(
+                text.ids, variant, prompt_length=length
+            )
             pieces.append(scored.log_probs[-CONTINUATION:])
         return torch.cat(pieces)
 
-    noise = (evaluate(EXACT, exam.rounded) - evaluate(EXACT)).abs()
+    noise = (evaluate(EXACT, check_run.rounded) - evaluate(EXACT)).abs()
     # Log-probs are optional in ``SampledText``.
     if any(len(log_probs) != CONTINUATION for log_probs in answered):
-        return _greedy_result(exam, title, texts, noise)
+        return _greedy_result(check_run, title, texts, noise)
     # Decoding uses other kernels than scoring, so faults that scores do not have are possible.
     candidates = [*faults.DECODING, *faults.SINKS, *faults.WINDOW, *faults.YARN]
     return explain_answers(
-        exam,
+        check_run,
         "decoding",
         title,
         joined(answered),
@@ -61,43 +63,47 @@ def check_decoding(exam: Examination) -> CheckResult:
 
 
 def _greedy_result(
-    exam: Examination, title: str, texts: Sequence[ProbeText], noise: Tensor
+    check_run: CheckRun, title: str, texts: Sequence[ProbeText], noise: Tensor
 ) -> CheckResult:
     """Check continuations without log-probs: each token must be the most likely one."""
     worse = []
     for text in texts:
-        evaluated = exam.exact.evaluate(text.ids, exam.explanation)
+        evaluated = check_run.exact.evaluate(text.ids, check_run.explanation)
         worse.append((evaluated.best - evaluated.log_probs)[-CONTINUATION:])
     largest = float(torch.cat(worse).max())
-    # The subject's choice and the best token both have an error, so allow it twice.
-    limit = max(exam.limit(noise), 2 * float(noise.max()))
+    # The implementation's choice and the best token both have an error, so allow it twice.
+    limit = max(check_run.limit(noise), 2 * float(noise.max()))
     summary = f"every token is within {largest:.1e} nats of the most likely one"
     status = CheckOutcome.PASSED if largest <= limit else CheckOutcome.FAILED
     return CheckResult("decoding", title, status, summary)
 
 
-def check_determinism(exam: Examination) -> CheckResult:
+def check_determinism(check_run: CheckRun) -> CheckResult:
     """Score the texts again, alone and in other batches."""
     title = TITLES["determinism"]
-    texts = [*exam.texts.short, *exam.texts.window]
+    texts = [*check_run.texts.short, *check_run.texts.window]
     ids = [text.ids for text in texts]
-    first = exam.log_probs(texts)
+    first = check_run.log_probs(texts)
 
     # Different batches show kernels whose results depend on the batch size.
     alone = []
     for text in ids:
-        (scored,) = checked_scores(exam.subject, exam.subject.score([text]), [text])
+        (scored,) = checked_scores(
+            check_run.implementation, check_run.implementation.score([text]), [text]
+        )
         alone.append(scored.log_probs)
-    backwards = checked_scores(exam.subject, exam.subject.score(ids[::-1]), ids[::-1])[::-1]
+    backwards = checked_scores(
+        check_run.implementation, check_run.implementation.score(ids[::-1]), ids[::-1]
+    )[::-1]
 
     differences = {
         "alone": (joined(alone) - first).abs(),
         "in another order": (joined([s.log_probs for s in backwards]) - first).abs(),
     }
 
-    # Deterministic subjects need equal bits, others only the accuracy of their precision.
-    noise = exam.noise(texts)
-    limit = 0.0 if exam.subject.is_deterministic else exam.mean_limit(noise)
+    # Deterministic implementations need equal bits, others only the accuracy of their precision.
+    noise = check_run.noise(texts)
+    limit = 0.0 if check_run.implementation.is_deterministic else check_run.mean_limit(noise)
 
     is_equal = {name: not bool(gaps.any()) for name, gaps in differences.items()}
     figures = ", ".join(
@@ -110,7 +116,7 @@ def check_determinism(exam: Examination) -> CheckResult:
 
     summary = f"{figures}; allowed are {limit:.1e}"
     source = ""
-    if exam.subject.is_deterministic:
+    if check_run.implementation.is_deterministic:
         source = "a deterministic mode that is not deterministic: sgl-project/sglang#19431"
     cause = DiagnosedFault("log-probs of the same text vary", source)
     return CheckResult("determinism", title, CheckOutcome.FAILED, summary, (cause,))

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
+from rl_loop.certify.check_run import CheckRun
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.examination import Examination
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
 from rl_loop.certify.variants import EXACT, combined
 
 GRADIENT_FLOORS = {"fp32": 1e-4, "bf16": 2e-2}
@@ -18,31 +18,33 @@ MOVED_TENSORS = 4
 """Number of tensors to inspect for a fault of the backward pass."""
 
 
-def check_gradients(exam: Examination) -> CheckResult:
+def check_gradients(check_run: CheckRun) -> CheckResult:
     """Compare the gradients of all tensors, including sinks."""
     title = TITLES["gradients"]
     # Every fault costs a backward pass over these texts, so use only one of the window.
-    texts = [*exam.texts.short, exam.texts.window[0]]
-    answered = exam.subject.gradients([text.ids for text in texts])
-    expected = exam.gradients(texts, exam.explanation)
+    texts = [*check_run.texts.short, check_run.texts.window[0]]
+    answered = check_run.implementation.gradients([text.ids for text in texts])
+    expected = check_run.gradients(texts, check_run.explanation)
     missing = sorted(set(expected) - set(answered))
     if missing:
         summary = f"{len(missing)} tensors have no gradient, such as {missing[0]}"
         cause = _missing_gradients(missing)
         return CheckResult("gradients", title, CheckOutcome.FAILED, summary, cause)
 
-    rounded = exam.gradients(texts, EXACT, "rounded")
-    own_error = _relative(rounded, exam.gradients(texts, EXACT))
+    rounded = check_run.gradients(texts, EXACT, "rounded")
+    own_error = _relative(rounded, check_run.gradients(texts, EXACT))
     errors = _relative(answered, expected)
     known = (*faults.SINK_GRADIENTS, *faults.OTHER_GRADIENTS)
     with_fault = {}
     visibilities = []
     for fault in known:
-        with_fault[fault] = exam.gradients(texts, combined(exam.explanation, fault.variant))
+        with_fault[fault] = check_run.gradients(
+            texts, combined(check_run.explanation, fault.variant)
+        )
         # A fault of the backward pass moves few tensors, such as the sinks, so inspect these.
         moved = _relative(with_fault[fault], expected)
         names = sorted(moved, key=lambda name: -moved[name])[:MOVED_TENSORS]
-        limit = max(_gradient_limit(exam, own_error[name]) for name in names)
+        limit = max(_gradient_limit(check_run, own_error[name]) for name in names)
         visible = float(np.median([moved[name] for name in names]))
         deviation = float(np.median([errors[name] for name in names]))
         visibilities.append(
@@ -51,8 +53,8 @@ def check_gradients(exam: Examination) -> CheckResult:
             )
         )
 
-    table = _gradient_table(exam, errors, own_error)
-    wrong = [name for name in errors if errors[name] > _gradient_limit(exam, own_error[name])]
+    table = _gradient_table(check_run, errors, own_error)
+    wrong = [name for name in errors if errors[name] > _gradient_limit(check_run, own_error[name])]
     worst = max(errors, key=lambda name: errors[name])
     if not wrong:
         summary = f"{len(errors)} tensors, relative error {errors[worst]:.1e} at most ({worst})"
@@ -103,12 +105,12 @@ def _mean_error(answered: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
     return float(np.mean([min(error, 2.0) for error in _relative(answered, expected).values()]))
 
 
-def _gradient_limit(exam: Examination, own_error: float) -> float:
-    return max(3 * own_error, GRADIENT_FLOORS[exam.precision])
+def _gradient_limit(check_run: CheckRun, own_error: float) -> float:
+    return max(3 * own_error, GRADIENT_FLOORS[check_run.precision])
 
 
 def _gradient_table(
-    exam: Examination, errors: dict[str, float], own: dict[str, float]
+    check_run: CheckRun, errors: dict[str, float], own: dict[str, float]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the table of the largest relative error by kind of tensor."""
     kinds: dict[str, list[str]] = {}

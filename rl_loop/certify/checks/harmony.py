@@ -2,32 +2,34 @@
 
 from collections.abc import Callable
 
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
+from rl_loop.certify.check_run import CheckRun
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.examination import Examination
 from rl_loop.certify.harmony_tokens import (
     CONVERSATION,
     QUOTING,
     HarmonyMessage,
     describe_difference,
 )
-from rl_loop.certify.subject import UnsupportedOperationError
+from rl_loop.certify.implementation import UnsupportedOperationError
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
 
 
-def check_harmony(exam: Examination) -> CheckResult:
+def check_harmony(check_run: CheckRun) -> CheckResult:
     """Compare the token ids of a conversation with a tool call with openai-harmony's."""
     title = TITLES["harmony"]
-    if exam.vocabulary is None:
-        raise UnsupportedOperationError(f"{exam.first_directory} has an unknown vocabulary")
+    if check_run.vocabulary is None:
+        raise UnsupportedOperationError(f"{check_run.first_directory} has an unknown vocabulary")
 
     # Any of these operations is enough for a verdict.
     attempts: list[tuple[str, Callable[[], list[int]], tuple[HarmonyMessage, ...]]] = [
-        ("a tool call", lambda: exam.subject.render(CONVERSATION), CONVERSATION),
-        ("a tool that quotes", lambda: exam.subject.render(QUOTING), QUOTING),
+        ("a tool call", lambda: check_run.implementation.render(CONVERSATION), CONVERSATION),
+        ("a tool that quotes", lambda: check_run.implementation.render(QUOTING), QUOTING),
         # Without QUOTING: in a plain text, quoted names mean the special tokens.
         (
             "the text of a tool call",
-            lambda: exam.subject.tokenize("".join(message.text for message in CONVERSATION)),
+            lambda: check_run.implementation.tokenize(
+                "".join(message.text for message in CONVERSATION)
+            ),
             CONVERSATION,
         ),
     ]
@@ -41,13 +43,13 @@ def check_harmony(exam: Examination) -> CheckResult:
             continue
 
         done.append(name)
-        difference = describe_difference(messages, ids, exam.vocabulary)
+        difference = describe_difference(messages, ids, check_run.vocabulary)
         if difference is not None:
             wrong.append(difference)
 
     if not done:
         raise UnsupportedOperationError(
-            f"{exam.subject.name} supports neither rendering nor tokenizing"
+            f"{check_run.implementation.name} supports neither rendering nor tokenizing"
         )
     if not wrong:
         summary = f"{', '.join(done)}: the ids equal those of openai-harmony"

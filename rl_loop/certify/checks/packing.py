@@ -4,20 +4,22 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckResult
+from rl_loop.certify.check_run import CheckRun, joined
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
-from rl_loop.certify.examination import Examination, joined
-from rl_loop.certify.subject import checked_scores
+from rl_loop.certify.implementation import checked_scores
+from rl_loop.certify.report import CheckResult
 from rl_loop.certify.variants import FaultyVariant
 
 
-def check_packing(exam: Examination) -> CheckResult:
+def check_packing(check_run: CheckRun) -> CheckResult:
     """Compare scores of sequences in one row with their scores alone."""
     title = TITLES["packing"]
-    texts = [*exam.texts.short, *exam.texts.window]
+    texts = [*check_run.texts.short, *check_run.texts.window]
     ids = [text.ids for text in texts]
-    scores = checked_scores(exam.subject, exam.subject.score_packed(ids), ids)
+    scores = checked_scores(
+        check_run.implementation, check_run.implementation.score_packed(ids), ids
+    )
     answered = joined([scored.log_probs for scored in scores])
 
     row = [token for text in ids for token in text]
@@ -26,8 +28,8 @@ def check_packing(exam: Examination) -> CheckResult:
     def evaluate(variant: FaultyVariant) -> Tensor:
         # Without a leak a sequence does not depend on its row, so use the results for it alone.
         if not variant.leaky_packing:
-            return exam.expected(texts, variant)
-        whole = exam.exact.evaluate(row, variant, starts=starts).log_probs
+            return check_run.expected(texts, variant)
+        whole = check_run.exact.evaluate(row, variant, starts=starts).log_probs
         pieces = []
         for start, text in zip(starts, ids, strict=True):
             # Leave out the log-prob of the next sequence's first token, which follows each
@@ -35,7 +37,7 @@ def check_packing(exam: Examination) -> CheckResult:
             pieces.append(whole[start : start + len(text) - 1])
         return torch.cat(pieces)
 
-    noise = exam.noise(texts)
+    noise = check_run.noise(texts)
     return explain_answers(
-        exam, "packing", title, answered, evaluate, faults.PACKING, noise, faults.PACKING
+        check_run, "packing", title, answered, evaluate, faults.PACKING, noise, faults.PACKING
     )

@@ -6,40 +6,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
+from rl_loop.certify.check_run import CheckRun, gap, joined
 from rl_loop.certify.checks.titles import TITLES
-from rl_loop.certify.examination import Examination, gap, joined
-from rl_loop.certify.subject import UnsupportedOperationError, checked_scores
+from rl_loop.certify.implementation import UnsupportedOperationError, checked_scores
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.texts import ProbeText
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel
 
 SURE_MARGIN = {"fp32": 1e-3, "bf16": 0.5}
-"""Minimum margin of a router's choice, in logits, for comparing it with the subject's."""
+"""Minimum margin of a router's choice, in logits, for comparing it with the implementation's."""
 ROUTES_AGREEING = 0.98
 """Minimum share of clear choices that must agree."""
 
 
-def check_returned_routes(exam: Examination) -> CheckResult:
-    """Compare the experts that the subject reports with the reference's."""
+def check_returned_routes(check_run: CheckRun) -> CheckResult:
+    """Compare the experts that the implementation reports with the reference's."""
     title = TITLES["routes returned"]
-    texts = [*exam.texts.short, *exam.texts.window]
-    returned = [scored.routes for scored in exam.scored(texts)]
+    texts = [*check_run.texts.short, *check_run.texts.window]
+    returned = [scored.routes for scored in check_run.scored(texts)]
     if any(routes is None for routes in returned):
-        raise UnsupportedOperationError(f"{exam.subject.name} does not return routed experts")
+        raise UnsupportedOperationError(
+            f"{check_run.implementation.name} does not return routed experts"
+        )
 
-    config = exam.weights.config
+    config = check_run.weights.config
     agreeing = compared = 0
     for routes, text in zip(returned, texts, strict=True):
-        expected = exam.evaluated(text, exam.explanation)
+        expected = check_run.evaluated(text, check_run.explanation)
         answered = np.asarray(routes)
         shape = (len(text.ids) - 1, config.num_layers, config.experts_per_token)
         if answered.shape != shape:
             summary = f"routes have the shape {answered.shape}, expected {shape}"
             return CheckResult("routes returned", title, CheckOutcome.FAILED, summary)
-        # Subjects may list the experts of a token in any order.
+        # Implementations may list the experts of a token in any order.
         same = np.sort(answered, -1) == np.sort(expected.routes.numpy(), -1)
         # Precision can decide between near-tied experts, so compare only clear choices.
-        is_clear = expected.margins.numpy() > SURE_MARGIN[exam.precision]
+        is_clear = expected.margins.numpy() > SURE_MARGIN[check_run.precision]
         agreeing += int((same.all(-1) & is_clear).sum())
         compared += int(is_clear.sum())
 
@@ -49,19 +51,19 @@ def check_returned_routes(exam: Examination) -> CheckResult:
     )
     if share >= ROUTES_AGREEING:
         return CheckResult("routes returned", title, CheckOutcome.PASSED, summary)
-    causes = _route_causes(exam, texts, [np.asarray(routes) for routes in returned])
+    causes = _route_causes(check_run, texts, [np.asarray(routes) for routes in returned])
     return CheckResult("routes returned", title, CheckOutcome.FAILED, summary, causes)
 
 
 def _route_causes(
-    exam: Examination, texts: Sequence[ProbeText], returned: Sequence[np.ndarray]
+    check_run: CheckRun, texts: Sequence[ProbeText], returned: Sequence[np.ndarray]
 ) -> tuple[DiagnosedFault, ...]:
     """Return the known fault of the routes, if any."""
     if not any(routes.any() for routes in returned):
         source = "SGLang with the MoE backend triton_kernel: docs/sglang.md"
         return (DiagnosedFault("all returned routes are zero", source),)
 
-    expected = [exam.evaluated(text, exam.explanation).routes.numpy() for text in texts]
+    expected = [check_run.evaluated(text, check_run.explanation).routes.numpy() for text in texts]
 
     def share(change: Callable[[np.ndarray], np.ndarray]) -> float:
         """Return the share of routes that are correct after ``change``."""
@@ -81,16 +83,18 @@ def _route_causes(
     return ()
 
 
-def check_given_routes(exam: Examination) -> CheckResult:
-    """Give experts that the router would not choose, and check that the subject uses them."""
+def check_given_routes(check_run: CheckRun) -> CheckResult:
+    """Give experts that the router would not choose, and check that the implementation uses them."""
     title = TITLES["routes given"]
-    texts = exam.texts.short
+    texts = check_run.texts.short
     ids = [text.ids for text in texts]
-    experts = exam.weights.config.num_experts
+    experts = check_run.weights.config.num_experts
     # These experts are distinct, too, and mostly not those of the router.
-    routes = [(exam.evaluated(text).routes + 1) % experts for text in texts]
+    routes = [(check_run.evaluated(text).routes + 1) % experts for text in texts]
     scores = checked_scores(
-        exam.subject, exam.subject.score_with_routes(ids, [r.numpy() for r in routes]), ids
+        check_run.implementation,
+        check_run.implementation.score_with_routes(ids, [r.numpy() for r in routes]),
+        ids,
     )
     answered = joined([scored.log_probs for scored in scores])
 
@@ -101,15 +105,17 @@ def check_given_routes(exam: Examination) -> CheckResult:
             pieces.append(reference.evaluate(text, variant, routes=chosen).log_probs)
         return torch.cat(pieces)
 
-    wanted = expected(exam.exact, True, exam.explanation)
-    noise = (expected(exam.rounded, True, EXACT) - expected(exam.exact, True, EXACT)).abs()
+    wanted = expected(check_run.exact, True, check_run.explanation)
+    noise = (
+        expected(check_run.rounded, True, EXACT) - expected(check_run.exact, True, EXACT)
+    ).abs()
     distance = gap(answered, wanted)
-    limit = exam.mean_limit(noise)
+    limit = check_run.mean_limit(noise)
     summary = f"tokens differ by {distance:.1e} nats on average. Precision explains {limit:.1e}"
     if distance <= limit:
         return CheckResult("routes given", title, CheckOutcome.PASSED, summary)
     causes: tuple[DiagnosedFault, ...] = ()
     # The scores may be those of the router's own choice.
-    if gap(answered, expected(exam.exact, False, exam.explanation)) <= limit:
+    if gap(answered, expected(check_run.exact, False, check_run.explanation)) <= limit:
         causes = (DiagnosedFault("given routes are ignored"),)
     return CheckResult("routes given", title, CheckOutcome.FAILED, summary, causes)

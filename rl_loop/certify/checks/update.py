@@ -6,47 +6,47 @@ from dataclasses import replace
 from torch import Tensor
 
 from rl_loop.certify import faults
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault
+from rl_loop.certify.check_run import CheckRun, ReferenceName, gap, joined
 from rl_loop.certify.checks.titles import TITLES
 from rl_loop.certify.checks.verdict import explain_answers
-from rl_loop.certify.examination import Examination, ReferenceName, gap, joined
 from rl_loop.certify.faults import ModelFault
-from rl_loop.certify.subject import UnsupportedOperationError, checked_scores
+from rl_loop.certify.implementation import UnsupportedOperationError, checked_scores
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault
 from rl_loop.certify.variants import EXACT, FaultyVariant
 
 
-def check_update(exam: Examination) -> CheckResult:
-    """Update the subject to the second weights, check that all arrived, and update it back."""
+def check_update(check_run: CheckRun) -> CheckResult:
+    """Update the implementation to the second weights, check that all arrived, and update it back."""
     title = TITLES["update"]
-    if exam.second is None:
+    if check_run.second is None:
         raise UnsupportedOperationError("there is no second set of weights")
-    texts = [*exam.texts.short, exam.texts.window[0]]
+    texts = [*check_run.texts.short, check_run.texts.window[0]]
     # Before the update, because cached scores must be of the first weights.
-    before = exam.log_probs(texts)
+    before = check_run.log_probs(texts)
 
-    exam.subject.update(exam.second.directory)
+    check_run.implementation.update(check_run.second.directory)
     ids = [text.ids for text in texts]
-    # Not ``exam.scored``, which would cache scores of the second weights for these texts.
-    scores = checked_scores(exam.subject, exam.subject.score(ids), ids)
+    # Not ``check_run.scored``, which would cache scores of the second weights for these texts.
+    scores = checked_scores(check_run.implementation, check_run.implementation.score(ids), ids)
     updated = joined([scored.log_probs for scored in scores])
-    exam.subject.update(exam.first_directory)
-    again = checked_scores(exam.subject, exam.subject.score(ids), ids)
+    check_run.implementation.update(check_run.first_directory)
+    again = checked_scores(check_run.implementation, check_run.implementation.score(ids), ids)
 
     def evaluate(variant: FaultyVariant, which: ReferenceName = "updated") -> Tensor:
-        return exam.expected(texts, variant, which)
+        return check_run.expected(texts, variant, which)
 
-    candidates = faults.update_faults(exam.weights.config)
+    candidates = faults.update_faults(check_run.weights.config)
     noise = (evaluate(EXACT, "updated_rounded") - evaluate(EXACT)).abs()
     result = explain_answers(
-        exam, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
+        check_run, "update", title, updated, evaluate, candidates, noise, _sample(candidates)
     )
 
     # Compare with the reference, too. The updates may have corrected a fault of the first loading.
     returned = joined([scored.log_probs for scored in again])
-    back = min(gap(returned, before), gap(returned, exam.expected(texts, EXACT)))
+    back = min(gap(returned, before), gap(returned, check_run.expected(texts, EXACT)))
     summary = f"{result.summary}; after the update back, tokens differ by {back:.1e} nats"
     result = replace(result, summary=summary)
-    if result.status is CheckOutcome.PASSED and back > exam.mean_limit(noise):
+    if result.status is CheckOutcome.PASSED and back > check_run.mean_limit(noise):
         cause = DiagnosedFault("the second update did not restore the first weights")
         result = replace(result, status=CheckOutcome.FAILED, causes=(cause,))
     return result

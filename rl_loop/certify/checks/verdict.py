@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from rl_loop.certify.certificate import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
-from rl_loop.certify.diagnosis import FaultExplanation, explain
-from rl_loop.certify.examination import TOP, Examination, gap
+from rl_loop.certify.check_run import TOP, CheckRun, gap
+from rl_loop.certify.fault_diagnosis import FaultExplanation, explain
 from rl_loop.certify.faults import ModelFault
+from rl_loop.certify.report import CheckOutcome, CheckResult, DiagnosedFault, FaultVisibility
 from rl_loop.certify.variants import EXACT, FaultyVariant, combined
 
 
@@ -25,7 +25,7 @@ def describe(explanation: FaultExplanation) -> str:
     )
 
 
-def causes_of(explanation: FaultExplanation) -> tuple[DiagnosedFault, ...]:
+def list_causes(explanation: FaultExplanation) -> tuple[DiagnosedFault, ...]:
     """Return the faults of an explanation as causes. Empty if the explanation is not good."""
     if not explanation.is_good:
         return ()
@@ -63,7 +63,7 @@ def judge_visibilities(
 
 
 def explain_answers(
-    exam: Examination,
+    check_run: CheckRun,
     name: str,
     title: str,
     answered: Tensor,
@@ -76,36 +76,38 @@ def explain_answers(
     """Return the result of a check whose log-probs are not plain scores.
 
     Args:
-        exam: state of the examination.
+        check_run: state of the check run.
         name: name of the check.
         title: title of the check.
-        answered: log-probs of the subject.
+        answered: log-probs of the implementation.
         evaluate: function that returns the reference's log-probs with a variant.
         candidates: faults that may explain a deviation.
-        noise: error per token of the subject's precision.
+        noise: error per token of the implementation's precision.
         shown: faults whose visibility is reported.
         top: number of tokens to inspect per fault.
     """
     # A fault of the code remains after an update. A fault of the weights may be gone.
-    start = min((EXACT, exam.explanation), key=lambda variant: gap(answered, evaluate(variant)))
+    start = min(
+        (EXACT, check_run.explanation), key=lambda variant: gap(answered, evaluate(variant))
+    )
     expected = evaluate(start)
 
     def with_fault(fault: ModelFault) -> Tensor:
         return evaluate(combined(start, fault.variant))
 
-    visibilities = exam.measure_visibility(shown, with_fault, answered, expected, noise, top)
+    visibilities = check_run.measure_visibility(shown, with_fault, answered, expected, noise, top)
     result = judge_visibilities(name, title, visibilities)
     # The visibilities cover only tokens that known faults move. The mean covers all tokens.
-    is_close = gap(answered, expected) <= exam.mean_limit(noise)
+    is_close = gap(answered, expected) <= check_run.mean_limit(noise)
     if result.status is not CheckOutcome.FAILED and is_close:
         return result
 
-    explanation = explain(answered, evaluate, candidates, exam.mean_limit(noise) / 2, start)
+    explanation = explain(answered, evaluate, candidates, check_run.mean_limit(noise) / 2, start)
     return CheckResult(
         name,
         title,
         CheckOutcome.FAILED,
         describe(explanation),
-        causes_of(explanation),
+        list_causes(explanation),
         visibilities,
     )

@@ -42,7 +42,7 @@ class EmbeddedBackend(RolloutBackend):
     def prepare_sync(self, source: WeightSource) -> None:
         # The trainer's ranks gather the weights while the driver logs the step. If only the engines
         # are quantized, this waits for the weights and rounds them in the driver.
-        self._prepared = (source, self._weights_of(source))
+        self._prepared = (source, self._convert_weights(source))
 
     def sync_weights(self, source: WeightSource, version: int) -> None:
         assert self.workers is not None
@@ -51,10 +51,10 @@ class EmbeddedBackend(RolloutBackend):
         if prepared is not None and prepared[0] is source:
             weights = prepared[1]
         else:
-            weights = self._weights_of(source)
+            weights = self._convert_weights(source)
         self.workers.load_weights(weights, version)
 
-    def _weights_of(self, source: WeightSource) -> Mapping[str, torch.Tensor]:
+    def _convert_weights(self, source: WeightSource) -> Mapping[str, torch.Tensor]:
         return weights_for_engine(source, self.context.quantization, self.settings.quantization)
 
     def score(self, token_ids: list[int], temperature: float) -> list[list[float]]:

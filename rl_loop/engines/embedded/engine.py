@@ -80,7 +80,7 @@ class TransformersEngine:
         self._scheduler.weight_version = weight_version
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
         self._closed = False
-        self._packed: dict[str, torch.Tensor] = {}
+        self._mxfp4_tensors: dict[str, torch.Tensor] = {}
         """MXFP4 blocks and scales of the experts as they were sent, by stored name."""
 
     @classmethod
@@ -262,7 +262,7 @@ class TransformersEngine:
         # All requests first, because the cache can be dropped only if no sequence is running.
         self._scheduler.abort(None)
         self._scheduler.drop_cache()
-        self._packed = {}
+        self._mxfp4_tensors = {}
         with torch.no_grad():
             for name, parameter in parameters.items():
                 if name in new_weights:
@@ -270,7 +270,7 @@ class TransformersEngine:
                 else:
                     # Cloned, because the tensors may use memory that their owner overwrites.
                     packed = {key: new_weights[key].clone() for key in stored_names(name)}
-                    self._packed |= packed
+                    self._mxfp4_tensors |= packed
                     parameter.copy_(_values(*packed.values()))
         self._scheduler.weight_version = version
 
@@ -286,16 +286,16 @@ class TransformersEngine:
     def _mxfp4_digests(self) -> Digests:
         for name, parameter in self._model.named_parameters():
             blocks_name, scales_name = stored_names(name)
-            if blocks_name not in self._packed:
+            if blocks_name not in self._mxfp4_tensors:
                 continue
             # Digests cover the bits, but the engine computes with the values.
-            values = _values(self._packed[blocks_name], self._packed[scales_name])
+            values = _values(self._mxfp4_tensors[blocks_name], self._mxfp4_tensors[scales_name])
             if not torch.equal(parameter, values.to(parameter.dtype)):
                 raise RuntimeError(
                     f"{name}: the engine computes with values that differ from the MXFP4 blocks and "
                     "scales that it received"
                 )
-        return stack_digests(self._packed.items())
+        return stack_digests(self._mxfp4_tensors.items())
 
     async def close(self) -> None:
         """Stop the thread. Running and later requests fail with RuntimeError."""

@@ -51,7 +51,7 @@ RESERVED_ARGUMENTS = {
 """Options that would open a server to others: {option: reason why a user cannot set it}."""
 
 BUCKET_BYTES = 1 << 30
-PACKED_BUCKET_BYTES = 2 << 30
+MXFP4_BUCKET_BYTES = 2 << 30
 """Bucket size with MXFP4 experts.
 
 The duration of their sync depends on the number of requests: 11 for the 20B instead of 20
@@ -132,7 +132,7 @@ class SglangConfig(EngineConfig):
     """
     quantization: Quantization | None = None
     """Format of the servers' experts. null: bf16, which represents MXFP4 values exactly. mxfp4:
-    packed, 1/3 of the memory, Hopper GPUs only. Needs ``quantization: mxfp4``, and with ``adapter``
+    4-bit blocks, 1/3 of the memory, Hopper GPUs only. Needs ``quantization: mxfp4``, and with ``adapter``
     also ``adapter.merge_experts: false``.
     """
     keep_weights: bool = False
@@ -274,12 +274,12 @@ class SglangConfig(EngineConfig):
         return self.quantization
 
     @property
-    def packs_experts(self) -> bool:
+    def has_mxfp4_experts(self) -> bool:
         return self.quantization is not None
 
     @property
     def max_unmerged_rank(self) -> int:
-        return MAX_ADAPTER_RANK if self.packs_experts else 0
+        return MAX_ADAPTER_RANK if self.has_mxfp4_experts else 0
 
     @property
     def keeps_weights(self) -> bool:
@@ -330,8 +330,8 @@ class SglangConfig(EngineConfig):
         """``bucket_bytes``, or its default if it is null."""
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        if self.packs_experts:
-            return PACKED_BUCKET_BYTES
+        if self.has_mxfp4_experts:
+            return MXFP4_BUCKET_BYTES
         return BUCKET_BYTES
 
     @property
@@ -369,7 +369,7 @@ class SglangConfig(EngineConfig):
             working_bytes=WORKING_BYTES,
             bucket_bytes=self.resolved_bucket_bytes,
             copies_buckets=shares_model,
-            packs_experts=self.packs_experts,
+            has_mxfp4_experts=self.has_mxfp4_experts,
         )
 
     @property
@@ -463,7 +463,7 @@ class SglangConfig(EngineConfig):
         if self.colocated:
             patches.append("sleeping_cache")
 
-        if self.packs_experts:
+        if self.has_mxfp4_experts:
             patches += ["mxfp4_experts", "ptxas_override"]
             if not self.deterministic:
                 # Its gates may differ from those of a prefill in the last bit.
@@ -488,7 +488,7 @@ class SglangConfig(EngineConfig):
         from converters.hf_layouts import QUANTIZATION_CONFIG
 
         description = model.to_hf_config(dtype=DTYPE_NAMES[dtype])
-        if self.packs_experts:
+        if self.has_mxfp4_experts:
             description["quantization_config"] = QUANTIZATION_CONFIG
         return description
 
@@ -525,7 +525,7 @@ class SglangConfig(EngineConfig):
             "--attention-backend": self.attention_backend,
             # triton_kernel is SGLang's default for GPT-OSS. Without the plugin it does not record
             # the experts of a token. Dense models ignore the option.
-            "--moe-runner-backend": "triton_kernel" if self.packs_experts else "triton",
+            "--moe-runner-backend": "triton_kernel" if self.has_mxfp4_experts else "triton",
             "--max-running-requests": self.max_running_requests,
             "--cuda-graph-max-bs-decode": self.max_running_requests,
             # FlashInfer's sampling ignores the seed of a request.
@@ -578,7 +578,11 @@ class SglangConfig(EngineConfig):
 
     def _needs(self, model: ModelConfig, dtype: str, adapter: AdapterConfig | None) -> ServerNeeds:
         return ServerNeeds.of(
-            model, dtype, self.tensor_parallel, packed=self.packs_experts, adapter=adapter
+            model,
+            dtype,
+            self.tensor_parallel,
+            mxfp4_experts=self.has_mxfp4_experts,
+            adapter=adapter,
         )
 
     def _place_and_memory(

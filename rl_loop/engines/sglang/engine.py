@@ -15,7 +15,7 @@ from megatron_gptoss.config import ModelConfig
 from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import GenerateRequest, GenerateResult
 from rl_loop.engines.sglang.client import ServerError, SglangClient
-from rl_loop.engines.sglang.scored_tokens import log_probs_of
+from rl_loop.engines.sglang.scored_tokens import parse_log_probs
 from rl_loop.engines.sglang.server import ServerState, ServerStatus
 from rl_loop.engines.sglang.turn import (
     ResponseReader,
@@ -312,4 +312,4 @@ async def score_on(
         "logprob_start_len": 0,
     }
     answer = await client.call("/generate", body)
-    return log_probs_of(answer["meta_info"]["input_token_logprobs"], input_ids, client.url)
+    return parse_log_probs(answer["meta_info"]["input_token_logprobs"], input_ids, client.url)

@@ -403,7 +403,7 @@ class SglangFleet:
                 authenticated=self._settings.has_plugin,
                 seconds=seconds,
                 compare=compare,
-                packed=self._settings.packs_experts,
+                mxfp4_experts=self._settings.has_mxfp4_experts,
                 adapter=self._adapter,
                 adapters_only=adapters_only,
                 api_key=self.api_key,

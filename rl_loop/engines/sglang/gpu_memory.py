@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_gptoss.config import AdapterConfig, ModelConfig
-from megatron_gptoss.config.precision import bytes_of
+from megatron_gptoss.config.precision import bytes_per_number
 from megatron_gptoss.nvidia_smi import NvidiaSmiMissingError, memory_bytes, query_gpus
 from rl_loop.engines.backend import EngineUnavailableError
 from rl_loop.engines.sglang.prefills import last_value
@@ -51,7 +51,7 @@ BLOCK = 32
 """MXFP4 values that share a scale."""
 MAX_ADAPTER_RANK = 16
 """Largest rank of unmerged expert adapters: ``RANK`` of the plugin's ``gptoss_adapted_moe``."""
-PACKED_LOADING_BYTES = 250_000_000
+MXFP4_LOADING_BYTES = 250_000_000
 """Rounding by torch's allocator that SGLang counts as part of MXFP4 weights.
 
 Measured with the 20B: 0.29 GB with 1 rank, 0.21 GB with 2.
@@ -124,7 +124,7 @@ class ServerNeeds:
         dtype: str,
         tensor_parallel: int,
         *,
-        packed: bool = False,
+        mxfp4_experts: bool = False,
         windowed_share: float = WINDOWED_CACHE_SHARE,
         adapter: AdapterConfig | None = None,
     ) -> "ServerNeeds":
@@ -134,21 +134,21 @@ class ServerNeeds:
             model: configuration of the model.
             dtype: precision of weights and cache, "fp32" or "bf16".
             tensor_parallel: GPUs of the server.
-            packed: whether the experts' matrices are MXFP4.
+            mxfp4_experts: whether the experts' matrices are MXFP4.
             windowed_share: tokens in the cache of windowed layers, per token of other layers.
             adapter: adapters that the server adds without merging. None without them.
         """
-        element = bytes_of(dtype)
+        element = bytes_per_number(dtype)
         windowed = model.layer_types.count("sliding_attention")
         layers = model.num_layers - windowed + windowed_share * windowed
         # If there are more GPUs than key/value heads, several GPUs hold the same head.
         heads_shared = min(tensor_parallel, model.num_key_value_heads)
         per_token = layers * 2 * model.key_size * element / heads_shared
         weights = model.num_parameters * element // tensor_parallel
-        if packed:
+        if mxfp4_experts:
             # MXFP4 packs only the experts.
             weights -= _expert_values(model) * element // tensor_parallel
-            weights += mxfp4_expert_bytes(model, tensor_parallel) + PACKED_LOADING_BYTES
+            weights += mxfp4_expert_bytes(model, tensor_parallel) + MXFP4_LOADING_BYTES
         if adapter is not None:
             weights += expert_adapter_bytes(model, tensor_parallel)
 
@@ -269,7 +269,7 @@ def static_fraction(fraction: float, gpus: Sequence[GpuMemory], needs: ServerNee
         raise NotEnoughGpuMemoryError(
             f"{KEY}: a server needs {_gb(needs.all)} of {gpu.name} ({_describe_needs(needs)}), "
             f"but only {_gb(gpu.free)} of {_gb(gpu.total)} are free. Reduce the trainer's memory "
-            "there (optimizer.offload, more GPUs), or run servers on separate GPUs"
+            "there (optimizer.offload_fraction, more GPUs), or run servers on separate GPUs"
         )
     if share < needs.all:
         raise NotEnoughGpuMemoryError(

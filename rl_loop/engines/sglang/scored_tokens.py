@@ -6,7 +6,7 @@ from typing import Any
 from rl_loop.engines.sglang.client import ServerError
 
 
-def log_probs_of(
+def parse_log_probs(
     entries: Sequence[Sequence[Any]], input_ids: Sequence[int], url: str
 ) -> list[float]:
     """Return log p(input_ids[i] | input_ids[:i]) for i >= 1 from ``input_token_logprobs``.

@@ -64,7 +64,7 @@ EXPERT_PARAMETERS = {
     "w2_weight_bias": "down_proj_bias",
 }
 """Hugging Face's name by SGLang's name, after ``mlp.experts.``."""
-PACKED_EXPERT_PARAMETERS = {
+MXFP4_EXPERT_PARAMETERS = {
     "w13_weight": "gate_up_proj_blocks",
     "w13_weight_scale": "gate_up_proj_scales",
     "w13_weight_bias": "gate_up_proj_bias",
@@ -86,7 +86,7 @@ EXPERT_ADAPTERS = {
 
 
 def sampled_parameters(
-    config: ModelConfig, version: int, *, packed: bool = False, adapted: bool = False
+    config: ModelConfig, version: int, *, mxfp4_experts: bool = False, adapted: bool = False
 ) -> dict[str, list[str]]:
     """Choose parameters to compare after sync ``version``: one layer, and one outside the layers.
 
@@ -95,7 +95,7 @@ def sampled_parameters(
     Args:
         config: configuration of the model.
         version: version of the weights.
-        packed: whether experts' matrices are MXFP4.
+        mxfp4_experts: whether experts' matrices are MXFP4.
         adapted: whether experts have unmerged adapters.
 
     Returns:
@@ -111,32 +111,34 @@ def sampled_parameters(
     parameters = {chosen: [chosen]}
 
     layer = f"model.layers.{version % config.num_layers}"
-    parameters |= _LAYER_PARAMETERS[type(config)](config, layer, packed)
+    parameters |= _LAYER_PARAMETERS[type(config)](config, layer, mxfp4_experts)
     if adapted:
         for name, source in EXPERT_ADAPTERS.items():
             parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
     return parameters
 
 
-def _gpt_oss_layer(config: GptOssModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
+def _gpt_oss_layer(
+    config: GptOssModelConfig, layer: str, mxfp4_experts: bool
+) -> dict[str, list[str]]:
     """Return the parameters of a GPT-OSS layer and the names of their source tensors.
 
     Args:
         config: configuration of the model.
         layer: name prefix of the layer.
-        packed: whether its experts are MXFP4.
+        mxfp4_experts: whether its experts are MXFP4.
     """
     parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in GPT_OSS_PARAMETERS}
     for kind in ("weight", "bias"):
         parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", kind)
-    experts = PACKED_EXPERT_PARAMETERS if packed else EXPERT_PARAMETERS
+    experts = MXFP4_EXPERT_PARAMETERS if mxfp4_experts else EXPERT_PARAMETERS
     for name, source in experts.items():
         parameters[f"{layer}.mlp.experts.{name}"] = [f"{layer}.mlp.experts.{source}"]
     return parameters
 
 
-def _dense_layer(config: DenseModelConfig, layer: str, packed: bool) -> dict[str, list[str]]:
-    """Return the parameters of a Llama or Qwen2 layer. ``packed`` is ignored: it has no experts."""
+def _dense_layer(config: DenseModelConfig, layer: str, mxfp4_experts: bool) -> dict[str, list[str]]:
+    """Return the parameters of a Llama or Qwen2 layer. ``mxfp4_experts`` is ignored: it has no experts."""
     parameters = {f"{layer}.{suffix}": [f"{layer}.{suffix}"] for suffix in DENSE_PARAMETERS}
     parameters |= _fused(f"{layer}.self_attn", "qkv_proj", "qkv", "weight")
     if config.has_qkv_bias:
@@ -165,7 +167,7 @@ class SglangLayout:
         ranks: int,
         server_info: dict[str, Any],
         *,
-        packed: bool = False,
+        mxfp4_experts: bool = False,
         adapted: bool = False,
     ) -> None:
         """Describe servers.
@@ -174,11 +176,11 @@ class SglangLayout:
             config: configuration of the model.
             ranks: tensor-parallel ranks of each server.
             server_info: a server's response to /server_info.
-            packed: whether experts' matrices are MXFP4.
+            mxfp4_experts: whether experts' matrices are MXFP4.
             adapted: whether experts have unmerged adapters.
         """
         self._config = config
-        self._packed = packed
+        self._mxfp4_experts = mxfp4_experts
         self._adapted = adapted
         self._ranks = ranks
         self._info = server_info
@@ -192,7 +194,7 @@ class SglangLayout:
         sources: dict[str, list[str]] = {}
         for version in versions:
             sources |= sampled_parameters(
-                self._config, version, packed=self._packed, adapted=self._adapted
+                self._config, version, mxfp4_experts=self._mxfp4_experts, adapted=self._adapted
             )
         if self._info["ep_size"] > 1 or self._info["enable_dp_attention"]:
             # With these options the shards of all other parameters are not known here.
@@ -221,7 +223,7 @@ class SglangLayout:
         """Return the dtype in which SGLang holds a parameter."""
         if parameter.endswith(tuple(EXPERT_ADAPTERS)):
             return torch.bfloat16
-        if self._packed and ".experts.w" in parameter and not parameter.endswith("_bias"):
+        if self._mxfp4_experts and ".experts.w" in parameter and not parameter.endswith("_bias"):
             return torch.uint8
         if parameter.endswith("_weight_bias"):
             return torch.float32
@@ -247,8 +249,8 @@ class SglangLayout:
             return [part.chunk(self._ranks)[rank] for part in parts]
 
         (part,) = parts
-        if self._packed and ".experts.w" in parameter:
-            return [self._shard_packed(parameter, part, rank)]
+        if self._mxfp4_experts and ".experts.w" in parameter:
+            return [self._shard_mxfp4(parameter, part, rank)]
 
         # The outputs of the ranks' down projections are summed, so only one rank has the bias.
         if parameter.endswith("w2_weight_bias"):
@@ -263,7 +265,7 @@ class SglangLayout:
                 return [part.chunk(self._ranks, dimension)[rank]]
         return [part]
 
-    def _shard_packed(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
+    def _shard_mxfp4(self, parameter: str, part: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a rank's shard of MXFP4 experts: whole blocks of their intermediate size."""
         # Equal to ``ExpertShard.of`` of the plugin, which follows SGLang. The last ranks may have fewer
         # blocks: 2,880 / 32 = 90 blocks over 4 ranks are 23, 23, 23 and 21.

@@ -66,8 +66,8 @@ class SglangSender:
         return any(plan.transport == "cuda_ipc" for plan in self.plans.values())
 
     @property
-    def packed(self) -> bool:
-        return any(plan.packed for plan in self.plans.values())
+    def mxfp4_experts(self) -> bool:
+        return any(plan.mxfp4_experts for plan in self.plans.values())
 
     @property
     def adapters_only(self) -> bool:
@@ -126,11 +126,11 @@ class SglangServers:
 
     async def begin_transfer(self) -> None:
         # Servers with MXFP4 experts count all tensors: SGLang would not notice a missing bucket.
-        if self.plan.packed:
+        if self.plan.mxfp4_experts:
             await self.call("/weights_checker", {"action": BEGIN_SYNC})
 
     async def end_transfer(self) -> None:
-        if not self.plan.packed:
+        if not self.plan.mxfp4_experts:
             return
         action = END_SYNC
         if self.plan.adapters_only:
@@ -184,7 +184,11 @@ class SglangServers:
         plan = self.plan
         has_adapters = plan.adapter is not None
         return SglangLayout(
-            self._model, plan.tensor_parallel, server_info, packed=plan.packed, adapted=has_adapters
+            self._model,
+            plan.tensor_parallel,
+            server_info,
+            mxfp4_experts=plan.mxfp4_experts,
+            adapted=has_adapters,
         )
 
     async def checksums(self) -> list[list[RankChecksums]]:

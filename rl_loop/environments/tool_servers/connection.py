@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rl_loop.chat.truncate_text import truncate_text
 from rl_loop.environments.replayed import ToolServerLostError
 from rl_loop.environments.tool_servers.config import FACTORIES, ToolServerConfig
-from rl_loop.environments.tool_servers.content import text_of
+from rl_loop.environments.tool_servers.content import render_blocks
 from rl_loop.infrastructure import InfrastructureError, describe
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class ServerConnection:
         try:
             await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
-                return self._answer_of(tool, asking)
+                return self._read_result(tool, asking)
             if self._holding.done():
                 raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
             return ToolResult(f"{tool} did not answer within {seconds:g} s", is_error=True)
@@ -182,7 +182,7 @@ class ServerConnection:
 
     # ---- results and failures
 
-    def _answer_of(self, tool: str, asking: "asyncio.Future[Any]") -> ToolResult:
+    def _read_result(self, tool: str, asking: "asyncio.Future[Any]") -> ToolResult:
         """Return the result of a finished call. Raises InfrastructureError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
@@ -191,9 +191,9 @@ class ServerConnection:
             raise self._lost(f"broke down in a call of {tool}: {self._reason()}")
         error = asking.exception()
         if error is None:
-            # OpenEnv sends the same blocks as JSON, so ``text_of`` takes plain data.
+            # OpenEnv sends the same blocks as JSON, so ``render_blocks`` takes plain data.
             result = asking.result()
-            said = text_of([block.model_dump() for block in result.content])
+            said = render_blocks([block.model_dump() for block in result.content])
             text = truncate_text(said, self.config.max_output_bytes)
             return ToolResult(text, is_error=bool(result.is_error))
         # The server works and rejects the arguments, which the policy wrote.

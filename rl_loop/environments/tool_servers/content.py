@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def text_of(blocks: Sequence[Mapping[str, Any]]) -> str:
+def render_blocks(blocks: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of a result's ``content`` blocks, one line each.
 
     Blocks without text, such as images, become a short description in brackets.

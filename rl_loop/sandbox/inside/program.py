@@ -112,7 +112,7 @@ def execute(call: ProgramCall, settings: SandboxServerSettings, progress: Shared
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
     except SystemExit as error:
-        exit_code = exit_code_of(error)
+        exit_code = determine_exit_code(error)
 
     try:
         sys.stdout.flush()
@@ -218,7 +218,7 @@ def muted() -> Iterator[None]:
         os.close(copy)
 
 
-def exit_code_of(error: SystemExit) -> int:
+def determine_exit_code(error: SystemExit) -> int:
     """Return the exit code of a SystemExit, 0 to 255.
 
     Codes that are not integers are printed and give 1.

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.viewer.conversation import DisplayedMessage, messages_of
+from launch.viewer.conversation import DisplayedMessage, split_episode
 from tests.support.recorded_episodes import VOCABULARY
 
 
 def split(*texts: str) -> list[DisplayedMessage]:
-    return messages_of(texts, [True] * len(texts))
+    return split_episode(texts, [True] * len(texts))
 
 
 def header(*texts: str) -> tuple[str, str | None, str | None, str | None]:
@@ -59,7 +59,7 @@ def test_truncated_message_is_marked() -> None:
 
 @given(st.lists(st.sampled_from(VOCABULARY.texts), max_size=40))
 def test_every_harmony_token_is_in_exactly_one_message(texts: list[str]) -> None:
-    messages = messages_of(texts, [False] * len(texts))
+    messages = split_episode(texts, [False] * len(texts))
     covered = [i for message in messages for i in range(message.start, message.end)]
     assert covered == list(range(len(texts)))
     for message in messages:

@@ -16,7 +16,7 @@ from tests.support.launch.viewer.served import ExampleRun, Served, served
 from tests.support.recorded_episodes import VOCABULARY, groups_of_step, record_steps, train_split
 
 
-def page_of(viewer: Served, query: str = "") -> dict[str, Any]:
+def fetch_page(viewer: Served, query: str = "") -> dict[str, Any]:
     answer = viewer.get(f"/api/runs/run/episodes?{query}")
     assert answer.status == 200, answer.body
     page: dict[str, Any] = answer.json
@@ -41,7 +41,7 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(
     path.write_bytes(broken[damage])
     with served(tmp_path) as viewer:
         for query in ("", "text=compute", "sort=reward"):
-            page = page_of(viewer, query)
+            page = fetch_page(viewer, query)
             assert {row["step"] for row in page["rows"]} == {1, 3}
             assert page["total"] == page["recorded"] == 8
             (named,) = page["damaged"]
@@ -49,7 +49,7 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(
 
         # The restored file is readable.
         path.write_bytes(whole)
-        page = page_of(viewer)
+        page = fetch_page(viewer)
         assert (page["total"], page["damaged"]) == (12, [])
 
 
@@ -67,12 +67,12 @@ def test_damaged_text_is_left_out_of_a_search_and_named(episodes: Path, tmp_path
     path = list_files(episodes)[1].path
     damage_text(path)
     with served(tmp_path) as viewer:
-        assert page_of(viewer)["damaged"] == []
-        page = page_of(viewer, "text=compute")
+        assert fetch_page(viewer)["damaged"] == []
+        page = fetch_page(viewer, "text=compute")
         assert (page["total"], page["searched"], page["recorded"]) == (8, 12, 12)
         assert page["damaged"][0].startswith(f"{path} is damaged")
 
-        (broken,) = page_of(viewer, "step_from=2&step_to=2&limit=1")["rows"]
+        (broken,) = fetch_page(viewer, "step_from=2&step_to=2&limit=1")["rows"]
         answer = viewer.get(f"/api/runs/run/episodes/{broken['id']}")
         assert answer.status == 400
         assert f"{path} is damaged" in answer.json["error"]
@@ -90,7 +90,7 @@ def test_without_the_text_of_tokens_their_ids_are_shown(
     with served(tmp_path) as viewer:
         episode = viewer.get("/api/runs/run/episodes/0").json
         assert episode["texts"] == [f"<{token}>" for token in episode["token_ids"]]
-        assert [text.startswith(str(path)) for text in page_of(viewer)["damaged"]] == (
+        assert [text.startswith(str(path)) for text in fetch_page(viewer)["damaged"]] == (
             [] if content is None else [True]
         )
 
@@ -104,8 +104,8 @@ def test_an_episode_without_a_task_id_has_a_row(tmp_path: Path) -> None:
     with EpisodeRecorder(run.directory.episodes, VOCABULARY, "all") as recorder:
         recorder.record(0, [train_split([replace(group, task_id="")])])
     with served(tmp_path) as viewer:
-        assert [row["task_id"] for row in page_of(viewer)["rows"]] == ["", ""]
-        assert page_of(viewer, "task=sum")["total"] == 0
+        assert [row["task_id"] for row in fetch_page(viewer)["rows"]] == ["", ""]
+        assert fetch_page(viewer, "task=sum")["total"] == 0
         assert viewer.get("/api/runs/run/episodes/0").json["task_id"] == ""
 
 
@@ -114,7 +114,7 @@ def test_file_without_a_column_is_left_out_and_named(episodes: Path, tmp_path: P
     pq.write_table(pq.read_table(first.path).drop_columns("task_id"), first.path)
     pq.write_table(pq.read_table(second.path).drop_columns("turns"), second.path)
     with served(tmp_path) as viewer:
-        page = page_of(viewer)
+        page = fetch_page(viewer)
         assert page["total"] == 4
         assert [damage.partition(". ")[0].rpartition(": ")[2] for damage in page["damaged"]] == [
             "columns are missing (task_id)",
@@ -128,17 +128,17 @@ def test_leftovers_of_a_merge_are_shown_once(episodes: Path, tmp_path: Path) -> 
     merged = write_episodes(episodes, 100, pa.concat_tables(tables))
     merged.rename(episodes / "000000-000002.parquet")
     with served(tmp_path) as viewer:
-        assert page_of(viewer)["total"] == 12
+        assert fetch_page(viewer)["total"] == 12
 
 
 def test_files_that_are_merged_under_the_reader_lose_no_episode(tmp_path: Path) -> None:
     run = ExampleRun(tmp_path / "run", steps=31)
     with served(tmp_path) as viewer:
-        ids = {row["id"] for row in page_of(viewer, "limit=500")["rows"]}
+        ids = {row["id"] for row in fetch_page(viewer, "limit=500")["rows"]}
         run.add(2)
         assert len(list_files(run.directory.episodes)) == 2
         assert viewer.get("/api/runs/run/episodes/0").status == 200
-        now = {row["id"] for row in page_of(viewer, "limit=500")["rows"]}
+        now = {row["id"] for row in fetch_page(viewer, "limit=500")["rows"]}
         assert ids < now and len(now) == 33 * 4
     run.close()
 
@@ -149,7 +149,7 @@ def test_run_without_recorded_episodes_has_an_empty_table(tmp_path: Path) -> Non
     (path / "config.yaml").write_text("training: {steps: 5}\n")
     (path / "episodes.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
     with served(tmp_path) as viewer:
-        page = page_of(viewer)
+        page = fetch_page(viewer)
         assert (page["total"], page["recorded"], page["damaged"]) == (0, 0, [])
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launch.viewer.health import HealthFinding, check_health, state_of
+from launch.viewer.health import HealthFinding, check_health, classify_run
 from rl_loop.tracking.signal_watch import SignalWatch
 
 
@@ -12,7 +12,7 @@ def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
     """Return steps of a healthy run. ``last`` replaces values of the last ten steps."""
     healthy: dict[str, Any] = {
         "reward": 0.5,
-        "mismatch/logprob_gap": 1e-5,
+        "mismatch/log_prob_gap_mean": 1e-5,
         "mismatch/drift": 1.0,
         "ratio/deviation_max": 0.0,
         "grad_norm": 0.4,
@@ -31,7 +31,7 @@ def records(steps: int = 40, **last: Any) -> list[dict[str, Any]]:
     return made
 
 
-def finding_of(check: str, **last: Any) -> HealthFinding:
+def find_finding(check: str, **last: Any) -> HealthFinding:
     (finding,) = [f for f in check_health(records(**last), is_on_policy=True) if f.check == check]
     return finding
 
@@ -70,7 +70,7 @@ def test_healthy_run_passes_every_check() -> None:
 def test_health_check_reports_each_fault(
     check: str, last: dict[str, Any], level: str, message: str
 ) -> None:
-    finding = finding_of(check, **last)
+    finding = find_finding(check, **last)
     assert finding.level == level
     assert message in finding.message
 
@@ -112,14 +112,16 @@ def test_run_state_is_derived_from_its_records(
 ) -> None:
     made = records(steps) if steps else []
     now = (made[-1]["time"] if made else 0.0) + silent
-    found = state_of(made, now, steps=40, is_finished=is_finished, holder_is_alive=holder_is_alive)
+    found = classify_run(
+        made, now, steps=40, is_finished=is_finished, holder_is_alive=holder_is_alive
+    )
     assert found == state
 
 
 def test_extended_run_is_not_finished() -> None:
     made = records(40)
     now = made[-1]["time"] + 5
-    assert state_of(made, now, steps=80, is_finished=True, holder_is_alive=True) == "running"
+    assert classify_run(made, now, steps=80, is_finished=True, holder_is_alive=True) == "running"
 
 
 @pytest.mark.parametrize(("accuracy", "level"), [(0.0, "bad"), (1.0, "warning")])

@@ -77,7 +77,7 @@ def test_curves_are_columns_and_only_new_steps_are_sent(tmp_path: Path) -> None:
         assert viewer.get(f"/api/runs/run/curves?{known}").json["steps"] == [4, 5]
 
         # A resume drops steps. A client with more steps gets the curve from the start.
-        run.directory.keep_steps_up_to(2)
+        run.directory.delete_steps_after(2)
         again = viewer.get(f"/api/runs/run/curves?{known}").json
         assert (again["steps"], again["after"]) == ([1, 2], 0)
         assert again["generation"] > whole["generation"]

@@ -33,11 +33,11 @@ from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
-from tests.support.processes import command_of
+from tests.support.processes import read_command
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import wait_until_async
 
-LIMITS = EpisodeLimits(max_turns=6, max_tokens=400, max_episode_seconds=120.0)
+LIMITS = EpisodeLimits(max_turns=6, max_episode_tokens=400, max_episode_seconds=120.0)
 SAMPLING = SamplingParams(max_new_tokens=100)
 PROGRAMS = "tests.support.rl_loop.agents.programs"
 
@@ -81,7 +81,7 @@ async def play_task(
     return await runner.run_episode("task", environment, SAMPLING, seed=seed)
 
 
-def episode_of(
+def play_turns(
     codec: ChatCodec,
     name: str,
     turns: Sequence[list[int]],
@@ -106,7 +106,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_episode_has_the_score_returned_by_its_agent(
     tiny: Harmony, name: str, answer: str, score: float
 ) -> None:
-    episode = episode_of(tiny, name, [says(tiny, answer)])
+    episode = play_turns(tiny, name, [says(tiny, answer)])
     assert episode.invalid is None
     assert episode.reward == 2 * score - 1
     assert episode.reward_parts["score"] == score
@@ -126,7 +126,7 @@ def test_every_sampled_span_of_a_branching_episode_trains_once(
     tiny: Harmony,
 ) -> None:
     texts = ["Hello", "One", "Two", "Three"]
-    episode = episode_of(tiny, "branching", [says(tiny, text) for text in texts])
+    episode = play_turns(tiny, "branching", [says(tiny, text) for text in texts])
     assert episode.invalid is None
     assert len(episode.sequences) == 3
 
@@ -150,7 +150,7 @@ def test_external_agent_uses_a_chatml_model(name: str) -> None:
         return codec.render_assistant([ParsedMessage("final", None, None, text)])
 
     texts = ["Hello", "One", "Two", "Three"] if name == "branching" else ["Hello"]
-    episode = episode_of(codec, name, [said(text) for text in texts])
+    episode = play_turns(codec, name, [said(text) for text in texts])
     assert episode.invalid is None
     assert episode.reward == (0.0 if name == "branching" else 1.0)
     trained = [
@@ -165,7 +165,7 @@ def test_external_agent_uses_a_chatml_model(name: str) -> None:
 
 
 def test_rewards_over_http_sum_and_replace_those_of_equal_name(tiny: Harmony) -> None:
-    episode = episode_of(tiny, "posting", [says(tiny, "Hello")])
+    episode = play_turns(tiny, "posting", [says(tiny, "Hello")])
     assert episode.invalid is None, episode.invalid
     assert episode.reward_parts["score"] == 0.75
 
@@ -185,7 +185,7 @@ def test_failure_of_an_agent_is_invalid_and_names_the_component(
     tiny: Harmony, name: str, component: str, reason: str, tmp_path: Path
 ) -> None:
     turns = [says(tiny, "Hello")] * 3
-    episode = episode_of(tiny, name, turns, file=str(tmp_path / "count"))
+    episode = play_turns(tiny, name, turns, file=str(tmp_path / "count"))
     assert episode.invalid is not None
     assert episode.invalid.component == component
     assert f"{PROGRAMS}:{name}" in episode.invalid.reason
@@ -197,13 +197,13 @@ def test_failure_of_an_agent_is_invalid_and_names_the_component(
 
 def test_answer_that_kills_its_agents_process_is_wrong(tiny: Harmony) -> None:
     """The last attempt runs alone in its process: no other episode can have ended that."""
-    episode = episode_of(tiny, "killed_by_an_answer", [says(tiny, "Hello")] * 3)
+    episode = play_turns(tiny, "killed_by_an_answer", [says(tiny, "Hello")] * 3)
     assert episode.invalid is None, episode.invalid
     assert episode.reward == -1.0
 
 
 def test_agent_process_that_ends_before_any_request_is_invalid(tiny: Harmony) -> None:
-    episode = episode_of(tiny, "killed_before_the_policy", [says(tiny, "Hello")] * 3)
+    episode = play_turns(tiny, "killed_before_the_policy", [says(tiny, "Hello")] * 3)
     assert episode.invalid is not None
     assert "its process was killed by SIGSEGV" in episode.invalid.reason
 
@@ -213,7 +213,7 @@ def test_episode_is_repeated_after_an_infrastructure_failure(
     tiny: Harmony, name: str, tmp_path: Path
 ) -> None:
     turns = [says(tiny, "Hello")] * 2
-    episode = episode_of(tiny, name, turns, file=str(tmp_path / "count"))
+    episode = play_turns(tiny, name, turns, file=str(tmp_path / "count"))
     assert episode.invalid is None, episode.invalid
     assert episode.reward == 1.0
     assert (tmp_path / "count").read_text() == "2"
@@ -236,7 +236,7 @@ def test_agent_module_that_cannot_be_imported_is_named(tiny: Harmony) -> None:
 
 
 def test_malformed_message_is_a_format_error_despite_a_reward(tiny: Harmony) -> None:
-    episode = episode_of(tiny, "plain", [says(tiny, "x", channel="nonsense")])
+    episode = play_turns(tiny, "plain", [says(tiny, "x", channel="nonsense")])
     assert episode.invalid is None
     assert episode.finish_reason is FinishReason.FORMAT_ERROR
     assert episode.format_error is not None
@@ -248,7 +248,7 @@ def test_malformed_message_is_a_format_error_despite_a_reward(tiny: Harmony) -> 
     ("limits", "reason"),
     [
         ({"max_turns": 3}, FinishReason.MAX_TURNS),
-        ({"max_tokens": 70}, FinishReason.MAX_TOKENS),
+        ({"max_episode_tokens": 70}, FinishReason.MAX_EPISODE_TOKENS),
         ({"max_sampled_tokens": 30}, FinishReason.MAX_SAMPLED_TOKENS),
     ],
 )
@@ -256,7 +256,7 @@ def test_agent_that_reaches_a_limit_truncates_its_episode(
     tiny: Harmony, limits: dict[str, int], reason: FinishReason
 ) -> None:
     turns = [says(tiny, "Hello")] * 10
-    episode = episode_of(tiny, "talkative", turns, LIMITS.model_copy(update=limits))
+    episode = play_turns(tiny, "talkative", turns, LIMITS.model_copy(update=limits))
     assert episode.invalid is None, episode.invalid
     assert episode.finish_reason is reason
     assert episode.truncated
@@ -279,11 +279,11 @@ def test_only_truncated_sequences_are_masked(
 ) -> None:
     limits = LIMITS.model_copy(update={"truncated_episodes": "mask"})
     turns = [says(tiny, "Hello")] * len(plan)
-    episode = episode_of(tiny, "planned", turns, limits, plan=plan)
+    episode = play_turns(tiny, "planned", turns, limits, plan=plan)
     assert episode.invalid is None, episode.invalid
     assert [sequence.excluded for sequence in episode.sequences] == excluded
     assert episode.truncated is any(excluded)
-    assert has_signal(group_of(episode), AlgorithmConfig()) is not all(excluded)
+    assert has_signal(build_group(episode), AlgorithmConfig()) is not all(excluded)
 
     # Whole turns are trained on, even if a truncated sequence contains them, too.
     whole = sum(len(turns[0]) for _, max_tokens in plan if max_tokens is None)
@@ -291,7 +291,7 @@ def test_only_truncated_sequences_are_masked(
     assert sum(sequence.sampled_tokens for sequence in kept) == whole
 
 
-def group_of(episode: Trajectory) -> TrajectoryGroup:
+def build_group(episode: Trajectory) -> TrajectoryGroup:
     """Return a group of the episode and an episode with another reward and no sampled token."""
     other = Trajectory(
         "task", token_ids=[1], loss_mask=[0], rollout_log_probs=[0.0], reward=episode.reward - 1
@@ -303,7 +303,7 @@ def test_episode_limit_masks_all_sequences(tiny: Harmony) -> None:
     """The episode has the reward of a truncated episode, whatever its conversations contain."""
     limits = LIMITS.model_copy(update={"truncated_episodes": "mask", "max_turns": 2})
     plan = [(None, None), (None, None), (None, None)]
-    episode = episode_of(tiny, "planned", [says(tiny, "Hello")] * 2, limits, plan=plan)
+    episode = play_turns(tiny, "planned", [says(tiny, "Hello")] * 2, limits, plan=plan)
     assert episode.finish_reason is FinishReason.MAX_TURNS
     assert [sequence.excluded for sequence in episode.sequences] == [True, True]
 
@@ -366,7 +366,7 @@ def test_many_episodes_share_a_process_across_a_weight_sync(tiny: Harmony) -> No
                 *(play(runner, "plain", seed=seed) for seed in range(12))
             )
             children = psutil.Process().children()
-            hosts = [c for c in children if "rl_loop.agents.host" in command_of(c)]
+            hosts = [c for c in children if "rl_loop.agents.host" in read_command(c)]
             assert len(hosts) == 1
         for episode in episodes:
             assert episode.invalid is None, episode.invalid
@@ -413,7 +413,7 @@ def test_openai_sdk_agents_run_an_episode_with_tools_and_handoff(
         calls(tiny, "total", price=price, count=int(count)),
         says(tiny, str(task["total"])),
     ]
-    limits = LIMITS.model_copy(update={"max_tokens": 4000})
+    limits = LIMITS.model_copy(update={"max_episode_tokens": 4000})
 
     async def run() -> Trajectory:
         async with running(tiny, ScriptedEngine(turns), limits) as runner:

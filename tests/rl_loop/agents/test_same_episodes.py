@@ -22,7 +22,7 @@ from rl_loop.data.trajectory import FinishReason, Trajectory
 from rl_loop.engines.protocol import ModelShape, SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments import make_offline_environment as make_environment
-from rl_loop.environments.base import Environment, StepResult, arguments_of
+from rl_loop.environments.base import Environment, StepResult, parse_arguments
 from rl_loop.environments.black_box import BlackBoxEnvironment, BlackBoxOptions
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import SessionSettings
@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["terms"],
 }
 LIMITS = EpisodeLimits(
-    max_turns=6, max_tokens=600, max_episode_seconds=120.0, truncated_episodes="mask"
+    max_turns=6, max_episode_tokens=600, max_episode_seconds=120.0, truncated_episodes="mask"
 )
 
 
@@ -54,7 +54,7 @@ class Adding(Environment):
         return (Tool("add", "Adds.", SCHEMA),)
 
     async def call(self, tool: str, arguments: str) -> str:
-        return str(sum(arguments_of(arguments)["terms"]))
+        return str(sum(parse_arguments(arguments)["terms"]))
 
     async def answer(self, text: str) -> StepResult:
         if self.follow_ups:
@@ -90,10 +90,16 @@ CASES = {
         excluded=True,
     ),
     "context_in_a_turn": Case(
-        FinishReason.MAX_TOKENS, ("3", "6" * 90), limits={"max_tokens": 150}, excluded=True
+        FinishReason.MAX_EPISODE_TOKENS,
+        ("3", "6" * 90),
+        limits={"max_episode_tokens": 150},
+        excluded=True,
     ),
     "context_before_a_turn": Case(
-        FinishReason.MAX_TOKENS, ("3" * 20, "6"), limits={"max_tokens": 0}, excluded=True
+        FinishReason.MAX_EPISODE_TOKENS,
+        ("3" * 20, "6"),
+        limits={"max_episode_tokens": 0},
+        excluded=True,
     ),
     "time": Case(
         FinishReason.TIMEOUT,
@@ -107,7 +113,7 @@ CASES = {
 }
 
 
-def turn_of(harmony: Harmony, text: str) -> list[int]:
+def render_turn(harmony: Harmony, text: str) -> list[int]:
     if text == "illegal":
         return harmony.render_assistant([ParsedMessage("nonsense", None, None, "x")], "<|return|>")
     if text == "add":
@@ -129,17 +135,19 @@ class Players:
         self.processes = AgentProcesses()
 
     def engine(self, case: Case) -> ScriptedEngine:
-        turns = [turn_of(self.harmony, text) for text in case.turns]
+        turns = [render_turn(self.harmony, text) for text in case.turns]
         return ScriptedEngine(turns, case.aborts, hang=case.hang)
 
     def limits(self, case: Case) -> EpisodeLimits:
         limits = dict(case.limits)
-        if limits.get("max_tokens") == 0:
+        if limits.get("max_episode_tokens") == 0:
             # The limit allows all tokens of the first turn but not the second turn.
             prompt = self.harmony.render_prompt(
                 [{"role": "user", "content": PROMPT}], Adding().tools()
             )
-            limits["max_tokens"] = len(prompt) + len(turn_of(self.harmony, case.turns[0])) + 2
+            limits["max_episode_tokens"] = (
+                len(prompt) + len(render_turn(self.harmony, case.turns[0])) + 2
+            )
         return LIMITS.model_copy(update=limits)
 
     async def loop(self, case: Case) -> Trajectory:

@@ -47,7 +47,7 @@ def config(folder: Path, agent: str, *overrides: str) -> RlConfig:
     return load_config(ROOT / "configs/rl/tiny_clerk.yaml", RlConfig, settings)
 
 
-def episodes_of(run: Path) -> list[dict[str, Any]]:
+def read_episodes(run: Path) -> list[dict[str, Any]]:
     reader = EpisodeReader(run / "episodes")
     reader.refresh()
     return list(reader.figures.to_pylist(maps_as_pydicts="strict"))
@@ -66,14 +66,14 @@ def test_tokens_sampled_through_the_gateway_train_unchanged(
 ) -> None:
     summary = json.loads((whole.directory / "summary.json").read_text())
     assert summary["max_ratio_deviation"] == 0
-    assert summary["mean_logprob_gap"] < 1e-4
+    assert summary["mean_log_prob_gap"] < 1e-4
     steps = [r for r in read_json_lines(whole.directory / "metrics.jsonl") if "reward" in r]
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
     assert all(step["rollout/invalid/environment"] == 0 for step in steps)
 
     # 16 episodes per step. Episodes of two conversations have two rows and count once in means.
-    rows = [row for row in episodes_of(whole.directory) if row["split"] == "train"]
+    rows = [row for row in read_episodes(whole.directory) if row["split"] == "train"]
     assert len({(row["step"], row["group"], row["sample"]) for row in rows}) == 2 * 16
     assert len(rows) > 2 * 16
     for step in steps:
@@ -106,7 +106,7 @@ def test_off_policy_agent_episodes_continue_across_weight_syncs(tmp_path: Path) 
     run = run_rl(
         config(tmp_path, "two_talks", "algorithm.max_staleness=2", "training.steps=4"), Quiet()
     )
-    rows = [row for row in episodes_of(run) if row["split"] == "train"]
+    rows = [row for row in read_episodes(run) if row["split"] == "train"]
     assert not any(row["invalid"] for row in rows)
     assert any(row["oldest_version"] != row["step"] - 1 for row in rows)
     steps = [r for r in read_json_lines(run / "metrics.jsonl") if "reward" in r]
@@ -126,12 +126,12 @@ def test_dense_model_trains_on_agent_tokens_unchanged(tmp_path: Path) -> None:
     run_rl(settings, Quiet())
     summary = json.loads((settings.directory / "summary.json").read_text())
     assert summary["max_ratio_deviation"] == 0
-    assert summary["mean_logprob_gap"] < 1e-4
+    assert summary["mean_log_prob_gap"] < 1e-4
     steps = [r for r in read_json_lines(settings.directory / "metrics.jsonl") if "reward" in r]
     assert len(steps) == 2
     assert all(step["grad_norm"] > 0 for step in steps)
     # Every episode has two conversations, and both are trained on.
-    rows = [row for row in episodes_of(settings.directory) if row["split"] == "train"]
+    rows = [row for row in read_episodes(settings.directory) if row["split"] == "train"]
     assert len(rows) > len({(row["step"], row["group"], row["sample"]) for row in rows})
 
 

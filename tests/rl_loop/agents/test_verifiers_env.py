@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rl_loop.agents.verifiers_env import score_of
+from rl_loop.agents.verifiers_env import compute_score
 from rl_loop.infrastructure import InfrastructureError
 
 
@@ -25,14 +25,14 @@ AWAY = SimpleNamespace(type="ToolError", message="the database is away")
 
 
 def test_verifiers_episode_has_the_mean_reward_of_its_agents() -> None:
-    assert score_of(episode(trace(1.0), trace(0.5))) == 0.75
-    assert score_of(episode()) == 0.0
+    assert compute_score(episode(trace(1.0), trace(0.5))) == 0.75
+    assert compute_score(episode()) == 0.0
 
 
 def test_verifiers_reward_before_a_time_limit_counts() -> None:
     late = SimpleNamespace(type="Timeout", message="60 s are over")
-    assert score_of(episode(trace(0.25, late, is_timeout=True), ok=False)) == 0.25
-    assert score_of(episode(trace(0.25), ok=False, errors=(late,), is_timeout=True)) == 0.25
+    assert compute_score(episode(trace(0.25, late, is_timeout=True), ok=False)) == 0.25
+    assert compute_score(episode(trace(0.25), ok=False, errors=(late,), is_timeout=True)) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,6 @@ def test_other_verifiers_errors_are_infrastructure_failures(
     broken: SimpleNamespace, reason: str
 ) -> None:
     with pytest.raises(InfrastructureError) as failure:
-        score_of(broken)
+        compute_score(broken)
     assert failure.value.component == "environment"
     assert failure.value.reason == reason

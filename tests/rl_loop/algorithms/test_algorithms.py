@@ -36,7 +36,13 @@ from rl_loop.algorithms.policy_loss import (
 )
 from rl_loop.algorithms.registry import POLICY_LOSSES
 from rl_loop.algorithms.sequences import SequenceIndex, sample_weights
-from tests.support.rl_loop.algorithms import CONFIGS, batch_of, in_fp64, loss_tokens, samples
+from tests.support.rl_loop.algorithms import (
+    CONFIGS,
+    build_sample_batch,
+    in_fp64,
+    loss_tokens,
+    samples,
+)
 
 rewards = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=12)
 EXACT = {"rel": 1e-6, "abs": 1e-6}
@@ -318,7 +324,7 @@ def evaluate(
         objective = value_objective(config, loss_tokens(everyone), 50)
     total, sums = 0.0, {}
     for part in parts:
-        batch = in_fp64(batch_of(everyone, part, align=4))
+        batch = in_fp64(build_sample_batch(everyone, part, align=4))
         log_probs = -0.1 * (batch.labels.double() + 1)
         output = objective(
             *((log_probs,) if config.critic else (log_probs, log_probs.abs())), batch
@@ -333,7 +339,7 @@ def evaluate(
 def test_batch_without_loss_tokens_has_zero_loss_and_gradient(name: str, aggregation: str) -> None:
     config = CONFIGS[name].model_copy(update={"aggregation": aggregation})
     masked = [s | {"loss_mask": [0] * len(s["token_ids"])} for s in samples()]
-    batch = in_fp64(batch_of(masked, align=4))
+    batch = in_fp64(build_sample_batch(masked, align=4))
     predicted = (-0.1 * (batch.labels.double() + 1)).requires_grad_()
     if config.critic:
         output = value_objective(config, loss_tokens(masked), 50)(predicted, batch)
@@ -366,7 +372,7 @@ def test_values_outside_the_mask_do_not_change_gradients(
     objective = (value_objective if config.critic else policy_objective)(
         config, loss_tokens(everyone), 50
     )
-    batch = in_fp64(batch_of(everyone, align=4))
+    batch = in_fp64(build_sample_batch(everyone, align=4))
     position %= batch.tokens
     off = batch.loss_mask == 0
     touched = torch.zeros(batch.tokens, dtype=torch.bool)
@@ -394,7 +400,7 @@ def test_values_outside_the_mask_do_not_change_gradients(
 def test_objective_reports_ratio_1_and_no_clipping_on_policy() -> None:
     everyone = [s | {"old_log_probs": None} for s in samples()]
     config = AlgorithmConfig()
-    batch = batch_of(everyone)
+    batch = build_sample_batch(everyone)
     output = policy_objective(config, loss_tokens(everyone))(
         batch.rollout_log_probs + 0.1, batch.loss_mask, batch
     )
@@ -412,17 +418,17 @@ def test_mismatch_estimators_equal_their_definitions() -> None:
     sums, maxima = mismatch_sums(train, rollout, mask, SequenceIndex(torch.tensor([0, 1, 1, 1]), 2))
     d = [0.1, -0.3, 0.0]
     want = {
-        "mismatch/logprob_gap": 0.4,
+        "mismatch/log_prob_gap_mean": 0.4,
         "mismatch/kl_k1": -sum(d),
         "mismatch/kl_k2": sum(x * x / 2 for x in d),
         "mismatch/kl_k3": sum(math.exp(x) - 1 - x for x in d),
         "mismatch/prob_ratio": sum(math.exp(abs(x)) for x in d),
         "mismatch/chi_square": sum((math.exp(x) - 1) ** 2 for x in d),
-        "mismatch/log_perplexity_train": 3.5,
+        "mismatch/log_perplexity_trainer": 3.5,
         "mismatch/log_perplexity_rollout": 3.3,
-        "mismatch/log_perplexity_gap": 0.1 + 0.15,
+        "mismatch/log_perplexity_gap_mean": 0.1 + 0.15,
         "sequences": 2,
     }
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(want, **EXACT)
-    assert maxima["mismatch/logprob_gap_max"].item() == pytest.approx(0.3)
+    assert maxima["mismatch/log_prob_gap_max"].item() == pytest.approx(0.3)
     assert maxima["mismatch/log_perplexity_gap_max"].item() == pytest.approx(0.15)

@@ -28,7 +28,7 @@ def test_every_named_algorithm_loads(path: Path) -> None:
         "model.max_length=8192",
         "training.max_tokens_per_micro_batch=8192",
     ]
-    room += ["rollout.max_tokens=8192", "rollout.max_sampled_tokens_per_turn=2048"]
+    room += ["rollout.max_episode_tokens=8192", "rollout.max_sampled_tokens_per_turn=2048"]
     config = load_config(
         TINY, RlConfig, [f"algorithm={path.stem}", "algorithm.entropy_bonus=0.5", *room]
     )
@@ -113,7 +113,7 @@ def test_unknown_algorithm_is_rejected_with_the_known_names() -> None:
 ROOM = [
     "model.max_length=8192",
     "training.max_tokens_per_micro_batch=8192",
-    "rollout.max_tokens=8192",
+    "rollout.max_episode_tokens=8192",
     "rollout.max_sampled_tokens_per_turn=2048",
 ]
 """Limits large enough for the longest ``overlong_buffer_tokens`` of the named algorithms."""
@@ -150,7 +150,7 @@ def test_printed_defaults_do_not_depend_on_the_chosen_spelling(path: Path, secti
             continue  # gdpo has no default weights
         for base in ([], ["algorithm=dapo"], ["algorithm=grpo"]):
             alone = printed(getattr(algorithm_with(*base, choice, *needed), section))
-            if named["type"] == "ppo" and base == ["algorithm=grpo"] and ".type=" in choice:
+            if named["type"] == "ppo" and base == ["algorithm=dapo"] and ".type=" in choice:
                 continue  # the type does not change, so the bound of the file stays
             assert alone.keys() == named.keys()
             differing = {key for key in named if alone[key] != named[key]}
@@ -182,8 +182,8 @@ def test_override_of_one_bound_keeps_type_and_other_bounds() -> None:
 
 
 def test_another_loss_type_drops_bounds_of_the_named_algorithm() -> None:
-    """dr_grpo sets clip_high for ppo, which does not suit the ratio of a sequence."""
-    loss = algorithm_with("algorithm=dr_grpo", "algorithm.policy_loss.type=gspo").policy_loss
+    """dapo sets clip_high for ppo, which does not suit the ratio of a sequence."""
+    loss = algorithm_with("algorithm=dapo", "algorithm.policy_loss.type=gspo").policy_loss
     assert printed(loss) == {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
 
 

@@ -14,7 +14,7 @@ from rl_loop.algorithms.config import AlgorithmConfig, CorrectionConfig
 from rl_loop.algorithms.correction import rollout_correction
 from rl_loop.algorithms.objectives import policy_objective
 from rl_loop.algorithms.sequences import SequenceIndex
-from tests.support.rl_loop.algorithms import batch_of, loss_tokens
+from tests.support.rl_loop.algorithms import build_sample_batch, loss_tokens
 
 SEQUENCE = [0, 0, 0, 1, 1, 1, 2]
 MASK = [True, True, True, True, False, True, True]
@@ -111,7 +111,7 @@ def run(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     values = torch.tensor(log_probs).requires_grad_()
     loss = policy_objective(config, loss_tokens([one]))
-    output = loss(values, torch.zeros(3), batch_of([one]))
+    output = loss(values, torch.zeros(3), build_sample_batch([one]))
     output.loss.backward()
     assert values.grad is not None
     return -3 * values.grad, output.sums
@@ -154,4 +154,4 @@ def test_spliced_tokens_train_without_correction_or_mismatch() -> None:
     )
     assert weights.tolist() == pytest.approx([1.0, 1.0, 1.5])
     assert sums["comparable"] == 2
-    assert sums["mismatch/logprob_gap"].item() == pytest.approx(math.log(1.5))
+    assert sums["mismatch/log_prob_gap_mean"].item() == pytest.approx(math.log(1.5))

@@ -32,7 +32,7 @@ from rl_loop.config.run import RlConfig
 from rl_loop.data.rollout_batch import RlUpdates
 from rl_loop.tracking.metrics import StepMetrics
 from rl_loop.tracking.step_metrics import add_update_metrics
-from tests.support.rl_loop.algorithms import batch_of, loss_tokens, samples
+from tests.support.rl_loop.algorithms import build_sample_batch, loss_tokens, samples
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -217,7 +217,7 @@ def test_custom_loss_with_invalid_result_stops_the_run(
 ) -> None:
     config = load(workplace)
     everyone = samples()
-    batch = batch_of(everyone)
+    batch = build_sample_batch(everyone)
     log_probs = batch.rollout_log_probs.clone().requires_grad_()
     objective = policy_objective(config, loss_tokens(everyone))
     assert objective(log_probs, log_probs.abs(), batch).loss.requires_grad
@@ -232,13 +232,15 @@ def test_custom_loss_with_invalid_result_stops_the_run(
 def test_metrics_of_a_custom_loss_are_logged(workplace: Path) -> None:
     """The metric is the mean over sampled tokens. The loss chooses its name."""
     everyone = samples()
-    batch = batch_of(everyone)
+    batch = build_sample_batch(everyone)
     objective = policy_objective(load(workplace), loss_tokens(everyone))
     output = objective(batch.rollout_log_probs.clone().requires_grad_(), batch.advantages, batch)
     assert not output.sums["policy_loss/gate"].requires_grad
 
     metrics = StepMetrics(step=0)
-    add_update_metrics(metrics, updates_of({n: float(v.detach()) for n, v in output.sums.items()}))
+    add_update_metrics(
+        metrics, build_updates({n: float(v.detach()) for n, v in output.sums.items()})
+    )
     mean = float(output.sums["policy_loss/gate"] / output.sums["tokens"])
     assert mean > 0
     assert metrics.values()["policy_loss/gate"] == pytest.approx(mean)
@@ -247,12 +249,12 @@ def test_metrics_of_a_custom_loss_are_logged(workplace: Path) -> None:
 def test_custom_sum_of_unknown_name_is_an_error() -> None:
     """If the sum were dropped, the author of the loss would see no curve and no reason."""
     sums = {"loss": 0.0, "tokens": 1.0, "comparable": 1.0, "sequences": 1.0}
-    add_update_metrics(StepMetrics(step=0), updates_of(sums))
+    add_update_metrics(StepMetrics(step=0), build_updates(sums))
     with pytest.raises(ValueError, match="unknown name 'gate'"):
-        add_update_metrics(StepMetrics(step=0), updates_of(sums | {"gate": 1.0}))
+        add_update_metrics(StepMetrics(step=0), build_updates(sums | {"gate": 1.0}))
 
 
-def updates_of(sums: dict[str, float]) -> RlUpdates:
+def build_updates(sums: dict[str, float]) -> RlUpdates:
     statistics = StepStatistics(
         sums=sums, maxima={}, grad_norm=1.0, learning_rate=1e-6, parameters_updated=True
     )

@@ -7,7 +7,13 @@ import torch.distributed as dist
 
 from rl_loop.algorithms.objectives import policy_objective
 from tests.support.distributed import free_port, run_distributed
-from tests.support.rl_loop.algorithms import CONFIGS, batch_of, in_fp64, loss_tokens, samples
+from tests.support.rl_loop.algorithms import (
+    CONFIGS,
+    build_sample_batch,
+    in_fp64,
+    loss_tokens,
+    samples,
+)
 
 NAMES = ["ppo", "gspo", "sequence mis"]
 
@@ -18,7 +24,7 @@ Result = tuple[dict[str, float], dict[str, float], dict[tuple[int, int], float]]
 def evaluate(name: str, rank: int, size: int) -> Result:
     """Return this rank's sums (with the loss), maxima, and gradients by sample and position."""
     everyone = samples((25, 9, 3, 14))
-    batch = in_fp64(batch_of(everyone, align=2))
+    batch = in_fp64(build_sample_batch(everyone, align=2))
     part = batch.context_parallel_shard(rank, size)
     log_probs = (-0.02 * (part.labels.double() + 1)).requires_grad_()
     group = dist.group.WORLD if size > 1 else None

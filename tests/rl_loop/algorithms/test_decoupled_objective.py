@@ -10,7 +10,7 @@ import torch
 
 from rl_loop.algorithms.config import AlgorithmConfig
 from rl_loop.algorithms.objectives import policy_objective
-from tests.support.rl_loop.algorithms import batch_of, in_fp64, loss_tokens
+from tests.support.rl_loop.algorithms import build_sample_batch, in_fp64, loss_tokens
 
 TOKENS = 3
 LENGTH = 2
@@ -25,7 +25,7 @@ def tables(seed: int) -> torch.Tensor:
     return torch.randn(1 + TOKENS, TOKENS, generator=generator, dtype=torch.float64)
 
 
-def log_probs_of(episode: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
+def compute_log_probs(episode: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
     """Return the log-probs of an episode's tokens: fp64 [length]."""
     before = [0, *(1 + token for token in episode[:-1])]
     return torch.stack(
@@ -39,14 +39,14 @@ def reward(episode: tuple[int, ...]) -> float:
 
 def sampled_with(versions: tuple[torch.Tensor, torch.Tensor], episode: tuple[int, ...]) -> Any:
     """Return the log-probs of an engine whose weights change in the middle of every episode."""
-    earlier, later = (log_probs_of(episode, version) for version in versions)
+    earlier, later = (compute_log_probs(episode, version) for version in versions)
     return torch.cat([earlier[:SWITCH], later[SWITCH:]])
 
 
 def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the expected reward of the policy."""
     table = logits.clone().requires_grad_()
-    expected = sum(log_probs_of(e, table).sum().exp() * reward(e) for e in EPISODES)
+    expected = sum(compute_log_probs(e, table).sum().exp() * reward(e) for e in EPISODES)
     (gradient,) = torch.autograd.grad(expected, table)
     return gradient
 
@@ -70,12 +70,12 @@ def gradient_of_objective(
                 "loss_mask": [0, *[1] * LENGTH],
                 "advantages": [weight * reward(episode)] * (1 + LENGTH),
                 "rollout_log_probs": [0.0, *rollout.tolist()],
-                "old_log_probs": [0.0, *log_probs_of(episode, logits).tolist()],
+                "old_log_probs": [0.0, *compute_log_probs(episode, logits).tolist()],
                 "staleness": [0, *[2] * SWITCH, *[1] * (LENGTH - SWITCH)],
             }
         )
-    batch = in_fp64(batch_of(samples))
-    log_probs = torch.cat([log_probs_of(episode, table) for episode in EPISODES])
+    batch = in_fp64(build_sample_batch(samples))
+    log_probs = torch.cat([compute_log_probs(episode, table) for episode in EPISODES])
     assert log_probs.shape == batch.loss_mask.shape
     output = policy_objective(config, loss_tokens(samples))(
         log_probs, torch.zeros_like(log_probs), batch
@@ -132,25 +132,29 @@ def test_sums_by_staleness_add_up_to_those_of_all_tokens() -> None:
                 "loss_mask": [0, *[1] * LENGTH],
                 "advantages": [1.0] * (1 + LENGTH),
                 "rollout_log_probs": [0.0, *rollout],
-                "old_log_probs": [0.0, *log_probs_of(episode, now).tolist()],
+                "old_log_probs": [0.0, *compute_log_probs(episode, now).tolist()],
                 "staleness": [0, place % 2, 0],
             }
         )
-    log_probs = torch.cat([log_probs_of(episode, now) for episode in EPISODES]).requires_grad_()
+    log_probs = torch.cat(
+        [compute_log_probs(episode, now) for episode in EPISODES]
+    ).requires_grad_()
     objective = policy_objective(config(), loss_tokens(samples))
-    sums = objective(log_probs, torch.zeros(len(log_probs)), in_fp64(batch_of(samples))).sums
+    sums = objective(
+        log_probs, torch.zeros(len(log_probs)), in_fp64(build_sample_batch(samples))
+    ).sums
     assert (int(sums["fresh/tokens"]), int(sums["stale/tokens"])) == (14, 4)
     assert sums["fresh/kl_k3"] + sums["stale/kl_k3"] == pytest.approx(sums["mismatch/kl_k3"].item())
     assert sums["fresh/ratio"] + sums["stale/ratio"] == pytest.approx(sums["ratio/mean"].item())
 
     # Only the stale tokens: the first token of every second episode.
     rho = [
-        (log_probs_of(e, now) - sampled_with((versions[0], versions[1]), e))[0].exp().item()
+        (compute_log_probs(e, now) - sampled_with((versions[0], versions[1]), e))[0].exp().item()
         for e in EPISODES[1::2]
     ]
     assert sums["stale/weight"] == pytest.approx(sum(rho))
     assert sums["stale/weight_square"] == pytest.approx(sum(w * w for w in rho))
     on_policy = AlgorithmConfig(aggregation="seq-mean-token-sum", old_log_probs="forward")
     plain = policy_objective(on_policy, loss_tokens(samples))
-    sums = plain(log_probs, torch.zeros(len(log_probs)), in_fp64(batch_of(samples))).sums
+    sums = plain(log_probs, torch.zeros(len(log_probs)), in_fp64(build_sample_batch(samples))).sums
     assert not {name for name in sums if name.startswith(("fresh/", "stale/"))}

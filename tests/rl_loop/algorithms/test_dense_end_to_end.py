@@ -66,7 +66,7 @@ def test_dense_sft_trains_on_whole_turns_that_parse(
 ) -> None:
     settings = sft_config(tmp_path)
     tasks = build_tasks(settings)
-    samples = tasks.demonstrations(0, 4, DemonstrationConfig(correct_share=1.0))
+    samples = tasks.demonstrations(0, 4, DemonstrationConfig(correct_fraction=1.0))
     for i in range(len(samples)):
         span = slice(samples.offsets[i], samples.offsets[i + 1])
         learned = samples.token_ids[span][samples.loss_mask[span]]
@@ -108,7 +108,7 @@ def test_dense_rl_has_ratio_1_and_exports_the_policy(
         assert all(value is not None and math.isfinite(value) for value in step.values())
         assert step.get("ratio/deviation_max", 0) == 0
         assert step["mismatch/canary_gap"] < 1e-5
-        assert step.get("mismatch/logprob_gap_max", 0) < 1e-4
+        assert step.get("mismatch/log_prob_gap_max", 0) < 1e-4
     assert max(step.get("grad_norm", 0) for step in steps) > 0
 
     # The tokenizer of the export has the tokens and the template of training.

@@ -30,7 +30,7 @@ from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import RanksOfJob, local_trainer
 from tests.support.megatron_gptoss.layouts import LAYOUTS
 from tests.support.megatron_gptoss.reference import local_batches, unpack
-from tests.support.rl_loop.algorithms import batch_of, in_fp64, samples
+from tests.support.rl_loop.algorithms import build_sample_batch, in_fp64, samples
 
 ROOT = Path(__file__).parents[3]
 VOCAB = 60
@@ -88,7 +88,7 @@ def test_forward_kl_over_the_vocabulary_is_exact_in_fp32() -> None:
 
 
 def test_objective_ignores_tokens_outside_of_the_loss() -> None:
-    batch = in_fp64(batch_of(samples(), align=4))
+    batch = in_fp64(build_sample_batch(samples(), align=4))
     generator = torch.Generator().manual_seed(1)
     log_probs = torch.randn(batch.tokens, 3, generator=generator).double().log_softmax(-1) - 1
     teacher = torch.randn(batch.tokens, 3, generator=generator).double().log_softmax(-1) - 0.5
@@ -130,7 +130,7 @@ def dense_config() -> ModelConfig:
     return dense.model.model_copy(update={"vocab_size": 576})
 
 
-def config_of(teacher: Path, *overrides: str) -> SftConfig:
+def load_distillation(teacher: Path, *overrides: str) -> SftConfig:
     """Return a run of the tiny GPT-OSS with a teacher."""
     options = [
         "model.num_layers=2",
@@ -152,8 +152,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_student_approaches_the_teachers_distribution(
     teacher: Path, top_k: int, tmp_path: Path
 ) -> None:
-    student = save(tmp_path / "student", config_of(teacher).model, seed=4)
-    settings = config_of(teacher, f"loss.top_k={top_k}", f"initial_weights={student}")
+    student = save(tmp_path / "student", load_distillation(teacher).model, seed=4)
+    settings = load_distillation(teacher, f"loss.top_k={top_k}", f"initial_weights={student}")
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 576, (1, n), generator=generator) for n in (40, 25, 60)]
     data = with_all_tokens(
@@ -190,35 +190,35 @@ def test_student_approaches_the_teachers_distribution(
 
 
 def test_unsuitable_teachers_are_rejected_before_the_run(teacher: Path, tmp_path: Path) -> None:
-    check_teacher(teacher, config_of(teacher))
+    check_teacher(teacher, load_distillation(teacher))
     with pytest.raises(StartError, match=r"loss\.teacher: .*absent has no config\.json"):
-        check_teacher(tmp_path / "absent", config_of(tmp_path / "absent"))
+        check_teacher(tmp_path / "absent", load_distillation(tmp_path / "absent"))
 
     other = save(tmp_path / "other", dense_config().model_copy(update={"vocab_size": 512}), 0)
     with pytest.raises(StartError, match=r"has 512 token ids, but model\.vocab_size is 576"):
-        check_teacher(other, config_of(other))
+        check_teacher(other, load_distillation(other))
 
     (teacher / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"a": 0}}}')
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": {"b": 0}}}')
     with pytest.raises(StartError, match="have different tokens"):
-        check_teacher(teacher, config_of(teacher, f"tokenizer={tmp_path}"))
+        check_teacher(teacher, load_distillation(teacher, f"tokenizer={tmp_path}"))
     (teacher / "tokenizer.json").unlink()
 
     # Options of experts and of the backward pass are ignored for a dense teacher.
     options = "parallel={world_size: 4, tensor: 2, expert: 4, recompute: [moe_act]}"
-    check_teacher(teacher, config_of(teacher, options, "dtype=bf16"))
+    check_teacher(teacher, load_distillation(teacher, options, "dtype=bf16"))
     deep = save(tmp_path / "deep", dense_config().model_copy(update={"num_layers": 3}), 0)
     with pytest.raises(StartError, match=r"not fit the layout: parallel\.pipeline"):
-        check_teacher(deep, config_of(deep, "parallel={world_size: 2, pipeline: 2}"))
+        check_teacher(deep, load_distillation(deep, "parallel={world_size: 2, pipeline: 2}"))
     with pytest.raises(ConfigError, match=r"loss\.top_k \(577\) exceeds model\.vocab_size"):
-        config_of(teacher, "loss.top_k=577")
+        load_distillation(teacher, "loss.top_k=577")
     with pytest.raises(ConfigError, match=r"loss\.teacher"):
         load_config(ROOT / "configs/sft/tiny_retool.yaml", SftConfig, ["loss=distillation"])
 
 
 def test_plan_counts_the_weights_of_the_teacher(teacher: Path) -> None:
-    with_teacher = config_of(teacher).memory_inputs
-    without = config_of(teacher, "loss=cross_entropy").memory_inputs
+    with_teacher = load_distillation(teacher).memory_inputs
+    without = load_distillation(teacher, "loss=cross_entropy").memory_inputs
     difference = weight_memory(with_teacher, 0) - weight_memory(without, 0)
     assert difference == pytest.approx(2 * dense_config().num_parameters, rel=1e-6)
 
@@ -270,7 +270,7 @@ def layout_config(teacher: Path, student: Path, layout: Mapping[str, int], ranks
     parallel = ", ".join(
         f"{key}: {value}" for key, value in {"world_size": ranks, **layout}.items()
     )
-    return config_of(
+    return load_distillation(
         teacher,
         "model.num_layers=4",
         "loss.top_k=8",
@@ -295,7 +295,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return directories of a dense teacher and a GPT-OSS student with four layers each."""
     root = tmp_path_factory.mktemp("four_layers")
     teacher = save(root / "teacher", dense_config().model_copy(update={"num_layers": 4}), seed=3)
-    model = config_of(teacher, "model.num_layers=4").model
+    model = load_distillation(teacher, "model.num_layers=4").model
     return teacher, save(root / "student", model, seed=4)
 
 

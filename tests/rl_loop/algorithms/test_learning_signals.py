@@ -32,7 +32,7 @@ from rl_loop.data.samples import to_samples
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.tracking.metrics import MetricName, StepMetrics
 from rl_loop.tracking.step_metrics import add_signal_metrics
-from tests.support.rl_loop.algorithms import batch_of, loss_tokens
+from tests.support.rl_loop.algorithms import build_sample_batch, loss_tokens
 
 
 def choices(model: Any, field: str) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ def exclusion(kind: str, loss: str) -> tuple[AlgorithmConfig, list[dict[str, Any
 
 
 def packed(samples: list[dict[str, Any]]) -> PackedBatch:
-    return batch_of(samples, align=4)
+    return build_sample_batch(samples, align=4)
 
 
 def gradients(
@@ -383,7 +383,7 @@ def test_equal_rewards_give_zero_gradient_for_all_losses(
 # ---- spliced tokens
 
 
-def correction_of(
+def compute_correction(
     rule: dict[str, Any], log_rho: list[list[float]], spliced: list[int]
 ) -> list[list[float]]:
     """Return the weights of sequences of sampled tokens followed by ``spliced`` spliced tokens."""
@@ -422,9 +422,9 @@ def test_sequence_is_dropped_independently_of_spliced_tokens(
     name: str, log_rho: list[list[float]], data: st.DataObject
 ) -> None:
     spliced = [data.draw(st.integers(0, 5)) for _ in log_rho]
-    together = correction_of(SEQUENCE_RULES[name], log_rho, spliced)
+    together = compute_correction(SEQUENCE_RULES[name], log_rho, spliced)
     for row, extra, weights in zip(log_rho, spliced, together, strict=True):
-        (alone,) = correction_of(SEQUENCE_RULES[name], [row], [0])
+        (alone,) = compute_correction(SEQUENCE_RULES[name], [row], [0])
         assert weights[: len(row)] == pytest.approx(alone, rel=1e-5)
         dropped = not any(alone)
         assert extra == 0 or (not any(weights[len(row) :])) == dropped
@@ -443,7 +443,7 @@ def test_spliced_tokens_do_not_dilute_the_mean_of_a_sequence() -> None:
         [-1.3, -0.1, -0.1], requires_grad=True
     )  # rho is exp(-0.3), over three tokens exp(-0.1)
     objective = policy_objective(config, loss_tokens([one]))
-    output = objective(log_probs, torch.zeros(3), batch_of([one]))
+    output = objective(log_probs, torch.zeros(3), build_sample_batch([one]))
     output.loss.backward()
     assert not log_probs.grad.any()  # type: ignore[union-attr]
     assert output.sums["correction/dropped_geometric"] == 3
@@ -473,9 +473,9 @@ def test_spliced_tokens_train_with_any_engine_log_probs() -> None:
 
 def test_sequence_products_are_not_clamped_per_token() -> None:
     # 30 - 25 - 4.5 = 0.5. Clamped at 20 nats per token it would be -4.5 and drop the sequence.
-    weights = correction_of({"weight": "sequence_mis"}, [[30.0, -25.0, -4.5]], [0])
+    weights = compute_correction({"weight": "sequence_mis"}, [[30.0, -25.0, -4.5]], [0])
     assert weights[0] == pytest.approx([math.exp(0.5)] * 3, rel=1e-5)
-    weights = correction_of(
+    weights = compute_correction(
         {"weight": "none", "geometric_bounds": (0.8, 1.25)}, [[30.0, -30.0]], [0]
     )
     assert weights[0] == [1.0, 1.0]
@@ -496,7 +496,7 @@ def test_mismatch_beyond_20_nats_is_reported() -> None:
     sums, maxima = mismatch_sums(
         torch.tensor([-60.0, -1.0]), torch.tensor([-1.0, -1.0]), mask, SequenceIndex(mask.long(), 2)
     )
-    assert maxima["mismatch/logprob_gap_max"] == 59
+    assert maxima["mismatch/log_prob_gap_max"] == 59
     assert sums["mismatch/kl_k1"] == 59
     assert all(value.isfinite() for value in sums.values())
 

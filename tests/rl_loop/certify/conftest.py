@@ -1,4 +1,4 @@
-"""Fixtures: the weights of the certificate and the answers of the reference, made once."""
+"""Fixtures: the weights of the checks and the answers of the reference, made once."""
 
 from __future__ import annotations
 

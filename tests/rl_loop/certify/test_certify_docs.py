@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_loop.certify.checks import CHECKS, FORWARD
-from rl_loop.certify.subject import CertifySubject
+from rl_loop.certify.implementation import ModelImplementation
 from tests.support.rl_loop.certify.prepared import Prepared, failed
 
 PAGE = Path(__file__).parents[3] / "docs/certify.md"
@@ -16,10 +16,10 @@ PAGE = Path(__file__).parents[3] / "docs/certify.md"
 
 def test_the_adapter_of_the_page_is_certified(prepared: Prepared) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
-    names: dict[str, type[CertifySubject]] = {}
+    names: dict[str, type[ModelImplementation]] = {}
     exec(example, names)
-    subject = names["MyTrainer"](prepared.first.directory, "fp32")
-    results = prepared.examine(subject, "sinks", "gradients", "update")
+    implementation = names["MyTrainer"](prepared.first.directory, "fp32")
+    results = prepared.run_checks(implementation, "sinks", "gradients", "update")
     assert not failed(results)
     assert results["gradients"].status == "passed"
     assert results["update"].status == "skipped"

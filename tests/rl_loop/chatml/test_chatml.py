@@ -30,7 +30,7 @@ from rl_loop.data.trajectory import FinishReason
 from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import ENVIRONMENTS, RewardConfig, arithmetic, make_environment
 from rl_loop.environments.base import final, function_call, think
-from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, choose_tokens
 from rl_loop.rollout.agent import run_episode
 from tests.support.rl_loop.chatml_vocabularies import VOCABULARIES, WORDS
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
@@ -38,7 +38,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine
 CODECS = {name: ChatMl(v, ChatMlConfig()) for name, v in VOCABULARIES.items()}
 
 
-def tokenizer_of(codec: ChatMl) -> Any:
+def build_tokenizer(codec: ChatMl) -> Any:
     """Return transformers' tokenizer with the chat template of an export."""
     return PreTrainedTokenizerFast(
         tokenizer_object=codec.vocabulary._tokenizer,
@@ -46,7 +46,7 @@ def tokenizer_of(codec: ChatMl) -> Any:
     )
 
 
-TOKENIZERS = {name: tokenizer_of(codec) for name, codec in CODECS.items()}
+TOKENIZERS = {name: build_tokenizer(codec) for name, codec in CODECS.items()}
 
 
 @pytest.fixture(params=CODECS)
@@ -196,7 +196,7 @@ def test_prompt_without_system_and_tools_contains_neither() -> None:
     assert codec.decode(prompt) == (
         "<|im_start|>user\nCompute 12*34+5.<|im_end|>\n<|im_start|>assistant\n"
     )
-    template = tokenizer_of(codec).apply_chat_template(
+    template = build_tokenizer(codec).apply_chat_template(
         [USER], add_generation_prompt=True, return_dict=False
     )
     assert template == prompt
@@ -500,7 +500,11 @@ PIECES = [
     "<tool_call>\n", "\n</tool_call>", r"\boxed{1}", "",
 ]  # fmt: skip
 LIMITS = EpisodeLimits(
-    max_turns=4, max_tokens=4000, max_episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400
+    max_turns=4,
+    max_episode_tokens=4000,
+    max_episode_seconds=60,
+    max_tool_calls=5,
+    max_sampled_tokens=400,
 )
 
 
@@ -573,7 +577,7 @@ def test_invalid_tokenizer_directory_is_rejected_with_the_reason(tmp_path: Path)
     assert vocabulary.encode_text(WORDS) == VOCABULARIES["qwen"].encode_text(WORDS)
     assert vocabulary.save(tmp_path) == []
 
-    plain = byte_pair_tokenizer(tokens_of(WORDS))
+    plain = byte_pair_tokenizer(choose_tokens(WORDS))
     plain.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"has no token <\|im_start\|>"):
         read_vocabulary(ChatMlVocabulary, tmp_path, 1200)

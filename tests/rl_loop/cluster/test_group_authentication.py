@@ -74,7 +74,7 @@ def exchange(place: Path | int, victim: dict[str, str], other: dict[str, str]) -
     return first, second
 
 
-def environment_of(folder: Path, name: str) -> dict[str, str]:
+def build_environment(folder: Path, name: str) -> dict[str, str]:
     write_token(folder / name)
     return {TOKEN_PATH: str(folder / name)}
 
@@ -87,7 +87,7 @@ def test_process_joins_a_group_without_authentication(tmp_path: Path) -> None:
 
 
 def test_ranks_with_the_token_join_on_loopback(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path, "token")
+    environment = build_environment(tmp_path, "token")
     first, second = exchange(tmp_path, environment, environment)
     assert first == "joined: 666.0 127.0.0.1"
     assert second == "joined: 1.0 127.0.0.1"
@@ -96,7 +96,7 @@ def test_ranks_with_the_token_join_on_loopback(tmp_path: Path) -> None:
 def test_group_rejects_a_process_with_another_token(tmp_path: Path) -> None:
     """The attacker can read and write the rendezvous store of the ranks."""
     victim, other = exchange(
-        tmp_path, environment_of(tmp_path, "token"), environment_of(tmp_path, "another")
+        tmp_path, build_environment(tmp_path, "token"), build_environment(tmp_path, "another")
     )
     assert "joined" not in victim and "joined" not in other
     assert "connected as rank 1 does not know the run's token" in victim
@@ -104,7 +104,7 @@ def test_group_rejects_a_process_with_another_token(tmp_path: Path) -> None:
 
 def test_group_rejects_a_process_without_token(tmp_path: Path) -> None:
     """The victim unpickles no data. It waits for a challenge from the attacker, which gives up."""
-    victim, other = exchange(tmp_path, environment_of(tmp_path, "token"), {"LIMIT": "10"})
+    victim, other = exchange(tmp_path, build_environment(tmp_path, "token"), {"LIMIT": "10"})
     assert "joined" not in victim and "joined" not in other
     assert "check_ranks" in victim
 
@@ -125,7 +125,7 @@ def test_store_shows_addresses_of_ranks_without_token() -> None:
 
 
 def test_store_is_unreadable_without_the_token(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path, "token")
+    environment = build_environment(tmp_path, "token")
     values = plain_values(environment)
     encrypted = {key: value for key, value in values.items() if not value.isdigit()}
     assert len(encrypted) == 6
@@ -208,7 +208,7 @@ def test_nccl_initializes_over_an_encrypted_store(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
-        **environment_of(tmp_path, "token"),
+        **build_environment(tmp_path, "token"),
         "NCCL_SOCKET_IFNAME": "lo",
         # Packages may lie outside the interpreter's directories, as on machines without a registry.
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path]),

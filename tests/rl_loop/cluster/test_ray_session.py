@@ -163,8 +163,8 @@ def test_local_ray_has_no_idle_programs_and_keeps_priorities(
 
             actor = ray.remote(Worker).remote()
             print(niceness(ray.get(actor.pid.remote())) - niceness(os.getpid()))
-            from tests.support.processes import command_of
-            commands = [command_of(child) for child in psutil.Process().children(recursive=True)]
+            from tests.support.processes import read_command
+            commands = [read_command(child) for child in psutil.Process().children(recursive=True)]
             # The program in the agent's place gets the agent's arguments.
             commands = [command.partition("idle_agent.py")[0] for command in commands]
             idle = ("/monitor.py", "/dashboard.py", "/dashboard/agent.py")

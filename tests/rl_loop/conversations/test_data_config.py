@@ -38,7 +38,7 @@ def test_path_alone_is_a_source_and_survives_serialization(tmp_path: Path) -> No
         ("data={history: append}", "data.sources"),
         ("data={path: x, histroy: append}", "data.histroy: unknown key"),
         ("data={path: x, format: alpaca}", "data.sources.data.format"),
-        ("data={path: x, validation_path: y, validation_share: 0.1}", "Give one of them"),
+        ("data={path: x, validation_path: y, validation_fraction: 0.1}", "Give one of them"),
         ("data={path: x, max_tokens: 5000}", "data.max_tokens (5000) exceeds training.max_tokens_per_micro_batch"),
         ("data={path: 'hub:name'}", "data.sources.data: hub:name is not the name of a data set. Use hub:NAME:SPLIT or"),
         ("data={path: x, validation_path: 'hub:a::b'}", "hub:a::b is not the name of a data set. Use hub:NAME:SPLIT"),

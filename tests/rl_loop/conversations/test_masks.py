@@ -15,7 +15,7 @@ from rl_loop.conversations.conversation import make_conversation
 from rl_loop.conversations.errors import ConversationError
 from rl_loop.conversations.formats import detect_format, read_conversation
 from rl_loop.conversations.harmony import HarmonyRenderer, RenderedSample, RenderOptions
-from rl_loop.conversations.rows import RawRow
+from rl_loop.conversations.rows import UnparsedRecord
 from rl_loop.harmony.codec import Harmony, Tool
 from rl_loop.harmony.vocabulary import GptOssVocabulary
 from rl_loop.tasks.demonstrations import (
@@ -28,7 +28,7 @@ from tests.support.rl_loop import harmony_reference as reference
 from tests.support.rl_loop.conversations.malformed import MALFORMED
 from tests.support.rl_loop.conversations.written_by_hand import CASES, Case
 from tests.support.rl_loop.prompts import SHORT_PROMPT
-from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
+from tests.support.rl_loop.tasks.demonstrations import CHECKERS, generate_task, scripted_episode
 
 LONG = 100_000
 
@@ -147,7 +147,7 @@ def test_recorded_episode_trains_like_its_demonstration(
 ) -> None:
     harmony = Harmony(harmony.vocabulary, SHORT_PROMPT)
     for seed in range(4):
-        task = replace(task_of(environment, seed, **options), environment=environment)
+        task = replace(generate_task(environment, seed, **options), environment=environment)
         episode = replace(scripted_episode(task, seed), builtin_tools=())
         conversation = make_conversation(as_record(episode), tools=list(episode.tools))
 
@@ -176,7 +176,7 @@ def test_malformed_conversation_is_rejected_with_the_reason(
 ) -> None:
     renderer = HarmonyRenderer(full, RenderOptions("harmony", LONG, "reject"))
     with pytest.raises(ConversationError, match=re.escape(reason)):
-        renderer.render(read_conversation(RawRow(1, content).record({}), form))
+        renderer.render(read_conversation(UnparsedRecord(1, content).parse({}), form))
 
 
 def test_at_least_20_malformed_lines_are_covered() -> None:

@@ -21,7 +21,7 @@ from rl_loop.conversations.blocks import BlockJob, RenderPool
 from rl_loop.conversations.config import DataConfig
 from rl_loop.conversations.dataset import ConversationData, ConversationStream
 from rl_loop.conversations.errors import DataError
-from rl_loop.conversations.rejections import RejectionReport, kind_of
+from rl_loop.conversations.rejections import RejectionReport, generalize_reason
 from rl_loop.harmony.codec import Harmony
 from tests.support.rl_loop.conversations.written_by_hand import chat, said, user
 
@@ -60,7 +60,7 @@ class Report(RejectionReport):
         super().__init__(self.written.extend, self.shown.append, earlier)
 
 
-def data_of(harmony: Harmony, **keys: Any) -> ConversationData:
+def build_data(harmony: Harmony, **keys: Any) -> ConversationData:
     config = DataConfig.model_validate({"workers": 0} | keys)
     return ConversationData(config, harmony, LONG)
 
@@ -92,10 +92,10 @@ def harmony(tiny: Harmony) -> Harmony:
 @pytest.mark.usefixtures("small_windows")
 def test_every_epoch_has_all_samples_in_another_order(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(100))
-    with data_of(harmony, path=str(path), epochs=2) as data:
+    with build_data(harmony, path=str(path), epochs=2) as data:
         drained = drain(data.stream(Report()), harmony)
         again = drain(data.stream(Report()), harmony)
-    with data_of(harmony, path=str(path), epochs=1, shuffle=False) as data:
+    with build_data(harmony, path=str(path), epochs=1, shuffle=False) as data:
         in_order = drain(data.stream(Report()), harmony)
 
     assert len(in_order) == len(set(in_order)) == 134
@@ -126,7 +126,7 @@ def test_only_the_current_and_the_next_window_are_rendered(
 
     monkeypatch.setattr(RenderPool, "submit", counted)
     path = write(tmp_path / "chats.jsonl", questions(300))
-    with data_of(harmony, path=str(path), epochs=2) as data:
+    with build_data(harmony, path=str(path), epochs=2) as data:
         stream = data.stream(Report())
         assert len(data._rows[0].blocks) > 10
         used = set()
@@ -142,7 +142,7 @@ def test_file_of_one_block_is_shuffled(tmp_path: Path, harmony: Harmony) -> None
     path = write(tmp_path / "chats.jsonl", questions(50))
     orders = []
     for keys in ({"shuffle": False}, {"seed": 0}, {"seed": 1}):
-        with data_of(harmony, path=str(path), epochs=1, **keys) as data:
+        with build_data(harmony, path=str(path), epochs=1, **keys) as data:
             assert len(data._rows[0].blocks) == 1
             orders.append(drain(data.stream(Report()), harmony))
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
@@ -158,8 +158,8 @@ def test_stream_resumed_at_any_sample_continues_identically(
         "long": {"path": str(write(tmp_path / "a.jsonl", questions(60, "long"))), "epochs": 2},
         "short": {"path": str(write(tmp_path / "b.jsonl", questions(10, "short"))), "weight": 0.5, "epochs": 3},
     }  # fmt: skip
-    keys = {"sources": sources, "seed": seed, "validation_share": 0.1}
-    with data_of(harmony, **keys) as data:
+    keys = {"sources": sources, "seed": seed, "validation_fraction": 0.1}
+    with build_data(harmony, **keys) as data:
         stream = data.stream(Report())
         states, whole = [stream.state()], list[str]()
         while (samples := stream.take(1)) is not None:
@@ -168,7 +168,7 @@ def test_stream_resumed_at_any_sample_continues_identically(
         assert stream.exhausted
         assert len(whole) > 150
 
-    with data_of(harmony, **keys) as data:
+    with build_data(harmony, **keys) as data:
         for used in [*range(0, len(states), 5), len(whole) - 1, len(whole)]:
             saved = json.loads(json.dumps(states[used]))
             resumed = data.stream(Report(), saved)
@@ -183,8 +183,8 @@ def test_parallel_rendering_equals_rendering_in_one_process(
     path = write(tmp_path / "chats.jsonl", [*questions(300), {"messages": "none"}])
     drained = []
     for workers in (0, 2):
-        with data_of(
-            harmony, path=str(path), workers=workers, epochs=1, validation_share=0.1
+        with build_data(
+            harmony, path=str(path), workers=workers, epochs=1, validation_fraction=0.1
         ) as data:
             report = Report()
             measured = data.validation(report)
@@ -202,7 +202,7 @@ def test_parallel_rendering_equals_rendering_in_one_process(
 def test_sources_are_mixed_by_their_weights(tmp_path: Path, harmony: Harmony) -> None:
     paths = {name: str(write(tmp_path / f"{name}.jsonl", questions(20, name))) for name in "ab"}
     sources = {"a": {"path": paths["a"], "weight": 3}, "b": {"path": paths["b"], "weight": 1}}
-    with data_of(harmony, sources=sources) as data:
+    with build_data(harmony, sources=sources) as data:
         samples = data.stream(Report()).take(640)
     assert samples is not None
     counts = Counter("b" if "b.jsonl" in name else "a" for name in samples.names)
@@ -210,7 +210,7 @@ def test_sources_are_mixed_by_their_weights(tmp_path: Path, harmony: Harmony) ->
 
     sources["b"]["weight"] = 0.001
     with pytest.raises(DataError, match=r"data.sources.b.weight \(0.001\) is less than 1/128"):
-        data_of(harmony, sources=sources)
+        build_data(harmony, sources=sources)
 
 
 def test_exhausted_source_is_replaced_by_the_others(tmp_path: Path, harmony: Harmony) -> None:
@@ -218,7 +218,7 @@ def test_exhausted_source_is_replaced_by_the_others(tmp_path: Path, harmony: Har
         "a": {"path": str(write(tmp_path / "a.jsonl", questions(30, "long"))), "epochs": 1},
         "b": {"path": str(write(tmp_path / "b.jsonl", questions(3, "short"))), "epochs": 1},
     }
-    with data_of(harmony, sources=sources) as data:
+    with build_data(harmony, sources=sources) as data:
         drained = drain(data.stream(Report()), harmony)
     assert len(drained) == 40 + 4
     assert not any("short" in text for text in drained[20:])
@@ -226,13 +226,13 @@ def test_exhausted_source_is_replaced_by_the_others(tmp_path: Path, harmony: Har
 
 def test_resume_is_rejected_if_a_data_file_has_changed(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(20))
-    with data_of(harmony, path=str(path)) as data:
+    with build_data(harmony, path=str(path)) as data:
         stream = data.stream(Report())
         stream.take(3)
         saved = stream.state()
     write(path, questions(21))
     with (
-        data_of(harmony, path=str(path)) as data,
+        build_data(harmony, path=str(path)) as data,
         pytest.raises(DataError, match="has changed since the checkpoint was saved"),
     ):
         data.stream(Report(), saved)
@@ -240,7 +240,7 @@ def test_resume_is_rejected_if_a_data_file_has_changed(tmp_path: Path, harmony: 
 
 def test_death_of_a_rendering_process_is_an_error(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(20))
-    with data_of(harmony, path=str(path), workers=1) as data:
+    with build_data(harmony, path=str(path), workers=1) as data:
         data.stream(Report()).take(3)
         (pid,) = data._pool._executor._processes  # type: ignore[union-attr]
         os.kill(pid, signal.SIGKILL)
@@ -293,7 +293,7 @@ def test_parquet_and_hub_data_sets_equal_jsonl(tmp_path: Path, harmony: Harmony)
     # load_dataset accepts a folder in place of a hub name. The hub cannot be reached here.
     for location in ("chats.jsonl", "chats.parquet", "hub"):
         path = f"{tmp_path}/{location}" if location != "hub" else f"hub:{tmp_path}/hub:train"
-        with data_of(harmony, path=path, epochs=1, shuffle=False, workers=0) as data:
+        with build_data(harmony, path=path, epochs=1, shuffle=False, workers=0) as data:
             drained[location] = drain(data.stream(Report()), harmony)
     assert len(drained["chats.jsonl"]) == 3
     assert drained["chats.parquet"] == drained["chats.jsonl"]
@@ -313,7 +313,9 @@ def test_data_columns_are_renamed_by_the_configuration(tmp_path: Path, harmony: 
     pq.write_table(pa.Table.from_pylist(renamed), tmp_path / "renamed.parquet")
 
     def read(name: str, **keys: Any) -> list[str]:
-        with data_of(harmony, path=str(tmp_path / name), epochs=1, shuffle=False, **keys) as data:
+        with build_data(
+            harmony, path=str(tmp_path / name), epochs=1, shuffle=False, **keys
+        ) as data:
             return drain(data.stream(Report()), harmony)
 
     expected = read("plain.jsonl")
@@ -340,7 +342,7 @@ def test_unreadable_data_files_are_named(
     (tmp_path / "bad.parquet").write_text("no parquet")
     path = str(tmp_path / location)
     with pytest.raises(DataError, match=reason) as error:
-        data_of(harmony, path=path)
+        build_data(harmony, path=path)
     assert path in str(error.value)
 
 
@@ -358,7 +360,7 @@ def test_rejected_line_is_reported_once_with_line_and_reason(
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
 
     report = Report()
-    with data_of(harmony, path=str(tmp_path / "chats.jsonl"), epochs=2) as data:
+    with build_data(harmony, path=str(tmp_path / "chats.jsonl"), epochs=2) as data:
         stream = data.stream(report)
         drained = drain(stream, harmony)
     assert len(drained) == 2 * (54 - 1 - 1 - 2)  # line 31 has two turns
@@ -376,7 +378,7 @@ def test_rejected_line_is_reported_once_with_line_and_reason(
 
     # A resumed run reads the same lines again.
     resumed = Report(report.written)
-    with data_of(harmony, path=str(tmp_path / "chats.jsonl"), epochs=1) as data:
+    with build_data(harmony, path=str(tmp_path / "chats.jsonl"), epochs=1) as data:
         drain(data.stream(resumed), harmony)
     assert resumed.written == []
     assert resumed.summary() == summary
@@ -389,13 +391,13 @@ def test_file_with_too_many_rejected_lines_ends_the_run(tmp_path: Path, harmony:
     path = write(tmp_path / "chats.jsonl", records)
     explained = (
         r"3 of 20 conversations are rejected, "
-        r"more than data.max_rejected_share \(0.1\) allows: 3 x it has"
+        r"more than data.max_rejected_fraction \(0.1\) allows: 3 x it has"
     )
-    with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
+    with build_data(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
         data.check()
-    with data_of(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
+    with build_data(harmony, path=str(path)) as data, pytest.raises(DataError, match=explained):
         data.stream(Report())
-    with data_of(harmony, path=str(path), max_rejected_share=0.2) as data:
+    with build_data(harmony, path=str(path), max_rejected_fraction=0.2) as data:
         data.check()
         data.stream(Report())
 
@@ -403,7 +405,7 @@ def test_file_with_too_many_rejected_lines_ends_the_run(tmp_path: Path, harmony:
 def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", [chat(user("a"))] * 3)
     with (
-        data_of(harmony, path=str(path), max_rejected_share=1) as data,
+        build_data(harmony, path=str(path), max_rejected_fraction=1) as data,
         pytest.raises(
             DataError, match="no conversation can be used: 3 x it has no assistant message"
         ),
@@ -422,8 +424,8 @@ def test_file_without_usable_conversations_is_rejected(tmp_path: Path, harmony: 
     ],
 )  # fmt: skip
 def test_reasons_with_other_names_and_numbers_are_one_kind(one: str, other: str) -> None:
-    assert kind_of(one) == kind_of(other)
-    assert kind_of(one) != kind_of("it has no assistant message")
+    assert generalize_reason(one) == generalize_reason(other)
+    assert generalize_reason(one) != generalize_reason("it has no assistant message")
 
 
 # ---- validation
@@ -433,20 +435,20 @@ def test_validation_samples_and_copies_are_never_trained_on(
     tmp_path: Path, harmony: Harmony
 ) -> None:
     path = write(tmp_path / "chats.jsonl", [*questions(200), *questions(200)])
-    keys = {"path": str(path), "epochs": 1, "validation_share": 0.2}
-    with data_of(harmony, **keys, validation_conversations=400) as data:
+    keys = {"path": str(path), "epochs": 1, "validation_fraction": 0.2}
+    with build_data(harmony, **keys, validation_conversations=400) as data:
         measured = texts(data.validation(Report())["data"], harmony)
         trained = drain(data.stream(Report()), harmony)
     assert not set(measured) & set(trained)
     assert len(measured) + len(trained) == 2 * 267
     assert 0.1 < len(measured) / (2 * 267) < 0.3
 
-    with data_of(harmony, **keys, validation_conversations=5) as data:
+    with build_data(harmony, **keys, validation_conversations=5) as data:
         few = data.validation(Report())["data"]
     assert len({name.rpartition(" ")[2] for name in few.names}) == 5
     assert texts(few, harmony) == measured[: len(few)]
 
-    with data_of(harmony, **keys, seed=1, validation_conversations=400) as data:
+    with build_data(harmony, **keys, seed=1, validation_conversations=400) as data:
         assert texts(data.validation(Report())["data"], harmony) != measured
 
 
@@ -457,7 +459,7 @@ def test_validation_reads_a_separate_file_if_configured(tmp_path: Path, harmony:
         "a": {"path": train, "epochs": 1},
         "b": {"path": train, "epochs": 1, "validation_path": held_out},
     }
-    with data_of(harmony, sources=sources) as data:
+    with build_data(harmony, sources=sources) as data:
         measured = data.validation(Report())
         assert list(measured) == ["b"]
         assert len(measured["b"]) == 10
@@ -468,7 +470,7 @@ def test_validation_reads_a_separate_file_if_configured(tmp_path: Path, harmony:
 def test_validation_share_without_any_sample_is_rejected(tmp_path: Path, harmony: Harmony) -> None:
     path = write(tmp_path / "chats.jsonl", questions(3))
     with (
-        data_of(harmony, path=str(path), validation_share=0.0001) as data,
+        build_data(harmony, path=str(path), validation_fraction=0.0001) as data,
         pytest.raises(
             DataError, match=r"no conversation of data\.sources\.data is left for validation"
         ),

@@ -190,7 +190,7 @@ def test_episode_of_several_sequences_counts_once(
         first.branches = others
         return first
 
-    def advantages_of(branches: list[int]) -> list[np.ndarray]:
+    def compute_advantages(branches: list[int]) -> list[np.ndarray]:
         rewards = [1.0, -1.0, 0.5, -1.0]
         episodes = [episode(r, n) for r, n in zip(rewards, branches, strict=True)]
         groups = [TrajectoryGroup("t", episodes[:2]), TrajectoryGroup("u", episodes[2:])]
@@ -200,8 +200,8 @@ def test_episode_of_several_sequences_counts_once(
         credited = assign_advantages(samples, groups, config, max_response_tokens=100)
         return [np.array(row) for row in credited.rows("advantages")]
 
-    alone = advantages_of([0, 0, 0, 0])
-    branched = advantages_of([0, 2, 1, 0])
+    alone = compute_advantages([0, 0, 0, 0])
+    branched = compute_advantages([0, 2, 1, 0])
     assert len(branched) == 7
     for row, of_episode in zip(branched, [0, 1, 1, 1, 2, 2, 3], strict=True):
         np.testing.assert_array_equal(row, alone[of_episode])

@@ -37,7 +37,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup
 from rl_loop.rollout.group_store import GroupStore
 from rl_loop.trainer.rank_inputs import RankInputStore
 from rl_loop.trainer.step_plan import plan_step
-from tests.support.rl_loop.trainer.settings import settings_of
+from tests.support.rl_loop.trainer.settings import build_settings
 
 read = []
 
@@ -77,7 +77,7 @@ _, group = store.load(1)[0]
 # Driver: samples of the step, sent to the rank.
 config = AlgorithmConfig.model_validate({"policy_loss": {"type": "__main__:weighted"}})
 samples = assign_advantages(to_samples([group], config, 1), [group], config, 8)
-(inputs,) = RankInputStore(send).store(samples, plan_step(samples, settings_of(1)))
+(inputs,) = RankInputStore(send).store(samples, plan_step(samples, build_settings(1)))
 
 # Rank: packed micro-batches, each split over two context-parallel ranks, and the loss.
 (mini_batch,) = inputs.mini_batches

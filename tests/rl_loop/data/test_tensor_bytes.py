@@ -10,7 +10,7 @@ from rl_loop.data.tensor_bytes import StoredTensors, TensorBytes
 TENSORS = {
     "fp32": torch.randn(3, 5),
     "bf16": torch.randn(4, 6).bfloat16(),
-    "packed experts": torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4),
+    "MXFP4 experts": torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4),
     "of seven bytes": torch.arange(7, dtype=torch.uint8),
     "of no dimension": torch.tensor(2.5, dtype=torch.float64),
     "of no entry": torch.zeros(0, 7),

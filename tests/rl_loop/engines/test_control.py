@@ -18,7 +18,7 @@ from rl_loop.engines.protocol import GenerateRequest
 from rl_loop.weight_sync.source import WeightMismatchError
 from tests.support.rl_loop.engines.models import (
     VOCAB,
-    engine_of,
+    build_engine,
     held,
     plain_log_probs,
     plain_routes,
@@ -66,12 +66,12 @@ def test_abort_returns_partial_tokens_of_that_request_only() -> None:
         await engine.abort()
         assert len((await answer(second_task)).output_ids) > len(result.output_ids)
 
-    engine_of_model = engine_of(MODEL)
+    engine_of_model = build_engine(MODEL)
     asyncio.run(main())
 
 
 def test_abort_all_also_ends_queued_requests() -> None:
-    engine = engine_of(MODEL, max_batch_size=1)
+    engine = build_engine(MODEL, max_batch_size=1)
 
     async def main() -> None:
         (_, running), (_, waiting) = start(engine), start(engine, routes=True)
@@ -89,7 +89,7 @@ def test_abort_all_also_ends_queued_requests() -> None:
 
 
 def test_cancelled_request_frees_its_row() -> None:
-    engine = engine_of(MODEL, max_batch_size=1)
+    engine = build_engine(MODEL, max_batch_size=1)
 
     async def main() -> None:
         r, running = start(engine)
@@ -106,7 +106,7 @@ def test_cancelled_request_frees_its_row() -> None:
 
 
 def test_event_loop_is_not_blocked_while_tokens_are_sampled() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
 
     async def main() -> None:
         _, running = start(engine)
@@ -123,7 +123,7 @@ def test_event_loop_is_not_blocked_while_tokens_are_sampled() -> None:
 
 
 def test_request_id_that_is_in_use_is_rejected() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
 
     async def main() -> None:
         r, running = start(engine)
@@ -137,7 +137,7 @@ def test_request_id_that_is_in_use_is_rejected() -> None:
 
 
 def test_weight_sync_aborts_requests_that_then_use_new_weights() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
 
     async def main() -> None:
         r, running = start(engine, routes=True)
@@ -163,7 +163,7 @@ def test_weight_sync_aborts_requests_that_then_use_new_weights() -> None:
 
 
 def test_weight_sync_drops_the_prefix_cache() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
 
     async def main() -> None:
         await engine.generate(request(prompt(30), 5, temperature=0.0))
@@ -179,7 +179,7 @@ def test_weight_sync_drops_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize("fault", ["is missing", "is not in", "has shape", "was sent twice"])
 def test_weights_that_do_not_fit_are_named_and_not_loaded(fault: str) -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     named = dict(OTHER.state_dict())
     name = "model.layers.1.mlp.experts.down_proj"
     extra = []
@@ -234,7 +234,7 @@ def test_model_exception_fails_all_requests_but_not_later_ones() -> None:
 
 
 def test_nan_weights_raise_until_good_weights_arrive() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     bad = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
     bad["model.layers.0.self_attn.k_proj.bias"][0] = float("nan")
 
@@ -249,7 +249,7 @@ def test_nan_weights_raise_until_good_weights_arrive() -> None:
 
 
 def test_overflow_in_a_request_does_not_affect_later_ones() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     weights = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
     weights["model.embed_tokens.weight"][7] = float("inf")
 
@@ -276,7 +276,7 @@ def test_overflow_in_a_request_does_not_affect_later_ones() -> None:
 
 
 def test_closed_engine_fails_running_and_later_requests() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
 
     async def main() -> None:
         _, running = start(engine)
@@ -294,7 +294,7 @@ def test_closed_engine_fails_running_and_later_requests() -> None:
 
 def test_engine_thread_ends_when_the_engine_is_released() -> None:
     threads = threading.active_count()
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     asyncio.run(engine.generate(request([VOCAB - 1], 2)))
     asyncio.run(engine.abort())
     gone = weakref.ref(engine)
@@ -312,7 +312,7 @@ def test_engine_thread_ends_when_the_engine_is_released() -> None:
 def test_request_begins_when_it_leaves_the_queue() -> None:
     """The time limit of an episode does not include the time in the queue."""
 
-    engine = engine_of(MODEL, max_batch_size=1)
+    engine = build_engine(MODEL, max_batch_size=1)
 
     async def main() -> None:
         order: list[str] = []

@@ -18,7 +18,7 @@ from tests.support.rl_loop.engines.models import plain_log_probs, prompt, reques
 KINDS = ["llama", "qwen2, tied", "llama 3's rope", "qwen2.5's yarn"]
 
 
-def engine_of(config: DenseModelConfig) -> Any:
+def start_engine(config: DenseModelConfig) -> Any:
     engine = build_engine(config, "fp32", 8)
     asyncio.run(engine.sync_weights(dense_weights(config).items(), 1))
     return engine
@@ -31,7 +31,7 @@ async def gather(engine: Any, requests: list[Any]) -> list[GenerateResult]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense_greedy_decoding_of_ragged_batch_equals_generate(kind: str) -> None:
     config = MODELS[kind]
-    model, engine = dense_hf_model(config), engine_of(config)
+    model, engine = dense_hf_model(config), start_engine(config)
     prompts = [prompt(n, seed=n) for n in (1, 2, 9, 30, 47)]
     results = asyncio.run(gather(engine, [request(p, 20, temperature=0.0) for p in prompts]))
 
@@ -46,7 +46,7 @@ def test_dense_greedy_decoding_of_ragged_batch_equals_generate(kind: str) -> Non
 
 def test_dense_turn_from_the_cache_equals_a_full_forward() -> None:
     config = MODELS["qwen2, tied"]
-    model, engine = dense_hf_model(config), engine_of(config)
+    model, engine = dense_hf_model(config), start_engine(config)
     first = asyncio.run(engine.generate(request(prompt(40), 10, seed=3)))
     longer = prompt(40) + first.output_ids + prompt(12, seed=8)
     second = asyncio.run(engine.generate(request(longer, 10, seed=4)))
@@ -60,14 +60,14 @@ def test_dense_turn_from_the_cache_equals_a_full_forward() -> None:
 
 
 def test_routes_of_a_dense_model_are_rejected() -> None:
-    engine = engine_of(MODELS["llama"])
+    engine = start_engine(MODELS["llama"])
     with pytest.raises(ValueError, match="asks for routed experts, but the model has no experts"):
         asyncio.run(engine.generate(request(prompt(4), 2, routes=True)))
     asyncio.run(engine.close())
 
 
 def test_weights_of_another_model_family_are_named() -> None:
-    engine = engine_of(MODELS["llama"])
+    engine = start_engine(MODELS["llama"])
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn\.q_proj\.bias is not in"):
         asyncio.run(engine.sync_weights(dense_weights(MODELS["qwen2"]).items(), 2))
     asyncio.run(engine.close())

@@ -20,7 +20,7 @@ from tests.support.rl_loop.engines.models import (
     LAYERS,
     TOP_K,
     VOCAB,
-    engine_of,
+    build_engine,
     held,
     plain_log_probs,
     plain_routes,
@@ -50,7 +50,7 @@ def assert_log_probs_are_those_of_a_plain_forward(
 
 
 def test_greedy_decoding_of_a_ragged_batch_equals_generate() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     prompts = [prompt(n, seed=n) for n in (1, 2, 5, 7, 8, 9, 13, 30, 47)]
     results = gather(engine, [request(p, 25, temperature=0.0) for p in prompts])
     for p, result in zip(prompts, results, strict=True):
@@ -66,7 +66,7 @@ def test_greedy_decoding_of_a_ragged_batch_equals_generate() -> None:
 def test_log_probs_equal_a_plain_forward_alone_and_batched(
     temperature: float,
 ) -> None:
-    engine = engine_of(MODEL, max_batch_size=5)  # fewer rows than requests
+    engine = build_engine(MODEL, max_batch_size=5)  # fewer rows than requests
     prompts = [prompt(3 + 4 * i, seed=i) for i in range(12)]
     results = gather(
         engine,
@@ -81,7 +81,7 @@ def test_log_probs_equal_a_plain_forward_alone_and_batched(
 
 
 def test_multi_turn_episodes_reuse_their_prefix_and_stay_exact() -> None:
-    engine = engine_of(MODEL, max_batch_size=4)
+    engine = build_engine(MODEL, max_batch_size=4)
 
     async def episode(seed: int) -> None:
         rng, tokens, cached = random.Random(seed), prompt(20 + seed, seed=seed), 0
@@ -110,7 +110,7 @@ def test_multi_turn_episodes_reuse_their_prefix_and_stay_exact() -> None:
 
 
 def test_samples_of_one_prompt_share_its_prefill() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     tokens = prompt(60)
 
     async def all_at_once() -> list[GenerateResult]:
@@ -129,7 +129,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
 
 
 def test_finished_sequence_is_cached_until_its_row_is_needed() -> None:
-    engine = engine_of(MODEL, max_batch_size=1)  # two rows: one runs, one is kept
+    engine = build_engine(MODEL, max_batch_size=1)  # two rows: one runs, one is kept
     for seed in (0, 1, 2):
         gather(engine, [request(prompt(30, seed), 2, temperature=0.0)])
     again = [
@@ -140,7 +140,7 @@ def test_finished_sequence_is_cached_until_its_row_is_needed() -> None:
 
 
 def test_routes_equal_those_of_a_plain_forward_in_a_ragged_batch() -> None:
-    engine = engine_of(MODEL, max_batch_size=3)
+    engine = build_engine(MODEL, max_batch_size=3)
     prompts = [prompt(5 + 6 * i, seed=i) for i in range(7)]
     requests = [request(p, 4 + 5 * (i % 3), seed=i, routes=i != 2) for i, p in enumerate(prompts)]
     # The caller may already have the routes of the first tokens.
@@ -173,7 +173,7 @@ def test_all_zero_routes_are_rejected_with_the_layer() -> None:
 
 
 def test_tokens_of_a_seed_do_not_depend_on_the_batch() -> None:
-    engine = engine_of(reference_model(dtype=torch.float64), max_batch_size=6)
+    engine = build_engine(reference_model(dtype=torch.float64), max_batch_size=6)
     tokens = prompt(17)
     (alone,) = gather(engine, [request(tokens, 40, seed=7, top_p=0.9, temperature=1.2)])
     others = [request(prompt(3 + 2 * i, seed=50 + i), 2 + 5 * i, seed=i) for i in range(9)]
@@ -187,12 +187,12 @@ def test_tokens_of_a_seed_do_not_depend_on_the_batch() -> None:
 
 
 def test_continuations_differ_without_a_seed() -> None:
-    first, second = gather(engine_of(MODEL), [request(prompt(9), 30), request(prompt(9), 30)])
+    first, second = gather(build_engine(MODEL), [request(prompt(9), 30), request(prompt(9), 30)])
     assert first.output_ids != second.output_ids
 
 
 def test_stop_token_ends_the_continuation_and_belongs_to_it() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     (free,) = gather(engine, [request(prompt(12), 30, seed=3)])
     stop = free.output_ids[10]
     first = free.output_ids.index(stop)
@@ -205,7 +205,7 @@ def test_stop_token_ends_the_continuation_and_belongs_to_it() -> None:
 
 
 def test_score_of_several_chunks_equals_a_plain_forward() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     tokens = prompt(1100)
     for temperature in (1.0, 0.5):
         scores = asyncio.run(engine.score(tokens, temperature))
@@ -216,7 +216,7 @@ def test_score_of_several_chunks_equals_a_plain_forward() -> None:
 
 
 def test_long_prompts_grow_the_cache_and_stay_exact() -> None:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     prompts = [prompt(600), prompt(600)[:555] + prompt(100, seed=9), prompt(120)]
     for result, p in zip(
         gather(engine, [request(p, 12, seed=1) for p in prompts]), prompts, strict=True
@@ -227,7 +227,7 @@ def test_long_prompts_grow_the_cache_and_stay_exact() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals_lengths_and_cancellations_stay_exact(seed: int) -> None:
     rng = random.Random(seed)
-    engine = engine_of(MODEL, max_batch_size=rng.randint(1, 6))
+    engine = build_engine(MODEL, max_batch_size=rng.randint(1, 6))
     stems = [prompt(n, seed=n) for n in (5, 25, 40)]
 
     async def one(i: int) -> None:
@@ -257,7 +257,7 @@ def test_random_arrivals_lengths_and_cancellations_stay_exact(seed: int) -> None
 
 
 def test_bfloat16_engine_agrees_with_its_own_score() -> None:
-    engine = engine_of(reference_model(dtype=torch.bfloat16))
+    engine = build_engine(reference_model(dtype=torch.bfloat16))
     tokens = prompt(40)
     (result,) = gather(engine, [request(tokens, 20, seed=0)])
     scored = asyncio.run(engine.score(tokens + result.output_ids))[len(tokens) - 1 :]
@@ -299,7 +299,7 @@ def test_rotary_frequencies_are_fp32_in_every_engine_dtype() -> None:
 )
 def test_invalid_requests_are_rejected_with_the_reason(bad: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gather(engine_of(MODEL), [bad])
+        gather(build_engine(MODEL), [bad])
 
 
 def test_deterministic_log_probs_do_not_depend_on_other_requests() -> None:
@@ -309,7 +309,7 @@ def test_deterministic_log_probs_do_not_depend_on_other_requests() -> None:
     others = [request(r.input_ids, 12 + i, seed=50 + i) for i, r in enumerate(others)]
 
     def answers(deterministic: bool, busy: bool) -> list[list[float]]:
-        engine = engine_of(MODEL, deterministic=deterministic)
+        engine = build_engine(MODEL, deterministic=deterministic)
         if not busy:
             return [gather(engine, [one])[0].output_log_probs for one in wanted]
         gather(engine, others)
@@ -323,7 +323,7 @@ def test_deterministic_log_probs_do_not_depend_on_other_requests() -> None:
 
 def test_result_of_another_request_is_rejected() -> None:
     first, second = request(prompt(9), 5, seed=1), request(prompt(9), 5, seed=2)
-    answers = gather(engine_of(MODEL), [first, second])
+    answers = gather(build_engine(MODEL), [first, second])
     shape = ModelShape(VOCAB)
     for asked, answer in zip((first, second), answers, strict=True):
         check_result(asked, answer, shape)
@@ -337,7 +337,7 @@ def test_bf16_engine_has_the_trainers_log_probs() -> None:
     """For equal hidden states, neither the engine nor the trainer rounds logits to bf16."""
     model = reference_model(dtype=torch.bfloat16)
     model.lm_head.weight.mul_(20)  # the error of rounded logits would be up to 0.06
-    engine = engine_of(model)
+    engine = build_engine(model)
     seen: list[torch.Tensor] = []
     engine._model.model.norm.register_forward_hook(
         lambda _module, _inputs, hidden: seen.append(hidden[0].clone())

@@ -17,13 +17,13 @@ from megatron_gptoss.config import AdapterConfig
 from rl_loop.engines.sglang.server_layout import EXPERT_ADAPTERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync.source import SyncError, WeightMismatchError
-from tests.support.rl_loop.packed_server import (
-    PackedServer,
+from tests.support.rl_loop.mxfp4_server import (
+    Mxfp4Server,
     ServedModel,
     SyncedModel,
     expert_storage,
 )
-from tests.support.rl_loop.packed_sync import MODEL, mxfp4_weights, plan_for, run_with_server
+from tests.support.rl_loop.mxfp4_sync import MODEL, mxfp4_weights, plan_for, run_with_server
 
 RANK = 3
 ADAPTER = AdapterConfig(
@@ -60,7 +60,7 @@ def test_servers_hold_the_adapters_that_were_sent(
 ) -> None:
     """Checksums cover all adapters of every rank, also after a sleep, and other adapters differ."""
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = plan_for(server.url, ranks, transport=transport, directory=tmp_path / "weights")
         plan = replace(plan, adapter=ADAPTER)
         everything = replace(plan, transport="none")
@@ -117,7 +117,7 @@ def test_gemms_of_a_layer_get_the_loaded_adapters() -> None:
 
 @pytest.mark.parametrize("name", list(EXPERT_ADAPTERS))
 def test_wrong_padding_of_an_adapter_is_named(name: str) -> None:
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = replace(plan_for(server.url, ranks=2), adapter=ADAPTER)
         await send_weights(weights().items(), MODEL, plan)
         server.synced[1].experts[0].storage[name][0, -1, -1] = 1
@@ -130,7 +130,7 @@ def test_wrong_padding_of_an_adapter_is_named(name: str) -> None:
 def test_missing_adapter_is_named_and_the_server_does_not_serve() -> None:
     lost = f"{PREFIX}down_proj.lora_B"
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         some = {name: tensor for name, tensor in weights().items() if name != lost}
         plan = replace(plan_for(server.url), adapter=ADAPTER)
         with pytest.raises(WeightMismatchError, match=f"lack the tensor {lost}"):
@@ -173,7 +173,7 @@ def adapters_alone(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sync_of_adapters_keeps_the_base(ranks: int) -> None:
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = replace(plan_for(server.url, ranks), adapter=ADAPTER)
         await send_weights(weights().items(), MODEL, plan)
         await send_weights(adapters_alone(2).items(), MODEL, replace(plan, adapters_only=True))
@@ -186,7 +186,7 @@ def test_sync_of_adapters_keeps_the_base(ranks: int) -> None:
 
 
 def test_sync_of_adapters_needs_the_base_first() -> None:
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = replace(plan_for(server.url), adapter=ADAPTER, adapters_only=True)
         with pytest.raises(SyncError, match="came before one with all tensors"):
             await send_weights(adapters_alone(2).items(), MODEL, plan)
@@ -198,7 +198,7 @@ def test_sync_of_adapters_needs_the_base_first() -> None:
 def test_sync_of_adapters_notices_a_lost_tensor(lost: str) -> None:
     """Both sides count the tensors. Here the server loses one that the trainer has sent."""
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = replace(plan_for(server.url), adapter=ADAPTER)
         await send_weights(weights().items(), MODEL, plan)
         some = replace(plan, adapters_only=True)

@@ -74,7 +74,7 @@ def test_base_is_sent_once_if_servers_keep_it(
     senders = [servers.sync_version(version) for version in (1, 2, 3, 7, 8)]
     assert [sender.adapters_only for sender in senders] == expected
     for sender in senders:
-        assert sender.packed
+        assert sender.mxfp4_experts
         assert sender.plans[0].adapter == adapter
         assert not (sender.plans[0].compare and sender.adapters_only)
 
@@ -117,10 +117,12 @@ def test_kept_weights_count_as_memory_of_sleeping_servers() -> None:
     assert kept.weight_bytes == 0
     assert kept.asleep_bytes == plain.asleep_bytes + plain.weight_bytes
 
-    without = ServerNeeds.of(MODEL_20B, "bf16", 1, packed=True)
+    without = ServerNeeds.of(MODEL_20B, "bf16", 1, mxfp4_experts=True)
     factors = 24 * 32 * 16 * 2 * (2880 + 5760 + 2880 + 2880)
     assert plain.weight_bytes == without.weights + factors
-    halves = [ServerNeeds.of(MODEL_20B, "bf16", 2, packed=True, adapter=a) for a in (None, ADAPTER)]
+    halves = [
+        ServerNeeds.of(MODEL_20B, "bf16", 2, mxfp4_experts=True, adapter=a) for a in (None, ADAPTER)
+    ]
     more = halves[1].weights - halves[0].weights
     assert more == 24 * 32 * 16 * 2 * (2880 + 2 * 1472 + 1472 + 2880)
 

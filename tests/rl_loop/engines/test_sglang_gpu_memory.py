@@ -111,22 +111,24 @@ def test_ranks_on_other_gpus_than_the_sender_copy_buckets() -> None:
     assert not on_trainer_gpus(servers=2).copies_buckets
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize("mxfp4_experts", [False, True], ids=["bf16", "mxfp4"])
 @pytest.mark.parametrize("experts", [32, 128])
 @pytest.mark.parametrize("limit", [1 << 28, 1 << 29, 1 << 30, 1 << 31])
-def test_sender_holds_two_buckets_of_expert_tensors(packed: bool, experts: int, limit: int) -> None:
+def test_sender_holds_two_buckets_of_expert_tensors(
+    mxfp4_experts: bool, experts: int, limit: int
+) -> None:
     """Only tensors of experts count, because other tensors are the parameters themselves."""
     model = GptOssModelConfig(num_layers=9, num_experts=experts)
     sizes = []
-    for bucket in buckets(sent_tensors(model, packed), limit):
+    for bucket in buckets(sent_tensors(model, mxfp4_experts), limit):
         sizes.append(sum(tensor.nbytes for name, tensor in bucket if ".experts." in name))
     held = max(first + second for first, second in pairwise(sizes))
 
-    quantization = "mxfp4" if packed else None
+    quantization = "mxfp4" if mxfp4_experts else None
     engine = on_trainer_gpus(bucket_bytes=limit, quantization=quantization)
     inputs = MemoryInputs(model, ParallelConfig(), OptimizerConfig(), 16_384, engine=engine)
     sent = sent_tensor_bytes(inputs)
-    if packed or limit >= 1 << 30:
+    if mxfp4_experts or limit >= 1 << 30:
         # A bucket may close half full and counts as full. Blocks and scales of a matrix are
         # allocated together.
         assert held / 1.001 <= sent <= 2.05 * held
@@ -134,10 +136,12 @@ def test_sender_holds_two_buckets_of_expert_tensors(packed: bool, experts: int, 
         assert sent == pytest.approx(held, rel=0.01)
 
 
-def sent_tensors(model: GptOssModelConfig, packed: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, shape in written_shapes(model, packed).items():
-        is_packed = name.endswith(("_blocks", "_scales"))
-        dtype = torch.uint8 if is_packed else torch.bfloat16
+def sent_tensors(
+    model: GptOssModelConfig, mxfp4_experts: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape in written_shapes(model, mxfp4_experts).items():
+        is_mxfp4 = name.endswith(("_blocks", "_scales"))
+        dtype = torch.uint8 if is_mxfp4 else torch.bfloat16
         yield name, torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -159,7 +163,7 @@ def test_20b_mxfp4_sync_needs_fewer_requests_with_large_buckets(
 ) -> None:
     """docs/quantization.md lists these sizes in GB."""
     sizes = []
-    for bucket in buckets(sent_tensors(MODEL_20B, packed=True), limit):
+    for bucket in buckets(sent_tensors(MODEL_20B, mxfp4_experts=True), limit):
         sizes.append(sum(tensor.nbytes for _, tensor in bucket))
     assert len(sizes) == requests
     assert sum(sizes) / 1e9 == pytest.approx(13.76, abs=0.01)

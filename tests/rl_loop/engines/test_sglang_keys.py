@@ -12,7 +12,7 @@ import pytest
 from rl_loop.engines.sglang.client import RequestRejectedError, SglangClient
 from rl_loop.engines.sglang.config import SglangConfig
 from rl_loop.engines.sglang.server import ServerState, SglangServer
-from tests.support.processes import command_of
+from tests.support.processes import read_command
 from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -67,7 +67,7 @@ def test_server_answers_only_with_its_key(model: Path) -> None:
             (process,) = (
                 child
                 for child in psutil.Process().children()
-                if "sglang.launch_server" in command_of(child)
+                if "sglang.launch_server" in read_command(child)
             )
             words = process.cmdline()
             assert KEY not in " ".join(words)

@@ -43,7 +43,7 @@ MODEL = GptOssModelConfig(
 PROMPT = list(range(10, 60))
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
+def draw_weights(seed: int) -> dict[str, torch.Tensor]:
     get = random_hf_weights(MODEL, seed)
     return {name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)}
 
@@ -91,7 +91,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
 
         engine = SglangEngine(servers, MODEL)
         for version, transport in enumerate(["gloo", "shared_memory", "disk", "gloo"], start=1):
-            weights = weights_of(version)
+            weights = draw_weights(version)
             plan = SyncPlan(
                 urls=(url,),
                 version=version,
@@ -117,10 +117,10 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
                 assert [span.version for span in part.weight_versions] == [version - 1]
             scores = await engine.score(PROMPT)
             assert gap(scores, await reference(weights, PROMPT)) < 0.02
-            assert gap(scores, await reference(weights_of(version + 1), PROMPT)) > 0.2
+            assert gap(scores, await reference(draw_weights(version + 1), PROMPT)) > 0.2
 
         everything = SyncPlan(urls=(url,), version=4, transport="none")
-        held = weights_of(4)
+        held = draw_weights(4)
         await send_weights(held.items(), MODEL, everything)
         last = "model.layers.3.mlp.experts.down_proj"
         with pytest.raises(WeightMismatchError, match=f"but its content differs in {last}$"):
@@ -132,7 +132,7 @@ def test_real_server_generates_aborts_scores_and_loads_weights(tmp_path: Path) -
         first = await engine.generate(GenerateRequest("e/0/0/0", PROMPT, SamplingParams(40)))
         assert (first.finish_reason, len(first.output_ids)) == (FinishReason.LENGTH, 40)
         tokens = PROMPT + first.output_ids
-        expected = await reference(weights_of(4), tokens)
+        expected = await reference(draw_weights(4), tokens)
         assert gap(first.output_log_probs, expected[len(PROMPT) - 1 :]) < 0.02
         assert gap(first.output_log_probs, (await engine.score(tokens))[len(PROMPT) - 1 :]) < 0.005
         stops = tuple(range(500, 1024))

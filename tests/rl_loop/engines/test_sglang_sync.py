@@ -42,14 +42,14 @@ from rl_loop.harmony.codec import ParsedMessage
 from rl_loop.rollout.collector import TrainingRequests
 from rl_loop.run import run_server
 from rl_loop.session import build_rollouts, build_tasks, build_trainer
-from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import build_codec
 from rl_loop.weight_sync.canary import CanaryError, CanaryTolerance, check_canary
 from rl_loop.weight_sync.servers import SyncPlan
 from rl_loop.weight_sync.source import WeightMismatchError
 from rl_loop.weight_sync.transports import buckets
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.dense_reference import MODELS as DENSE_MODELS
-from tests.support.rl_loop import packed_sync
+from tests.support.rl_loop import mxfp4_sync
 from tests.support.rl_loop.engines.scored_weights import MODEL, ROOT, TEXT, scores_under
 from tests.support.rl_loop.sglang_protocol import (
     VOCAB,
@@ -61,13 +61,13 @@ from tests.support.rl_loop.sglang_protocol import (
 from tests.support.waiting import wait_until
 
 
-def weights_of(seed: int, model: GptOssModelConfig = MODEL) -> dict[str, torch.Tensor]:
+def draw_weights(seed: int, model: GptOssModelConfig = MODEL) -> dict[str, torch.Tensor]:
     get = random_hf_weights(model, seed)
     return {name: get(name).to(torch.bfloat16) for name in hf_shapes(model)}
 
 
 def test_buckets_are_bounded_and_keep_every_tensor() -> None:
-    weights = weights_of(0)
+    weights = draw_weights(0)
     parts = list(buckets(weights.items(), 10_000))
     assert [name for part in parts for name, _ in part] == list(weights)
     for part in parts:
@@ -80,7 +80,7 @@ def test_buckets_are_bounded_and_keep_every_tensor() -> None:
 def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_path: Path) -> None:
     async def main() -> None:
         server = LocalServer(token_seconds=0.005)
-        server.weights, server.version = weights_of(1), "1"
+        server.weights, server.version = draw_weights(1), "1"
         url = await server.start()
 
         async def servers() -> list[ServerStatus]:
@@ -105,7 +105,7 @@ def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_p
                     bucket_bytes=20_000,
                     directory=tmp_path / "weights",
                 )
-                await send_weights(weights_of(2).items(), MODEL, plan)
+                await send_weights(draw_weights(2).items(), MODEL, plan)
             result = await running
             tokens += result.output_ids
             versions += [
@@ -117,7 +117,7 @@ def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_p
         for i, version in enumerate(versions):
             prefix = tokens[: len(TEXT) + i]
             assert tokens[len(TEXT) + i] == next_token(
-                prefix_state(prefix, digest(weights_of(version)))
+                prefix_state(prefix, digest(draw_weights(version)))
             )
         await engine.close()
         await server.stop()
@@ -145,7 +145,7 @@ def test_spans_of_a_request_name_the_weights_during_a_sync(transport: str, tmp_p
 def test_weights_of_another_model_are_named_and_not_served(change: object, message: str) -> None:
     async def main() -> None:
         server = LocalServer()
-        server.weights, server.version = weights_of(1), "1"
+        server.weights, server.version = draw_weights(1), "1"
         plan = SyncPlan(
             urls=(await server.start(),),
             version=2,
@@ -153,7 +153,7 @@ def test_weights_of_another_model_are_named_and_not_served(change: object, messa
             bucket_bytes=20_000,
         )
         with pytest.raises(WeightMismatchError, match=message):
-            await send_weights(change(weights_of(2)).items(), MODEL, plan)
+            await send_weights(change(draw_weights(2)).items(), MODEL, plan)
         assert server.version == "1"
         assert not server.paused.is_set(), "half-loaded weights could be served"
         await server.stop()
@@ -212,11 +212,11 @@ def test_dropped_or_transposed_tensor_is_named_and_not_served(
     "lost", ["model.layers.1.self_attn.sinks", "model.embed_tokens.weight", None]
 )
 def test_sent_weights_are_compared_without_sending_them_again(lost: str | None) -> None:
-    after = {name: tensor + 1 for name, tensor in weights_of(1).items()}
+    after = {name: tensor + 1 for name, tensor in draw_weights(1).items()}
 
     async def main() -> None:
         server = LocalServer()
-        server.weights, server.version, server.drops = weights_of(1), "1", lost or ""
+        server.weights, server.version, server.drops = draw_weights(1), "1", lost or ""
         sync = SyncPlan(
             urls=(await server.start(),),
             version=2,
@@ -348,7 +348,7 @@ class Trainer:
     def __init__(
         self, seed: int, dies_at: int | None = None, model: GptOssModelConfig = MODEL
     ) -> None:
-        self.named, self.dies_at, self.sends = weights_of(seed, model), dies_at, 0
+        self.named, self.dies_at, self.sends = draw_weights(seed, model), dies_at, 0
         self.compared: list[bool] = []
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -444,12 +444,12 @@ def test_checkpoint_is_served_by_a_server_with_its_weights(
     config: RlConfig, tmp_path: Path
 ) -> None:
     """Covers ``gptoss serve`` with ``rollout.engine.type: sglang``, except for its command line."""
-    codec = codec_of(config)
+    codec = build_codec(config)
     model = MODEL.model_copy(update={"vocab_size": codec.vocabulary.size})
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(json.dumps(model.to_hf_config()))
-    save_file(weights_of(1, model), checkpoint / "model.safetensors")
+    save_file(draw_weights(1, model), checkpoint / "model.safetensors")
 
     hello = [ParsedMessage("final", None, None, "Hello")]
     says = json.dumps(codec.render_assistant(hello, "<|return|>"))
@@ -636,16 +636,16 @@ class AdapterTrainer(Trainer):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        changed = changed_names(packed_sync.MODEL, UNMERGED)
-        merged = packed_sync.mxfp4_weights(seed)
+        changed = changed_names(mxfp4_sync.MODEL, UNMERGED)
+        merged = mxfp4_sync.mxfp4_weights(seed)
         generator = torch.Generator().manual_seed(seed)
-        shapes = expert_adapter_shapes(packed_sync.MODEL, 3)
+        shapes = expert_adapter_shapes(mxfp4_sync.MODEL, 3)
         self.adapters = {name: merged[name] for name in changed}
         self.adapters |= {
             name: torch.randn(shape, generator=generator).bfloat16()
             for name, shape in shapes.items()
         }
-        self.everything = packed_sync.mxfp4_weights(1) | self.adapters
+        self.everything = mxfp4_sync.mxfp4_weights(1) | self.adapters
         self.only_adapters: list[bool] = []
 
     def send_weights(self, sender: SglangSender) -> None:
@@ -657,7 +657,7 @@ class AdapterTrainer(Trainer):
 def test_restarted_server_gets_base_and_adapters(config: RlConfig, tmp_path: Path) -> None:
     """Real processes: a sync of everything, one of adapters, a killed server, and a comparison of all tensors."""
     settings = config.rollout.engine.model_copy(update={"quantization": "mxfp4"})
-    context = BackendContext(packed_sync.MODEL, "bf16", 0, tmp_path / "engine", adapter=UNMERGED)
+    context = BackendContext(mxfp4_sync.MODEL, "bf16", 0, tmp_path / "engine", adapter=UNMERGED)
     fleet = SglangFleet(settings, context)
     try:
         fleet.ready()

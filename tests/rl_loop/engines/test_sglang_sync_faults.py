@@ -314,7 +314,7 @@ def _inject_fault(fault: Fault, once: bool) -> Callable[[Any], None]:
 
         match fault.kind:
             case "begin":
-                gathering.plan = lambda receivers, *, packed: fail()
+                gathering.plan = lambda receivers, *, mxfp4_experts: fail()
             case "read":
                 gathering.local.read = read
             case "send":

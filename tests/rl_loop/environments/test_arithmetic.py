@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_loop.environments import arithmetic
-from rl_loop.environments.arithmetic import TEMPLATES, problem, split_of
+from rl_loop.environments.arithmetic import TEMPLATES, choose_split, problem
 
 TRAIN = [problem("train", 0, i) for i in range(3000)]
 HELD_OUT = [problem("held_out", 0, i) for i in range(3000)]
@@ -14,7 +14,7 @@ def test_no_problem_is_in_both_splits_by_expression_or_text() -> None:
     for held_out in (HELD_OUT, other_seed):
         assert not {p.expression for p in TRAIN} & {p.expression for p in held_out}
         assert not {p.text for p in TRAIN} & {p.text for p in held_out}
-    assert all(split_of(p.expression) == "held_out" for p in HELD_OUT)
+    assert all(choose_split(p.expression) == "held_out" for p in HELD_OUT)
 
 
 def test_equal_problem_texts_have_equal_expressions() -> None:

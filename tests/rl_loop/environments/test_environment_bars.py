@@ -38,7 +38,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 REWARD = RewardConfig(correct=3.0, wrong=-2.0, format_error=-5.0)
 
 
-def task_of(
+def generate_task(
     name: str, options: dict[str, Any], index: int, split: str = "train", seed: int = 0
 ) -> Task:
     kind = environment_class(name)
@@ -54,14 +54,14 @@ def test_every_environment_is_tested_here() -> None:
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
 def test_tasks_are_reproducible_and_survive_json(name: str, options: dict[str, Any]) -> None:
-    tasks = [task_of(name, options, i) for i in range(6)]
-    assert tasks == [task_of(name, options, i) for i in range(6)]
+    tasks = [generate_task(name, options, i) for i in range(6)]
+    assert tasks == [generate_task(name, options, i) for i in range(6)]
     assert Task(**json.loads(tasks[0].to_json())) == tasks[0]
     assert [t.messages for t in tasks] != [
-        task_of(name, options, i, seed=1).messages for i in range(6)
+        generate_task(name, options, i, seed=1).messages for i in range(6)
     ]
     assert [t.messages for t in tasks] != [
-        task_of(name, options, i, split="held_out").messages for i in range(6)
+        generate_task(name, options, i, split="held_out").messages for i in range(6)
     ]
 
 
@@ -69,10 +69,10 @@ def test_tasks_are_reproducible_and_survive_json(name: str, options: dict[str, A
 def test_episode_has_the_same_reward_parts_for_every_ending(
     tiny: Harmony, name: str, options: dict[str, Any]
 ) -> None:
-    task = task_of(name, options, 0)
+    task = generate_task(name, options, 0)
     environment = make_environment(task, arithmetic.interpret, REWARD)
     unfinished, illegal = environment.end_truncated(), environment.end_with_format_error("header")
-    finished = demonstrate(task, tiny, DemonstrationConfig(correct_share=1), "0").result
+    finished = demonstrate(task, tiny, DemonstrationConfig(correct_fraction=1), "0").result
     assert finished is not None
     assert set(illegal.reward_parts) == set(unfinished.reward_parts) == set(finished.reward_parts)
     assert illegal.reward_parts["format_error"] == 1.0
@@ -86,8 +86,8 @@ def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
 ) -> None:
     scores = []
     for index in range(15):
-        task = task_of(name, options, index)
-        shown = demonstrate(task, tiny, DemonstrationConfig(correct_share=1), str(index))
+        task = generate_task(name, options, index)
+        shown = demonstrate(task, tiny, DemonstrationConfig(correct_fraction=1), str(index))
         assert shown.result is not None
         assert shown.result.reward_parts["score"] == pytest.approx(1.0)
         assert shown.result.reward_parts["correct"] == 1.0
@@ -96,7 +96,7 @@ def test_expert_scores_the_maximum_and_empty_answer_the_minimum(
         assert make_environment(
             task, arithmetic.interpret, REWARD
         ).end_truncated().reward == pytest.approx(-2.0)
-        faulty = demonstrate(task, tiny, DemonstrationConfig(correct_share=0), str(index)).result
+        faulty = demonstrate(task, tiny, DemonstrationConfig(correct_fraction=0), str(index)).result
         assert faulty is not None
         scores.append(faulty.reward_parts["score"])
     assert sum(scores) / len(scores) < 0.95
@@ -158,7 +158,7 @@ def random_message(rng: random.Random, known: list[str]) -> ParsedMessage:
 
 @pytest.mark.parametrize(("name", "options"), KINDS)
 def test_1000_random_policies_end_without_an_exception(name: str, options: dict[str, Any]) -> None:
-    tasks = [task_of(name, options, i) for i in range(10)]
+    tasks = [generate_task(name, options, i) for i in range(10)]
 
     async def play(agent: int) -> StepResult:
         rng, task = random.Random(agent), tasks[agent % len(tasks)]
@@ -184,7 +184,9 @@ def test_1000_random_policies_end_without_an_exception(name: str, options: dict[
 
 def test_format_error_does_not_undo_an_earlier_penalty() -> None:
     async def reward(*turns: list[ParsedMessage]) -> float:
-        environment = make_environment(task_of("incident", {}, 0), arithmetic.interpret, REWARD)
+        environment = make_environment(
+            generate_task("incident", {}, 0), arithmetic.interpret, REWARD
+        )
         return [(await environment.step(turn)).reward for turn in turns][-1]
 
     illegal, harm = [function_call("x")], [function_call("reset_user", user="nobody")]
@@ -194,7 +196,9 @@ def test_format_error_does_not_undo_an_earlier_penalty() -> None:
 
 def test_function_is_called_by_its_namespace_and_name_only() -> None:
     async def call(recipient: str) -> tuple[StepResult, list[dict[str, Any]]]:
-        environment = make_environment(task_of("incident", {}, 0), arithmetic.interpret, REWARD)
+        environment = make_environment(
+            generate_task("incident", {}, 0), arithmetic.interpret, REWARD
+        )
         assert isinstance(environment, IncidentEnvironment)
         message = ParsedMessage("commentary", recipient, "json", '{"user": "ana"}')
         result = await environment.step([message])
@@ -210,7 +214,7 @@ def test_function_is_called_by_its_namespace_and_name_only() -> None:
 @pytest.mark.parametrize(("name", "options"), [kind for kind in KINDS if kind[0] != "retool"])
 def test_1000_steps_take_at_most_one_second_of_one_core(name: str, options: dict[str, Any]) -> None:
     options = options | ({"tools": False} if name == "gsm8k" else {})
-    tasks = [task_of(name, options, i) for i in range(20)]
+    tasks = [generate_task(name, options, i) for i in range(20)]
     turns = {
         "gsm8k": [final(r"It is \boxed{12}.")],
         "instructions": [final("A short text, about bread.")],

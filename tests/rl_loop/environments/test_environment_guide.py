@@ -75,11 +75,11 @@ import sys
 from pathlib import Path
 
 from rl_loop.config.load import load_run_config
-from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import build_codec
 from rl_loop.tasks.source import TaskMixture
 
 config = load_run_config(Path(sys.argv[1]), "sft", [])
-tasks = TaskMixture(config.tasks, codec_of(config))
+tasks = TaskMixture(config.tasks, build_codec(config))
 tasks.check_demonstrations()
 print(tasks.train(0, 1)[0].environment)
 """

@@ -12,8 +12,8 @@ from rl_loop.environments.base import final
 from rl_loop.environments.gsm8k import (
     Gsm8kEnvironment,
     Gsm8kOptions,
+    build_expression,
     evaluate,
-    expression_of,
 )
 from rl_loop.environments.retool import MISTAKE_SHARE
 from rl_loop.sandbox import PythonSandbox, SandboxConfig
@@ -71,13 +71,13 @@ CLIPS = (
 def test_solution_becomes_one_expression_if_it_gives_the_answer(
     solution: str, answer: str, expression: str | None
 ) -> None:
-    assert expression_of(solution, answer) == expression
+    assert build_expression(solution, answer) == expression
 
 
 def test_expression_of_a_doubling_solution_stays_short() -> None:
     """Without a limit the last expression would have 2^60 numbers."""
     doublings = "".join(f"<<{2**i}+{2**i}={2 ** (i + 1)}>>" for i in range(60))
-    expression = expression_of(doublings, str(2**60))
+    expression = build_expression(doublings, str(2**60))
     assert expression is None or len(expression) <= 200
 
 

@@ -43,7 +43,7 @@ def row(name: str, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def tasks_of(path: Path, rows: list[dict[str, Any]], **options: Any) -> TaskData:
+def write_tasks(path: Path, rows: list[dict[str, Any]], **options: Any) -> TaskData:
     path.write_text("".join(json.dumps(record) + "\n" for record in rows))
     return TaskData(
         str(path), "instructions", InstructionEnvironment, InstructionOptions(**options)
@@ -90,8 +90,8 @@ def test_row_whose_checker_lacks_data_is_rejected_with_remedy(tmp_path, without_
         TaskFileError,
         match=r"line 2: length_constraints:number_sentences .*nltk.downloader punkt_tab",
     ):
-        tasks_of(tmp_path / "ifeval.jsonl", rows)
-    assert len(tasks_of(tmp_path / "ifeval.jsonl", rows, skip_unavailable=True)) == 1
+        write_tasks(tmp_path / "ifeval.jsonl", rows)
+    assert len(write_tasks(tmp_path / "ifeval.jsonl", rows, skip_unavailable=True)) == 1
 
 
 def test_checker_that_loses_its_data_is_a_checker_failure(without_nltk_data) -> None:
@@ -279,7 +279,7 @@ def test_text_before_a_thought_marker_is_checked() -> None:
 )
 def test_malformed_row_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskFileError, match=f"line 1: .*{re.escape(message)}"):
-        tasks_of(tmp_path / "ifeval.jsonl", [record])
+        write_tasks(tmp_path / "ifeval.jsonl", [record])
 
 
 def test_unknown_checkers_are_rejected_by_the_configuration() -> None:

@@ -43,7 +43,7 @@ LEDGER = "tests.support.rl_loop.environments.ledger_server"
 SERVER = Path(__file__).parents[3] / "tests/support/rl_loop/environments/ledger_server.py"
 IN_PROCESS = {"in_process": f"{LEDGER}:make"}
 STDIO = {"command": [sys.executable, str(SERVER)], "cwd": str(SERVER.parents[3])}
-LIMITS = EpisodeLimits(max_turns=8, max_tokens=8000, max_episode_seconds=60)
+LIMITS = EpisodeLimits(max_turns=8, max_episode_tokens=8000, max_episode_seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def make_task(servers: dict[str, Any], record: dict[str, Any] | None = None, **m
     )
 
 
-def environment_of(task: Task) -> McpEnvironment:
+def build_environment(task: Task) -> McpEnvironment:
     async def execute(*_: object) -> Any:
         raise AssertionError
 
@@ -108,7 +108,7 @@ def play(harmony: Harmony, task: Task, *turns: list[int], **limits: Any) -> Traj
 async def episode(
     harmony: Harmony, task: Task, turns: Sequence[list[int]], limits: EpisodeLimits
 ) -> Trajectory:
-    environment = environment_of(task)
+    environment = build_environment(task)
     engine = ScriptedEngine(turns)
     sampling = SamplingParams(500)
     return await run_episode("t", environment, engine, harmony, limits, sampling, seed=1)
@@ -292,7 +292,7 @@ def test_failed_call_is_not_repeated_without_replay(harmony: Harmony, tmp_path: 
 
 def test_replay_with_another_result_is_an_infrastructure_failure() -> None:
     async def run() -> None:
-        environment = environment_of(make_task({"bank": IN_PROCESS}))
+        environment = build_environment(make_task({"bank": IN_PROCESS}))
         await environment.open()
         try:
             await environment.call("functions.clock", "{}")
@@ -452,7 +452,7 @@ def test_judge_reads_the_state_of_the_servers(harmony: Harmony) -> None:
     assert trajectory.reward_parts["said"] == 0.0
     assert "balance" not in trajectory.turns[0].text
     assert "open_with" not in trajectory.turns[0].text
-    unfinished = environment_of(task).end_truncated()
+    unfinished = build_environment(task).end_truncated()
     assert unfinished.reward_parts["said"] == 0.0
     cheating = play(harmony, task, call(harmony, "open_with", amount=7))
     assert cheating.format_error == "unknown_tool"
@@ -490,7 +490,7 @@ def test_purification_and_retries_restore_the_servers() -> None:
     """Actions after a saved state are undone, although a server cannot undo an action."""
 
     async def run() -> None:
-        environment = environment_of(make_task({"bank": IN_PROCESS}))
+        environment = build_environment(make_task({"bank": IN_PROCESS}))
         await environment.open()
         try:
             await environment.call("functions.deposit", '{"amount": 5}')
@@ -582,13 +582,13 @@ def test_task_without_an_answer_raises_an_error() -> None:
             {"prompt": "?"}, "t", McpOptions.model_validate({"servers": {"bank": IN_PROCESS}})
         )
     with pytest.raises(ValueError, match="its metadata has no record"):
-        environment_of(Task("t", [{"role": "user", "content": "?"}], "", "mcp"))
+        build_environment(Task("t", [{"role": "user", "content": "?"}], "", "mcp"))
     with pytest.raises(InfrastructureError, match=r"returned the reward parts score\. Expected:"):
         asyncio.run(_answer_without_parts())
 
 
 async def _answer_without_parts() -> None:
-    environment = environment_of(make_task({"bank": IN_PROCESS}, parts=["tone"]))
+    environment = build_environment(make_task({"bank": IN_PROCESS}, parts=["tone"]))
     try:
         await environment.answer("7")
     finally:

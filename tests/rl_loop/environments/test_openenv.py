@@ -35,7 +35,7 @@ from tests.support.waiting import PATIENCE_SECONDS, wait_until
 ROOT = Path(__file__).parents[3]
 SERVER = ROOT / "tests/support/rl_loop/environments/guessing_server.py"
 PYTHON = {"wire": Path(sys.executable), "openenv": ROOT / ".cache/hub/openenv/bin/python"}
-LIMITS = EpisodeLimits(max_turns=8, max_tokens=4000, max_episode_seconds=60)
+LIMITS = EpisodeLimits(max_turns=8, max_episode_tokens=4000, max_episode_seconds=60)
 SEED = 7
 """Seed of all tasks, and the number to guess."""
 
@@ -108,7 +108,7 @@ def make_task(url: str, **options: Any) -> Task:
     return OpenEnvEnvironment.from_record(row, "t", checked)
 
 
-def environment_of(task: Task) -> OpenEnvEnvironment:
+def build_environment(task: Task) -> OpenEnvEnvironment:
     return OpenEnvEnvironment(task, None, RewardConfig())  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def said(harmony: Harmony, text: str) -> list[int]:
 
 def play(harmony: Harmony, task: Task, *turns: list[int]) -> Trajectory:
     engine = ScriptedEngine(turns)
-    environment = environment_of(task)
+    environment = build_environment(task)
     return asyncio.run(
         run_episode("t", environment, engine, harmony, LIMITS, SamplingParams(500), seed=1)
     )
@@ -266,12 +266,12 @@ def test_mock_server_messages_equal_those_of_the_package(interface: str, tmp_pat
     answers = []
     for way in PYTHON:
         for server in serve(way, tmp_path / way, interface):
-            answers.append(asyncio.run(answers_of(server, messages)))
+            answers.append(asyncio.run(request_answers(server, messages)))
     wire, package = answers
     assert wire == package
 
 
-async def answers_of(server: Served, messages: list[dict[str, Any]]) -> list[Any]:
+async def request_answers(server: Served, messages: list[dict[str, Any]]) -> list[Any]:
     answers = []
     async with aiohttp.ClientSession() as http, http.ws_connect(f"{server.url}/ws") as socket:
         for message in messages:
@@ -351,7 +351,7 @@ def test_full_or_unreachable_server_is_infrastructure(harmony: Harmony, served: 
                 await begin(other)
             return await run_episode(
                 "t",
-                environment_of(make_task(served.url)),
+                build_environment(make_task(served.url)),
                 ScriptedEngine([guess(harmony, 7)]),
                 harmony,
                 LIMITS,
@@ -400,7 +400,7 @@ def test_game_with_another_replay_is_an_infrastructure_failure(
     served: Served, seed: int, what: str
 ) -> None:
     async def run() -> None:
-        environment = environment_of(make_task(served.url))
+        environment = build_environment(make_task(served.url))
         await environment.open()
         try:
             await environment.call("functions.step", '{"number": 3}')

@@ -12,8 +12,8 @@ from rl_loop.environments.base import (
     StepResult,
     ToolError,
     UnknownToolError,
-    arguments_of,
-    function_of,
+    parse_arguments,
+    parse_recipient,
 )
 from rl_loop.environments.replayed import (
     ATTEMPTS,
@@ -127,14 +127,14 @@ def test_action_that_ends_every_world_is_a_policy_error() -> None:
 )
 def test_invalid_arguments_are_reported_to_the_policy(text: str, said: str) -> None:
     with pytest.raises(ToolError, match=said):
-        arguments_of(text)
+        parse_arguments(text)
 
 
 def test_only_function_namespace_calls_are_executed() -> None:
-    assert function_of("functions.balance") == "balance"
+    assert parse_recipient("functions.balance") == "balance"
     for recipient in ("balance", "python", "browser.balance", "functions"):
         with pytest.raises(UnknownToolError):
-            function_of(recipient)
+            parse_recipient(recipient)
 
 
 def test_environment_has_the_row_of_its_task() -> None:

@@ -109,19 +109,19 @@ GATHERING = [
 ]
 
 
-def words_of(**settings: object) -> list[str]:
+def command_words(**settings: object) -> list[str]:
     config = SglangConfig.model_validate(settings)
     return config.command(0, Path("/model"), "bf16", routed_experts=True, seed=0)("host", 1)
 
 
 def test_servers_gather_requests_for_a_prefill() -> None:
     for settings in ({}, {"colocated": True}, {"deterministic": True}, {"tensor_parallel": 2}):
-        words = words_of(**settings)
+        words = command_words(**settings)
         begin = words.index("--enable-prefill-delayer")
         assert words[begin : begin + len(GATHERING)] == GATHERING
     # SGLang asserts that its scheduler overlaps, and servers on CPUs have short steps.
     for arguments in (["--disable-overlap-schedule"], ["--device", "cpu"]):
-        assert not set(GATHERING) & set(words_of(arguments=arguments))
+        assert not set(GATHERING) & set(command_words(arguments=arguments))
 
 
 def test_the_longest_wait_is_an_argument_of_servers() -> None:
@@ -130,9 +130,9 @@ def test_the_longest_wait_is_an_argument_of_servers() -> None:
         config = SglangConfig(arguments=arguments)
         assert config.gather_passes == 1
         # SGLang uses the last value.
-        assert words_of(arguments=arguments).index(option) < words_of(arguments=arguments).index(
-            arguments[0], -6
-        )
+        assert command_words(arguments=arguments).index(option) < command_words(
+            arguments=arguments
+        ).index(arguments[0], -6)
     assert SglangConfig().gather_passes == 16
     assert SglangConfig(arguments=["--device", "cpu"]).gather_passes == 1
     assert SglangConfig(arguments=["--disable-overlap-schedule"]).gather_passes == 1

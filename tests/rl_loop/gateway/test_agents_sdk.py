@@ -23,7 +23,7 @@ from tests.support.rl_loop.gateway.policy import Lesson, learned_model, tiny_con
 from tests.support.rl_loop.gateway.serving import LIMITS, SETTINGS, check_capture, serving
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
-LONG_CONTEXT = replace(SETTINGS, limits=LIMITS.model_copy(update={"max_tokens": 2048}))
+LONG_CONTEXT = replace(SETTINGS, limits=LIMITS.model_copy(update={"max_episode_tokens": 2048}))
 DIALECTS = ("chat", "responses")
 MCP_DOUBLER = Path(__file__).parents[3] / "tests/support/rl_loop/gateway/mcp_doubler.py"
 

@@ -305,7 +305,7 @@ def test_text_cannot_become_a_special_token(tiny: Harmony, model: GptOssForCausa
 def test_session_continues_after_a_conversation_is_too_long(
     tiny: Harmony, model: GptOssForCausalLM
 ) -> None:
-    limits = LIMITS.model_copy(update={"max_tokens": 64})
+    limits = LIMITS.model_copy(update={"max_episode_tokens": 64})
 
     async def run() -> None:
         async with serving(tiny, model, replace(SETTINGS, limits=limits)) as served:
@@ -322,7 +322,7 @@ def test_session_continues_after_a_conversation_is_too_long(
             assert LONG.startswith(message.content)
             assert [t.finish_reason for t in served.trajectories()] == [
                 FinishReason.STOP,
-                FinishReason.MAX_TOKENS,
+                FinishReason.MAX_EPISODE_TOKENS,
             ]
             check_capture(served, served.trajectories())
 

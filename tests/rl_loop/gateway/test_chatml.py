@@ -129,7 +129,7 @@ def answer_to(call: Any, text: str) -> Any:
     return {"role": "tool", "tool_call_id": call.id, "content": text}
 
 
-def ids_of(served: Served) -> list[list[int]]:
+def collect_ids(served: Served) -> list[list[int]]:
     trajectories = served.trajectories()
     check_capture(served, trajectories)
     return [trajectory.token_ids.tolist() for trajectory in trajectories]
@@ -155,7 +155,7 @@ def test_conversation_is_one_sequence_unless_edited(
             edited = [user("Hi"), {"role": "assistant", "content": "Howdy"}, user("More")]
             await say(client, edited, max_tokens=1)
 
-            whole, other = ids_of(served)
+            whole, other = collect_ids(served)
             parts = [
                 script.prompt("Hi"),
                 script.says("Hello"),
@@ -207,7 +207,7 @@ def test_results_follow_the_order_of_calls_for_any_client_order(
 
             answers = [answer_to(second, "3"), answer_to(first, "2")]
             assert (await say(client, [*beginning, *answers], tools=TOOLS)).content == "two"
-            [ids] = ids_of(served)
+            [ids] = collect_ids(served)
             parts = [
                 script.prompt("1+1", ADD),
                 script.sums(),
@@ -245,7 +245,7 @@ def test_response_continues_after_a_function_named_python(
                 model="any", input=[output], tools=tools, previous_response_id=first.id
             )
             assert second.output_text == "ran"
-            [ids] = ids_of(served)
+            [ids] = collect_ids(served)
             parts = [
                 script.prompt("Run", PYTHON),
                 script.runs_code(),
@@ -272,7 +272,7 @@ def test_truncated_turn_continues_from_its_prefix(
             assert not inside.tool_calls
             await say(client, [user("1+1"), echo(inside), user("Hi")], tools=TOOLS, max_tokens=1)
 
-            whole, continued = ids_of(served)
+            whole, continued = collect_ids(served)
             beginning = script.prompt("Count") + script.says(COUNTED)[:12]
             assert whole == [
                 *beginning,
@@ -299,7 +299,7 @@ def test_malformed_turn_ends_the_session_as_a_format_error(
                 await say(served.client(), [user("Break")])
             assert refusal.value.type == "model_error"
             assert served.session.end == MalformedTurn("tool_call")
-            ids_of(served)
+            collect_ids(served)
 
     asyncio.run(run())
 

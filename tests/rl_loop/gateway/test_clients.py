@@ -47,8 +47,8 @@ async def ask(served: Served, dialect: str, stream: bool) -> str:
         create = client.chat.completions.create if dialect == "chat" else client.responses.create
         given = await create(**HI[dialect], stream=stream)
         if stream:
-            return "".join([piece_of(event) async for event in given])
-        return text_of(given)
+            return "".join([read_piece(event) async for event in given])
+        return read_text(given)
 
 
 async def ask_in_a_thread(served: Served, dialect: str, stream: bool) -> str:
@@ -59,19 +59,19 @@ async def ask_in_a_thread(served: Served, dialect: str, stream: bool) -> str:
             )
             given = create(**HI[dialect], stream=stream)
             if stream:
-                return "".join([piece_of(event) for event in given])
-            return text_of(given)
+                return "".join([read_piece(event) for event in given])
+            return read_text(given)
 
     return await asyncio.to_thread(ask)
 
 
-def text_of(answer: Any) -> str:
+def read_text(answer: Any) -> str:
     if isinstance(answer, openai.types.responses.Response):
         return answer.output_text
     return str(answer.choices[0].message.content)
 
 
-def piece_of(event: Any) -> str:
+def read_piece(event: Any) -> str:
     """Return the text that an event of a stream adds to the answer."""
     if isinstance(event, openai.types.chat.ChatCompletionChunk):
         return "".join(choice.delta.content or "" for choice in event.choices)

@@ -111,7 +111,7 @@ def test_refused_rows_return_their_error(
                 assert len(served.engine.begun) == begun
                 for value in row.neutral:
                     body = body_with(dialect, row.name, value)
-                    assert text_of(await send(served, dialect, body)) == "Hello", row
+                    assert read_text(await send(served, dialect, body)) == "Hello", row
 
     asyncio.run(run())
 
@@ -126,7 +126,7 @@ def test_ignored_rows_do_not_change_the_request(
             [plain] = served.engine.begun
             for row in rows_with(dialect, FieldBehavior.IGNORED):
                 body = body_with(dialect, row.name, row.example)
-                assert text_of(await send(served, dialect, body)) == "Hello", row
+                assert read_text(await send(served, dialect, body)) == "Hello", row
                 request = served.engine.begun[-1]
                 # Name and seed contain the number of the turn.
                 sampling = replace(request.sampling, seed=plain.sampling.seed)
@@ -170,7 +170,7 @@ def test_null_is_the_same_as_an_absent_field(
 
     async def run() -> None:
         async with serving(tiny, model, SERVING) as served:
-            assert text_of(await send(served, dialect, body)) == "Hello"
+            assert read_text(await send(served, dialect, body)) == "Hello"
 
     asyncio.run(run())
 
@@ -188,7 +188,7 @@ def test_field_without_a_row_is_refused(tiny: Harmony, model: GptOssForCausalLM)
     asyncio.run(run())
 
 
-def text_of(answer: Any) -> str:
+def read_text(answer: Any) -> str:
     if isinstance(answer, openai.types.responses.Response):
         return answer.output_text
     return str(answer.choices[0].message.content)
@@ -217,7 +217,7 @@ class Outcome:
 
 def same_prompt(outcome: Outcome) -> None:
     assert not outcome.has_other_prompt
-    assert text_of(outcome.answer) == "Hello"
+    assert read_text(outcome.answer) == "Hello"
 
 
 def other_prompt(outcome: Outcome) -> None:
@@ -254,7 +254,7 @@ def stream_has_usage(outcome: Outcome) -> None:
 
 
 def ends_at_the_stop_text(outcome: Outcome) -> None:
-    assert text_of(outcome.answer) == "He"
+    assert read_text(outcome.answer) == "He"
 
 
 def has_log_probs(tokens: list[Any]) -> None:

@@ -20,7 +20,7 @@ from rl_loop.gateway.session import ConversationSession, SessionSettings
 from rl_loop.harmony.codec import Harmony, ParsedMessage
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
-LIMITS = EpisodeLimits(max_turns=50, max_tokens=400, max_episode_seconds=300.0)
+LIMITS = EpisodeLimits(max_turns=50, max_episode_tokens=400, max_episode_seconds=300.0)
 TRAINED = SessionSettings(LIMITS, SamplingParams(max_new_tokens=100))
 SERVED = served_settings(ServeOptions(history="append"), 400).session
 

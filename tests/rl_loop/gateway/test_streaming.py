@@ -79,7 +79,7 @@ def plain(choice: Any) -> dict[str, Any]:
     }
 
 
-async def chunks_of(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
+async def collect_chunks(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
     stream = await client.chat.completions.create(
         model="any", stream=True, **{"messages": HI, **options}
     )
@@ -90,7 +90,7 @@ async def check_equal(talk: Talk, **options: Any) -> list[Any]:
     """Check that the next two turns, which are equal, give equal answers. Return the chunks."""
     create: Any = talk.client.chat.completions.create
     completion = await create(model="any", messages=HI, **options)
-    chunks = await chunks_of(talk.client, **options)
+    chunks = await collect_chunks(talk.client, **options)
     assert added(chunks) == plain(completion.choices[0])
     if options.get("logprobs"):
         listed = [choice.logprobs for chunk in chunks for choice in chunk.choices]
@@ -242,7 +242,7 @@ def test_streaming_does_not_change_the_recorded_data(
             for text in ("Hi", "Count"):
                 messages = [{"role": "user", "content": text}]
                 if stream:
-                    await chunks_of(served.client(max_retries=0), messages=messages, n=2)
+                    await collect_chunks(served.client(max_retries=0), messages=messages, n=2)
                 else:
                     await create(model="any", messages=messages, n=2)
             trajectories = served.trajectories()
@@ -291,7 +291,7 @@ def test_stream_continues_after_a_weight_sync(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, []) as talk:
             talk.session._engine._engine = InterruptedPolicy(turn, turn[6:])
-            message = added(await chunks_of(talk.client))
+            message = added(await collect_chunks(talk.client))
             assert message["reasoning"] == "Let me see \U0001f642."
             [node] = talk.session.forest.nodes
             assert node.sampled.output_ids == turn
@@ -315,7 +315,7 @@ def test_engine_that_streams_other_tokens_fails(full: Harmony) -> None:
         async with talking(full, []) as talk:
             talk.session._engine._engine = LyingPolicy([turn])
             with pytest.raises(openai.APIError, match="other tokens than it streamed"):
-                await chunks_of(talk.client)
+                await collect_chunks(talk.client)
             assert isinstance(talk.session.end, EpisodeFailed)
             assert talk.session.forest.nodes == []
 
@@ -347,7 +347,7 @@ def test_client_that_leaves_a_stream_stops_sampling(
             assert served.session.forest.nodes == []
 
             # The client repeats the request, and gets another sample.
-            chunks = await chunks_of(served.client(), messages=COUNT)
+            chunks = await collect_chunks(served.client(), messages=COUNT)
             assert added(chunks)["content"].startswith("10 11")
             assert len(served.engine.answered) == 1
             assert served.engine.begun[-1].request_id != request.request_id
@@ -358,9 +358,9 @@ def test_client_that_leaves_a_stream_stops_sampling(
 def test_retry_streams_the_stored_answer(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, [THOUGHT + FINAL]) as talk:
-            first = await chunks_of(talk.client)
+            first = await collect_chunks(talk.client)
             retry = {"x-stainless-retry-count": "1"}
-            again = await chunks_of(talk.client, extra_headers=retry)
+            again = await collect_chunks(talk.client, extra_headers=retry)
             assert added(again) == added(first)
             assert again[0].id == first[0].id
             assert len(talk.policy.requests) == 1
@@ -405,7 +405,7 @@ def test_error_before_the_first_delta_has_a_status(full: Harmony, turn: str) -> 
     async def run() -> None:
         async with talking(full, [turn]) as talk:
             with pytest.raises(openai.InternalServerError, match="invalid content"):
-                await chunks_of(talk.client)
+                await collect_chunks(talk.client)
 
     asyncio.run(run())
 
@@ -414,7 +414,7 @@ def test_unknown_function_is_not_streamed(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, [CALL + "<|call|>"]) as talk:
             with pytest.raises(openai.InternalServerError, match="unknown_tool"):
-                await chunks_of(talk.client)
+                await collect_chunks(talk.client)
 
     asyncio.run(run())
 
@@ -424,7 +424,7 @@ def test_failed_choice_ends_the_whole_stream(full: Harmony) -> None:
         turns = [THOUGHT + FINAL, THOUGHT + "<|channel|>typo<|message|>x<|return|>"]
         async with talking(full, turns) as talk:
             with pytest.raises(openai.APIError, match="invalid content"):
-                await chunks_of(talk.client, n=2)
+                await collect_chunks(talk.client, n=2)
             assert talk.session.in_flight == 0
 
     asyncio.run(run())

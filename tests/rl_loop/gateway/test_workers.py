@@ -18,7 +18,7 @@ from rl_loop.gateway.body import SHORT_BODY_BYTES
 from rl_loop.gateway.errors import ApiError
 from rl_loop.gateway.jobs import RenderJob, RequestWorkers, TurnJob
 from rl_loop.harmony.codec import Harmony
-from tests.support.processes import children_of, kill
+from tests.support.processes import kill, list_children
 from tests.support.rl_loop.gateway.scripted import Talk, talking
 
 FINAL = "<|channel|>final<|message|>done<|return|>"
@@ -67,7 +67,7 @@ class Sum:
         return 1 + 1
 
 
-def server_of(talk: Talk) -> psutil.Process:
+def find_server(talk: Talk) -> psutil.Process:
     server = talk.gateway._workers._pool._server
     assert server is not None
     return psutil.Process(server.pid)
@@ -129,10 +129,10 @@ def test_killed_processes_are_replaced(full: Harmony) -> None:
     async def run() -> None:
         async with talking(full, [FINAL] * 3) as talk:
             assert await chat(talk, LONG) == "done"
-            for worker in children_of(server_of(talk)):
+            for worker in list_children(find_server(talk)):
                 kill(worker)
             assert await chat(talk, LONG) == "done"
-            server = server_of(talk)
+            server = find_server(talk)
             server.kill()
             server.wait(20)
             assert await chat(talk, LONG) == "done"
@@ -167,9 +167,9 @@ def test_processes_start_when_needed_and_stop_with_gateway(full: Harmony) -> Non
             async with asyncio.timeout(60):
                 while talk.gateway._workers._pool._server is None:
                     await asyncio.sleep(0.05)
-                while len(server_of(talk).children()) < 2:
+                while len(find_server(talk).children()) < 2:
                     await asyncio.sleep(0.05)
-            processes = [server_of(talk), *server_of(talk).children()]
+            processes = [find_server(talk), *find_server(talk).children()]
         for task in running:
             with pytest.raises(ApiError, match="was closed"):
                 await task
@@ -307,7 +307,7 @@ def test_total_body_size_of_a_key_is_bounded(
     asyncio.run(run())
 
 
-def messages_of(count: int) -> list[dict[str, str]]:
+def build_messages(count: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": ""}] * count
 
 
@@ -320,9 +320,9 @@ def test_continued_response_counts_towards_the_message_limit(
     async def run() -> None:
         async with talking(full, [FINAL] * 2) as talk:
             respond: Any = talk.client.responses.create
-            first = await respond(model="m", input=messages_of(6))
+            first = await respond(model="m", input=build_messages(6))
             with pytest.raises(openai.BadRequestError, match="more than 8 messages"):
-                await respond(model="m", input=messages_of(2), previous_response_id=first.id)
-            await respond(model="m", input=messages_of(1), previous_response_id=first.id)
+                await respond(model="m", input=build_messages(2), previous_response_id=first.id)
+            await respond(model="m", input=build_messages(1), previous_response_id=first.id)
 
     asyncio.run(run())

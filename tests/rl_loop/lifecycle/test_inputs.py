@@ -17,7 +17,7 @@ from rl_loop.config.load import dump_config, load_config
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.lifecycle import inputs
 from rl_loop.lifecycle.inputs import to_json, weights_digest
-from rl_loop.lifecycle.resume import changes_since, inputs_of
+from rl_loop.lifecycle.resume import changes_since, read_run_inputs
 from rl_loop.session import pinned_settings
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from tests.support.rl_loop.lifecycle.config_keys import CONFIGS
@@ -28,7 +28,7 @@ KL = "algorithm.kl={}"
 def saved_run(config: RunConfig) -> RunDirectory:
     """Make a run that has a checkpoint."""
     run = start_run(config.directory, dump_config(config))
-    write_json(run.inputs, to_json(inputs_of(config)))
+    write_json(run.inputs, to_json(read_run_inputs(config)))
     run.checkpoints.mkdir(exist_ok=True)
     (run.checkpoints / "latest").write_text("step_000003")
     return run
@@ -89,7 +89,7 @@ def test_trainer_reads_the_recorded_checkpoint(tmp_path: Path) -> None:
     """The other run may save a newer checkpoint before the ranks have started."""
     old = save_checkpoint(tmp_path / "sft", 100, "first")
     config = rl(tmp_path, f"initial_weights={tmp_path}/sft")
-    recorded = inputs_of(config)
+    recorded = read_run_inputs(config)
     save_checkpoint(tmp_path / "sft", 200, "second")
     assert pinned_settings(config, recorded).initial_weights == old
 
@@ -262,5 +262,5 @@ def test_resume_compares_scripts_of_tool_servers(
 def test_interpreter_of_a_tool_server_is_not_an_input(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text("")
     config = mcp(tmp_path, f"{{command: [{sys.executable}, {tmp_path}/server.py]}}")
-    scripts = [known.path for key, known in inputs_of(config).items() if ".servers." in key]
+    scripts = [known.path for key, known in read_run_inputs(config).items() if ".servers." in key]
     assert scripts == [str(tmp_path / "server.py")]

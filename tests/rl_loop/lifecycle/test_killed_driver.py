@@ -51,7 +51,7 @@ def trained_tasks(run: RunDirectory) -> dict[int, Counter[str]]:
     return tasks
 
 
-def steps_of(run: RunDirectory) -> list[dict[str, Any]]:
+def read_steps(run: RunDirectory) -> list[dict[str, Any]]:
     return [step for step in read_json_lines(run.metrics) if "reward" in step]
 
 
@@ -72,7 +72,7 @@ def test_killed_run_resumes_and_trains_every_group_once(
     wait_until(lambda: not killed.still_at_work(), killed.still_at_work, seconds=60)
     killed.end_what_is_left()
 
-    before = steps_of(run)
+    before = read_steps(run)
     latest = int((run.checkpoints / "latest").read_text().rpartition("_")[2])
     # A kill during the write may leave the checkpoint complete or incomplete.
     assert latest in ({saved} if saved is not None else {2, 4})
@@ -82,7 +82,7 @@ def test_killed_run_resumes_and_trains_every_group_once(
     assert resumed.wait() == 0, resumed.said
 
     # Steps up to the checkpoint keep their exact metrics. Later steps run again.
-    after = steps_of(run)
+    after = read_steps(run)
     assert [step["step"] for step in after] == list(range(1, STEPS + 1))
     assert after[:latest] == before[:latest]
     assert all(step["time"] > before[-1]["time"] for step in after[latest:])
@@ -97,7 +97,7 @@ def test_killed_run_resumes_and_trains_every_group_once(
 
     # The staleness limit holds, and no more groups begin than in another run.
     assert max(step["rollout/staleness_max"] for step in after) <= STALENESS
-    assert [step["rollout/groups_ahead"] for step in after] == [4, 4, 4, 4, 2, 0]
+    assert [step["rollout/async_groups"] for step in after] == [4, 4, 4, 4, 2, 0]
     for step in after:
         assert step["correction/dropped_too_old"] == 0
         assert sum(value for name, value in step.items() if name.startswith("rollout/invalid")) == 0

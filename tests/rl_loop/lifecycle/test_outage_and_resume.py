@@ -151,12 +151,12 @@ def attempt(trainer: Trainer, directory: Path, is_broken: Any, *overrides: str) 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_outage_does_not_end_later_attempts(staleness: int, tmp_path: Path) -> None:
     trainer = Trainer()
-    ahead = f"algorithm.max_staleness={staleness}"
+    asynchronous = f"algorithm.max_staleness={staleness}"
     with pytest.raises(InfrastructureOutageError):
-        attempt(trainer, tmp_path, lambda version, number: version >= SAVED, ahead)
+        attempt(trainer, tmp_path, lambda version, number: version >= SAVED, asynchronous)
     # Episodes of the next steps ended before the outage.
     assert trainer.saved is not None and trainer.saved["step"] == SAVED + staleness
-    assert attempt(trainer, tmp_path, lambda version, number: False, ahead) == STEPS
+    assert attempt(trainer, tmp_path, lambda version, number: False, asynchronous) == STEPS
 
 
 def test_outage_keeps_the_groups_without_failures(tmp_path: Path) -> None:

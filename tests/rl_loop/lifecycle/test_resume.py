@@ -23,7 +23,7 @@ def config(tmp_path: Path, *overrides: str, kind: type[RunConfig] = RlConfig) ->
     return load_config(file, kind, ["initial_weights=null", f"output_dir={tmp_path}", *overrides])
 
 
-def run_of(earlier: RunConfig, saved: bool = True) -> RunDirectory:
+def make_run(earlier: RunConfig, saved: bool = True) -> RunDirectory:
     run = start_run(earlier.directory, dump_config(earlier))
     if saved:
         run.checkpoints.mkdir()
@@ -44,7 +44,7 @@ def run_of(earlier: RunConfig, saved: bool = True) -> RunDirectory:
     ],
 )
 def test_allowed_change_is_listed(overrides: list[str], shown: str, tmp_path: Path) -> None:
-    run = run_of(config(tmp_path, "optimizer.lr=2e-3"))
+    run = make_run(config(tmp_path, "optimizer.lr=2e-3"))
     (change,) = changes_since(run, config(tmp_path, "optimizer.lr=2e-3", *overrides))
     assert str(change).startswith(shown)
 
@@ -73,7 +73,7 @@ def test_allowed_change_is_listed(overrides: list[str], shown: str, tmp_path: Pa
 def test_forbidden_change_is_rejected_with_both_values(
     before: list[str], now: list[str], named: str, tmp_path: Path
 ) -> None:
-    run = run_of(config(tmp_path, *before))
+    run = make_run(config(tmp_path, *before))
     kept = run.config.read_text()
     with pytest.raises(ConfigError, match=rf"--resume cannot change .*{re.escape(named)}"):
         changes_since(run, config(tmp_path, *now))
@@ -88,10 +88,10 @@ def test_rejection_names_a_start_for_another_run(tmp_path: Path) -> None:
             changes_since(run, config(tmp_path, *overrides))
         return str(refused.value).partition("name=ANOTHER ")[2]
 
-    whole = run_of(config(tmp_path, "name=whole"))
+    whole = make_run(config(tmp_path, "name=whole"))
     assert offered(whole, "name=whole", "seed=1") == f"initial_weights={whole.path}"
 
-    adapters = run_of(config(tmp_path, "name=adapters", "adapter={rank: 4}"))
+    adapters = make_run(config(tmp_path, "name=adapters", "adapter={rank: 4}"))
     same = ["name=adapters", "adapter={rank: 4}", "seed=1"]
     assert offered(adapters, *same) == f"initial_adapter={adapters.path}"
     others = ["name=adapters", "adapter={rank: 8}"]
@@ -108,7 +108,7 @@ def test_model_is_compared_by_values_when_a_run_resumes(tmp_path: Path) -> None:
         content = model.model_copy(update={"num_layers": layers}).to_hf_config()
         (tmp_path / name / "config.json").write_text(json.dumps(content))
 
-    run = run_of(config(tmp_path, f"model={tmp_path}/first"))
+    run = make_run(config(tmp_path, f"model={tmp_path}/first"))
     assert changes_since(run, config(tmp_path, f"model={tmp_path}/moved")) == []
     with pytest.raises(ConfigError, match=r"model\.num_layers: "):
         changes_since(run, config(tmp_path, f"model={tmp_path}/other"))
@@ -117,12 +117,12 @@ def test_model_is_compared_by_values_when_a_run_resumes(tmp_path: Path) -> None:
 def test_base_of_adapters_may_move_and_be_quantized(tmp_path: Path) -> None:
     """The digest in the checkpoint detects another base."""
     options = ["adapter={rank: 4}", "algorithm.kl={coefficient: 0.1}"]
-    run = run_of(config(tmp_path, *options))
+    run = make_run(config(tmp_path, *options))
     moved = config(tmp_path, *options, "initial_weights=/elsewhere", "quantization=mxfp4")
     changes = {change.key for change in changes_since(run, moved)}
     assert changes == {"initial_weights", "quantization"}
 
-    whole = run_of(config(tmp_path, "name=whole"))
+    whole = make_run(config(tmp_path, "name=whole"))
     with pytest.raises(ConfigError, match="was trained with the other expert format"):
         changes_since(whole, config(tmp_path, "name=whole", "quantization=mxfp4"))
 
@@ -131,19 +131,19 @@ def test_initial_adapter_may_move_unless_it_is_the_reference(
     tmp_path: Path,
 ) -> None:
     options = ["adapter={rank: 4}", "initial_adapter=/first"]
-    run = run_of(config(tmp_path, *options))
+    run = make_run(config(tmp_path, *options))
     moved = config(tmp_path, "adapter={rank: 4}", "initial_adapter=/second")
     assert {change.key for change in changes_since(run, moved)} == {"initial_adapter"}
 
     kl = "algorithm.kl={coefficient: 0.1}"
-    run = run_of(config(tmp_path, *options, kl, "name=with_reference"))
+    run = make_run(config(tmp_path, *options, kl, "name=with_reference"))
     moved = config(tmp_path, "adapter={rank: 4}", "initial_adapter=/second", kl)
     with pytest.raises(ConfigError, match="they are the reference policy of"):
         changes_since(run, moved)
 
 
 def test_other_initial_weights_are_rejected_before_a_checkpoint(tmp_path: Path) -> None:
-    run = run_of(config(tmp_path), saved=False)
+    run = make_run(config(tmp_path), saved=False)
     with pytest.raises(ConfigError, match="no checkpoint exists yet"):
         changes_since(run, config(tmp_path, "initial_weights=/elsewhere"))
 
@@ -157,7 +157,7 @@ def test_another_path_to_the_same_file_is_not_a_change(tmp_path: Path) -> None:
 
 
 def test_resume_of_a_run_of_another_command_is_rejected(tmp_path: Path) -> None:
-    run = run_of(config(tmp_path, kind=SftConfig))
+    run = make_run(config(tmp_path, kind=SftConfig))
     with pytest.raises(
         ConfigError, match="is a run of `gptoss sft`, so `gptoss rl` cannot continue it"
     ):
@@ -166,7 +166,7 @@ def test_resume_of_a_run_of_another_command_is_rejected(tmp_path: Path) -> None:
 
 def test_key_missing_in_the_old_run_counts_as_its_default(tmp_path: Path) -> None:
     earlier = config(tmp_path)
-    run = run_of(earlier)
+    run = make_run(earlier)
     lines = [
         line
         for line in run.config.read_text().splitlines()
@@ -178,7 +178,7 @@ def test_key_missing_in_the_old_run_counts_as_its_default(tmp_path: Path) -> Non
 
 
 def test_written_configuration_keeps_its_history_and_loads(tmp_path: Path) -> None:
-    run = run_of(config(tmp_path, "optimizer.lr=0.1"))
+    run = make_run(config(tmp_path, "optimizer.lr=0.1"))
     for step, rate in ((3, 0.2), (5, 0.3)):
         now = config(tmp_path, f"optimizer.lr={rate}")
         write_config(run, now, changes_since(run, now), step)
@@ -191,7 +191,7 @@ def test_written_configuration_keeps_its_history_and_loads(tmp_path: Path) -> No
 
 def test_fewer_steps_than_were_trained_are_rejected(tmp_path: Path) -> None:
     """Otherwise weights of step 3 would be evaluated and exported as step 2."""
-    run = run_of(config(tmp_path))
+    run = make_run(config(tmp_path))
     with pytest.raises(ConfigError, match=r"training\.steps: 80 -> 2 .*already has 3 steps"):
         changes_since(run, config(tmp_path, "training.steps=2"))
     assert changes_since(run, config(tmp_path, "training.steps=3"))

@@ -19,8 +19,8 @@ from rl_loop.config.partial_configs import EpisodesConfig
 from rl_loop.config.run import RlConfig, RunConfig, SftConfig
 from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, WeightVersionSpan
 from rl_loop.lifecycle.inputs import to_json
-from rl_loop.lifecycle.resume import changes_since, input_paths, inputs_of
-from rl_loop.lifecycle.resume_rules import RULES, ResumeEffect, rule_of
+from rl_loop.lifecycle.resume import changes_since, input_paths, read_run_inputs
+from rl_loop.lifecycle.resume_rules import RULES, ResumeEffect, find_rule
 from rl_loop.lifecycle.resume_rules import sampling_digest as digest_of_values
 from rl_loop.rollout.collector import RolloutCollector, TrainingRequests
 from rl_loop.rollout.group_store import GroupStore
@@ -30,7 +30,7 @@ from rl_loop.tasks import codec
 from rl_loop.tasks.source import TaskMixture
 from rl_loop.tracking.run_directory import RunDirectory, start_run, write_json
 from rl_loop.trainer.checkpointer import RunState
-from tests.support.rl_loop.lifecycle.config_keys import CONFIGS, all_keys, keys_of, other_values
+from tests.support.rl_loop.lifecycle.config_keys import CONFIGS, all_keys, list_keys, other_values
 
 ROWS = 24
 
@@ -40,8 +40,8 @@ def sampling_digest(config: RunConfig) -> str:
 
 
 KEYS = all_keys()
-RL_KEYS = dict(keys_of(RlConfig))
-SFT_KEYS = dict(keys_of(SftConfig))
+RL_KEYS = dict(list_keys(RlConfig))
+SFT_KEYS = dict(list_keys(SftConfig))
 
 SECTIONS = {
     "rollout.engine.max_batch_size": [],
@@ -75,7 +75,7 @@ VALUES: dict[str, list[str]] = {
         "parallel.world_size=2", "parallel.pipeline=2", "parallel.last_stage_layers=1",
     ],
     "rollout.engine.type": ["rollout.engine={type: sglang}"],
-    "rollout.max_tokens": ["rollout.max_tokens=900"],
+    "rollout.max_episode_tokens": ["rollout.max_episode_tokens=900"],
     "algorithm.advantage.type": ["algorithm.advantage=reinforce"],
     "algorithm.advantage.reward_weights": [
         "algorithm.advantage={type: gdpo, reward_weights: {score: 2}}",
@@ -151,7 +151,7 @@ def rl_config(data: Path, *overrides: str) -> Any:
         f"tasks.sources={{gsm8k: {source}}}",
         "rollout.tasks_per_step=1",
         "rollout.samples_per_task=2",
-        "rollout.max_tokens=250",
+        "rollout.max_episode_tokens=250",
         "algorithm.max_staleness=1",
     ]
     return load_config(CONFIGS / "rl/tiny_gsm8k.yaml", RlConfig, [*base, *overrides])
@@ -161,7 +161,7 @@ def sft_config(data: Path, *overrides: str) -> Any:
     base = [
         "initial_weights=null",
         f"output_dir={data}",
-        f"data={{path: {data}/chats.jsonl, workers: 0, max_rejected_share: 1}}",
+        f"data={{path: {data}/chats.jsonl, workers: 0, max_rejected_fraction: 1}}",
         "training.max_tokens_per_micro_batch=48",
         "model.max_length=400",
         "sequences_per_step=2",
@@ -169,13 +169,13 @@ def sft_config(data: Path, *overrides: str) -> Any:
     return load_config(CONFIGS / "sft/tiny_retool.yaml", SftConfig, [*base, *overrides])
 
 
-def section_of(key: str) -> list[str]:
+def find_section(key: str) -> list[str]:
     return next((given for start, given in SECTIONS.items() if key.startswith(start)), [])
 
 
 def changed(key: str, make: Callable[..., Any]) -> tuple[Any, Any]:
     """Return two valid configurations that differ in a key. The second resumes the first."""
-    section = section_of(key)
+    section = find_section(key)
     before = make(*section)
     if key in VALUES:
         return before, make(*section, *VALUES[key])
@@ -192,10 +192,10 @@ def changed(key: str, make: Callable[..., Any]) -> tuple[Any, Any]:
     raise AssertionError(f"{key}: no other value is valid; name one in VALUES")
 
 
-def run_of(config: RunConfig, name: str = "") -> RunDirectory:
+def make_run(config: RunConfig, name: str = "") -> RunDirectory:
     """Make a run that has a checkpoint."""
     run = start_run(config.directory, dump_config(config))
-    write_json(run.inputs, to_json(inputs_of(config)))
+    write_json(run.inputs, to_json(read_run_inputs(config)))
     run.checkpoints.mkdir(exist_ok=True)
     (run.checkpoints / "latest").write_text("step_000003")
     return run
@@ -218,7 +218,7 @@ def test_every_rule_has_a_key() -> None:
 
 
 def test_undeclared_key_is_rejected() -> None:
-    assert rule_of("rollout.unheard_of").effect is ResumeEffect.REJECTED
+    assert find_rule("rollout.unheard_of").effect is ResumeEffect.REJECTED
 
 
 PATHS_WITHOUT_INPUT = {"output_dir", "sandbox.interpreter", "rollout.engine.python"}
@@ -258,7 +258,7 @@ def with_effect(keys: dict[str, Any], kind: type[RunConfig], effect: ResumeEffec
     return [
         key
         for key in keys
-        if rule_of(key, kind is RlConfig).effect is effect and not key.startswith(skipped)
+        if find_rule(key, kind is RlConfig).effect is effect and not key.startswith(skipped)
     ]  # fmt: skip
 
 
@@ -274,14 +274,14 @@ REFUSED = sorted(
 def test_change_of_a_rejected_key_is_rejected(key: str, data: Path, tmp_path: Path) -> None:
     before, after = changed(key, lambda *more: rl_config(data, f"output_dir={tmp_path}", *more))
     with pytest.raises(ConfigError, match="--resume cannot change") as refused:
-        changes_since(run_of(before), after)
+        changes_since(make_run(before), after)
     assert key in str(refused.value)
 
 
 # -- kept groups ----------------------------------------------------------------------------------
 
 
-SAMPLING = sorted(key for key in RL_KEYS if rule_of(key).samples)
+SAMPLING = sorted(key for key in RL_KEYS if find_rule(key).samples)
 
 
 @pytest.mark.parametrize("key", [key for key in SAMPLING if key not in OF_CUSTOM_CODE])
@@ -322,14 +322,14 @@ class UnevenRunner:
 
     def _begin(self, admitted: AdmittedGroup) -> None:
         with self._lock:
-            is_ahead = admitted.number // self._groups_per_step > self.step
-            if is_ahead and admitted.number % 3 == 0:
+            is_async = admitted.number // self._groups_per_step > self.step
+            if is_async and admitted.number % 3 == 0:
                 self._late.append(admitted)
             else:
-                admitted.end(group_of(admitted, self.step))
+                admitted.end(build_group(admitted, self.step))
 
 
-def group_of(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
+def build_group(admitted: AdmittedGroup, version: int) -> TrajectoryGroup:
     episode = Trajectory(
         admitted.request.task.task_id,
         token_ids=np.arange(4, dtype=np.int32),
@@ -414,8 +414,8 @@ MAY_CHANGE_RL = sorted(
 @pytest.mark.parametrize("key", MAY_CHANGE_RL)
 def test_changed_key_repeats_and_loses_no_task(key: str, data: Path, tmp_path: Path) -> None:
     before, after = changed(key, lambda *more: rl_config(data, f"output_dir={tmp_path}", *more))
-    assert changes_since(run_of(before), after), "the change is noticed and accepted"
-    check_each_task_once(one_epoch(before, after, tmp_path / "ahead"), ROWS * 3 // 4)
+    assert changes_since(make_run(before), after), "the change is noticed and accepted"
+    check_each_task_once(one_epoch(before, after, tmp_path / "async"), ROWS * 3 // 4)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -423,9 +423,9 @@ def test_changed_key_repeats_and_loses_no_task(key: str, data: Path, tmp_path: P
 def test_other_filter_repeats_and_loses_no_task(
     first: int, then: int, rounds: int, data: Path, tmp_path: Path
 ) -> None:
-    """``rollout.max_tokens`` decides which prompts are short enough to answer."""
+    """``rollout.max_episode_tokens`` decides which prompts are short enough to answer."""
     options = [f"algorithm.dynamic_sampling_rounds={rounds}", "algorithm.max_staleness=2"]
-    configs = [rl_config(data, *options, f"rollout.max_tokens={n}") for n in (first, then)]
+    configs = [rl_config(data, *options, f"rollout.max_episode_tokens={n}") for n in (first, then)]
     usable = [len(build_tasks(config).sources["gsm8k"]._data or ()) for config in configs]
     assert usable == [{250: ROWS * 3 // 4, 900: ROWS}[n] for n in (first, then)]
     check_each_task_once(one_epoch(configs[0], configs[1], tmp_path), min(usable))
@@ -496,7 +496,7 @@ MAY_CHANGE_SFT = sorted(
 def test_changed_key_repeats_and_loses_no_sample(key: str, data: Path, tmp_path: Path) -> None:
     options = [f"output_dir={tmp_path}", "data.sources.data.epochs=1"]
     before, after = changed(key, lambda *more: sft_config(data, *options, *more))
-    assert changes_since(run_of(before), after), "the change is noticed and accepted"
+    assert changes_since(make_run(before), after), "the change is noticed and accepted"
     check_each_conversation_once(one_pass(before, after))
 
 

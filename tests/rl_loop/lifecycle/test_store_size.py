@@ -37,7 +37,7 @@ STEP = [
     "model.num_experts=128",
     "model.yarn_original_length=4096",
     "training.max_tokens_per_micro_batch=32768",
-    "rollout.max_tokens=32768",
+    "rollout.max_episode_tokens=32768",
     "rollout.tasks_per_step=6",
     "rollout.samples_per_task=6",
     "rollout.routed_experts=true",
@@ -111,9 +111,9 @@ def test_need_grows_with_staleness_rounds_and_estimates() -> None:
     plain = store_need(rl_config())
     assert plain.episodes == 12 * 8 + 128
 
-    ahead = store_need(rl_config("algorithm.max_staleness=1"))
-    assert ahead.episodes == plain.episodes + 12 * 8
-    assert "algorithm.max_staleness" in ahead.keys
+    asynchronous = store_need(rl_config("algorithm.max_staleness=1"))
+    assert asynchronous.episodes == plain.episodes + 12 * 8
+    assert "algorithm.max_staleness" in asynchronous.keys
     assert store_need(rl_config("algorithm.max_staleness=4")).episodes == plain.episodes + 4 * 96
 
     rounds = store_need(rl_config("algorithm.dynamic_sampling_rounds=3"))
@@ -147,7 +147,7 @@ def test_need_of_an_evaluation_counts_all_samples() -> None:
     assert need.columns == 128 * 32 * 384 * (4 + 1 + 4 + 5)
 
 
-def need_of(step: int) -> StoreNeed:
+def build_need(step: int) -> StoreNeed:
     columns = int(step / store_size.HEAD_ROOM)
     return StoreNeed(
         episodes=1,
@@ -155,7 +155,7 @@ def need_of(step: int) -> StoreNeed:
         columns=columns,
         routes=0,
         weights=0,
-        keys=["rollout.max_tokens"],
+        keys=["rollout.max_episode_tokens"],
     )
 
 
@@ -165,9 +165,9 @@ def need_of(step: int) -> StoreNeed:
         (
             1 << 30,
             8 << 30,
-            "but /dev/shm has only 1.1 GB free. Lower rollout.max_tokens, or enlarge /dev/shm",
+            "but /dev/shm has only 1.1 GB free. Lower rollout.max_episode_tokens, or enlarge /dev/shm",
         ),
-        (8 << 30, 1 << 30, "but only 1.1 GB of memory are free. Lower rollout.max_tokens"),
+        (8 << 30, 1 << 30, "but only 1.1 GB of memory are free. Lower rollout.max_episode_tokens"),
     ],
 )
 def test_step_that_does_not_fit_is_rejected_in_one_line(
@@ -175,9 +175,9 @@ def test_step_that_does_not_fit_is_rejected_in_one_line(
 ) -> None:
     monkeypatch.setattr(store_size, "shared_memory_bytes", lambda: shared)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: memory)
-    check_local_store(need_of(1 << 30))
+    check_local_store(build_need(1 << 30))
     with pytest.raises(StartError) as refused:
-        check_local_store(need_of(2 << 30))
+        check_local_store(build_need(2 << 30))
     assert message in str(refused.value)
     assert str(refused.value).startswith("a step needs 2.1 GB of Ray's object store for 1 episodes")
     assert "\n" not in str(refused.value)
@@ -213,7 +213,7 @@ from rl_loop.trainer.step_plan import plan_step
 
 config = load_config(Path("configs/rl/tiny_retool.yaml"), RlConfig, ["initial_weights=null", *{STEP!r}])
 need = store_need(config)
-tokens = config.rollout.max_tokens
+tokens = config.rollout.max_episode_tokens
 model = config.model
 routes_shape = (tokens - 1, model.num_layers, model.experts_per_token)
 

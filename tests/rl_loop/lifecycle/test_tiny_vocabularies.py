@@ -11,7 +11,7 @@ from rl_loop.config.errors import StartError
 from rl_loop.config.load import dump_config, load_rl_config, load_run_config
 from rl_loop.config.run import RlConfig
 from rl_loop.lifecycle.start_checks import check_tiny_vocabulary
-from rl_loop.tasks.codec import codec_of
+from rl_loop.tasks.codec import build_codec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 OTHER_TASKS = "tasks.sources={words: {environment: gsm8k}}"
@@ -47,7 +47,7 @@ def test_other_options_of_the_same_words_are_accepted(tmp_path: Path) -> None:
 def test_export_has_the_vocabulary_of_its_run(tmp_path: Path) -> None:
     export = tmp_path / "export"
     export.mkdir()
-    codec_of(rl_from(tmp_path)).vocabulary.save(export)
+    build_codec(rl_from(tmp_path)).vocabulary.save(export)
     check_tiny_vocabulary(rl_from(export))
     with pytest.raises(StartError, match="export has another tiny vocabulary"):
         check_tiny_vocabulary(rl_from(export, OTHER_TASKS))

@@ -19,7 +19,7 @@ import pytest
 from rl_loop import forked_pool
 from rl_loop.rewards import CheckerError, math_answer
 from rl_loop.rewards.comparison_pool import ComparisonPool
-from tests.support.processes import children_of
+from tests.support.processes import list_children
 from tests.support.waiting import wait_until
 
 # Each expression computes for minutes inside C or sympy.
@@ -39,7 +39,7 @@ def pool() -> Iterator[ComparisonPool]:
 def own_processes(pool: ComparisonPool) -> list[psutil.Process]:
     assert pool.processes._server is not None
     server = psutil.Process(pool.processes._server.pid)
-    return [server, *children_of(server)]
+    return [server, *list_children(server)]
 
 
 def computing(pool: ComparisonPool) -> list[psutil.Process]:

@@ -28,7 +28,7 @@ def judged(answer: str, truth: str) -> bool:
     return is_correct(rf"So it is \boxed{{{answer}}}.", truth)
 
 
-def mistakes_of(case: Composed) -> list[tuple[str, str, str]]:
+def find_mistakes(case: Composed) -> list[tuple[str, str, str]]:
     """Return the pairs that are judged wrongly in either direction."""
     found = []
     if case.is_readable and not judged(case.answer, case.same):
@@ -42,7 +42,7 @@ def mistakes_of(case: Composed) -> list[tuple[str, str, str]]:
 
 
 def check(count: int, seed: int) -> None:
-    found = [mistake for case in composed(count, seed) for mistake in mistakes_of(case)]
+    found = [mistake for case in composed(count, seed) for mistake in find_mistakes(case)]
     kinds = Counter(kind for kind, _, _ in found)
     assert found == [], (kinds, found[:20])
 

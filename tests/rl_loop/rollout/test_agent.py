@@ -24,7 +24,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine, log_prob_at
 from tests.support.waiting import PATIENCE_SECONDS
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
-ROOM = EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=60)
+ROOM = EpisodeLimits(max_turns=8, max_episode_tokens=2000, max_episode_seconds=60)
 REWARD = RewardConfig(correct=1.0, wrong=-1.0, format_error=-0.5)
 
 
@@ -154,10 +154,10 @@ def test_episode_equals_the_engines_tokens_however_it_ends(
     max_new_tokens: int,
 ) -> None:
     engine = ScriptedEngine([call(tiny) for _ in outputs] + [answer(tiny)], aborts)
-    limits = EpisodeLimits(max_turns=max_turns, max_tokens=len(prompt_ids(tiny)) + room)
+    limits = EpisodeLimits(max_turns=max_turns, max_episode_tokens=len(prompt_ids(tiny)) + room)
     trajectory = episode(tiny, engine, outputs, limits, max_new_tokens)
     check_against_engine(trajectory, engine, tiny)
-    assert len(trajectory) <= limits.max_tokens
+    assert len(trajectory) <= limits.max_episode_tokens
     assert trajectory.assistant_turns <= max_turns
     lengths = [turn.end - turn.start for turn in trajectory.turns if turn.role == "assistant"]
     assert max(lengths) <= max_new_tokens
@@ -187,10 +187,10 @@ def test_turn_limit_of_tokens_ends_the_episode(harmony: Harmony) -> None:
 def test_too_long_tool_result_is_left_out_of_the_episode(harmony: Harmony) -> None:
     engine = ScriptedEngine([call(harmony), answer(harmony)])
     prompt = prompt_ids(harmony)
-    limits = EpisodeLimits(max_turns=8, max_tokens=len(prompt) + len(call(harmony)) + 10)
+    limits = EpisodeLimits(max_turns=8, max_episode_tokens=len(prompt) + len(call(harmony)) + 10)
     trajectory = episode(harmony, engine, ["1 " * 100], limits)
     assert trajectory.token_ids.tolist() == prompt + call(harmony)
-    assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_TOKENS, 1)
+    assert (trajectory.finish_reason, trajectory.tool_calls) == (FinishReason.MAX_EPISODE_TOKENS, 1)
     check_against_engine(trajectory, engine, harmony)
 
 
@@ -200,7 +200,7 @@ def test_episode_ends_after_max_turns(harmony: Harmony) -> None:
         harmony,
         engine,
         ["1", "2", "3"],
-        EpisodeLimits(max_turns=2, max_tokens=2000, max_episode_seconds=60),
+        EpisodeLimits(max_turns=2, max_episode_tokens=2000, max_episode_seconds=60),
     )
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.MAX_TURNS, -1.0)
     assert trajectory.assistant_turns == 2
@@ -211,22 +211,24 @@ def test_episode_ends_after_max_turns(harmony: Harmony) -> None:
     ("limits", "reason"),
     [
         (
-            EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=60, max_tool_calls=2),
+            EpisodeLimits(
+                max_turns=8, max_episode_tokens=2000, max_episode_seconds=60, max_tool_calls=2
+            ),
             FinishReason.MAX_TOOL_CALLS,
         ),
         (
             EpisodeLimits(
-                max_turns=8, max_tokens=2000, max_episode_seconds=60, max_sampled_tokens=30
+                max_turns=8, max_episode_tokens=2000, max_episode_seconds=60, max_sampled_tokens=30
             ),
             FinishReason.MAX_SAMPLED_TOKENS,
         ),
         (
-            EpisodeLimits(max_turns=2, max_tokens=2000, max_episode_seconds=60),
+            EpisodeLimits(max_turns=2, max_episode_tokens=2000, max_episode_seconds=60),
             FinishReason.MAX_TURNS,
         ),
         (
-            EpisodeLimits(max_turns=8, max_tokens=120, max_episode_seconds=60),
-            FinishReason.MAX_TOKENS,
+            EpisodeLimits(max_turns=8, max_episode_tokens=120, max_episode_seconds=60),
+            FinishReason.MAX_EPISODE_TOKENS,
         ),
     ],
 )
@@ -243,7 +245,7 @@ def test_limit_sets_finish_reason_and_masks_if_configured(
     )
     assert trajectory.finish_reason is reason
     assert (trajectory.truncated, trajectory.excluded, trajectory.reward) == (True, mask, -1.0)
-    assert len(trajectory) <= limits.max_tokens
+    assert len(trajectory) <= limits.max_episode_tokens
     assert trajectory.sampled_tokens <= (limits.max_sampled_tokens or 10**9)
     finished = episode(
         tiny,
@@ -257,7 +259,9 @@ def test_episode_times_out_while_sampling(tiny: Harmony) -> None:
     engine = ScriptedEngine([answer(tiny)[:7]], hang=True)
     began = time.monotonic()
     trajectory = episode(
-        tiny, engine, limits=EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=0.2)
+        tiny,
+        engine,
+        limits=EpisodeLimits(max_turns=8, max_episode_tokens=2000, max_episode_seconds=0.2),
     )
     assert 0.1 < time.monotonic() - began < PATIENCE_SECONDS
     assert (trajectory.finish_reason, trajectory.sampled_tokens) == (FinishReason.TIMEOUT, 7)
@@ -272,7 +276,7 @@ def test_episode_times_out_before_the_first_token_of_a_turn(tiny: Harmony) -> No
         return Output("391\n")
 
     environment = ReToolEnvironment(TASK, slow, REWARD)
-    limits = EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=0.2)
+    limits = EpisodeLimits(max_turns=8, max_episode_tokens=2000, max_episode_seconds=0.2)
     run = run_episode(
         "t", environment, engine, tiny, limits, SamplingParams(500), seed=5, routed_experts=True
     )
@@ -295,7 +299,7 @@ def test_finished_episode_sends_no_abort_at_its_deadline(tiny: Harmony) -> None:
             environment,
             engine,
             tiny,
-            EpisodeLimits(max_turns=8, max_tokens=2000, max_episode_seconds=1.0),
+            EpisodeLimits(max_turns=8, max_episode_tokens=2000, max_episode_seconds=1.0),
             SamplingParams(500),
             seed=5,
         )
@@ -402,9 +406,11 @@ def test_engine_without_routes_makes_the_episode_invalid(tiny: Harmony) -> None:
 
 
 def test_too_long_prompt_names_the_task_and_the_setting(tiny: Harmony) -> None:
-    with pytest.raises(ValueError, match=r"task t has \d+ tokens; rollout\.max_tokens is 10"):
+    with pytest.raises(
+        ValueError, match=r"task t has \d+ tokens; rollout\.max_episode_tokens is 10"
+    ):
         episode(
             tiny,
             ScriptedEngine([]),
-            limits=EpisodeLimits(max_turns=8, max_tokens=10, max_episode_seconds=60),
+            limits=EpisodeLimits(max_turns=8, max_episode_tokens=10, max_episode_seconds=60),
         )

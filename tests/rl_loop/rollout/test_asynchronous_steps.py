@@ -284,8 +284,8 @@ def test_slow_episode_delays_only_its_own_step(tmp_path: Path) -> None:
 
         def noted(step: int, record: Any) -> Any:
             batch = collect(step, record)
-            assert batch.ahead is not None
-            ended.append(batch.ahead.ended)
+            assert batch.async_groups is not None
+            ended.append(batch.async_groups.ended)
             return batch
 
         loop.collect_episodes = noted  # type: ignore[method-assign]
@@ -300,7 +300,7 @@ def test_metrics_report_staleness_of_rollouts(runs: dict[int, Recorded]) -> None
         assert not {name for name in step if name.startswith(("fresh/", "stale/"))}
 
     steps = runs[2].metrics
-    assert [step["rollout/groups_ahead"] for step in steps] == [6, 6, 6, 3, 0]
+    assert [step["rollout/async_groups"] for step in steps] == [6, 6, 6, 3, 0]
     assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 2, 2, 2]
     for step in steps:
         assert 0 <= step["rollout/staleness_mean"] <= step["rollout/staleness_max"]

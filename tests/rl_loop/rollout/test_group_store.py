@@ -72,8 +72,8 @@ def same(a: object, b: object) -> bool:
 
 
 def test_loaded_groups_equal_the_saved_ones_in_every_field(tmp_path: Path) -> None:
-    GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a").save(4, GROUPS)
-    loaded = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a").load(4)
+    GroupStore(tmp_path / "async", keep_checkpoints=2, sampled_with="a").save(4, GROUPS)
+    loaded = GroupStore(tmp_path / "async", keep_checkpoints=2, sampled_with="a").load(4)
     assert {number: version for number, (version, _) in loaded.items()} == {7: 2, 9: 3}
     for number, (_, group) in GROUPS.items():
         got = loaded[number][1]
@@ -85,10 +85,10 @@ def test_loaded_groups_equal_the_saved_ones_in_every_field(tmp_path: Path) -> No
 
 
 def test_load_finds_the_groups_of_its_step_and_nothing_later(tmp_path: Path) -> None:
-    store = GroupStore(tmp_path / "ahead", keep_checkpoints=1, sampled_with="a")
+    store = GroupStore(tmp_path / "async", keep_checkpoints=1, sampled_with="a")
     for step in (2, 4, 6):
         store.save(step, GROUPS)
-    assert sorted(path.name for path in (tmp_path / "ahead").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "async").iterdir()) == [
         "step_000004.npz",
         "step_000006.npz",
     ]
@@ -104,12 +104,12 @@ def test_load_finds_the_groups_of_its_step_and_nothing_later(tmp_path: Path) -> 
 def test_groups_with_other_settings_or_damage_are_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a")
+    store = GroupStore(tmp_path / "async", keep_checkpoints=2, sampled_with="a")
     store.save(4, GROUPS)
-    assert GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="b").load(4) == {}
+    assert GroupStore(tmp_path / "async", keep_checkpoints=2, sampled_with="b").load(4) == {}
 
     store.save(4, GROUPS)
-    path = tmp_path / "ahead/step_000004.npz"
+    path = tmp_path / "async/step_000004.npz"
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.WARNING):
         assert store.load(4) == {}
@@ -117,10 +117,10 @@ def test_groups_with_other_settings_or_damage_are_dropped(
 
 
 def test_run_without_finished_groups_has_no_directory(tmp_path: Path) -> None:
-    store = GroupStore(tmp_path / "ahead", keep_checkpoints=2, sampled_with="a")
+    store = GroupStore(tmp_path / "async", keep_checkpoints=2, sampled_with="a")
     assert store.load(0) == {}
     store.save(1, {})
-    assert not (tmp_path / "ahead").exists()
+    assert not (tmp_path / "async").exists()
 
 
 BROKEN = {

@@ -56,7 +56,7 @@ from tests.support.rl_loop.scripted_engine import ScriptedEngine
 from tests.support.waiting import PATIENCE_SECONDS
 
 TASK = Task("t", [{"role": "user", "content": "What is 17*23?"}], "391")
-LIMITS = EpisodeLimits(max_turns=6, max_tokens=3000, max_episode_seconds=20)
+LIMITS = EpisodeLimits(max_turns=6, max_episode_tokens=3000, max_episode_seconds=20)
 SHAPE = ModelShape(640)
 
 
@@ -789,28 +789,28 @@ def test_share_of_invalid_episodes_has_a_metric_per_cause() -> None:
 
 
 def test_breaker_ends_a_run_by_share_or_streak() -> None:
-    breaker = CircuitBreaker(max_share=0.2, max_streak=64)
+    breaker = CircuitBreaker(max_fraction=0.2, max_streak=64)
     for number in range(10):
         breaker.observe(
             TrajectoryGroup(
                 "t", [valid(0.0)] * 7, invalid=[failed("tool", "refused")] * (number < 3)
             )
         )
-    breaker.check_share()
+    breaker.check_fraction()
     for _ in range(3):
         breaker.observe(TrajectoryGroup("t", [], invalid=[failed("engine", "NaN")] * 8))
-    message = r"27 of 97 episodes \(rollout.max_invalid_share is 0.2\): engine in 24, such as: NaN; tool in 3"
+    message = r"27 of 97 episodes \(rollout.max_invalid_fraction is 0.2\): engine in 24, such as: NaN; tool in 3"
     with pytest.raises(InfrastructureOutageError, match=message) as outage:
-        breaker.check_share()
+        breaker.check_fraction()
     assert "\n" not in str(outage.value)
 
     # As many as are allowed are.
-    exact = CircuitBreaker(max_share=0.25, max_streak=None)
+    exact = CircuitBreaker(max_fraction=0.25, max_streak=None)
     exact.observe(TrajectoryGroup("t", [valid(0.0)] * 3, invalid=[failed()]))
-    exact.check_share()
+    exact.check_fraction()
 
     # Reasons that are all different have one failing component in common.
-    servers = CircuitBreaker(max_share=0.0, max_streak=None)
+    servers = CircuitBreaker(max_fraction=0.0, max_streak=None)
     lost = [
         replace(failed(), invalid=InvalidReason("tool", f"request {n} is lost", f"server {n // 5}"))
         for n in range(6)
@@ -819,9 +819,9 @@ def test_breaker_ends_a_run_by_share_or_streak() -> None:
     with pytest.raises(
         InfrastructureOutageError, match=r"tool in 6 \(server 0 in 5\), such as: request 0 is lost"
     ):
-        servers.check_share()
+        servers.check_fraction()
 
-    streak = CircuitBreaker(max_share=0.9, max_streak=20)
+    streak = CircuitBreaker(max_fraction=0.9, max_streak=20)
     # One valid episode ends a streak. A new streak may follow.
     streak.observe(TrajectoryGroup("t", [], invalid=[failed()] * 19))
     streak.observe(TrajectoryGroup("t", [valid(0.0)], invalid=[failed()] * 19))
@@ -842,7 +842,7 @@ class AtOnce:
 
 @pytest.mark.parametrize(
     ("lost", "limit"),
-    [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_share is 0.4"), ((3,), None)],
+    [((1, 2), "16 in a row"), ((0, 2), "16 of 32 .*max_invalid_fraction is 0.4"), ((3,), None)],
 )
 def test_run_groups_raises_at_too_many_invalid_episodes(
     lost: tuple[int, ...], limit: str | None, monkeypatch: pytest.MonkeyPatch
@@ -854,7 +854,7 @@ def test_run_groups_raises_at_too_many_invalid_episodes(
         for number in range(4)
     ]
     monkeypatch.setattr(infrastructure, "MAX_STREAK", 16)
-    rollout = RolloutConfig.model_construct(max_invalid_share=0.4)
+    rollout = RolloutConfig.model_construct(max_invalid_fraction=0.4)
     requests = [GroupRequest(None, tuple(range(8)), 1.0)] * 4  # type: ignore[arg-type]
     if limit is None:
         assert run_groups(AtOnce(*groups), requests, rollout) == groups

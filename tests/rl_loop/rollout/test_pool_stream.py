@@ -131,7 +131,7 @@ def test_sync_interrupts_episodes_without_waiting_for_them(
     running: Any,
 ) -> None:
     """Each worker takes one group at a time, and no group ends before the sync."""
-    slow = running("rollout.concurrent_tasks=1", ends_from=1)
+    slow = running("rollout.max_concurrent_tasks=1", ends_from=1)
     slow.sync(0)
     stream = slow.admit_all()
     for index in range(2):
@@ -216,7 +216,7 @@ def test_worker_killed_by_rays_memory_monitor_is_replaced(
 def test_groups_of_two_callers_and_a_closed_stream_do_not_mix(
     running: Any,
 ) -> None:
-    both = running("rollout.concurrent_tasks=1", seconds=0.2)
+    both = running("rollout.max_concurrent_tasks=1", seconds=0.2)
     both.sync(0)
     forgotten = both.admit_all()
     forgotten.close()

@@ -62,7 +62,7 @@ def episode(
 
     environment = ReToolEnvironment(TASK, execute, RewardConfig())
     engine.environment = environment  # type: ignore[attr-defined]
-    limits = EpisodeLimits(max_turns=8, max_tokens=max_tokens, max_episode_seconds=60)
+    limits = EpisodeLimits(max_turns=8, max_episode_tokens=max_tokens, max_episode_seconds=60)
     done = asyncio.run(
         run_episode(
             "t",

@@ -37,7 +37,7 @@ TURN = 2000
 TASKS, EPISODES, WORKERS = 3, 2, 2
 
 
-def routes_of(ids: Sequence[int]) -> np.ndarray:
+def build_routes(ids: Sequence[int]) -> np.ndarray:
     """Return valid routes that differ for every token and every layer."""
     first = np.asarray(ids)[:-1, None, None] + 7 * np.arange(len(ids) - 1)[:, None, None]
     chosen = first + np.arange(LAYERS)[:, None] + np.arange(TOP_K)
@@ -50,7 +50,7 @@ class RoutedEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         seed = request.sampling.seed or 0
         ids = np.random.default_rng(seed).integers(20, 90, TURN).tolist()
-        routes = routes_of(request.input_ids + ids) if request.return_routed_experts else None
+        routes = build_routes(request.input_ids + ids) if request.return_routed_experts else None
         return GenerateResult(
             output_ids=ids,
             output_log_probs=[-1.0] * TURN,
@@ -90,7 +90,7 @@ def settings(tmp_path: Path, *overrides: str) -> RlConfig:
         f"model.num_experts={EXPERTS}",
         f"model.experts_per_token={TOP_K}",
         f"rollout.max_sampled_tokens_per_turn={TURN}",
-        "rollout.max_tokens=4096",
+        "rollout.max_episode_tokens=4096",
         "rollout.routed_experts=true",
         f"rollout.workers={WORKERS}",
         f"rollout.tasks_per_step={TASKS}",
@@ -160,7 +160,7 @@ def test_routes_are_stored_once_and_freed_with_their_groups(
     assert len(pickle.dumps([t.token_ids for t in batch.episodes])) < 0.1 * weight
 
     for row, episode in zip(load_routes(rows), batch.episodes, strict=True):
-        assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
+        assert np.array_equal(row, build_routes(episode.token_ids.tolist()))
         assert (row.shape, row.dtype) == (
             episode.routed_experts.shape,  # type: ignore[union-attr]
             episode.routed_experts.dtype,  # type: ignore[union-attr]
@@ -182,27 +182,27 @@ def test_routes_outlive_the_worker_that_recorded_them(pool: RolloutPool, config:
         pool._call(index, "__ray_call__", lambda worker: os.getpid())
     assert len(pool._deaths) == WORKERS
     for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
-        assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
+        assert np.array_equal(row, build_routes(episode.token_ids.tolist()))
 
 
 def test_routes_of_off_policy_episodes_wait_for_their_step(
     pool: RolloutPool, tmp_path: Path
 ) -> None:
     empty = stored_bytes()
-    ahead = collector(pool, settings(tmp_path, "algorithm.max_staleness=1"))
-    ahead.begin(0)
-    ahead.collect(0)
+    asynchronous = collector(pool, settings(tmp_path, "algorithm.max_staleness=1"))
+    asynchronous.begin(0)
+    asynchronous.collect(0)
     gc.collect()
-    batch = ahead.collect(1)
+    batch = asynchronous.collect(1)
     weight = sum(row.nbytes for row in stored_routes(batch))
     wait_until(lambda: weight <= stored_bytes() - empty < 1.2 * weight)
     for row, episode in zip(load_routes(stored_routes(batch)), batch.episodes, strict=True):
-        assert np.array_equal(row, routes_of(episode.token_ids.tolist()))
+        assert np.array_equal(row, build_routes(episode.token_ids.tolist()))
 
     del batch, row, episode
     gc.collect()
     wait_until(lambda: stored_bytes() - empty < 0.1 * weight)
-    ahead.close()
+    asynchronous.close()
 
 
 def test_held_out_episodes_have_no_routes_by_default(pool: RolloutPool, config: RlConfig) -> None:

@@ -17,13 +17,13 @@ from rl_loop.engines.protocol import SamplingParams
 from rl_loop.environments import RewardConfig, Task
 from rl_loop.environments.base import Environment, StepResult, ToolError, final
 from rl_loop.environments.retool import ReToolEnvironment
-from rl_loop.harmony.bounded_encoding import MAX_PIECE_CHARACTERS, encode_bounded, parts_of
+from rl_loop.harmony.bounded_encoding import MAX_PIECE_CHARACTERS, encode_bounded, split_text
 from rl_loop.harmony.codec import Harmony, ParsedMessage, ToolOutput
 from rl_loop.harmony.vocabulary import harmony_encoding
 from rl_loop.rollout.agent import run_episode
 from rl_loop.rollout.observation import fair_share, truncate_observation, truncate_text
 from rl_loop.rollout.purification import purifying
-from rl_loop.tasks.prompt_limit import EpisodePrompt, PromptLimit, UnusablePromptError
+from rl_loop.tasks.episode_prompts import EpisodePrompt, EpisodePromptRenderer, UnusablePromptError
 from tests.support.processor_speed import slowness
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
 
@@ -56,7 +56,7 @@ class OneMessageUser(Environment):
         return StepResult(user=self.task.ground_truth)
 
 
-async def lag_of(run: Any) -> tuple[Any, float]:
+async def measure_lag(run: Any) -> tuple[Any, float]:
     """Return the result of ``run`` and the longest block of the event loop.
 
     The block is in seconds. Time in which the machine did not run this process does not count.
@@ -77,7 +77,7 @@ def least_lag(make: Any, attempts: int = 4) -> tuple[Any, float]:
     """
     least = 1e9
     for _ in range(attempts):
-        result, lag = asyncio.run(lag_of(make()))
+        result, lag = asyncio.run(measure_lag(make()))
         least = min(least, lag / slowness())
         if least < 0.05:
             break
@@ -93,7 +93,7 @@ def test_megabyte_of_text_blocks_the_event_loop_below_50_ms(
     text = RUNS[run] * (MEGABYTE // len(RUNS[run]))
     call = harmony.render_assistant([ParsedMessage("analysis", "python", "code", "x")], "<|call|>")
     answer = harmony.render_assistant([final("x")], "<|return|>")
-    limits = EpisodeLimits(max_turns=2, max_tokens=200_000, max_episode_seconds=100)
+    limits = EpisodeLimits(max_turns=2, max_episode_tokens=200_000, max_episode_seconds=100)
 
     async def execute(code: str) -> Any:
         return Answer(text)
@@ -141,7 +141,7 @@ def test_megabyte_of_error_in_a_retry_blocks_below_50_ms(full: Harmony, run: str
             call("y = 2\n" * 2000),
             full.render_assistant([final("x")], "<|return|>"),
         ]
-        limits = EpisodeLimits(max_turns=2, max_tokens=400_000, max_episode_seconds=100)
+        limits = EpisodeLimits(max_turns=2, max_episode_tokens=400_000, max_episode_seconds=100)
         return await run_episode(
             "t",
             environment,
@@ -192,7 +192,7 @@ PIECES = st.sampled_from(
 @example("don't" * 12)
 @example("a  b\n\n  c" * 6)
 def test_text_is_split_only_between_words_of_bpe(text: str) -> None:
-    parts = list(parts_of(text, longest=16, window=24))
+    parts = list(split_text(text, longest=16, window=24))
     assert "".join(parts) == text
     if max((len(word) for word in _words(text)), default=0) <= 12:
         assert [token for part in parts for token in reference(part)] == reference(text)
@@ -264,7 +264,7 @@ def test_lone_surrogate_becomes_a_replacement_character(harmony: Harmony, text: 
     environment = ReToolEnvironment(
         Task("t", [{"role": "user", "content": "Go."}], "1"), execute, RewardConfig()
     )
-    limits = EpisodeLimits(max_turns=2, max_tokens=20_000)
+    limits = EpisodeLimits(max_turns=2, max_episode_tokens=20_000)
     run = run_episode(
         "t",
         environment,
@@ -289,7 +289,7 @@ def test_lone_surrogate_becomes_a_replacement_character(harmony: Harmony, text: 
 def test_unusable_prompt_names_its_task_quickly(harmony: Harmony, content: Any) -> None:
     began = time.process_time()
     with pytest.raises(UnusablePromptError, match="the prompt of task t7 "):
-        PromptLimit(harmony, 1000).render(
+        EpisodePromptRenderer(harmony, 1000).render(
             "t7", EpisodePrompt([{"role": "user", "content": content}])
         )
     assert time.process_time() - began < 5 * slowness()
@@ -300,7 +300,7 @@ def test_unusable_prompt_names_its_task_quickly(harmony: Harmony, content: Any) 
 def test_prompt_that_surely_fits_is_within_the_limit(
     tiny: Harmony, text: str, max_tokens: int
 ) -> None:
-    limit = PromptLimit(tiny, max_tokens)
+    renderer = EpisodePromptRenderer(tiny, max_tokens)
     prompt = EpisodePrompt([{"role": "user", "content": text}])
-    if limit.fits_without_tokenizing(prompt):
-        assert len(limit.render("t", prompt)) < max_tokens
+    if renderer.fits_without_tokenizing(prompt):
+        assert len(renderer.render("t", prompt)) < max_tokens

@@ -37,7 +37,7 @@ CONFIG = Path(__file__).parents[3] / "configs/rl/tiny_retool.yaml"
 SETTINGS = (
     "sandbox.servers=4", "sandbox.timeout_seconds=1",
     "sandbox.address_space_gb=0.27", "sandbox.total_memory_gb=0.27",
-    "model.max_length=60000", "training.max_tokens_per_micro_batch=60000", "rollout.max_tokens=60000",
+    "model.max_length=60000", "training.max_tokens_per_micro_batch=60000", "rollout.max_episode_tokens=60000",
     "rollout.max_sampled_tokens_per_turn=50000", "rollout.max_episode_seconds=300",
     "rollout.temperature=1",
 )  # fmt: skip

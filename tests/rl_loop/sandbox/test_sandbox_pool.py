@@ -34,7 +34,7 @@ def one_worker(make_sandbox: Callable):
     return sandbox
 
 
-def server_of(sandbox) -> int:
+def find_fork_server(sandbox) -> int:
     """Return the process id of the fork-server.
 
     After the processes of the last call have ended, it is the only process without children.
@@ -83,28 +83,28 @@ def test_server_is_replaced_after_its_maximum_of_calls(make_sandbox: Callable) -
     for _ in range(7):
         assert sandbox.run(HONEST).output == "499500\n"
         wait_for(lambda: len(sandbox.processes()) == 3)
-        servers.append(server_of(sandbox))
+        servers.append(find_fork_server(sandbox))
     assert servers[0] == servers[1] != servers[3] == servers[4] != servers[6]
 
 
 def test_server_is_replaced_after_a_killed_call(one_worker) -> None:
-    before = server_of(one_worker)
+    before = find_fork_server(one_worker)
     assert one_worker.run("raise ValueError").exit_code == 1
-    assert server_of(one_worker) == before
+    assert find_fork_server(one_worker) == before
     assert one_worker.run("import ctypes; ctypes.string_at(0)").exit_code == -11
     assert one_worker.run(HONEST).output == "499500\n"
-    assert server_of(one_worker) != before
+    assert find_fork_server(one_worker) != before
 
 
 def test_server_killed_between_calls_fails_no_call(one_worker) -> None:
     for _ in range(3):
-        os.kill(server_of(one_worker), signal.SIGKILL)
+        os.kill(find_fork_server(one_worker), signal.SIGKILL)
         result = one_worker.run(HONEST)
         assert (result.output, result.error) == ("499500\n", None)
 
 
 def test_server_killed_during_a_call_is_a_sandbox_failure(one_worker, tmp_path: Path) -> None:
-    server = server_of(one_worker)
+    server = find_fork_server(one_worker)
     failures: list[SandboxError] = []
 
     def call() -> None:
@@ -134,7 +134,7 @@ def short_grace() -> Iterator[None]:
 def test_hung_server_is_replaced(make_sandbox: Callable, short_grace: None) -> None:
     sandbox = make_sandbox(timeout_seconds=0.5)
     assert sandbox.run(HONEST).output == "499500\n"
-    os.kill(server_of(sandbox), signal.SIGSTOP)
+    os.kill(find_fork_server(sandbox), signal.SIGSTOP)
     # The server hung before the program began, so the call is repeated on the new server.
     assert sandbox.run(HONEST).output == "499500\n"
     assert sandbox.processes_left() == 0
@@ -331,7 +331,7 @@ def test_server_that_cannot_start_is_a_sandbox_failure(
         raise SandboxUnavailableError("no room")
 
     monkeypatch.setattr("rl_loop.sandbox.python_sandbox.ServerProcess", fail)
-    os.kill(server_of(one_worker), signal.SIGKILL)
+    os.kill(find_fork_server(one_worker), signal.SIGKILL)
     with pytest.raises(SandboxError, match="no room"):
         one_worker.run(HONEST)
     monkeypatch.undo()

@@ -26,7 +26,7 @@ SPINNERS = textwrap.dedent("""
 HONEST = "import time\nwhile time.process_time() < 0.3:\n    pass\nprint('done')"
 
 
-def seconds_of(sandbox: SandboxUnderTest) -> float:
+def measure_seconds(sandbox: SandboxUnderTest) -> float:
     result = sandbox.run(HONEST)
     assert result.output == "done\n", result
     return result.seconds
@@ -49,10 +49,10 @@ def slowdown_by_spinners(neighbor: SandboxUnderTest) -> float:
         neighbor.sandbox.limits,
     )
     try:
-        alone = statistics.median(seconds_of(neighbor) for _ in range(3))
+        alone = statistics.median(measure_seconds(neighbor) for _ in range(3))
         call = spinning.start(SPINNERS)
         time.sleep(1)  # two looks at which they are seen to be busy
-        beside = statistics.median(seconds_of(neighbor) for _ in range(3))
+        beside = statistics.median(measure_seconds(neighbor) for _ in range(3))
         assert not call.done()
     finally:
         spinning.close()

@@ -18,8 +18,8 @@ from rl_loop.environments import arithmetic
 from rl_loop.harmony.codec import Harmony
 from rl_loop.harmony.vocabulary import SPECIAL_TOKENS, HarmonyTokenizer, TinyVocabulary
 from rl_loop.lifecycle.start_checks import check_chat_format
-from rl_loop.session import training_of
-from rl_loop.tasks.codec import codec_of, tokenizer_directory, with_tokenizer_of
+from rl_loop.session import collect_model_card_facts
+from rl_loop.tasks.codec import build_codec, tokenizer_directory, with_tokenizer_from
 from tests.support.rl_loop.chatml_vocabularies import without_call_tokens
 from tests.support.rl_loop.environments import reversing
 
@@ -29,14 +29,14 @@ SIZE = 1200
 QUESTION = [{"role": "user", "content": "Compute 12*34. Ends with <|end|> or <|im_end|>?"}]
 
 
-def config_of(name: str, tokenizer: Path) -> RlConfig:
+def load_recipe(name: str, tokenizer: Path) -> RlConfig:
     settings = [f"model.vocab_size={SIZE}", "vocabulary=tokenizer", f"tokenizer={tokenizer}"]
     return load_rl_config(CONFIGS / f"{name}.yaml", settings)
 
 
 def codec(config: RlConfig) -> ChatCodec:
     check_chat_format(config)
-    return codec_of(config)
+    return build_codec(config)
 
 
 @pytest.fixture
@@ -52,21 +52,21 @@ def harmony(tmp_path: Path) -> Path:
 
 
 def test_gpt_oss_speaks_chatml_with_a_chatml_tokenizer(chatml: Path) -> None:
-    config = config_of("tiny_retool", chatml)
+    config = load_recipe("tiny_retool", chatml)
     spoken = codec(config)
     assert isinstance(spoken, ChatMl)
     assert spoken.decode(spoken.render_prompt(QUESTION)).startswith("<|im_start|>system")
-    assert spoken.render_prompt(QUESTION) == codec(config_of("tiny_dense", chatml)).render_prompt(
+    assert spoken.render_prompt(QUESTION) == codec(load_recipe("tiny_dense", chatml)).render_prompt(
         QUESTION
     )
-    assert training_of(config).chat_format == "chatml"
+    assert collect_model_card_facts(config).chat_format == "chatml"
 
 
 def test_harmony_tokenizer_equals_the_tiny_vocabulary(harmony: Path) -> None:
-    spoken = codec(config_of("tiny_retool", harmony))
+    spoken = codec(load_recipe("tiny_retool", harmony))
     assert isinstance(spoken, Harmony) and isinstance(spoken.vocabulary, HarmonyTokenizer)
     tiny = TinyVocabulary(SIZE, WORDS)
-    expected = Harmony(tiny, config_of("tiny_retool", harmony).prompt)
+    expected = Harmony(tiny, load_recipe("tiny_retool", harmony).prompt)
     prompt = spoken.render_prompt(QUESTION)
     assert prompt == expected.render_prompt(QUESTION)
     assert spoken.stop_token_ids == expected.stop_token_ids
@@ -77,7 +77,7 @@ def test_harmony_tokenizer_equals_the_tiny_vocabulary(harmony: Path) -> None:
 
 
 def test_harmony_tokenizer_parses_sampled_turns(harmony: Path) -> None:
-    spoken = codec(config_of("tiny_retool", harmony))
+    spoken = codec(load_recipe("tiny_retool", harmony))
     assert isinstance(spoken, Harmony) and isinstance(spoken.vocabulary, HarmonyTokenizer)
     ids = spoken.vocabulary.markup
     text = spoken.vocabulary.encode_text
@@ -92,10 +92,10 @@ def test_harmony_tokenizer_parses_sampled_turns(harmony: Path) -> None:
 
 
 def test_dense_model_speaks_harmony_with_harmonys_tokens(harmony: Path) -> None:
-    config = config_of("tiny_dense", harmony)
+    config = load_recipe("tiny_dense", harmony)
     assert isinstance(codec(config), Harmony)
     # The parsers of other servers know only the ids of the released models.
-    assert not training_of(config).has_released_vocabulary
+    assert not collect_model_card_facts(config).has_released_vocabulary
 
 
 def test_family_decides_if_a_tokenizer_has_both_formats(harmony: Path) -> None:
@@ -105,8 +105,8 @@ def test_family_decides_if_a_tokenizer_has_both_formats(harmony: Path) -> None:
     for added in description["added_tokens"]:
         added["content"] = names.get(added["content"], added["content"])
     path.write_text(json.dumps(description))
-    assert isinstance(codec(config_of("tiny_retool", harmony)), Harmony)
-    assert isinstance(codec(config_of("tiny_dense", harmony)), ChatMl)
+    assert isinstance(codec(load_recipe("tiny_retool", harmony)), Harmony)
+    assert isinstance(codec(load_recipe("tiny_dense", harmony)), ChatMl)
 
 
 def test_missing_tokens_of_the_familys_format_are_named(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_missing_tokens_of_the_familys_format_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     for name, token in (("tiny_retool", SPECIAL_TOKENS[0]), ("tiny_dense", "<|im_start|>")):
         with pytest.raises(TokenizerError) as refusal:
-            codec(config_of(name, tmp_path))
+            codec(load_recipe(name, tmp_path))
         assert f"has no token {token}" in str(refusal.value)
         assert "with the tokens of ChatML or Harmony" in str(refusal.value)
 
     (tmp_path / "tokenizer.json").write_text("[1]")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        check_chat_format(config_of("tiny_retool", tmp_path))
+        check_chat_format(load_recipe("tiny_retool", tmp_path))
 
 
 # ---- tokenizers of runs
@@ -162,11 +162,11 @@ def test_other_weights_bring_their_tokenizer(tmp_path: Path) -> None:
     config = load_rl_config(
         CONFIGS / "tiny_dense.yaml", ["vocabulary=tokenizer", f"initial_weights={base}"]
     )
-    assert with_tokenizer_of(config, None).tokenizer_source == base
-    assert with_tokenizer_of(config, other).tokenizer_source == other
-    assert with_tokenizer_of(config, tmp_path).tokenizer_source == base, "it has no tokenizer"
+    assert with_tokenizer_from(config, None).tokenizer_source == base
+    assert with_tokenizer_from(config, other).tokenizer_source == other
+    assert with_tokenizer_from(config, tmp_path).tokenizer_source == base, "it has no tokenizer"
     named = config.model_copy(update={"tokenizer": base})
-    assert with_tokenizer_of(named, other).tokenizer_source == base
+    assert with_tokenizer_from(named, other).tokenizer_source == base
 
 
 def test_tiny_vocabulary_has_the_words_of_task_files(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_tiny_vocabulary_has_the_words_of_task_files(tmp_path: Path) -> None:
     source = f"{{environment: '{reversing.NAME}', train_path: {path}, held_out_path: {path}}}"
     settings = [f"tasks.sources={{words: {source}}}", "vocabulary=tiny"]
 
-    codec = codec_of(load_rl_config(CONFIGS / "tiny_instructions.yaml", settings))
+    codec = build_codec(load_rl_config(CONFIGS / "tiny_instructions.yaml", settings))
 
     # One or two tokens, and not a token per letter.
     for word in ("Reverse", " drawer", "reward"):
@@ -188,7 +188,7 @@ def test_tiny_vocabulary_of_files_is_that_of_generated_tasks() -> None:
 
     def ids(sources: str) -> list[int]:
         settings = [f"tasks.sources={sources}", "vocabulary=tiny"]
-        codec = codec_of(load_rl_config(CONFIGS / "tiny_gsm8k.yaml", settings))
+        codec = build_codec(load_rl_config(CONFIGS / "tiny_gsm8k.yaml", settings))
         return codec.vocabulary.encode_text("A girl has boys and cards. 5 + 8 pens were lost.")
 
     generated = ids("{a: {environment: gsm8k}}")

@@ -46,8 +46,8 @@ from rl_loop.session import SftSession, build_tasks
 from rl_loop.tasks.demonstrations import (
     Demonstration,
     PlayedEpisode,
+    build_demonstrations,
     demonstrate,
-    demonstrations_of,
     render_as_sampled,
     render_by_user_turn,
 )
@@ -56,9 +56,9 @@ from rl_loop.tracking.run_directory import StartMode
 from tests.support.rl_loop import harmony_reference as reference
 from tests.support.rl_loop.prompts import SHORT_PROMPT
 from tests.support.rl_loop.scripted_engine import ScriptedEngine
-from tests.support.rl_loop.tasks.demonstrations import CHECKERS, scripted_episode, task_of
+from tests.support.rl_loop.tasks.demonstrations import CHECKERS, generate_task, scripted_episode
 
-MIXED = DemonstrationConfig(correct_share=0.5)
+MIXED = DemonstrationConfig(correct_fraction=0.5)
 
 
 def sampled_turns(demo: Demonstration) -> list[list[int]]:
@@ -81,7 +81,7 @@ async def replay(harmony: Harmony, tasks: list[Task]) -> list[tuple[Demonstratio
             demo = await asyncio.to_thread(demonstrate, task, harmony, MIXED, str(index))
             environment = make_environment(task, sandbox.run, RewardConfig())
             engine = ScriptedEngine(sampled_turns(demo))
-            limits = EpisodeLimits(max_turns=20, max_tokens=9000, max_episode_seconds=60)
+            limits = EpisodeLimits(max_turns=20, max_episode_tokens=9000, max_episode_seconds=60)
             run = run_episode(
                 "t", environment, engine, harmony, limits, SamplingParams(4000), seed=0
             )
@@ -167,7 +167,7 @@ def test_prompts_and_demonstrations_equal_openai_harmonys(
     harmony = Harmony(GptOssVocabulary(), prompt)
     for seed in range(6):
         episode = scripted_episode(
-            replace(task_of(environment, seed, **options), environment=environment), seed
+            replace(generate_task(environment, seed, **options), environment=environment), seed
         )
         opening, *turns = in_openai_harmony(episode, prompt)
         rendered = harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools)
@@ -201,7 +201,7 @@ def test_demonstrations_are_equal_in_the_small_vocabulary(
     full = Harmony(GptOssVocabulary(), SHORT_PROMPT)
     for seed in range(6):
         episode = scripted_episode(
-            replace(task_of(environment, seed, **options), environment=environment), seed
+            replace(generate_task(environment, seed, **options), environment=environment), seed
         )
         small, large = render_as_sampled(episode, tiny), render_as_sampled(episode, full)
         assert small.token_ids == tiny.vocabulary.from_harmony(large.token_ids)
@@ -212,7 +212,9 @@ def test_only_function_calls_have_the_constrain_token(
     full: Harmony,
 ) -> None:
     for environment, calls, constrained in (("incident", 6, 6), ("retool", 1, 0)):
-        episode = scripted_episode(replace(task_of(environment, 0), environment=environment), 0)
+        episode = scripted_episode(
+            replace(generate_task(environment, 0), environment=environment), 0
+        )
         shown = render_as_sampled(episode, full).token_ids
         assert shown.count(reference.CALL) == calls
         assert shown.count(reference.CONSTRAIN) == constrained
@@ -233,7 +235,7 @@ def test_system_message_describes_python_only_where_callable(
 ) -> None:
     harmony = Harmony(GptOssVocabulary(), PromptConfig(), python_seconds=3)
     episode = scripted_episode(
-        replace(task_of(environment, 0, **options), environment=environment), 0
+        replace(generate_task(environment, 0, **options), environment=environment), 0
     )
     text = harmony.decode(
         harmony.render_prompt(episode.prompt, episode.tools, episode.builtin_tools)
@@ -310,7 +312,9 @@ def test_later_turn_has_history_appended_or_in_the_format(
     def shown(history: Literal["append", "harmony"]) -> list[tuple[str, str]]:
         """Return the text of all tokens and of the sampled tokens, for every sample."""
         texts: list[tuple[str, str]] = []
-        for sample in demonstrations_of(task, harmony, DemonstrationConfig(history=history), "0"):
+        for sample in build_demonstrations(
+            task, harmony, DemonstrationConfig(history=history), "0"
+        ):
             pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
             texts.append(
                 (harmony.decode(sample.token_ids), harmony.decode([i for i, mask in pairs if mask]))
@@ -355,7 +359,7 @@ def test_demonstration_equals_an_episode_token_for_token(
     harmony: Harmony, environment: str, options: dict[str, object]
 ) -> None:
     right = 0.0
-    tasks = [task_of(environment, i, **options) for i in range(20)]
+    tasks = [generate_task(environment, i, **options) for i in range(20)]
     for demo, episode in asyncio.run(replay(harmony, tasks)):
         assert demo.token_ids == episode.token_ids.tolist()
         assert demo.loss_mask == episode.loss_mask.tolist()
@@ -368,7 +372,7 @@ def test_demonstration_equals_an_episode_token_for_token(
 
 def test_retool_demonstrations_include_mistakes(tiny: Harmony) -> None:
     calls: Counter[int] = Counter()
-    for _, episode in asyncio.run(replay(tiny, [task_of("retool", i) for i in range(40)])):
+    for _, episode in asyncio.run(replay(tiny, [generate_task("retool", i) for i in range(40)])):
         calls[episode.tool_calls] += 1
         assert episode.tool_calls == 0 or episode.reward == 1.0
     assert set(calls) == {0, 1, 2}
@@ -378,7 +382,10 @@ def test_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
     right = 0.0
     for index in range(300):
         result = demonstrate(
-            task_of("gsm8k", index), tiny, DemonstrationConfig(correct_share=0.3), str(index)
+            generate_task("gsm8k", index),
+            tiny,
+            DemonstrationConfig(correct_fraction=0.3),
+            str(index),
         ).result
         assert result is not None
         right += result.reward_parts["correct"]
@@ -386,5 +393,5 @@ def test_share_of_expert_demonstrations_is_as_configured(tiny: Harmony) -> None:
 
 
 def test_demonstration_depends_only_on_its_task_and_seed(tiny: Harmony) -> None:
-    task = task_of("retool", 3)
+    task = generate_task("retool", 3)
     assert demonstrate(task, tiny, MIXED, "7") == demonstrate(task, tiny, MIXED, "7")

@@ -69,7 +69,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tasks_of(recipe: str, harmony: Harmony, train: Path, held_out: Path) -> TaskMixture:
+def open_tasks(recipe: str, harmony: Harmony, train: Path, held_out: Path) -> TaskMixture:
     """Return the tasks of a recipe with folders in place of the hub."""
     (name,) = load_rl_config(Path(recipe)).tasks.sources
     places = [
@@ -77,7 +77,7 @@ def tasks_of(recipe: str, harmony: Harmony, train: Path, held_out: Path) -> Task
         for key, folder in (("train_path", train), ("held_out_path", held_out))
     ]
     config = load_rl_config(Path(recipe), places)
-    return TaskMixture(config.tasks, harmony, config.rollout.max_tokens)
+    return TaskMixture(config.tasks, harmony, config.rollout.max_episode_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", MATH)
 def test_math_recipes_use_a_stateful_interpreter(recipe: str, hub: Path, full: Harmony) -> None:
-    tasks = tasks_of(recipe, full, hub / "dapo", hub / "aime")
+    tasks = open_tasks(recipe, full, hub / "dapo", hub / "aime")
     trained = {task.messages[-1]["content"]: task for task in tasks.train(0, 5)}
     assert set(trained) == {row["prompt"] for row in DAPO_MATH}
     eight = trained["How many subsets has a set of 3 elements?"]
@@ -101,7 +101,7 @@ def test_math_recipes_use_a_stateful_interpreter(recipe: str, hub: Path, full: H
 
 
 def test_gsm8k_recipe_uses_no_tools(hub: Path, full: Harmony) -> None:
-    tasks = tasks_of(RECIPES[-1], full, hub / "gsm8k", hub / "gsm8k_test")
+    tasks = open_tasks(RECIPES[-1], full, hub / "gsm8k", hub / "gsm8k_test")
     assert sorted(task.ground_truth for task in tasks.train(0, 4)) == [
         "1000",
         "1001",
@@ -115,7 +115,7 @@ def test_gsm8k_recipe_uses_no_tools(hub: Path, full: Harmony) -> None:
 def test_unreadable_data_set_is_named(hub: Path, full: Harmony) -> None:
     """``Session._open_data`` reads tasks before Ray, torch and the weights."""
     with pytest.raises(TaskFileError, match=r"hub:.*/nowhere:train: cannot be read"):
-        tasks_of(RECIPES[-1], full, hub / "nowhere", hub / "gsm8k_test")
+        open_tasks(RECIPES[-1], full, hub / "nowhere", hub / "gsm8k_test")
 
 
 def test_hub_name_without_a_split_is_a_config_error() -> None:

@@ -20,7 +20,7 @@ from rl_loop.data.trajectory import Trajectory, TrajectoryGroup, Turn
 from rl_loop.rollout.group_stream import AdmittedGroup
 from rl_loop.session import build_tasks
 from rl_loop.tracking import episode_files
-from rl_loop.tracking.episode_files import keep_steps_up_to, list_files, read_row_groups
+from rl_loop.tracking.episode_files import delete_steps_after, list_files, read_row_groups
 from rl_loop.tracking.episode_reader import EpisodeReader
 from rl_loop.tracking.episode_recorder import EpisodeRecorder
 from rl_loop.tracking.episode_table import SCHEMA, SplitEpisodes, episode_table
@@ -39,14 +39,14 @@ from tests.support.rl_loop.small_config import config
 from tests.support.rl_loop.tracking.full_disk import no_file_beyond
 
 
-def reader_of(directory: Path) -> EpisodeReader:
+def open_reader(directory: Path) -> EpisodeReader:
     reader = EpisodeReader(directory)
     reader.refresh()
     return reader
 
 
 def steps_in(directory: Path) -> list[int]:
-    steps: list[int] = reader_of(directory).figures.column("step").to_pylist()
+    steps: list[int] = open_reader(directory).figures.column("step").to_pylist()
     return steps
 
 
@@ -57,7 +57,7 @@ def test_recorded_episode_is_read_unchanged(tmp_path: Path) -> None:
     groups = groups_of_step(3)
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(3, [train_split(groups)])
-    reader = reader_of(tmp_path)
+    reader = open_reader(tmp_path)
     ids = reader.figures.column("id").to_pylist()
     assert len(ids) == len(set(ids)) == 4
 
@@ -73,7 +73,7 @@ def test_recorded_episode_is_read_unchanged(tmp_path: Path) -> None:
     assert episode["reward_parts"] == original.reward_parts
     assert "".join(episode["texts"]) == "".join(turn.text for turn in original.turns)
     assert set(episode["advantages"]) == {0.0, 1.0}
-    assert (episode["advantage"], episode["logprob_gap"]) == (1.0, 0.25)
+    assert (episode["advantage"], episode["log_prob_gap"]) == (1.0, 0.25)
     assert (episode["oldest_version"], episode["newest_version"]) == (3, 3)
 
 
@@ -122,7 +122,7 @@ def test_episode_without_an_update_has_no_update_values() -> None:
     first = slice(1, int(split.samples.offsets[1]))
     split.trained.log_probs[first] = split.trained.entropy[first] = np.nan
     rows = episode_table(0, [split]).to_pylist()
-    for name in ("trainer_log_probs", "entropy", "logprob_gap"):
+    for name in ("trainer_log_probs", "entropy", "log_prob_gap"):
         assert [row[name] is None for row in rows] == [True, False], name
     assert [row["advantage"] for row in rows] == [1.0, -1.0]
 
@@ -137,7 +137,7 @@ def test_text_with_a_lone_surrogate_is_recorded(tmp_path: Path) -> None:
     )
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(0, [SplitEpisodes("train", [TrajectoryGroup("task", [trajectory])])])
-    episode = reader_of(tmp_path).read(0)
+    episode = open_reader(tmp_path).read(0)
     assert episode is not None and episode["turns"][0]["text"] == "half ?"
 
 
@@ -154,7 +154,7 @@ def test_limited_number_of_episodes_is_spread_over_the_tasks(
 ) -> None:
     with EpisodeRecorder(tmp_path, VOCABULARY, keep) as recorder:
         recorder.record(0, [train_split(groups_of_step(0, tasks=6))])
-    groups = reader_of(tmp_path).figures.column("group").to_pylist()
+    groups = open_reader(tmp_path).figures.column("group").to_pylist()
     assert len(groups) == recorded
     if keep == 3:
         assert groups == [0, 2, 4]
@@ -169,7 +169,7 @@ def test_many_small_files_are_merged_without_losing_episodes(tmp_path: Path) -> 
     assert names[:2] == ["000000-000031.parquet", "000032-000063.parquet"]
     assert len(names) == 2 + 6
     assert steps_in(tmp_path) == [step for step in range(70) for _ in range(4)]
-    ids = reader_of(tmp_path).figures.column("id").to_pylist()
+    ids = open_reader(tmp_path).figures.column("id").to_pylist()
     assert ids == sorted(set(ids))
 
 
@@ -191,7 +191,7 @@ def test_files_left_by_a_killed_merge_are_not_read_twice(tmp_path: Path) -> None
         path.write_bytes(content)
     expected = [step for step in range(32) for _ in range(4)]
     assert steps_in(tmp_path) == expected
-    keep_steps_up_to(tmp_path, 100)
+    delete_steps_after(tmp_path, 100)
     assert [path.name for path in tmp_path.glob("0*")] == ["000000-000031.parquet"]
     assert steps_in(tmp_path) == expected
 
@@ -207,7 +207,7 @@ def test_row_group_has_at_most_the_configured_tokens(
     rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     assert sum(rows) == 14
     assert max(rows) <= 5
-    reader = reader_of(tmp_path)
+    reader = open_reader(tmp_path)
     for episode_id in reader.figures.column("id").to_pylist():
         episode = reader.read(episode_id)
         assert episode is not None and episode["id"] == episode_id
@@ -250,7 +250,7 @@ def test_truncated_file_is_named(tmp_path: Path) -> None:
     (file,) = list_files(tmp_path)
     file.path.write_bytes(file.path.read_bytes()[:-20])
     with pytest.raises(RunDirectoryError, match=r"000000-000000\.parquet is damaged"):
-        reader_of(tmp_path)
+        open_reader(tmp_path)
 
 
 # ---- resume, kills and full disks
@@ -262,15 +262,15 @@ def test_resume_drops_later_steps_and_appends_to_the_others(tmp_path: Path) -> N
         assert steps_in(tmp_path) == [step for step in range(10) for _ in range(4)]
         recorder.record(10, [train_split(groups_of_step(10))])
     assert steps_in(tmp_path) == [step for step in range(11) for _ in range(4)]
-    ids = reader_of(tmp_path).figures.column("id").to_pylist()
+    ids = open_reader(tmp_path).figures.column("id").to_pylist()
     assert ids == sorted(set(ids))
 
 
 def test_new_run_keeps_no_recorded_step(tmp_path: Path) -> None:
     record_steps(tmp_path, range(3))
-    keep_steps_up_to(tmp_path, -1)
+    delete_steps_after(tmp_path, -1)
     assert steps_in(tmp_path) == []
-    keep_steps_up_to(tmp_path / "missing", 4)
+    delete_steps_after(tmp_path / "missing", 4)
 
 
 KILLED = """
@@ -368,7 +368,7 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
     def rows(directory: Path) -> list[dict[str, object]]:
         names = ["step", "split", "group", "sample", "task_id", "reward", "tokens"]
         names.append("newest_version")
-        reader = reader_of(directory)
+        reader = open_reader(directory)
         return reader.figures.select(names).to_pylist()
 
     whole = rows(run("whole", steps=4))
@@ -377,7 +377,7 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
 
     episodes = tmp_path / "whole/episodes"
     is_train = [row["split"] == "train" for row in whole]
-    gaps = reader_of(episodes).figures.column("logprob_gap").to_pylist()
+    gaps = open_reader(episodes).figures.column("log_prob_gap").to_pylist()
     assert [gap is not None for gap in gaps] == is_train
     assert 0 < max(gap for gap in gaps if gap is not None) < 1e-4, "two computations of the same"
     entropy = [
@@ -389,7 +389,7 @@ def test_loop_records_every_episode_across_a_resume(tmp_path: Path) -> None:
 
     settings = config(tmp_path)
     truths = {task.task_id: task.ground_truth for task in build_tasks(settings).train(0, 3)}
-    expected = reader_of(episodes).figures.select(["task_id", "expected_answer"]).to_pylist()
+    expected = open_reader(episodes).figures.select(["task_id", "expected_answer"]).to_pylist()
     known = [row for row in expected if row["task_id"] in truths]
     assert known and all(row["expected_answer"] == truths[row["task_id"]] for row in known)
     assert all(row["expected_answer"] for row in expected)
@@ -423,7 +423,7 @@ def test_groups_replaced_by_dynamic_sampling_are_recorded(tmp_path: Path) -> Non
         _, metrics = read_json_lines(loop.recorder.run.metrics)
     rollouts.close()
 
-    rows = reader_of(directory).figures.select(["split", "task_id", "advantage", "sample"])
+    rows = open_reader(directory).figures.select(["split", "task_id", "advantage", "sample"])
     replaced = [row for row in rows.to_pylist() if row["split"] == "replaced"]
     assert metrics["rollout/groups_replaced"] == 1
     assert [row["task_id"] for row in replaced] == [silent] * settings.rollout.samples_per_task
@@ -441,7 +441,7 @@ def test_negative_tracking_episodes_is_rejected(tmp_path: Path) -> None:
 
 
 def test_refreshed_reader_finds_and_searches_new_episodes(tmp_path: Path) -> None:
-    reader = reader_of(tmp_path / "episodes")
+    reader = open_reader(tmp_path / "episodes")
     assert reader.figures.num_rows == 0
     record_steps(tmp_path / "episodes", range(3))
     reader.refresh()
@@ -488,12 +488,12 @@ def test_search_ignores_case_and_matches_literally(
         episode.turns = [replace(episode.turns[0], text=said), replace(episode.turns[1], text="-")]
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(0, [SplitEpisodes("train", [group])])
-    assert sorted(reader_of(tmp_path).search(text, seconds=10).ids.tolist()) == where
+    assert sorted(open_reader(tmp_path).search(text, seconds=10).ids.tolist()) == where
 
 
 def test_search_out_of_time_continues_in_the_next_call(tmp_path: Path) -> None:
     record_steps(tmp_path, range(5))
-    reader = reader_of(tmp_path)
+    reader = open_reader(tmp_path)
     searched = [reader.search("Compute", seconds=0).searched for _ in range(6)]
     # Each call searches one row group of 4 episodes per core, newest first.
     per_call = 4 * len(os.sched_getaffinity(0))
@@ -503,7 +503,7 @@ def test_search_out_of_time_continues_in_the_next_call(tmp_path: Path) -> None:
 
 def test_repeated_search_finds_text_of_the_oldest_episodes(tmp_path: Path) -> None:
     record_steps(tmp_path, range(5))
-    reader = reader_of(tmp_path)
+    reader = open_reader(tmp_path)
     oldest = [row["id"] for row in reader.figures.to_pylist() if row["step"] == 0]
     for _ in range(5):
         found = reader.search("print(2", seconds=0)
@@ -512,8 +512,8 @@ def test_repeated_search_finds_text_of_the_oldest_episodes(tmp_path: Path) -> No
 
 def test_unknown_episode_is_none(tmp_path: Path) -> None:
     record_steps(tmp_path, [0])
-    assert reader_of(tmp_path).read(99) is None
-    assert reader_of(tmp_path).read(-1) is None
+    assert open_reader(tmp_path).read(99) is None
+    assert open_reader(tmp_path).read(-1) is None
 
 
 def test_nan_in_an_invalid_episode_is_recorded(tmp_path: Path) -> None:
@@ -521,5 +521,5 @@ def test_nan_in_an_invalid_episode_is_recorded(tmp_path: Path) -> None:
     group.invalid[0].rollout_log_probs[3] = np.nan
     with EpisodeRecorder(tmp_path, VOCABULARY, "all") as recorder:
         recorder.record(0, [SplitEpisodes("train", [group])])
-    episode = reader_of(tmp_path).read(0)
+    episode = open_reader(tmp_path).read(0)
     assert episode is not None and math.isnan(episode["rollout_log_probs"][3])

@@ -86,7 +86,7 @@ def test_mlflow_gets_parameters_metrics_samples_over_a_resume(
 ) -> None:
     run = RunDirectory(tmp_path)
     first = MlflowTracker("tiny", dump_config(config), run)
-    first.log_step(0, {"reward": -1.0, "mismatch/logprob_gap": 1e-7})
+    first.log_step(0, {"reward": -1.0, "mismatch/log_prob_gap_mean": 1e-7})
     first.log_samples(3, [SAMPLE])
     first.close()
 
@@ -99,7 +99,7 @@ def test_mlflow_gets_parameters_metrics_samples_over_a_resume(
     assert data.params["rollout.samples_per_task"] == str(config.rollout.samples_per_task)
     curve = mlflow_store.get_metric_history(identity, "reward")
     assert [(point.step, point.value) for point in curve] == [(0, -1.0), (1, 0.5)]
-    assert data.metrics["mismatch/logprob_gap"] == 1e-7
+    assert data.metrics["mismatch/log_prob_gap_mean"] == 1e-7
     assert mlflow_store.get_run(identity).info.status == "RUNNING"
 
     downloaded = mlflow_store.download_artifacts(identity, "samples/step_000004.json", tmp_path)

@@ -35,7 +35,7 @@ from tests.support.rl_loop.small_config import NOTHING_ENDS, config
 # ---- tasks
 
 
-def steps_of(loop: RlLoop, steps: range) -> list[RolloutBatch]:
+def collect_steps(loop: RlLoop, steps: range) -> list[RolloutBatch]:
     batches = []
     for step in steps:
         loop.collector.begin(step)
@@ -61,8 +61,8 @@ def test_dynamic_sampling_repeats_no_task_within_an_epoch(
 ) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     loop = loop_over(settings, FakeRollouts(lambda task: True), RunState())
-    assert set(Counter(names(steps_of(loop, range(30)))).values()) == {1}
-    assert set(Counter(names(steps_of(loop, range(30, 60)))).values()) == {1}
+    assert set(Counter(names(collect_steps(loop, range(30)))).values()) == {1}
+    assert set(Counter(names(collect_steps(loop, range(30, 60)))).values()) == {1}
 
 
 def test_every_task_with_signal_is_trained_on_within_an_epoch(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_every_task_with_signal_is_trained_on_within_an_epoch(tmp_path: Path) ->
     trained: list[str] = []
     while (before := loop.state.next_task) < 70:
         step = len(trained) // 10
-        (batch,) = steps_of(loop, range(step, step + 1))
+        (batch,) = collect_steps(loop, range(step, step + 1))
         assert len(batch.train) == 10
         assert batch.next_task - before == 10 + len(batch.replaced or [])
         trained += names([batch])
@@ -88,13 +88,13 @@ def test_resumed_run_continues_the_sequence_of_tasks(tmp_path: Path) -> None:
     def signal(task: str) -> bool:
         return ord(task[-1]) % 3 != 0
 
-    whole = names(steps_of(loop_over(settings, FakeRollouts(signal), RunState()), range(6)))
+    whole = names(collect_steps(loop_over(settings, FakeRollouts(signal), RunState()), range(6)))
     first = loop_over(settings, FakeRollouts(signal), RunState())
-    cut = names(steps_of(first, range(2)))
+    cut = names(collect_steps(first, range(2)))
     first.state.step = 2
     saved = RunState.from_checkpoint(json.loads(json.dumps(first.state.to_checkpoint())))
     assert (
-        cut + names(steps_of(loop_over(settings, FakeRollouts(signal), saved), range(2, 6)))
+        cut + names(collect_steps(loop_over(settings, FakeRollouts(signal), saved), range(2, 6)))
         == whole
     )
 
@@ -103,16 +103,16 @@ def test_step_takes_its_own_tasks_without_dynamic_sampling(tmp_path: Path) -> No
     settings = config(tmp_path, "training.steps=3")
     loop = loop_over(settings, FakeRollouts(lambda task: False), RunState())
     wanted = [task.task_id for task in loop.tasks.train(0, 6)]
-    assert names(steps_of(loop, range(3))) == wanted
+    assert names(collect_steps(loop, range(3))) == wanted
     resumed = loop_over(settings, FakeRollouts(lambda task: False), RunState(step=2, next_task=4))
-    assert names(steps_of(resumed, range(2, 3))) == wanted[4:]
+    assert names(collect_steps(resumed, range(2, 3))) == wanted[4:]
 
 
 def test_groups_without_signal_fill_an_incomplete_step(tmp_path: Path) -> None:
     settings = config(tmp_path, *from_file(tmp_path, 300), *DYNAMIC)
     tasks = [task.task_id for task in build_tasks(settings).train(0, 30)]
     rollouts = FakeRollouts(lambda task: task in tasks[25:29])
-    (batch,) = steps_of(loop_over(settings, rollouts, RunState()), range(1))
+    (batch,) = collect_steps(loop_over(settings, rollouts, RunState()), range(1))
     assert names([batch]) == tasks[25:29] + tasks[:6]
     assert batch.replaced is not None
     assert [group.task_id for group in batch.replaced] == tasks[6:25] + tasks[29:]

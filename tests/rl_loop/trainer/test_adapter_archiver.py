@@ -30,7 +30,13 @@ from rl_loop.trainer.step_plan import plan_step
 from rl_loop.trainer.worker import TrainerWorker
 from tests.support.distributed import free_port, run_distributed
 from tests.support.in_process import LocalRank
-from tests.support.rl_loop.trainer.adapter_rank import ADAPTER, CONFIGS, SAMPLES, SMALL, trainer_of
+from tests.support.rl_loop.trainer.adapter_rank import (
+    ADAPTER,
+    CONFIGS,
+    SAMPLES,
+    SMALL,
+    open_trainer,
+)
 from tests.support.rl_loop.trainer.adapter_rank import base as base
 from tests.support.rl_loop.trainer.adapter_rank import no_group_is_left as no_group_is_left
 from tests.support.rl_loop.trainer.damage import damage
@@ -41,7 +47,7 @@ KEEPING = [ADAPTER, "training.keep_adapters=true", "initial_weights=null"]
 @contextmanager
 def keeping(run: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
     """Start a trainer that keeps the adapters of every checkpoint."""
-    with trainer_of(run, *KEEPING, *overrides) as trainer:
+    with open_trainer(run, *KEEPING, *overrides) as trainer:
         yield trainer
 
 
@@ -88,7 +94,7 @@ def test_kept_adapters_of_every_step_equal_exported_ones(base: Path, tmp_path: P
 
     # Another run starts from the adapters of a deleted checkpoint.
     kept = f"initial_adapter={run}/adapters/step_000002"
-    with trainer_of(tmp_path / "next", from_base, ADAPTER, kept) as (group, _):
+    with open_trainer(tmp_path / "next", from_base, ADAPTER, kept) as (group, _):
         found = group.weights()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights[2].items())
     assert not all(torch.equal(found[name], tensor) for name, tensor in weights[1].items())
@@ -184,7 +190,7 @@ def test_resume_skips_adapters_of_an_older_damaged_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
-    with trainer_of(run, ADAPTER, "initial_weights=null") as (group, _):
+    with open_trainer(run, ADAPTER, "initial_weights=null") as (group, _):
         for step in (1, 2):
             save_next(group, step)
         assert not (run / "adapters").exists()

@@ -17,8 +17,8 @@ from tests.support.rl_loop.trainer.adapter_rank import (
     ADAPTER,
     SAMPLES,
     Weights,
+    open_trainer,
     packable,
-    trainer_of,
 )
 from tests.support.rl_loop.trainer.adapter_rank import base as base
 from tests.support.rl_loop.trainer.adapter_rank import no_group_is_left as no_group_is_left
@@ -27,7 +27,7 @@ KL = "algorithm.kl={coefficient: 0.1}"
 
 
 def scores(directory: Path, *overrides: str) -> np.ndarray:
-    with trainer_of(directory, *overrides) as (group, _):
+    with open_trainer(directory, *overrides) as (group, _):
         return group.score(SAMPLES)
 
 
@@ -37,9 +37,9 @@ def test_merged_weights_of_new_adapters_equal_their_base(
     source: str, precision: str, base: Path, tmp_path: Path
 ) -> None:
     initial = f"initial_weights={base}/{source}"
-    with trainer_of(tmp_path / "plain", initial) as (group, _):
+    with open_trainer(tmp_path / "plain", initial) as (group, _):
         expected = group.weights()
-    with trainer_of(tmp_path / "x", initial, ADAPTER, f"quantization={precision}") as (group, _):
+    with open_trainer(tmp_path / "x", initial, ADAPTER, f"quantization={precision}") as (group, _):
         found = group.weights()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -47,27 +47,27 @@ def test_merged_weights_of_new_adapters_equal_their_base(
 
 def test_random_mxfp4_base_is_rounded(tmp_path: Path) -> None:
     options = ["initial_weights=null", ADAPTER]
-    with trainer_of(tmp_path / "a", *options) as (group, _):
+    with open_trainer(tmp_path / "a", *options) as (group, _):
         dense = group.weights()
-    with trainer_of(tmp_path / "b", *options, "quantization=mxfp4") as (group, _):
+    with open_trainer(tmp_path / "b", *options, "quantization=mxfp4") as (group, _):
         packed = group.weights()
     expected = packable(dense)
     assert all(torch.equal(packed[name], tensor) for name, tensor in expected.items())
 
 
 def test_base_that_is_not_mxfp4_is_rejected_by_name(base: Path, tmp_path: Path) -> None:
-    with trainer_of(tmp_path / "random", "initial_weights=null") as (group, _):
+    with open_trainer(tmp_path / "random", "initial_weights=null") as (group, _):
         group.save(1, {"step": 1}, True)
     options = [f"initial_weights={tmp_path}/random", ADAPTER, "quantization=mxfp4"]
     message = r"linear_fc1.weight: \d+ of \d+ values are not MXFP4 values"
-    with pytest.raises(ConversionError, match=message), trainer_of(tmp_path / "x", *options):
+    with pytest.raises(ConversionError, match=message), open_trainer(tmp_path / "x", *options):
         pass
 
 
 def test_reference_policy_is_the_base_without_a_second_model(base: Path, tmp_path: Path) -> None:
     initial = f"initial_weights={base}/hf"
     expected = scores(tmp_path / "plain", initial)
-    with trainer_of(tmp_path / "x", initial, ADAPTER, "quantization=mxfp4", KL) as (group, rank):
+    with open_trainer(tmp_path / "x", initial, ADAPTER, "quantization=mxfp4", KL) as (group, rank):
         before = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
         assert np.array_equal(before, group.score(SAMPLES)), "B is zero"
         for step in range(2):
@@ -78,11 +78,11 @@ def test_reference_policy_is_the_base_without_a_second_model(base: Path, tmp_pat
 
         worker = rank._worker
         assert worker.reference is None
-        embeddings = [name for name, _ in models_of(worker) if name.endswith("word_embeddings")]
+        embeddings = [name for name, _ in list_models(worker) if name.endswith("word_embeddings")]
         assert len(embeddings) == 1
 
 
-def models_of(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
+def list_models(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield all modules of a worker, each once."""
     seen: set[int] = set()
     for name, value in vars(worker).items():
@@ -97,14 +97,14 @@ def models_of(worker: object) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def test_full_training_has_a_separate_reference_model(base: Path, tmp_path: Path) -> None:
-    with trainer_of(tmp_path / "x", f"initial_weights={base}/hf", KL) as (_, rank):
-        embeddings = [n for n, _ in models_of(rank._worker) if n.endswith("word_embeddings")]
+    with open_trainer(tmp_path / "x", f"initial_weights={base}/hf", KL) as (_, rank):
+        embeddings = [n for n, _ in list_models(rank._worker) if n.endswith("word_embeddings")]
         assert len(embeddings) == 2
 
 
 def test_resumed_trainer_continues_bit_for_bit(base: Path, tmp_path: Path) -> None:
     options = [f"initial_weights={base}/hf", ADAPTER]
-    with trainer_of(tmp_path / "x", *options) as (group, _):
+    with open_trainer(tmp_path / "x", *options) as (group, _):
         for step in range(2):
             group.sft_step(SAMPLES, step)
         group.save(2, {"step": 2}, True)
@@ -113,7 +113,7 @@ def test_resumed_trainer_continues_bit_for_bit(base: Path, tmp_path: Path) -> No
 
     moved = [f"initial_weights={base}/run", ADAPTER, "quantization=mxfp4"]
     for again in (options, moved):
-        with trainer_of(tmp_path / "x", *again) as (group, _):
+        with open_trainer(tmp_path / "x", *again) as (group, _):
             assert group.resume().state == {"step": 2}
             assert [group.sft_step(SAMPLES, step).sums["loss"] for step in (2, 3)] == expected
             resumed = group.weights()
@@ -128,7 +128,7 @@ def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         The run with its checkpoint and the adapters in PEFT's format, and the merged weights.
     """
     directory = tmp_path_factory.mktemp("adapted") / "run"
-    with trainer_of(directory, f"initial_weights={base}/hf", ADAPTER) as (group, _):
+    with open_trainer(directory, f"initial_weights={base}/hf", ADAPTER) as (group, _):
         for step in range(2):
             group.sft_step(SAMPLES, step)
         group.save(2, {"step": 2}, True)
@@ -149,7 +149,7 @@ def test_run_starts_from_the_adapters_of_another_run(
         f"quantization={precision}",
         ADAPTER,
     ]
-    with trainer_of(tmp_path / "x", *options) as (group, _):
+    with open_trainer(tmp_path / "x", *options) as (group, _):
         found = group.weights()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         group.sft_step(SAMPLES, 0)
@@ -162,7 +162,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
 ) -> None:
     directory, _ = adapted
     options = [f"initial_weights={base}/hf", f"initial_adapter={directory}", ADAPTER, KL]
-    with trainer_of(tmp_path / "x", *options) as (group, rank):
+    with open_trainer(tmp_path / "x", *options) as (group, rank):
         started_with = group.score(SAMPLES)
         for step in range(2):
             group.sft_step(SAMPLES, step)
@@ -179,7 +179,7 @@ def test_reference_of_a_run_with_initial_adapter_includes_it(
         assert all(torch.equal(group.weights()[name], x) for name, x in weights.items())
         group.save(2, {"step": 2}, True)
         expected = group.sft_step(SAMPLES, 2).sums["loss"]
-    with trainer_of(tmp_path / "x", *options) as (group, _):
+    with open_trainer(tmp_path / "x", *options) as (group, _):
         group.resume()
         again = group.compute_values_and_reference_log_probs(SAMPLES)["reference_log_probs"]
         assert np.array_equal(again, started_with)
@@ -197,7 +197,7 @@ def test_initial_adapter_of_another_base_or_settings_is_rejected(
     changes: list[str], message: str, base: Path, adapted: tuple[Path, Weights], tmp_path: Path
 ) -> None:
     options = [f"initial_weights={base}/hf", f"initial_adapter={adapted[0]}", ADAPTER, *changes]
-    with pytest.raises(ConversionError, match=message), trainer_of(tmp_path / "x", *options):
+    with pytest.raises(ConversionError, match=message), open_trainer(tmp_path / "x", *options):
         pass
 
 
@@ -213,11 +213,11 @@ def test_resume_with_another_base_or_adapter_is_rejected(
     changes: list[str], message: str, base: Path, tmp_path: Path
 ) -> None:
     options = [f"initial_weights={base}/hf"]
-    with trainer_of(tmp_path / "x", *options, ADAPTER) as (group, _):
+    with open_trainer(tmp_path / "x", *options, ADAPTER) as (group, _):
         group.sft_step(SAMPLES, 0)
         group.save(1, {"step": 1}, True)
     with (
-        trainer_of(tmp_path / "x", *options, *changes) as (group, _),
+        open_trainer(tmp_path / "x", *options, *changes) as (group, _),
         pytest.raises(CheckpointError, match=message),
     ):
         group.resume()
@@ -225,7 +225,7 @@ def test_resume_with_another_base_or_adapter_is_rejected(
 
 def test_adapters_of_frozen_parts_do_not_change(base: Path, tmp_path: Path) -> None:
     options = [f"initial_weights={base}/hf", ADAPTER, "ablation.freeze=[experts]"]
-    with trainer_of(tmp_path / "x", *options) as (group, _):
+    with open_trainer(tmp_path / "x", *options) as (group, _):
         before = group.weights()
         group.sft_step(SAMPLES, 0)
         after = group.weights()
@@ -255,7 +255,7 @@ def with_random_routes(lengths: list[int]) -> TrainingSamples:
 def test_reference_replays_the_engines_routes_like_the_policy(base: Path, tmp_path: Path) -> None:
     replay = ["rollout.routed_experts=true", "algorithm.routing_replay=R3"]
     samples = with_random_routes([30, 12, 25])
-    with trainer_of(tmp_path / "x", f"initial_weights={base}/hf", ADAPTER, KL, *replay) as (
+    with open_trainer(tmp_path / "x", f"initial_weights={base}/hf", ADAPTER, KL, *replay) as (
         group,
         _,
     ):

@@ -39,7 +39,7 @@ ENGINE = EngineMemory(awake_fraction=0.4, asleep_bytes=700, sync_bytes=300)
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
     """Settings of a tiny trainer with colocated engines."""
-    overrides = [f"output_dir={tmp_path}", "initial_weights=null", "rollout.max_tokens=100"]
+    overrides = [f"output_dir={tmp_path}", "initial_weights=null", "rollout.max_episode_tokens=100"]
     config = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, overrides)
     inputs = replace(config.memory_inputs, engine=ENGINE)
     monkeypatch.setattr(RlConfig, "memory_inputs", inputs)
@@ -67,7 +67,7 @@ class Sender:
 
     ranks = (0,)
     transposed = False
-    packed = False
+    mxfp4_experts = False
     adapters_only = False
 
     def __init__(self, gpu: ScriptedGpu, fails: bool = False) -> None:
@@ -254,7 +254,11 @@ The run had one step. Its tokens almost filled 3 micro-batches per rank (``micro
         (
             "gpt-oss-120b-adapter_1x4",
             150.1,
-            [*FOUR_LAYERS, "training.max_tokens_per_micro_batch=11754", "rollout.max_tokens=4096"],
+            [
+                *FOUR_LAYERS,
+                "training.max_tokens_per_micro_batch=11754",
+                "rollout.max_episode_tokens=4096",
+            ],
             {"start": 8.6, "sync": 76.0, "rollout": 73.3, "update": 27.6, "optimizer": 28.6},
         ),
         (
@@ -416,7 +420,7 @@ def test_fragmentation_of_scoring_grows_with_larger_layers() -> None:
     """
     generator = np.random.default_rng(0)
 
-    def fragmentation_of(layers: int) -> float:
+    def compute_fragmentation(layers: int) -> float:
         model = GptOssModelConfig(num_layers=layers, num_experts=32)
         layout = ParallelConfig(world_size=4, expert=4)
         return scoring_fragmentation({"model": model, "parallel": layout})
@@ -426,7 +430,7 @@ def test_fragmentation_of_scoring_grows_with_larger_layers() -> None:
         fullest = np.maximum.accumulate(rows, axis=1)
         return float((fullest[:, 1:] > fullest[:, :-1]).sum(axis=1).mean())
 
-    assert fragmentation_of(1) == pytest.approx(0, abs=1)
-    assert fragmentation_of(24) / fragmentation_of(4) == pytest.approx(
+    assert compute_fragmentation(1) == pytest.approx(0, abs=1)
+    assert compute_fragmentation(24) / compute_fragmentation(4) == pytest.approx(
         larger_layers(24) / larger_layers(4), rel=0.03
     )

@@ -29,7 +29,7 @@ from rl_loop.trainer.step_plan import StepPlan, plan_step
 from rl_loop.trainer.weight_export import WeightExport
 from tests.support.forked_workers import local_ray
 from tests.support.megatron_gptoss.branching import branching_samples
-from tests.support.rl_loop.trainer.settings import MODEL, settings_of
+from tests.support.rl_loop.trainer.settings import MODEL, build_settings
 
 LAYERS = 2
 TOP_K = 3
@@ -37,7 +37,7 @@ TOP_K = 3
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=14)
 
 
-def samples_of(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
+def build_samples(sizes: list[int], *, routes: bool = False) -> TrainingSamples:
     """Return samples with unique token ids. Every other column follows from the ids."""
     starts = np.cumsum([0, *sizes])
     samples = []
@@ -67,11 +67,11 @@ def store(
 def test_every_sequence_reaches_one_rank_with_its_columns(
     sizes: list[int], ranks: int, mini_batches: int
 ) -> None:
-    samples = samples_of(sizes, routes=True)
-    plan = plan_step(samples, settings_of(ranks), mini_batches)
+    samples = build_samples(sizes, routes=True)
+    plan = plan_step(samples, build_settings(ranks), mini_batches)
     stored = store(samples, plan)
 
-    everyone = [i for rank in range(ranks) for i in plan.sequences_of(rank)]
+    everyone = [i for rank in range(ranks) for i in plan.list_sequences(rank)]
     assert sorted(everyone) == list(range(len(sizes)))
     assert sum(inputs.samples.bytes for inputs in stored) == samples.bytes
 
@@ -105,8 +105,8 @@ def test_every_sequence_reaches_one_rank_with_its_columns(
 def test_results_are_gathered_in_the_order_of_the_samples(
     sizes: list[int], ranks: int, mini_batches: int
 ) -> None:
-    samples = samples_of(sizes)
-    plan = plan_step(samples, settings_of(ranks), mini_batches)
+    samples = build_samples(sizes)
+    plan = plan_step(samples, build_settings(ranks), mini_batches)
     answers = []
     for inputs in store(samples, plan, SCORED_COLUMNS):
         batches = [batch for of_mini_batch in inputs.pack(4) for batch in of_mini_batch]
@@ -130,8 +130,8 @@ def test_results_are_gathered_in_the_order_of_the_samples(
 def test_result_of_wrong_shape_or_dtype_names_column_and_task(
     answer: np.ndarray, found: str
 ) -> None:
-    samples = samples_of([6, 4])
-    plan = plan_step(samples, settings_of(2))
+    samples = build_samples([6, 4])
+    plan = plan_step(samples, build_settings(2))
     good = np.zeros(4, np.float32)
     with pytest.raises(ColumnError, match=f"column values of task 0 .*{found}, expected float32"):
         plan.gather_results(samples, [answer, good], "values", np.dtype(np.float32))
@@ -139,12 +139,12 @@ def test_result_of_wrong_shape_or_dtype_names_column_and_task(
 
 def test_too_long_sequence_is_named() -> None:
     with pytest.raises(ValueError, match="task 1 has 70 tokens, more than max_tokens_per"):
-        plan_step(samples_of([5, 70]), settings_of(1))
+        plan_step(build_samples([5, 70]), build_settings(1))
 
 
 def test_pass_without_loss_sends_no_column_of_the_loss() -> None:
-    samples = samples_of([6, 4], routes=True)
-    (inputs,) = store(samples, plan_step(samples, settings_of(1)), SCORED_COLUMNS)
+    samples = build_samples([6, 4], routes=True)
+    (inputs,) = store(samples, plan_step(samples, build_settings(1)), SCORED_COLUMNS)
     assert set(inputs.samples.columns) == {"token_ids", "loss_mask"}
     assert inputs.samples.routed_experts is not None
     assert inputs.samples.bytes == 5 * samples.tokens
@@ -186,10 +186,10 @@ def test_ranks_share_inputs_and_only_owners_return_results() -> None:
     # Two data-parallel ranks of two neighbors each, in Megatron's order.
     positions = [RankPosition(data=rank // 2, returns_results=rank % 2 == 1) for rank in range(4)]
     ranks = RecordingRanks(positions)
-    trainer = TrainerGroup(settings_of(2), ranks)
+    trainer = TrainerGroup(build_settings(2), ranks)
     trainer.ready()
 
-    samples = samples_of([6, 4, 9, 3])
+    samples = build_samples([6, 4, 9, 3])
     assert np.array_equal(trainer.score(samples), samples.token_ids.astype(np.float32))
     assert trainer.rl_step(samples, 3).skipped == 0, "the statistics of rank 0"
 
@@ -210,7 +210,7 @@ def test_slow_attention_of_a_rank_is_a_warning_of_the_run(
 ) -> None:
     slow = "window 128 uses the slow reference"
     positions = [RankPosition(0, returns_results=True, slow_attention=(slow,)) for _ in range(2)]
-    TrainerGroup(settings_of(1), RecordingRanks(positions)).ready()
+    TrainerGroup(build_settings(1), RecordingRanks(positions)).ready()
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == f"trainer: {slow}"
@@ -221,24 +221,24 @@ def test_only_the_writing_rank_gets_the_files_of_an_export() -> None:
         [RankPosition(data=0, returns_results=True), RankPosition(data=1, returns_results=True)]
     )
     export = WeightExport(
-        Path("export"), ModelExtras(files={"tokenizer.json": b"27 MB"}), packed=True
+        Path("export"), ModelExtras(files={"tokenizer.json": b"27 MB"}), mxfp4_experts=True
     )
-    trainer_settings = settings_of(2)
+    trainer_settings = build_settings(2)
     trainer_settings.parallel.world_size = 2
     with contextlib.suppress(AttributeError):  # these ranks cannot answer an export
         TrainerGroup(trainer_settings, ranks).export(export)
     [(method, [(first,), (second,)], _)] = ranks.calls
     assert method == "export"
     assert first == export
-    assert second == WeightExport(Path("export"), packed=True)
+    assert second == WeightExport(Path("export"), mxfp4_experts=True)
 
 
 def test_only_updates_are_split_into_mini_batches() -> None:
     ranks = RecordingRanks([RankPosition(data=0, returns_results=True)])
-    trainer = TrainerGroup(settings_of(1, mini_batches=2), ranks)
+    trainer = TrainerGroup(build_settings(1, mini_batches=2), ranks)
     trainer.ready()
 
-    samples = samples_of([6, 4, 9, 3])
+    samples = build_samples([6, 4, 9, 3])
     trainer.score(samples)
     trainer.rl_step(samples, 3)
     scored, updated = ranks.inputs
@@ -248,10 +248,10 @@ def test_only_updates_are_split_into_mini_batches() -> None:
 
 def test_score_before_ready_is_an_error() -> None:
     trainer = TrainerGroup(
-        settings_of(1), RecordingRanks([RankPosition(data=0, returns_results=True)])
+        build_settings(1), RecordingRanks([RankPosition(data=0, returns_results=True)])
     )
     with pytest.raises(RuntimeError, match=r"TrainerGroup.ready must be called before score"):
-        trainer.score(samples_of([6]))
+        trainer.score(build_samples([6]))
 
 
 @pytest.mark.parametrize(
@@ -262,10 +262,10 @@ def test_ids_and_mask_are_sent_once_for_all_passes_of_a_step(
     mini_batches: int, copies: int
 ) -> None:
     ranks = RecordingRanks([RankPosition(data=rank, returns_results=True) for rank in range(2)])
-    trainer = TrainerGroup(settings_of(2, mini_batches), ranks)
+    trainer = TrainerGroup(build_settings(2, mini_batches), ranks)
     trainer.ready()
 
-    samples = samples_of([6, 4, 9, 3], routes=True)
+    samples = build_samples([6, 4, 9, 3], routes=True)
     trainer.score(samples.without_routes())
     trainer.score(samples)
     values = np.arange(samples.tokens, dtype=np.float32)
@@ -296,8 +296,8 @@ def test_other_samples_and_those_of_a_later_step_are_sent_again() -> None:
         return sum(isinstance(value, TrainingSamples) for value in sent)
 
     input_store = RankInputStore(store)
-    samples = samples_of([6, 4, 9])
-    plan = plan_step(samples, settings_of(1))
+    samples = build_samples([6, 4, 9])
+    plan = plan_step(samples, build_settings(1))
     input_store.store(samples, plan)
     input_store.store(samples.with_columns(returns=samples.advantages), plan)
     assert stored_inputs() == 1
@@ -314,10 +314,10 @@ def test_other_samples_and_those_of_a_later_step_are_sent_again() -> None:
 
 
 def test_columns_are_sent_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = samples_of([6, 4, 9])
+    samples = build_samples([6, 4, 9])
     numbers = np.zeros(samples.tokens, np.float32)
     samples = samples.with_columns(values=numbers, returns=numbers, reference_log_probs=numbers)
-    plan = plan_step(samples, settings_of(1))
+    plan = plan_step(samples, build_settings(1))
     monkeypatch.setattr(rank_inputs_module, "MAX_CHUNK_BYTES", 2 * numbers.nbytes)
     (inputs,) = store(samples, plan)
     assert [len(chunk) for chunk in inputs.chunks] == [2, 2, 1]
@@ -337,8 +337,8 @@ def test_columns_are_sent_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_chunk_of_other_sequences_is_rejected(column: np.ndarray, found: str) -> None:
-    samples = samples_of([6, 4])
-    (inputs,) = store(samples, plan_step(samples, settings_of(1)))
+    samples = build_samples([6, 4])
+    (inputs,) = store(samples, plan_step(samples, build_settings(1)))
     wrong = replace(inputs, chunks=[{"values": column}])
     with pytest.raises(ColumnError, match=f"column values of task 0 to task 1 {found}"):
         wrong.pack(align=1)
@@ -347,8 +347,8 @@ def test_chunk_of_other_sequences_is_rejected(column: np.ndarray, found: str) ->
 @settings(deadline=None, max_examples=5)
 @given(lengths)
 def test_inputs_are_pickled_as_out_of_band_arrays(sizes: list[int]) -> None:
-    samples = samples_of([size * 50 for size in sizes])
-    big = settings_of(1)
+    samples = build_samples([size * 50 for size in sizes])
+    big = build_settings(1)
     big.training.max_tokens_per_micro_batch = 4000
     (inputs,) = store(samples, plan_step(samples, big))
     buffers: list[pickle.PickleBuffer] = []
@@ -365,13 +365,13 @@ def one_ray() -> Any:
 
 
 def test_ranks_read_routes_from_the_store(one_ray: Any, tmp_path: Path) -> None:
-    samples = samples_of([6, 4, 9], routes=True)
+    samples = build_samples([6, 4, 9], routes=True)
     assert samples.routed_experts is not None
     stored = [
         StoredRoutes(ray.put(rows), rows.shape, rows.dtype) for rows in samples.routed_experts
     ]
     elsewhere = samples.with_routes(stored)
-    plan = plan_step(elsewhere, settings_of(1))
+    plan = plan_step(elsewhere, build_settings(1))
     (got,) = store(elsewhere, plan)[0].pack(align=1)
     (want,) = store(samples, plan)[0].pack(align=1)
     for got_batch, want_batch in zip(got, want, strict=True):
@@ -383,8 +383,8 @@ def test_ranks_read_routes_from_the_store(one_ray: Any, tmp_path: Path) -> None:
 
 
 def test_ranks_read_columns_from_the_store_without_a_copy(one_ray: Any) -> None:
-    samples = samples_of([6, 4, 9])
-    plan = plan_step(samples, settings_of(2))
+    samples = build_samples([6, 4, 9])
+    plan = plan_step(samples, build_settings(2))
     input_store = RankInputStore(ray.put)
     input_store.store(samples, plan, SCORED_COLUMNS)
     stored = ray.get(input_store.store(samples, plan))
@@ -399,8 +399,8 @@ def test_ranks_read_columns_from_the_store_without_a_copy(one_ray: Any) -> None:
 def test_every_rank_gets_the_episodes_of_a_mini_batch(mini_batches: int) -> None:
     """An optimizer step weights by episode, on any rank with their sequences."""
     numbers = np.array([0, 0, 1, 2, 2, 2], dtype=np.int64)
-    samples = replace(samples_of([5, 9, 3, 6, 4, 7]), episodes=numbers)
-    plan = plan_step(samples, settings_of(2, mini_batches), mini_batches)
+    samples = replace(build_samples([5, 9, 3, 6, 4, 7]), episodes=numbers)
+    plan = plan_step(samples, build_settings(2, mini_batches), mini_batches)
     for inputs in store(samples, plan):
         for number, mini_batch in enumerate(inputs.mini_batches):
             assert mini_batch.episodes is not None
@@ -411,7 +411,7 @@ def test_every_rank_gets_the_episodes_of_a_mini_batch(mini_batches: int) -> None
 def test_shared_prefixes_are_planned_from_stored_routes(one_ray: Any) -> None:
     samples = branching_samples(1, longest=14, model=MODEL, with_routes=True, unequal_routes=0.1)
     assert samples.routed_experts is not None
-    config = settings_of(2, share_prefixes="all", min_shared=1)
+    config = build_settings(2, share_prefixes="all", min_shared=1)
     stored = [StoredRoutes(ray.put(row), row.shape, row.dtype) for row in samples.routed_experts]
     plan = plan_step(samples.with_routes(stored), config)
     want = plan_step(samples, config)

@@ -21,14 +21,14 @@ ROLLOUT = [
     "rollout.temperature=0.5",
     "rollout.evaluation_temperature=0.3",
     "rollout.top_p=0.5",
-    "rollout.max_tokens=100000",
+    "rollout.max_episode_tokens=100000",
     "rollout.max_turns=7",
     "rollout.samples_per_task=3",
     "rollout.workers=3",
 ]
 
 
-def config_of(kind: type[RunConfig], directory: Path, *overrides: str) -> Any:
+def load_settings(kind: type[RunConfig], directory: Path, *overrides: str) -> Any:
     file = CONFIGS / kind.command / "tiny_retool.yaml"
     return load_config(file, kind, [*SMALL, f"output_dir={directory}", *overrides])
 
@@ -48,7 +48,7 @@ def test_sft_objective_ignores_rollout_temperature(tmp_path: Path) -> None:
     samples = demonstrations()
     losses = []
     for override in ("rollout.temperature=1", "rollout.temperature=0.5"):
-        trainer = local_trainer(config_of(SftConfig, tmp_path, override))
+        trainer = local_trainer(load_settings(SftConfig, tmp_path, override))
         try:
             before = -trainer.score(samples)[samples.loss_mask].mean()
             update = trainer.sft_step(samples, 0)
@@ -63,7 +63,7 @@ def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
     """The inputs of the trainer from other sections stay equal."""
 
     def read_by_trainer(*overrides: str) -> tuple[object, ...]:
-        config = config_of(SftConfig, tmp_path, *overrides)
+        config = load_settings(SftConfig, tmp_path, *overrides)
         return config.objective, config.training_temperature, config.memory_inputs
 
     plain = read_by_trainer()
@@ -73,7 +73,7 @@ def test_sft_settings_ignore_all_of_rollout(tmp_path: Path) -> None:
 
 def test_mismatched_response_is_detected_without_recording(tmp_path: Path) -> None:
     """An answer to another request is detected even if no episodes are recorded."""
-    settings = config_of(RlConfig, tmp_path, "tracking.episodes=0")
+    settings = load_settings(RlConfig, tmp_path, "tracking.episodes=0")
     samples = demonstrations()
     mask = samples.loss_mask
     wrong = np.where(mask, np.float32(-20), np.float32(0))

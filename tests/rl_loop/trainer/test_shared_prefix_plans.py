@@ -20,7 +20,7 @@ from rl_loop.tracking.step_metrics import add_update_metrics
 from rl_loop.trainer.rank_inputs import RankInputs, RankInputStore
 from rl_loop.trainer.step_plan import StepPlan, plan_step
 from tests.support.megatron_gptoss.branching import branching_samples
-from tests.support.rl_loop.trainer.settings import LIMIT, MODEL, settings_of
+from tests.support.rl_loop.trainer.settings import LIMIT, MODEL, build_settings
 
 
 def store(samples: TrainingSamples, plan: StepPlan) -> list[RankInputs]:
@@ -32,7 +32,9 @@ def sharing(scope: str = "all", min_shared: int = 1) -> dict[str, Any]:
     return {"share_prefixes": scope, "min_shared": min_shared}
 
 
-def labels_of(samples: TrainingSamples, inputs: list[RankInputs]) -> dict[Any, tuple[Any, ...]]:
+def collect_labels(
+    samples: TrainingSamples, inputs: list[RankInputs]
+) -> dict[Any, tuple[Any, ...]]:
     """Return what each label of all ranks is computed from, by (mini-batch, sample, position)."""
     seen: dict[Any, tuple[Any, ...]] = {}
     for rank in inputs:
@@ -63,10 +65,10 @@ def labels_of(samples: TrainingSamples, inputs: list[RankInputs]) -> dict[Any, t
 @given(st.integers(0, 1000), st.integers(1, 3), st.sampled_from(["prompts", "all"]))
 def test_every_label_keeps_its_input_and_routes(seed: int, ranks: int, scope: str) -> None:
     samples = branching_samples(seed, longest=14, model=MODEL, with_routes=True, unequal_routes=0.1)
-    whole = plan_step(samples, settings_of(ranks))
-    shared = plan_step(samples, settings_of(ranks, **sharing(scope)))
-    got = labels_of(samples, store(samples, shared))
-    assert got == labels_of(samples, store(samples, whole))
+    whole = plan_step(samples, build_settings(ranks))
+    shared = plan_step(samples, build_settings(ranks, **sharing(scope)))
+    got = collect_labels(samples, store(samples, shared))
+    assert got == collect_labels(samples, store(samples, whole))
     saved = shared.shared_tokens
     assert saved is not None and whole.shared_tokens is None
     assert saved.tokens == len(got)
@@ -77,7 +79,7 @@ def test_every_label_keeps_its_input_and_routes(seed: int, ranks: int, scope: st
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 6))
 def test_rows_have_the_planned_tokens(seed: int, ranks: int, min_shared: int) -> None:
     samples = branching_samples(seed, longest=14, model=MODEL)
-    plan = plan_step(samples, settings_of(ranks, **sharing("all", min_shared)))
+    plan = plan_step(samples, build_settings(ranks, **sharing("all", min_shared)))
     inputs = store(samples, plan)
     computed = sum(batch.tokens for rank in inputs for batch in rank.pack(1)[0])
     # Ranks without sequences have one token of padding in each micro-batch.
@@ -99,16 +101,16 @@ def group_samples(prompts: int, samples: int, tokens: int, own: int) -> Training
 
 def test_mini_batches_keep_the_samples_of_a_task_together() -> None:
     samples = group_samples(prompts=5, samples=3, tokens=8, own=4)
-    plan = plan_step(samples, settings_of(1, **sharing()), mini_batches=2)
+    plan = plan_step(samples, build_settings(1, **sharing()), mini_batches=2)
     taken = [list(mini_batch.sequences) for mini_batch in plan.mini_batches]
     assert taken == [[0, 1, 2, 6, 7, 8, 12, 13, 14], [3, 4, 5, 9, 10, 11]]
     # Without sharing, samples are spread over mini-batches.
-    plan = plan_step(samples, settings_of(1), mini_batches=2)
+    plan = plan_step(samples, build_settings(1), mini_batches=2)
     assert [list(mini_batch.sequences) for mini_batch in plan.mini_batches] == [
         list(range(0, 15, 2)),
         list(range(1, 15, 2)),
     ]
-    assert len(plan_step(samples, settings_of(1, **sharing()), 7).mini_batches) == 5
+    assert len(plan_step(samples, build_settings(1, **sharing()), 7).mini_batches) == 5
 
 
 def test_prompts_are_shared_without_sampled_tokens() -> None:
@@ -117,7 +119,7 @@ def test_prompts_are_shared_without_sampled_tokens() -> None:
     equal = replace(samples, token_ids=np.tile(samples.token_ids[:13], 4))
     computed = {}
     for scope in ("prompts", "all"):
-        plan = plan_step(equal, settings_of(1, **sharing(scope)))
+        plan = plan_step(equal, build_settings(1, **sharing(scope)))
         computed[scope] = plan.shared_tokens.computed
         (batch,) = store(equal, plan)[0].pack(1)[0]
         assert batch.tokens == computed[scope]
@@ -133,7 +135,7 @@ def test_conflicts_of_routes_are_counted() -> None:
     # The second sample has another expert at position 5, so it leaves the prompt there.
     routes[1][5, 1, 0] = 7
     samples = samples.with_routes(routes)
-    plan = plan_step(samples, settings_of(1, **sharing()))
+    plan = plan_step(samples, build_settings(1, **sharing()))
     assert plan.shared_tokens == SharedTokens(tokens=33, computed=8 + 3 + 3 * 3, route_conflicts=3)
     assert store(samples, plan)[0].pack(1)[0][0].tokens == 20
 
@@ -147,7 +149,7 @@ def test_conflicts_of_routes_are_counted() -> None:
 
 def test_plans_are_for_samples_with_these_routes() -> None:
     samples = branching_samples(1, longest=14, model=MODEL, with_routes=True)
-    config = settings_of(1, **sharing())
+    config = build_settings(1, **sharing())
     with_routes = plan_step(samples, config)
     without_routes = plan_step(samples.without_routes(), config)
     # Rows of tokens with any routes can have fewer tokens than planned, but not more.
@@ -157,20 +159,20 @@ def test_plans_are_for_samples_with_these_routes() -> None:
     assert not without_routes.is_for(samples, 1)
     other = replace(samples, token_ids=samples.token_ids.copy())
     assert not with_routes.is_for(other, 1)
-    assert plan_step(samples, settings_of(1)).is_for(other, 1)
+    assert plan_step(samples, build_settings(1)).is_for(other, 1)
 
 
 def test_too_long_sequences_are_named() -> None:
     samples = group_samples(prompts=1, samples=2, tokens=LIMIT, own=4)
     with pytest.raises(ValueError, match="sample 0 has 68 tokens, more than max_tokens_per_micro"):
-        plan_step(samples, settings_of(1, **sharing()))
+        plan_step(samples, build_settings(1, **sharing()))
 
 
 def test_whole_rows_have_the_same_bits_without_sharing() -> None:
     samples = branching_samples(1, longest=14, model=MODEL, with_routes=True)
-    plan = plan_step(samples, settings_of(2))
+    plan = plan_step(samples, build_settings(2))
     for rank, inputs in enumerate(store(samples, plan)):
-        own = samples.take(plan.sequences_of(rank))
+        own = samples.take(plan.list_sequences(rank))
         for batch, rows in zip(inputs.pack(4)[0], inputs.rows, strict=True):
             want = build_batch(own, rows, 4)
             assert batch.prefixes is None

@@ -41,7 +41,7 @@ SMALL = [
     "optimizer={lr: 1e-2}",
     "training.max_tokens_per_micro_batch=200",
 ]
-RL_SMALL = [*SMALL, "rollout.max_tokens=100", "algorithm.old_log_probs=forward"]
+RL_SMALL = [*SMALL, "rollout.max_episode_tokens=100", "algorithm.old_log_probs=forward"]
 SHARED = ["training.min_shared=2"]
 FEATURES: dict[str, list[str]] = {
     "ppo": [],
@@ -67,7 +67,7 @@ def rl_config(directory: Path, *overrides: str) -> RlConfig:
     return load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
 
 
-def samples_of(model: ModelConfig) -> TrainingSamples:
+def build_samples(model: ModelConfig) -> TrainingSamples:
     """Return trees with all columns of an update. A few of their routes are unequal."""
     samples = branching_samples(
         5, trees=3, longest=15, model=model, with_routes=True, unequal_routes=0.02
@@ -80,7 +80,7 @@ def samples_of(model: ModelConfig) -> TrainingSamples:
     return replace(samples.with_columns(**columns), groups=np.arange(len(samples)))
 
 
-def results_of(config: RunConfig, samples: TrainingSamples) -> dict[str, Any]:
+def compute_results(config: RunConfig, samples: TrainingSamples) -> dict[str, Any]:
     """Return log-probs, estimates, statistics and gradients of one update."""
     return results_on_rank(config, samples, LocalRank(config))
 
@@ -127,8 +127,8 @@ def assert_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
 
 
 def compare(whole: RunConfig, shared: RunConfig) -> None:
-    samples = samples_of(whole.model)
-    want, got = results_of(whole, samples), results_of(shared, samples)
+    samples = build_samples(whole.model)
+    want, got = compute_results(whole, samples), compute_results(shared, samples)
     assert want["saved"] is None
     assert got["saved"].tokens == samples.tokens - len(samples)
     assert got["saved"].computed < 0.75 * got["saved"].tokens
@@ -147,7 +147,7 @@ def test_dense_models_share_prefixes(tmp_path: Path) -> None:
         "model.num_layers=2",
         "initial_weights=null",
         "training.max_tokens_per_micro_batch=200",
-        "rollout.max_tokens=100",
+        "rollout.max_episode_tokens=100",
         f"output_dir={tmp_path}",
     ]
     whole, shared = (
@@ -198,7 +198,9 @@ def every_layout(rank: int, ports: list[int], directory: Path) -> dict[str, dict
     found = {}
     for layout, port in zip(PAIRS, ports, strict=True):
         config = layout_config(layout, directory)
-        result = results_on_rank(config, samples_of(config.model), RanksOfJob(config, rank, port))
+        result = results_on_rank(
+            config, build_samples(config.model), RanksOfJob(config, rank, port)
+        )
         assert result["saved"].computed < 0.75 * result["saved"].tokens
         found[layout] = {k: v for k, v in result["values"].items() if "Trainer/" not in k}
     return found
@@ -214,7 +216,7 @@ def two_ranks(base: Path) -> dict[str, dict[str, Any]]:
 def whole(base: Path) -> dict[str, Any]:
     options = [f"initial_weights={base}/hf", *FEATURES["R3"], *FEATURES["critic"]]
     config = rl_config(base, *options)
-    values = results_of(config, samples_of(config.model))["values"]
+    values = compute_results(config, build_samples(config.model))["values"]
     return {k: v for k, v in values.items() if "Trainer/" not in k}
 
 

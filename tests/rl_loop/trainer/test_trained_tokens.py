@@ -38,7 +38,7 @@ SMALL = [
     "model.head_size=16",
     "model.num_attention_heads=8",
     "model.num_key_value_heads=2",
-    "rollout.max_tokens=32",
+    "rollout.max_episode_tokens=32",
     "training.max_tokens_per_micro_batch=32",
     f"rollout.temperature={TEMPERATURE}",
     "optimizer={lr: 1e-2}",
@@ -46,7 +46,7 @@ SMALL = [
 LENGTHS = [30, 5, 18, 26, 11, 2, 23, 9]
 
 
-def settings_of(directory: Path, *overrides: str) -> TrainerConfig:
+def load_settings(directory: Path, *overrides: str) -> TrainerConfig:
     options = [
         *SMALL,
         f"initial_weights={directory}/hf",
@@ -61,12 +61,12 @@ def settings_of(directory: Path, *overrides: str) -> TrainerConfig:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with random weights in Hugging Face's format."""
     root = tmp_path_factory.mktemp("initial")
-    model = settings_of(root).model
+    model = load_settings(root).model
     write_hf_directory(root / "hf", model, hf_model(model, std=0.1).state_dict().items())
     return root
 
 
-def samples_of(model: ModelConfig, excluded: tuple[int, ...] = ()) -> TrainingSamples:
+def build_samples(model: ModelConfig, excluded: tuple[int, ...] = ()) -> TrainingSamples:
     """Return random episodes. The episodes in ``excluded`` have no tokens in the loss."""
     samples = documents(LENGTHS, vocab_size=model.vocab_size)
     is_learned = samples.loss_mask.copy()
@@ -79,7 +79,7 @@ def samples_of(model: ModelConfig, excluded: tuple[int, ...] = ()) -> TrainingSa
     )
 
 
-def expected_of(model: ModelConfig, samples: TrainingSamples) -> tuple[np.ndarray, np.ndarray]:
+def compute_expected(model: ModelConfig, samples: TrainingSamples) -> tuple[np.ndarray, np.ndarray]:
     """Return log-probs and entropies by transformers, 0 for the first token of every sample."""
     with torch.no_grad():
         logits = hf_logits(hf_model(model, std=0.1), samples).double() / TEMPERATURE
@@ -140,7 +140,7 @@ class AnsweredRanks:
     def close(self) -> None: ...
 
 
-def updates_of(trainers: list[TrainerConfig], samples: TrainingSamples) -> list[RlUpdates]:
+def run_updates(trainers: list[TrainerConfig], samples: TrainingSamples) -> list[RlUpdates]:
     """Take a step with each trainer. All have one layout, with one process per rank."""
     world = trainers[0].parallel.world_size
     ports = [free_port() for _ in trainers]
@@ -156,7 +156,7 @@ def updates_of(trainers: list[TrainerConfig], samples: TrainingSamples) -> list[
 
 def update(settings: TrainerConfig, samples: TrainingSamples) -> RlUpdates:
     """Take a step with one process per rank of the layout."""
-    (updates,) = updates_of([settings], samples)
+    (updates,) = run_updates([settings], samples)
     return updates
 
 
@@ -167,11 +167,11 @@ def layout_options(name: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_token_values_of_every_layout_equal_transformers(layout: str, directory: Path) -> None:
-    settings = settings_of(directory, *layout_options(layout))
-    samples = samples_of(settings.model)
+    settings = load_settings(directory, *layout_options(layout))
+    samples = build_samples(settings.model)
     updates = update(settings, samples)
 
-    log_probs, entropy = expected_of(settings.model, samples)
+    log_probs, entropy = compute_expected(settings.model, samples)
     assert updates.tokens is not None
     np.testing.assert_allclose(updates.tokens.log_probs, log_probs, atol=2e-5)
     np.testing.assert_allclose(updates.tokens.entropy, entropy, atol=2e-5)
@@ -184,12 +184,14 @@ def test_token_values_of_every_layout_equal_transformers(layout: str, directory:
 def test_old_log_probs_precede_the_first_mini_batch(
     directory: Path,
 ) -> None:
-    settings = settings_of(directory, "algorithm.mini_batches=2", "algorithm.old_log_probs=forward")
-    samples = samples_of(settings.model)
+    settings = load_settings(
+        directory, "algorithm.mini_batches=2", "algorithm.old_log_probs=forward"
+    )
+    samples = build_samples(settings.model)
     updates = update(settings, samples)
     assert len(updates.policy) == 2
 
-    log_probs, entropy = expected_of(settings.model, samples)
+    log_probs, entropy = compute_expected(settings.model, samples)
     assert updates.tokens is not None
     np.testing.assert_allclose(updates.tokens.log_probs, log_probs, atol=2e-5)
     # The second mini-batch has every other sample, and follows the update of the first one.
@@ -199,12 +201,12 @@ def test_old_log_probs_precede_the_first_mini_batch(
 
 
 def test_token_values_without_an_update_are_nan(directory: Path) -> None:
-    settings = settings_of(directory, "algorithm.mini_batches=2")
-    samples = samples_of(settings.model, excluded=(1, 3, 5, 7))
+    settings = load_settings(directory, "algorithm.mini_batches=2")
+    samples = build_samples(settings.model, excluded=(1, 3, 5, 7))
     updates = update(settings, samples)
     assert updates.skipped == 1 and updates.tokens is not None
 
-    log_probs, _ = expected_of(settings.model, samples)
+    log_probs, _ = compute_expected(settings.model, samples)
     for number, (start, end) in enumerate(pairwise(samples.offsets)):
         found = updates.tokens.log_probs[start:end]
         if number % 2 == 0:
@@ -214,18 +216,18 @@ def test_token_values_without_an_update_are_nan(directory: Path) -> None:
 
 
 def test_critic_warmup_returns_no_token_values(directory: Path) -> None:
-    settings = settings_of(directory, "algorithm=ppo", "algorithm.critic.warmup_steps=1")
+    settings = load_settings(directory, "algorithm=ppo", "algorithm.critic.warmup_steps=1")
     columns = {"values": np.zeros(sum(LENGTHS), np.float32)}
-    samples = samples_of(settings.model).with_columns(**columns, returns=columns["values"])
+    samples = build_samples(settings.model).with_columns(**columns, returns=columns["values"])
     updates = update(settings, samples)
     assert updates.policy == [] and len(updates.critic) == 1
     assert updates.tokens is None
 
 
 def test_running_trainer_continues_with_a_changed_algorithm(directory: Path) -> None:
-    settings = settings_of(directory, "name=changed")
+    settings = load_settings(directory, "name=changed")
     algorithm = settings.algorithm
-    samples = samples_of(settings.model)
+    samples = build_samples(settings.model)
     rank = LocalRank(settings)
     trainer = TrainerGroup(settings, rank)
     trainer.ready()

@@ -29,7 +29,7 @@ class Sender:
     fails_after: int | None = None
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
     transposed = False
-    packed = False
+    mxfp4_experts = False
     adapters_only = False
 
     def send(self, named: Iterable[tuple[str, torch.Tensor]], rank: int) -> None:

@@ -28,7 +28,7 @@ MODEL = GptOssModelConfig(
 )  # fmt: skip
 
 
-def weights_of(seed: int) -> dict[str, torch.Tensor]:
+def draw_weights(seed: int) -> dict[str, torch.Tensor]:
     get = random_hf_weights(MODEL, seed)
     return {name: get(name).to(torch.bfloat16) for name in hf_shapes(MODEL)}
 
@@ -52,7 +52,7 @@ class MemoryServer:
         self.plan = plan
         self.drops = drops
         self.fails_at = fails_at
-        self.held = weights_of(1)
+        self.held = draw_weights(1)
         self.steps: list[str] = []
         self.version = 1
 
@@ -110,7 +110,7 @@ def sync(transport: TransportName, directory: Path, **faults: str) -> tuple[Memo
     )
     server = MemoryServer(plan, **faults)
     try:
-        asyncio.run(send_to_servers(weights_of(2).items(), MODEL, server))
+        asyncio.run(send_to_servers(draw_weights(2).items(), MODEL, server))
     except (SyncError, WeightMismatchError) as error:
         return server, error
     return server, None
@@ -126,7 +126,7 @@ def test_send_publishes_after_transfer_and_checksums(
     assert error is None
     assert server.steps == ["begin", "begin_transfer", step, "end_transfer", "checksums", "publish"]
     assert server.version == 2
-    assert all(torch.equal(server.held[name], tensor) for name, tensor in weights_of(2).items())
+    assert all(torch.equal(server.held[name], tensor) for name, tensor in draw_weights(2).items())
 
 
 def test_send_names_a_dropped_tensor_and_publishes_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ class Case:
     scale: float
 
 
-def packed_case(experts: int, rows: int, columns: int, rank: int, scale: float = 1.7) -> Case:
+def mxfp4_case(experts: int, rows: int, columns: int, rank: int, scale: float = 1.7) -> Case:
     """Random weights with zeros of both signs, and an update that is 0 in some rows."""
     generator = torch.Generator().manual_seed(rank)
     blocks = torch.randint(

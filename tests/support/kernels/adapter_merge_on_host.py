@@ -22,10 +22,10 @@ extern "C" void merge_on_host(int blocks, int threads, const void* base, const u
 """
 
 
-def build(directory: Path, *, is_packed: bool, rank: int) -> ctypes.CDLL:
+def build(directory: Path, *, is_mxfp4: bool, rank: int) -> ctypes.CDLL:
     """Compile the kernel for this machine, with the same definitions as for a GPU."""
-    macros = adapter_merge.macros(is_packed=is_packed, rank=rank)
-    program = directory / f"on_host_{macros['PACKED']}_{macros['ROWS']}.cpp"
+    macros = adapter_merge.macros(is_mxfp4=is_mxfp4, rank=rank)
+    program = directory / f"on_host_{macros['MXFP4']}_{macros['ROWS']}.cpp"
     header = Path(__file__).with_name("cuda_on_host.h")
     program.write_text(
         f'#include "{header}"\n#include "{adapter_merge.SOURCE}"\n{CALL_EVERY_THREAD}'

@@ -17,7 +17,7 @@ from rl_loop.environments import (
     ToolError,
     UnknownToolError,
 )
-from rl_loop.environments.base import Split, arguments_of, final, function_call, think
+from rl_loop.environments.base import Split, final, function_call, parse_arguments, think
 
 CLOSED = "PLAYED_ENVIRONMENT_CLOSED"
 """Variable with the path of a file that `close` creates."""
@@ -62,7 +62,7 @@ class Sums(Environment):
         return [Tool("add", "Adds.", numbers)]
 
     async def call(self, tool: str, arguments: str) -> str:
-        values: dict[str, Any] = arguments_of(arguments)
+        values: dict[str, Any] = parse_arguments(arguments)
         match tool:
             case "functions.add" if "a" not in values:
                 raise ToolError("a is missing \x1b[2J")

@@ -39,7 +39,7 @@ def samples(lengths: tuple[int, ...] = (5, 9, 3, 6), seed: int = 0) -> list[dict
     ]
 
 
-def batch_of(
+def build_sample_batch(
     everyone: list[dict[str, Any]], part: list[int] | None = None, align: int = 1
 ) -> PackedBatch:
     """Return one micro-batch of some of the samples, by default of all."""

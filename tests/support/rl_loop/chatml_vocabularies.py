@@ -12,7 +12,7 @@ from rl_loop.chatml.vocabulary import (
     tiny_vocabulary,
 )
 from rl_loop.environments import arithmetic
-from rl_loop.harmony.vocabulary import byte_pair_tokenizer, tokens_of
+from rl_loop.harmony.vocabulary import byte_pair_tokenizer, choose_tokens
 
 WORDS = arithmetic.vocabulary_text()
 
@@ -24,7 +24,7 @@ def with_call_tokens() -> ChatMlVocabulary:
 
 def without_call_tokens() -> ChatMlVocabulary:
     """Return a vocabulary without call tokens, like SmolLM2, whose digits are single tokens."""
-    vocabulary = json.loads(byte_pair_tokenizer(tokens_of(WORDS)).to_str())["model"]
+    vocabulary = json.loads(byte_pair_tokenizer(choose_tokens(WORDS)).to_str())["model"]
     merges = [tuple(pair) for pair in vocabulary["merges"]]
     tokenizer = Tokenizer(models.BPE(vocabulary["vocab"], merges))
     digits = pre_tokenizers.Digits(individual_digits=True)

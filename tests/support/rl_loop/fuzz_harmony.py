@@ -40,7 +40,11 @@ TOOLS = [
     "python", "functions.python", "functions.fetch_email", "functions.query_logs", "browser.open", "nothing",
 ]  # fmt: skip
 LIMITS = EpisodeLimits(
-    max_turns=4, max_tokens=3000, max_episode_seconds=60, max_tool_calls=5, max_sampled_tokens=400
+    max_turns=4,
+    max_episode_tokens=3000,
+    max_episode_seconds=60,
+    max_tool_calls=5,
+    max_sampled_tokens=400,
 )
 
 

@@ -660,10 +660,10 @@ def main(server: LocalServer | None = None) -> None:
     assert described["swiglu_limit"] == 7.0
     token_seconds = float(os.environ.get("TOKEN_SECONDS", "0"))
     if server is None and "quantization_config" in described:
-        from tests.support.rl_loop.packed_server import PackedServer
+        from tests.support.rl_loop.mxfp4_server import Mxfp4Server
 
         model = read_hf_config(arguments.model_path)
-        server = PackedServer(model, arguments.tp_size, token_seconds=token_seconds)
+        server = Mxfp4Server(model, arguments.tp_size, token_seconds=token_seconds)
     server = server or LocalServer(token_seconds=token_seconds)
     server.ranks = arguments.tp_size
     server.says = json.loads(os.environ.get("SAYS", "[]"))

@@ -174,7 +174,7 @@ def ray_actors(kind: str, run: RunDirectory, node: str | None = None) -> list[ps
     return found
 
 
-def processes_of(run: RunDirectory) -> list[psutil.Process]:
+def find_processes(run: RunDirectory) -> list[psutil.Process]:
     """Return the processes of the job of ``run`` on all nodes."""
     found = []
     for process in psutil.process_iter():

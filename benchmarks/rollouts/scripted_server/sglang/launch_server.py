@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollouts.slow_tools import calls_of
+from benchmarks.rollouts.slow_tools import draw_call_count
 from tests.support.rl_loop.sglang_protocol import LocalServer, main, sampled_of_turn
 
 
@@ -30,7 +30,7 @@ class ScriptedServer(LocalServer):
         # the script. A turn can resume anywhere, also after another server has started it.
         calls_so_far = ids.count(self._call[-1])
         episode = body["rid"].rsplit("/", 2)[0]
-        turn = self._call if calls_so_far < calls_of(episode) else self._answer
+        turn = self._call if calls_so_far < draw_call_count(episode) else self._answer
         return turn[sampled_of_turn(ids, self._header)]
 
     def note_fault(self, fault: str) -> None:

@@ -89,7 +89,7 @@ def take_over(layer: Any, method: Any) -> LayerExperts:
         "w2_weight": method.w2_weight_triton_tensor,
         "w2_weight_scale": method.w2_precision_config.weight_scale,
     }
-    storage = {name: _storage_of(name, tensor) for name, tensor in matrices.items()}
+    storage = {name: _get_storage(name, tensor) for name, tensor in matrices.items()}
     for name in ("w13_weight_bias", "w2_weight_bias"):
         storage[name] = getattr(layer, name).data
 
@@ -133,7 +133,7 @@ def _intermediate_size(layer: Any) -> int:
     return size
 
 
-def _storage_of(name: str, tensor: Any) -> Tensor:
+def _get_storage(name: str, tensor: Any) -> Tensor:
     """Return the memory of a triton_kernels tensor, output-major and contiguous.
 
     Raises:

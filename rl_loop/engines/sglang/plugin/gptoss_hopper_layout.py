@@ -170,11 +170,11 @@ def _spread(byte: Tensor, place: int) -> Tensor:
 def _gather(word: Tensor, place: int) -> Tensor:
     """Invert ``_spread``: return byte number ``place`` of a word."""
     if place == 3:
-        return _byte_of(((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100))
-    return _byte_of(_rotated(word, ROTATIONS[place]))
+        return _extract_byte(((word << 6) & 0x80C080C0) | ((word >> 2) & 0x01000100))
+    return _extract_byte(_rotated(word, ROTATIONS[place]))
 
 
-def _byte_of(number: Tensor) -> Tensor:
+def _extract_byte(number: Tensor) -> Tensor:
     """Return the byte whose codes are at the bf16 positions of a number. Other bits are ignored."""
     low = ((number >> 12) & 8) | ((number >> 6) & 7)
     return low | ((number >> 24) & 0x80) | ((number >> 18) & 0x70)
@@ -202,7 +202,7 @@ def to_plugin_bit_order(storage: Tensor) -> Tensor:
     numbers = (word, word << 3, word << 6, fourth)
     ours = torch.zeros_like(word)
     for place, number in enumerate(numbers):
-        ours |= _spread(_byte_of(number), place)
+        ours |= _spread(_extract_byte(number), place)
     return _as_int32(ours).view(torch.uint8)
 
 

@@ -45,7 +45,7 @@ def install() -> None:
 
     # The same major version as torch, because the driver need not run the output of another one.
     for path in installed_assemblers():
-        version = version_of(path)
+        version = read_version(path)
         if version >= MIN_PTXAS_VERSION and version[0] == cuda_family():
             os.environ[VARIABLE] = path
             logger.info("Triton assembles kernels with %s", path)
@@ -60,7 +60,7 @@ def install() -> None:
 
 def warn_if_faulty(path: str) -> None:
     """Warn if the ptxas that the user has chosen has the fault."""
-    if version_of(path) < MIN_PTXAS_VERSION:
+    if read_version(path) < MIN_PTXAS_VERSION:
         logger.warning(
             "%s=%s is older than CUDA %d.%d, and can miscompile the GEMMs of MXFP4 experts",
             VARIABLE,
@@ -85,7 +85,7 @@ def installed_assemblers() -> Iterator[str]:
             yield str(Path(toolkit, "bin", "ptxas"))
 
 
-def version_of(path: str) -> tuple[int, int]:
+def read_version(path: str) -> tuple[int, int]:
     """Return the CUDA version of a ptxas. (0, 0) if it does not exist or does not run."""
     try:
         completed = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)

@@ -302,14 +302,14 @@ def _multiply_rows(
     # fmt: on
     HALF: tl.constexpr = INPUTS // 2
     row = first + tl.arange(0, ROWS)
-    x_at = _places_of(entries, gates, start + row % size, SIZE, HALF, TOP_K)
+    x_at = _compute_offsets(entries, gates, start + row % size, SIZE, HALF, TOP_K)
     sums = _first_sums(adapter, start + row % size, first_column, outputs, COLUMNS, PARTS)
     # Placeholders that are not used if MORE_ROWS is 0.
     further_at = x_at
     further_sums = sums
     if MORE_ROWS:
         further = first + ROWS + tl.arange(0, MORE_ROWS)
-        further_at = _places_of(entries, gates, start + further % size, SIZE, HALF, TOP_K)
+        further_at = _compute_offsets(entries, gates, start + further % size, SIZE, HALF, TOP_K)
         further_sums = _first_sums(
             adapter, start + further % size, first_column, outputs, COLUMNS, PARTS
         )
@@ -383,7 +383,7 @@ def _add_half(sums, further_sums, values, scale, x, at, left, MORE_ROWS: tl.cons
 
 
 @triton.jit
-def _places_of(
+def _compute_offsets(
     entries, gates, entry, SIZE: tl.constexpr, INPUTS: tl.constexpr, TOP_K: tl.constexpr
 ):
     """Return the first input's offset for entries (sorted by expert): [entries, INPUTS]."""

@@ -34,7 +34,7 @@ class SyncedModel:
                 self._add_experts(f"{prefix}.", experts)
                 names -= {f"{prefix}.{name}" for name in experts.sources}
         for name in names:
-            self._others |= set(_sources_of(name))
+            self._others |= set(_list_sources(name))
 
     def _add_experts(self, prefix: str, experts: LayerExperts) -> None:
         named = replace(experts, prefix=prefix)
@@ -143,7 +143,7 @@ def _check_scales(largest_scales: dict[str, Tensor]) -> None:
             )
 
 
-def _sources_of(name: str) -> list[str]:
+def _list_sources(name: str) -> list[str]:
     """Return the Hugging Face tensors of which a parameter outside the experts consists."""
     fused = re.fullmatch(r"(.*\.)qkv_proj(\..*)", name)
     if fused is None:

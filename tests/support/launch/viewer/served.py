@@ -94,7 +94,7 @@ class ExampleRun:
             usual = {
                 MetricName.REWARD: (step - 1) / 20 - 1,
                 MetricName.ACCURACY: min(1.0, (step - 1) / 40),
-                MetricName.LOGPROB_GAP: 1e-6,
+                MetricName.LOG_PROB_GAP: 1e-6,
                 "ratio/deviation_max": 0.0,
                 MetricName.GRAD_NORM: 0.5,
                 MetricName.ENTROPY: 1.0,

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from aiohttp import web
 
-from rl_loop.certify.subjects.transformers_model import TransformersModel
+from rl_loop.certify.implementations.transformers_model import TransformersModel
 
 
 class LoopbackServer:

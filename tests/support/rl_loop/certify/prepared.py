@@ -1,15 +1,15 @@
-"""Both sets of a certificate's weights, and summaries of check results."""
+"""Both sets of the checks' weights, and summaries of check results."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_loop.certify.certificate import CheckOutcome, CheckResult
-from rl_loop.certify.examination import Examination, ResultCache
+from rl_loop.certify.check_run import CheckRun, ResultCache
+from rl_loop.certify.implementation import ModelImplementation
 from rl_loop.certify.model import Precision, WeightSet, vocabulary
+from rl_loop.certify.report import CheckOutcome, CheckResult
 from rl_loop.certify.run import run_checks, special_ids
-from rl_loop.certify.subject import CertifySubject
 from rl_loop.certify.texts import ProbeTexts
 
 
@@ -23,13 +23,13 @@ class Prepared:
     second: WeightSet
     memory: ResultCache = field(default_factory=ResultCache)
 
-    def examine(self, subject: CertifySubject, *only: str) -> dict[str, CheckResult]:
+    def run_checks(self, implementation: ModelImplementation, *only: str) -> dict[str, CheckResult]:
         """Run the checks. All tests share the reference's results."""
         words = vocabulary()
         texts = ProbeTexts(self.first.config, special_ids(words, self.first.config))
-        exam = Examination(subject, self.first, self.second, self.precision, texts, words)
-        exam.memory = self.memory
-        return {result.name: result for result in run_checks(exam, only)}
+        check_run = CheckRun(implementation, self.first, self.second, self.precision, texts, words)
+        check_run.memory = self.memory
+        return {result.name: result for result in run_checks(check_run, only)}
 
 
 def causes(results: dict[str, CheckResult]) -> set[str]:

@@ -50,7 +50,7 @@ def reference_model(
     return model.to(dtype)
 
 
-def engine_of(model: GptOssForCausalLM, **options: object) -> TransformersEngine:
+def build_engine(model: GptOssForCausalLM, **options: object) -> TransformersEngine:
     """Return an engine with a copy of the model's weights."""
     engine = TransformersEngine.from_config(model.config, dtype=model.dtype, **options)
     asyncio.run(engine.sync_weights(model.state_dict().items(), 1))

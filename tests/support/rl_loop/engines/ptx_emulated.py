@@ -25,7 +25,7 @@ def run_assembly(assembly: str, outputs: int, inputs: Sequence[Tensor]) -> list[
     """
     registers = {f"${outputs + number}": value for number, value in enumerate(inputs)}
 
-    def value_of(operand: str) -> Tensor:
+    def read_operand(operand: str) -> Tensor:
         if operand in registers:
             return registers[operand]
         return torch.full_like(inputs[0], int(operand, 0))
@@ -35,7 +35,7 @@ def run_assembly(assembly: str, outputs: int, inputs: Sequence[Tensor]) -> list[
         if found is None or found[1] == ".reg":
             continue
         target, *operands = [operand.strip() for operand in found[2].split(",")]
-        values = [value_of(operand) for operand in operands]
+        values = [read_operand(operand) for operand in operands]
         registers[target] = _execute(found[1], values) & MASK
     return [registers[f"${number}"] for number in range(outputs)]
 

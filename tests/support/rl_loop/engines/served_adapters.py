@@ -41,7 +41,7 @@ from tests.support.megatron_gptoss.reference import (
 )
 from tests.support.rl_loop.engines.adapted_experts import interpreted_bf16
 from tests.support.rl_loop.engines.expert_matmul_interpreted import Ragged, interpreted_values
-from tests.support.rl_loop.packed_server import ServedModel, SyncedModel
+from tests.support.rl_loop.mxfp4_server import ServedModel, SyncedModel
 
 ADAPTER = AdapterConfig(
     rank=8,
@@ -162,7 +162,7 @@ def main() -> None:
                     factor.copy_(factor.bfloat16())
         if step == 1:
             found["before the sync"] = gaps(server, trainer.score([batch])[0], unrounded)
-        sent = gathering.begin(packed=True, adapters_only=step > 0)
+        sent = gathering.begin(mxfp4_experts=True, adapters_only=step > 0)
         server.load({name: tensor.clone() for name, tensor in sent}, adapters_only=step > 0)
         trained = trainer.score([batch])[0]
         found[f"step {step}"] = gaps(server, trained, unrounded)

@@ -167,7 +167,7 @@ def learned_model(config: PreTrainedConfig, lessons: list[Lesson], max_steps: in
     raise AssertionError(f"the policy has not learned its lessons: loss {loss:.3f}")
 
 
-async def engine_of(model: PreTrainedModel) -> TransformersEngine:
+async def build_engine(model: PreTrainedModel) -> TransformersEngine:
     """Build an embedded engine with the model's weights as version 1."""
     engine = TransformersEngine.from_config(model.config)
     await engine.sync_weights(model.named_parameters(), 1)

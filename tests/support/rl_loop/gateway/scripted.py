@@ -91,7 +91,7 @@ async def talking(
 ) -> AsyncIterator[Talk]:
     """Serve a script. Turns given as text contain Harmony's special tokens as text."""
     policy = ScriptedPolicy([_ids(codec, turn) for turn in turns], seconds)
-    limits = EpisodeLimits(max_turns=50, max_tokens=8000, max_episode_seconds=300.0)
+    limits = EpisodeLimits(max_turns=50, max_episode_tokens=8000, max_episode_seconds=300.0)
     session_settings = SessionSettings(limits, SamplingParams(max_new_tokens=400), **settings)
     shape = ModelShape(codec.vocabulary.size)
     gateway = Gateway(policy, codec, shape, GatewaySettings(session_settings))

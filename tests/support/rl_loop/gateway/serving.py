@@ -22,9 +22,9 @@ from rl_loop.engines.protocol import GenerateRequest, GenerateResult, ModelShape
 from rl_loop.gateway.server import Gateway, GatewaySettings
 from rl_loop.gateway.session import ConversationSession, SessionSettings
 from tests.support.rl_loop.engines.models import plain_log_probs
-from tests.support.rl_loop.gateway.policy import engine_of
+from tests.support.rl_loop.gateway.policy import build_engine
 
-LIMITS = EpisodeLimits(max_turns=50, max_tokens=1024, max_episode_seconds=300.0)
+LIMITS = EpisodeLimits(max_turns=50, max_episode_tokens=1024, max_episode_seconds=300.0)
 GREEDY = SamplingParams(max_new_tokens=200, temperature=0.0)
 SETTINGS = SessionSettings(LIMITS, GREEDY, routed_experts=True)
 
@@ -103,7 +103,7 @@ class Served:
 async def serving(
     codec: ChatCodec, model: PreTrainedModel, settings: SessionSettings = SETTINGS
 ) -> AsyncIterator[Served]:
-    engine = RecordingEngine(await engine_of(model))
+    engine = RecordingEngine(await build_engine(model))
     config = model.config
     shape = ModelShape(config.vocab_size)
     if settings.routed_experts:

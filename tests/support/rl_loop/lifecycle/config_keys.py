@@ -14,7 +14,7 @@ from rl_loop.config.run import RlConfig, SftConfig
 CONFIGS = Path(__file__).parents[4] / "configs"
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all keys below a model with their annotations.
 
     An optional section is a key itself, because it may become null. Entries of a mapping of
@@ -27,19 +27,19 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
         if sections and NoneType in choices:
             yield key, field.annotation
         for section in sections:
-            yield from keys_of(section, f"{key}.")
+            yield from list_keys(section, f"{key}.")
 
         mapped = [get_args(choice)[1] for choice in choices if get_origin(choice) is dict]
         sections_by_name = [section for section in mapped if _is_section(section)]
         for section in sections_by_name:
-            yield from keys_of(section, f"{key}.*.")
+            yield from list_keys(section, f"{key}.*.")
         if not sections and not sections_by_name:
             yield key, field.annotation
 
 
 def all_keys() -> dict[str, Any]:
     """Return the keys of ``gptoss rl`` and ``gptoss sft`` with their annotations."""
-    return dict([*keys_of(SftConfig), *keys_of(RlConfig)])
+    return dict([*list_keys(SftConfig), *list_keys(RlConfig)])
 
 
 def other_values(annotation: Any, value: Any) -> list[Any]:

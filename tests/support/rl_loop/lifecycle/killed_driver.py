@@ -64,7 +64,7 @@ def between_update_and_checkpoint(step: int) -> None:
 
 
 def while_a_checkpoint_is_written(step: int) -> None:
-    """Kill while ranks save a checkpoint and the episodes ahead are on the disk."""
+    """Kill while ranks save a checkpoint and the asynchronous episodes are on the disk."""
     save = RlLoop.save_finished_groups
 
     def killed_save(self: RlLoop, steps: int) -> None:

@@ -18,7 +18,7 @@ from rl_loop.tasks.demonstrations import (
 )
 
 
-def task_of(environment: str, index: int, **options: object) -> Task:
+def generate_task(environment: str, index: int, **options: object) -> Task:
     kind = environment_class(environment)
     return kind.generate("train", 0, index, kind.Options.model_validate(options))
 

@@ -24,7 +24,7 @@ SMALL = [
     "model.hidden_size=64",
     "model.intermediate_size=32",
     "model.head_size=16",
-    "rollout.max_tokens=100",
+    "rollout.max_episode_tokens=100",
     "optimizer={lr: 1e-2}",
 ]
 ADAPTER = "adapter={rank: 4, alpha: 8, targets: [q, k, v, o, experts, router]}"
@@ -33,7 +33,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @contextmanager
-def trainer_of(directory: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
+def open_trainer(directory: Path, *overrides: str) -> Iterator[tuple[TrainerGroup, LocalRank]]:
     """Return a trainer with one rank in this process for the run ``directory``."""
     options = [*SMALL, f"output_dir={directory.parent}", f"name={directory.name}", *overrides]
     settings = load_config(CONFIGS / "rl/tiny_retool.yaml", RlConfig, options)
@@ -68,10 +68,10 @@ def packable(weights: Weights) -> Weights:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Hugging Face directory with experts that MXFP4 can represent, and start a run."""
     root = tmp_path_factory.mktemp("base")
-    with trainer_of(root / "random", "initial_weights=null") as (group, rank):
+    with open_trainer(root / "random", "initial_weights=null") as (group, rank):
         weights = packable(group.weights())
         model = rank._worker.settings.model
     write_hf_directory(root / "hf", model, weights.items())
-    with trainer_of(root / "run", f"initial_weights={root}/hf") as (group, _):
+    with open_trainer(root / "run", f"initial_weights={root}/hf") as (group, _):
         group.save(1, {"step": 1}, True)
     return root

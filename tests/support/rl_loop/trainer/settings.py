@@ -12,7 +12,7 @@ MODEL = GptOssModelConfig(num_layers=2, num_experts=8)
 LIMIT = 64
 
 
-def settings_of(ranks: int, mini_batches: int = 1, **training: Any) -> Any:
+def build_settings(ranks: int, mini_batches: int = 1, **training: Any) -> Any:
     """Return the part of TrainerConfig that data distribution reads."""
     return SimpleNamespace(
         model=MODEL,

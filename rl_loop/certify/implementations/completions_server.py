@@ -6,11 +6,11 @@ from typing import Any
 
 import aiohttp
 
-from rl_loop.certify.subject import (
-    CertifySubject,
+from rl_loop.certify.implementation import (
+    ImplementationError,
+    ModelImplementation,
     SampledText,
     ScoredText,
-    SubjectError,
     UnsupportedOperationError,
 )
 
@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 300
 """Maximum length of an answer that an error quotes."""
 
 
-class CompletionsServer(CertifySubject):
+class CompletionsServer(ModelImplementation):
     """Server at ``url``, which ends with ``/v1``. The API has neither updates nor routes."""
 
     def __init__(self, url: str) -> None:
@@ -27,14 +27,14 @@ class CompletionsServer(CertifySubject):
         self._runner = asyncio.Runner()
         try:
             models = self._runner.run(self._call("GET", "/models", None))
-            # Requests must name a model. The server under examination serves only one.
+            # Requests must name a model. A checked server serves only one.
             self._model = models["data"][0]["id"]
         except (LookupError, TypeError) as error:
             self.close()
-            raise SubjectError(
+            raise ImplementationError(
                 f"{self._url}/models: the response contains no model name ({error!r})"
             ) from error
-        except SubjectError:
+        except ImplementationError:
             self.close()
             raise
 
@@ -49,11 +49,11 @@ class CompletionsServer(CertifySubject):
                 text = await answer.text()
                 if answer.status != 200:
                     quoted = text[:SHOWN_CHARACTERS]
-                    raise SubjectError(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
+                    raise ImplementationError(f"{self._url}{path}: HTTP {answer.status}: {quoted}")
                 # With None, aiohttp accepts JSON that the server declares as another content type.
                 return await answer.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise SubjectError(f"{self._url}{path}: {error!r}") from error
+            raise ImplementationError(f"{self._url}{path}: {error!r}") from error
 
     def _complete(self, prompt: object, **options: object) -> dict[str, Any]:
         """Return the only choice of a response."""
@@ -62,7 +62,7 @@ class CompletionsServer(CertifySubject):
         try:
             choice: dict[str, Any] = answer["choices"][0]
         except (LookupError, TypeError) as error:
-            raise SubjectError(
+            raise ImplementationError(
                 f"{self._url}/completions: the response contains no choices ({answer})"
             ) from error
         return choice
@@ -76,7 +76,7 @@ class CompletionsServer(CertifySubject):
             # The first token has no log-prob. After the prompt comes the entry of the sampled
             # token.
             if len(log_probs) < len(text) or None in log_probs[1 : len(text)]:
-                raise SubjectError(
+                raise ImplementationError(
                     f"{self._url} does not echo the log-probs of a prompt of {len(text)} tokens"
                 )
             results.append(ScoredText([float(value) for value in log_probs[1 : len(text)]]))

@@ -1,7 +1,7 @@
-"""Finds the known faults that explain a subject's results.
+"""Finds the known faults that explain an implementation's results.
 
 A deviation alone is not enough to report a fault. The reference with the fault must give the
-subject's results.
+implementation's results.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl_loop.certify.examination import gap
+from rl_loop.certify.check_run import gap
 from rl_loop.certify.faults import ModelFault
 from rl_loop.certify.variants import FaultyVariant, combined
 
 MAX_FAULTS = 3
-"""Maximum number of faults per subject."""
+"""Maximum number of faults per implementation."""
 WORTHWHILE = 0.6
 """A fault counts as an explanation if it reduces the gap below this share."""
 UNEXPLAINED = 0.25
@@ -23,7 +23,7 @@ UNEXPLAINED = 0.25
 
 @dataclass(frozen=True)
 class FaultExplanation:
-    """Faults that explain a subject's results in full or in part."""
+    """Faults that explain an implementation's results in full or in part."""
 
     faults: tuple[ModelFault, ...]
     variant: FaultyVariant
@@ -51,7 +51,7 @@ def explain(
     """Find faults greedily, each time the one with which the reference is closest to the results.
 
     Args:
-        answered: results of the subject.
+        answered: results of the implementation.
         evaluate: function that returns the results of the reference with a variant.
         candidates: faults to try, simple ones first. The first of equally good ones is taken.
         limit: mean gap that precision explains.

@@ -13,15 +13,15 @@ from transformers import AutoTokenizer, DynamicCache, GptOssForCausalLM
 from converters.hf_directory import HfDirectory
 from converters.model_extras import read_extras
 from megatron_gptoss.config.precision import Precision, torch_dtype
-from rl_loop.certify.subject import (
-    CertifySubject,
+from rl_loop.certify.implementation import (
+    ModelImplementation,
     SampledText,
     ScoredText,
     UnsupportedOperationError,
 )
 
 
-class TransformersModel(CertifySubject):
+class TransformersModel(ModelImplementation):
     """Model with eager attention. It computes one text at a time, on the GPU if there is one."""
 
     name = "transformers"

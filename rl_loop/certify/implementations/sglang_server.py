@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 
 from megatron_gptoss.families.gpt_oss.config import GptOssModelConfig
-from rl_loop.certify.subject import (
-    CertifySubject,
+from rl_loop.certify.implementation import (
+    ImplementationError,
+    ModelImplementation,
     SampledText,
     ScoredText,
-    SubjectError,
     UnsupportedOperationError,
 )
 from rl_loop.engines.sglang.client import RequestRejectedError, ServerError, SglangClient
-from rl_loop.engines.sglang.scored_tokens import log_probs_of
+from rl_loop.engines.sglang.scored_tokens import parse_log_probs
 
 CONCURRENT_REQUESTS = 8
 """Number of concurrent requests: enough for the server to batch them."""
 UPDATE_SECONDS = 600.0
 
 
-class SglangSubject(CertifySubject):
+class SglangServer(ModelImplementation):
     """Server at ``url``, started with the weights of the first directory.
 
     ``deterministic`` is True if it was started with --enable-deterministic-inference.
@@ -40,7 +40,7 @@ class SglangSubject(CertifySubject):
         try:
             info = self._run(self._client.call("/server_info"))
         # The caller has no object to close yet.
-        except SubjectError:
+        except ImplementationError:
             self.close()
             raise
         settings = [str(info.get(key, "?")) for key in ("version", "attention_backend")]
@@ -51,10 +51,10 @@ class SglangSubject(CertifySubject):
         try:
             return self._runner.run(calls)
         except (ServerError, RequestRejectedError) as error:
-            raise SubjectError(str(error)) from error
+            raise ImplementationError(str(error)) from error
         # Responses of other servers lack the fields that are read here.
         except (LookupError, TypeError, ValueError) as error:
-            raise SubjectError(
+            raise ImplementationError(
                 f"{self._url}: the response lacks a field of SGLang ({error!r}). Give the URL of an "
                 "SGLang server"
             ) from error
@@ -80,7 +80,7 @@ class SglangSubject(CertifySubject):
         async with self._slots:
             answer = await self._client.call("/generate", body)
         meta = answer["meta_info"]
-        log_probs = log_probs_of(meta["input_token_logprobs"], text, self._url)
+        log_probs = parse_log_probs(meta["input_token_logprobs"], text, self._url)
         return ScoredText(log_probs, self._routes(meta, len(text)))
 
     def _routes(self, meta: dict[str, Any], tokens: int) -> np.ndarray | None:
@@ -122,7 +122,7 @@ class SglangSubject(CertifySubject):
         }
         try:
             entries = self._run(self._entries(body, "input_token_logprobs"))
-        except SubjectError as error:
+        except ImplementationError as error:
             # For example with --skip-tokenizer-init.
             raise UnsupportedOperationError(
                 f"{self.name} does not tokenize text: {error}"

@@ -13,21 +13,21 @@ from rl_loop.certify.harmony_tokens import HarmonyMessage
 
 
 class UnsupportedOperationError(NotImplementedError):
-    """Operation that the subject does not support. Checks that need it are skipped."""
+    """Operation that the implementation does not support. Checks that need it are skipped."""
 
 
-class SubjectError(UserError, RuntimeError):
-    """Subject that did not answer, or gave an invalid answer."""
+class ImplementationError(UserError, RuntimeError):
+    """Implementation that did not answer, or gave an invalid answer."""
 
 
 @dataclass(frozen=True)
 class ScoredText:
-    """Log-probs of a subject for a text of n tokens."""
+    """Log-probs of an implementation for a text of n tokens."""
 
     log_probs: Sequence[float]
     """n - 1 natural logs: entry i is log p(token i + 1 | tokens 0..i) at temperature 1."""
     routes: np.ndarray | None = None
-    """Integers [n - 1, layers, top_k]: experts of every input, in any order. None if the subject
+    """Integers [n - 1, layers, top_k]: experts of every input, in any order. None if the implementation
     does not report them."""
 
 
@@ -40,16 +40,16 @@ class SampledText:
     """Natural logs, one per id."""
 
 
-class CertifySubject:
+class ModelImplementation:
     """Base class of trainers and engines. Only ``score`` is required; other methods add checks.
 
     All methods use the weights of the directory given at the start, or of the last ``update``.
     Implementations may compute texts in batches or in sequence.
     """
 
-    name = "a subject"
+    name = "an implementation"
     is_deterministic = False
-    """True if the subject claims bitwise equal results, whatever else it computes."""
+    """True if the implementation claims bitwise equal results, whatever else it computes."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[ScoredText]:
         """Score each text independently."""
@@ -96,23 +96,27 @@ class CertifySubject:
 
 
 def checked_scores(
-    subject: CertifySubject, scores: Sequence[ScoredText], texts: Sequence[Sequence[int]]
+    implementation: ModelImplementation,
+    scores: Sequence[ScoredText],
+    texts: Sequence[Sequence[int]],
 ) -> list[ScoredText]:
-    """Return the scores. Raises SubjectError if they do not fit the texts."""
-    # Subjects are servers and code of users, so check the answers before they are compared.
+    """Return the scores. Raises ImplementationError if they do not fit the texts."""
+    # Implementations are servers and code of users, so check the answers before they are compared.
     if len(scores) != len(texts):
-        raise SubjectError(f"{subject.name} gave {len(scores)} answers for {len(texts)} texts")
+        raise ImplementationError(
+            f"{implementation.name} gave {len(scores)} answers for {len(texts)} texts"
+        )
     for scored, text in zip(scores, texts, strict=True):
         values = np.asarray(scored.log_probs, dtype=np.float64)
         if values.shape != (len(text) - 1,):
-            raise SubjectError(
-                f"{subject.name} gave {values.shape} log-probs for a text of {len(text)} tokens, "
+            raise ImplementationError(
+                f"{implementation.name} gave {values.shape} log-probs for a text of {len(text)} tokens, "
                 f"expected {len(text) - 1}"
             )
         # In a mean over tokens, NaN would not show its position.
         if not np.isfinite(values).all():
             position = int(np.isfinite(values).argmin())
-            raise SubjectError(
-                f"{subject.name}: the log-prob of token {position + 1} is {values[position]}"
+            raise ImplementationError(
+                f"{implementation.name}: the log-prob of token {position + 1} is {values[position]}"
             )
     return list(scores)

@@ -20,8 +20,12 @@ from megatron_gptoss.samples import ROUTES, TrainingSamples
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
 from rl_loop.certify.harmony_tokens import HarmonyMessage
-from rl_loop.certify.model import vocabulary_of
-from rl_loop.certify.subject import CertifySubject, ScoredText, UnsupportedOperationError
+from rl_loop.certify.implementation import (
+    ModelImplementation,
+    ScoredText,
+    UnsupportedOperationError,
+)
+from rl_loop.certify.model import find_vocabulary
 from rl_loop.cluster.placement import free_port
 from rl_loop.harmony.codec import Harmony, ParsedMessage, PromptConfig, ToolOutput
 
@@ -29,7 +33,7 @@ IDLE_RATE = 1e-12
 """Learning rate. The step that computes gradients ends with an update, which is undone."""
 
 
-class MegatronTrainer(CertifySubject):
+class MegatronTrainer(ModelImplementation):
     """One rank of the trainer. Only one may exist in a process."""
 
     name = "the trainer (Megatron-Core)"
@@ -129,7 +133,7 @@ class MegatronTrainer(CertifySubject):
 
         The assistant's messages are rendered as in demonstrations, tools' messages as in episodes.
         """
-        vocabulary = vocabulary_of(self._directory, self.config.vocab_size)
+        vocabulary = find_vocabulary(self._directory, self.config.vocab_size)
         if vocabulary is None:
             raise UnsupportedOperationError("the vocabulary is not known")
 

@@ -105,7 +105,7 @@ class ServedModel(torch.nn.Module):
         return module
 
 
-class PackedServer(LocalServer):
+class Mxfp4Server(LocalServer):
     """A server with MXFP4 experts, on every rank as the plugin stores them."""
 
     def __init__(self, model: ModelConfig, ranks: int = 1, **options: Any) -> None:

@@ -16,14 +16,14 @@ class CheckOutcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """The subject does not support an operation that the check needs."""
+    """The implementation does not support an operation that the check needs."""
     NOT_VISIBLE = "not visible"
     """Neither passed nor failed: these weights and this precision do not show the fault."""
 
 
 @dataclass(frozen=True)
 class DiagnosedFault:
-    """Fault of a subject."""
+    """Fault of an implementation."""
 
     name: str
     source: str = ""
@@ -37,9 +37,9 @@ class FaultVisibility:
     fault: str
     source: str
     visible: float
-    """Deviation of a subject with the fault, at the tokens or tensors where it is largest."""
+    """Deviation of an implementation with the fault, at the tokens or tensors where it is largest."""
     deviation: float
-    """Deviation of this subject at the same tokens or tensors."""
+    """Deviation of this implementation at the same tokens or tensors."""
     limit: float
     """Largest deviation that the precision can explain."""
     is_visible: bool
@@ -51,7 +51,7 @@ class CheckResult:
 
     name: str
     title: str
-    """Subject of the check in a few words."""
+    """Implementation of the check in a few words."""
     status: CheckOutcome
     summary: str
     """Result in one sentence."""
@@ -64,10 +64,10 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """Results of one subject's checks."""
+class CertifyReport:
+    """Results of one implementation's checks."""
 
-    subject: str
+    implementation: str
     weights: str
     precision: str
     model: str
@@ -79,7 +79,7 @@ class Certificate:
     def has_passed(self) -> bool:
         """True if no check failed and at least one passed."""
         statuses = [result.status for result in self.results]
-        # A subject for which every check is skipped has not failed, but proves nothing either.
+        # An implementation for which every check is skipped has not failed, but proves nothing either.
         return CheckOutcome.FAILED not in statuses and CheckOutcome.PASSED in statuses
 
     @property
@@ -116,7 +116,7 @@ class Certificate:
     def to_text(self) -> str:
         """Return the text for a terminal."""
         lines = [
-            f"{self.subject} {self.verdict}",
+            f"{self.implementation} {self.verdict}",
             f"{self.model}; {self.precision}; {self.weights}; {self.date}",
             "",
         ]

@@ -29,20 +29,20 @@ from rl_loop.config.load import load_config
 from rl_loop.config.run import RlConfig
 from rl_loop.engines.sglang.config import PLUGIN, SglangConfig
 from rl_loop.engines.sglang.gpu_memory import ServerNeeds, mxfp4_expert_bytes
-from rl_loop.engines.sglang.server_layout import PACKED_EXPERT_PARAMETERS
+from rl_loop.engines.sglang.server_layout import MXFP4_EXPERT_PARAMETERS
 from rl_loop.engines.sglang.weight_endpoints import SglangServers, send_weights
 from rl_loop.weight_sync import send
 from rl_loop.weight_sync.source import SyncError, WeightMismatchError
 from tests.support.distributed import free_port, run_distributed
-from tests.support.rl_loop.packed_server import (
-    PackedServer,
+from tests.support.rl_loop.mxfp4_server import (
+    Mxfp4Server,
     ServedModel,
     SyncedModel,
     expert_storage,
     layout,
     plugin,
 )
-from tests.support.rl_loop.packed_sync import MODEL, mxfp4_weights, plan_for, run_with_server
+from tests.support.rl_loop.mxfp4_sync import MODEL, mxfp4_weights, plan_for, run_with_server
 from tests.support.rl_loop.plugin_process import run_with_plugin, write_modules
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -58,7 +58,7 @@ def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:
 # -- layouts --------------------------------------------------------------------------------------
 
 
-def codes_of(byte: int) -> tuple[int, int]:
+def split_codes(byte: int) -> tuple[int, int]:
     return byte & 15, byte >> 4
 
 
@@ -92,7 +92,7 @@ def test_codes_of_a_word_become_bf16_by_shifts_and_masks(
                         at = (row + 8 * (place % 2), byte + 4 * (place // 2))
                         expected = 0
                         if at[0] < rows and at[1] < row_bytes:
-                            expected = codes_of(int(packed[expert, at[0], at[1]]))[half]
+                            expected = split_codes(int(packed[expert, at[0], at[1]]))[half]
                         assert code == expected, (expert, at, half)
 
 
@@ -188,7 +188,7 @@ def test_plugin_loads_the_experts_that_sglang_loads() -> None:
 
 
 def test_trainer_and_server_name_experts_equally() -> None:
-    assert expert_storage.SOURCES == PACKED_EXPERT_PARAMETERS
+    assert expert_storage.SOURCES == MXFP4_EXPERT_PARAMETERS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -235,7 +235,7 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
     get = random_hf_weights(MODEL, 1)
     weights = mxfp4_weights(1)
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = plan_for(server.url, ranks, transport=transport, directory=tmp_path / "weights")
         await send_weights(weights.items(), MODEL, plan)
         assert server.version == "2"
@@ -255,7 +255,7 @@ def test_servers_hold_the_blocks_and_scales_of_our_quantizer(
 def test_sleeping_server_keeps_addresses_and_reloads_experts() -> None:
     weights = mxfp4_weights(1)
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         def addresses() -> list[int]:
             stored = [experts.storage for experts in server.synced[0].experts]
             return [tensor.data_ptr() for kept in stored for tensor in kept.values()]
@@ -291,7 +291,7 @@ def test_lost_bucket_is_named_and_the_server_does_not_serve(
         names.extend(name for name, _ in bucket)
         yield from buckets
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         monkeypatch.setattr(send, "buckets", some)
         with pytest.raises(SyncError) as failure:
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
@@ -320,7 +320,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
                     bucket[at] = (name, other)
             yield bucket
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         monkeypatch.setattr(send, "buckets", changed)
         with pytest.raises(WeightMismatchError, match=f"but its content differs in {name}$"):
             await send_weights(mxfp4_weights(1).items(), MODEL, plan_for(server.url))
@@ -334,7 +334,7 @@ def test_swapped_scale_is_named_and_the_server_does_not_serve(
 def test_wrong_byte_of_padding_is_named(name: str) -> None:
     weights = mxfp4_weights(1)
 
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         await send_weights(weights.items(), MODEL, plan_for(server.url, ranks=2))
         experts = server.synced[1].experts[0]
         rows, inputs = experts.shape(name, padded=True)
@@ -551,7 +551,7 @@ def test_largest_supported_scale_is_served_and_the_next_is_not(
 def test_server_with_a_too_large_scale_serves_after_a_new_sync(
     transport: str, tmp_path: Path
 ) -> None:
-    async def work(server: PackedServer) -> None:
+    async def work(server: Mxfp4Server) -> None:
         plan = plan_for(server.url, ranks=2, transport=transport, directory=tmp_path / "weights")
         with pytest.raises(SyncError) as failure:
             await send_weights(weights_with_a_large_scale().items(), MODEL, plan)
@@ -645,7 +645,7 @@ def test_servers_with_unsupported_layouts_are_rejected(
 def test_estimated_weights_of_a_20b_server_equal_sglangs(ranks: int, measured: float) -> None:
     """The values are GiB per rank on H200 (docs/quantization.md)."""
     model = GptOssModelConfig(num_layers=24, num_experts=32)
-    needs = ServerNeeds.of(model, "bf16", ranks, packed=True)
+    needs = ServerNeeds.of(model, "bf16", ranks, mxfp4_experts=True)
     assert needs.weights / (1 << 30) == pytest.approx(measured, rel=0.01)
 
 

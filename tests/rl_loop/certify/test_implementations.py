@@ -1,4 +1,4 @@
-"""Subjects of a certification: servers, functions, and rejected subjects."""
+"""Tested implementations: servers, functions, and rejected names."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ from converters.errors import ConversionError
 from converters.upcycle import UpcycleOptions, upcycle
 from launch.cli import app
 from megatron_gptoss import host_memory
-from rl_loop.certify.certificate import CheckOutcome
 from rl_loop.certify.harmony_tokens import QUOTING, describe_difference, expected_ids
+from rl_loop.certify.implementation import (
+    ImplementationError,
+    ModelImplementation,
+    ScoredText,
+    checked_scores,
+)
+from rl_loop.certify.implementations.completions_server import CompletionsServer
+from rl_loop.certify.implementations.sglang_server import SglangServer
+from rl_loop.certify.implementations.transformers_model import TransformersModel
 from rl_loop.certify.model import (
     SIZES,
     CertifyError,
     designed_weights,
+    find_vocabulary,
     vocabulary,
-    vocabulary_of,
 )
+from rl_loop.certify.report import CheckOutcome
 from rl_loop.certify.run import CertifyOptions, certify, check_reference, open_weights
-from rl_loop.certify.subject import CertifySubject, ScoredText, SubjectError, checked_scores
-from rl_loop.certify.subjects.completions_server import CompletionsServer
-from rl_loop.certify.subjects.sglang_server import SglangSubject
-from rl_loop.certify.subjects.transformers_model import TransformersModel
 from rl_loop.certify.texts import ProbeTexts
 from rl_loop.certify.variants import ReferenceModel
 from rl_loop.chatml.vocabulary import tiny_vocabulary
@@ -55,9 +60,9 @@ def skipped(results: dict[str, object]) -> set[str]:
 def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"))
     with serving(server) as url:
-        subject = SglangSubject(url, prepared.first.config)
-        results = prepared.examine(subject)
-        subject.close()
+        implementation = SglangServer(url, prepared.first.config)
+        results = prepared.run_checks(implementation)
+        implementation.close()
     assert not failed(results)
     assert skipped(results) == {"packing", "gradients", "routes given"}
 
@@ -88,8 +93,8 @@ def test_benchmark_certifies_an_sglang_server(attention: str, tmp_path: Path) ->
     )
     log = tmp_path / "out" / "server.log"
     assert done.returncode == 0, done.stdout + done.stderr + log.read_text()
-    certificate = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
-    statuses = {check["name"]: check["status"] for check in certificate["results"]}
+    report = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    statuses = {check["name"]: check["status"] for check in report["results"]}
     assert statuses["agreement"] == statuses["decoding"] == statuses["update"] == "passed"
 
     seen = json.loads(seen_by_server.read_text())
@@ -103,9 +108,9 @@ def test_benchmark_certifies_an_sglang_server(attention: str, tmp_path: Path) ->
 def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"), zero_routes=True)
     with serving(server) as url:
-        subject = SglangSubject(url, prepared.first.config)
-        results = prepared.examine(subject, "routes returned")
-        subject.close()
+        implementation = SglangServer(url, prepared.first.config)
+        results = prepared.run_checks(implementation, "routes returned")
+        implementation.close()
     assert causes(results) == {"all returned routes are zero"}
     assert failed(results) == {"routes returned"}
 
@@ -113,9 +118,9 @@ def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -
 def test_a_server_of_completions_passes_what_its_protocol_offers(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"))
     with serving(server) as url:
-        subject = CompletionsServer(f"{url}/v1")
-        results = prepared.examine(subject)
-        subject.close()
+        implementation = CompletionsServer(f"{url}/v1")
+        results = prepared.run_checks(implementation)
+        implementation.close()
     assert not failed(results)
     assert skipped(results) == {
         "packing", "gradients", "routes given", "routes returned", "update",
@@ -125,9 +130,9 @@ def test_a_server_of_completions_passes_what_its_protocol_offers(prepared: Prepa
 def test_a_server_with_another_model_is_not_certified(prepared: Prepared) -> None:
     """The mock server uses the recorded protocol with an invented model."""
     with serving(LocalServer()) as url:
-        subject = SglangSubject(url, prepared.first.config)
-        results = prepared.examine(subject, "window", "decoding")
-        subject.close()
+        implementation = SglangServer(url, prepared.first.config)
+        results = prepared.run_checks(implementation, "window", "decoding")
+        implementation.close()
     assert failed(results) == {"agreement", "window", "decoding"}
     assert not causes(results)
     assert "the response lacks a field of SGLang" in results["decoding"].summary
@@ -139,18 +144,18 @@ def test_the_command_writes_text_json_and_html(
     command = ["certify", "transformers", "--weights", str(prepared.directory), "--only", "sinks"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    content = json.loads((tmp_path / "certificate.json").read_text())
+    content = json.loads((tmp_path / "report.json").read_text())
     assert content["passed"] is True
     assert [result["name"] for result in content["results"]] == ["agreement", "sinks"]
-    assert (tmp_path / "certificate.txt").read_text().strip() in done.output
-    page = (tmp_path / "certificate.html").read_text()
+    assert (tmp_path / "report.txt").read_text().strip() in done.output
+    page = (tmp_path / "report.html").read_text()
     assert "sinks are absent" in page
     assert "prefers-color-scheme: dark" in page
     assert "http" not in page.replace("http-equiv", "")
 
 
-class Silent(CertifySubject):
-    """Subject that gives all tokens the same log-prob and supports nothing else."""
+class Silent(ModelImplementation):
+    """Implementation that gives all tokens the same log-prob and supports nothing else."""
 
     name = "<script>alert(1)</script>"
 
@@ -168,7 +173,7 @@ def test_a_function_by_its_name_fails_with_exit_code_1(prepared: Prepared, tmp_p
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
     assert "No known fault explains it" in " ".join(done.output.split())
-    assert "<script>" not in (tmp_path / "certificate.html").read_text()
+    assert "<script>" not in (tmp_path / "report.html").read_text()
 
 
 def test_quoted_special_tokens_that_become_tokens_are_named() -> None:
@@ -199,8 +204,8 @@ def test_harmony_of_an_upcycled_model_is_checked(tmp_path: Path) -> None:
     """Its tokenizer is the dense model's, with other names of unused tokens."""
     weights = upcycled(tmp_path, UpcycleOptions(sliding_window=8, harmony=True))
     checks = ("harmony", "decoding")
-    certificate = certify(CertifyOptions("trainer", weights, only=checks))
-    statuses = {result.name: result.status for result in certificate.results}
+    report = certify(CertifyOptions("trainer", weights, only=checks))
+    statuses = {result.name: result.status for result in report.results}
     assert statuses["agreement"] == statuses["harmony"] == CheckOutcome.PASSED
     # The trainer does not decode. The prompts of this check fit the small window.
     assert statuses["decoding"] == CheckOutcome.SKIPPED
@@ -208,8 +213,8 @@ def test_harmony_of_an_upcycled_model_is_checked(tmp_path: Path) -> None:
 
 def test_chatml_tokenizer_has_no_vocabulary_of_harmony(tmp_path: Path) -> None:
     weights = upcycled(tmp_path, UpcycleOptions(sliding_window=8))
-    assert vocabulary_of(weights, 512) is None
-    assert isinstance(vocabulary_of(weights, 201_088), GptOssVocabulary)
+    assert find_vocabulary(weights, 512) is None
+    assert isinstance(find_vocabulary(weights, 201_088), GptOssVocabulary)
 
 
 def test_window_that_no_text_shows_is_named(tmp_path: Path) -> None:
@@ -218,13 +223,13 @@ def test_window_that_no_text_shows_is_named(tmp_path: Path) -> None:
         certify(CertifyOptions("trainer", weights))
 
 
-# ---- rejected subjects
+# ---- rejected implementations
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nobody"], "unknown subject 'nobody'"),
+        (["nobody"], "unknown implementation 'nobody'"),
         (["http://127.0.0.1:9"], "--weights must name the weights of the server"),
         (["no.such.module:thing"], "cannot be imported"),
         (
@@ -252,9 +257,9 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
-    with pytest.raises(SubjectError, match=r"127\.0\.0\.1:9"):
-        SglangSubject("http://127.0.0.1:9", prepared.first.config)
-    with pytest.raises(SubjectError, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(ImplementationError, match=r"127\.0\.0\.1:9"):
+        SglangServer("http://127.0.0.1:9", prepared.first.config)
+    with pytest.raises(ImplementationError, match=r"127\.0\.0\.1:9"):
         CompletionsServer("http://127.0.0.1:9/v1")
 
 
@@ -268,8 +273,8 @@ def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
     ids=str,
 )
 def test_answers_that_cannot_be_any_are_failures(answer: list[ScoredText], message: str) -> None:
-    with pytest.raises(SubjectError, match=message):
-        checked_scores(CertifySubject(), answer, [[1, 2, 3]])
+    with pytest.raises(ImplementationError, match=message):
+        checked_scores(ModelImplementation(), answer, [[1, 2, 3]])
 
 
 def test_models_beyond_this_machines_memory_are_refused(

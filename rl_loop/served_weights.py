@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megatron_gptoss.checkpoint.directory import (
     ADAPTER_FILE,
+    checkpoint_step,
     latest_checkpoint,
-    step_of,
 )
 from megatron_gptoss.checkpoint.errors import CheckpointError
 from megatron_gptoss.untrusted_files import read_json
@@ -27,7 +27,7 @@ class ServedWeights:
     if there is no such checkpoint."""
 
     @property
-    def source(self) -> Path:
+    def path(self) -> Path:
         """Path for a loader: the directory of the export, or of the run for its newest
         checkpoint."""
         return self.run / "export" if self.is_export else self.run
@@ -39,7 +39,7 @@ class ServedWeights:
         after = "of an unknown step" if self.step is None else f"after step {self.step}"
         return f"{self.run}: serving {kind}, {after}"
 
-    def warning(self, base: str) -> str | None:
+    def describe_newer_weights(self, base: str) -> str | None:
         """Return how to serve newer weights, or None if the newest weights are served.
 
         Args:
@@ -48,13 +48,13 @@ class ServedWeights:
         if self.newer_adapters is None:
             return None
         return (
-            f"{self.newer_adapters} is newer (step {step_of(self.newer_adapters)}), but has "
+            f"{self.newer_adapters} is newer (step {checkpoint_step(self.newer_adapters)}), but has "
             f"adapters without their base model. To serve it, run `gptoss convert merge {base} "
             f"{self.newer_adapters} DIR` and pass --weights DIR"
         )
 
 
-def served_weights(run: Path) -> ServedWeights:
+def choose_served_weights(run: Path) -> ServedWeights:
     """Choose the weights of a run to serve.
 
     The last step of a run is always saved, so the newest checkpoint has at least the steps of the
@@ -68,7 +68,7 @@ def served_weights(run: Path) -> ServedWeights:
         # Code that reads the checkpoint reports its fault.
         checkpoint = None
 
-    saved = None if checkpoint is None else step_of(checkpoint)
+    saved = None if checkpoint is None else checkpoint_step(checkpoint)
     if not has_export:
         return ServedWeights(run, is_export=False, step=saved)
 

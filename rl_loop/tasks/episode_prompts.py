@@ -1,4 +1,4 @@
-"""Check that prompts leave enough tokens for an answer."""
+"""Prompts of episodes, and a renderer that rejects prompts without enough tokens for an answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from rl_loop.chat.tools import BuiltinTool, PythonTool, Tool
 from rl_loop.environments.base import Environment
 from rl_loop.infrastructure import describe
 
-MAX_TOKEN_BYTES = 128
+MAX_O200K_TOKEN_BYTES = 128
 """Bytes of o200k's longest token, a run of spaces.
 
 A prompt with more bytes per allowed token is rejected before it is tokenized. Other vocabularies may
 have longer tokens, but texts have far fewer bytes per token.
 """
-FRAME_TOKENS = 1024
+PROMPT_OVERHEAD_TOKENS = 1024
 """Upper bound of the tokens that a codec adds to the texts of a prompt: the system message and some
 headers."""
 
@@ -36,12 +36,12 @@ class EpisodePrompt:
     builtin_tools: Sequence[BuiltinTool | PythonTool] = ()
 
 
-def prompt_of(environment: Environment) -> EpisodePrompt:
+def build_prompt(environment: Environment) -> EpisodePrompt:
     """Return the prompt of an environment's episode."""
     return EpisodePrompt(environment.prompt(), environment.tools(), environment.builtin_tools())
 
 
-class PromptLimit:
+class EpisodePromptRenderer:
     """Renderer of prompts that rejects prompts of ``max_tokens`` tokens or more."""
 
     def __init__(self, codec: ChatCodec, max_tokens: int) -> None:
@@ -62,9 +62,9 @@ class PromptLimit:
             # Reject prompts of megabytes early, because tokenizing them would take minutes.
             contents = [str(message.get("content")) for message in prompt.messages]
             size = sum(len(text.encode("utf-8", "replace")) for text in contents)
-            if size > MAX_TOKEN_BYTES * self._max_tokens:
+            if size > MAX_O200K_TOKEN_BYTES * self._max_tokens:
                 raise self._too_long(
-                    task_id, f"{size} bytes, more than {MAX_TOKEN_BYTES} per token"
+                    task_id, f"{size} bytes, more than {MAX_O200K_TOKEN_BYTES} per token"
                 )
             ids = self._codec.render_prompt(prompt.messages, prompt.tools, prompt.builtin_tools)
         except UnusablePromptError:
@@ -86,8 +86,8 @@ class PromptLimit:
         """
         described = sum(len(repr(tool).encode()) for tool in (*prompt.tools, *prompt.builtin_tools))
         written = sum(len(repr(message).encode()) for message in prompt.messages)
-        return written + 2 * described + FRAME_TOKENS < self._max_tokens
+        return written + 2 * described + PROMPT_OVERHEAD_TOKENS < self._max_tokens
 
     def _too_long(self, task_id: str, length: str) -> UnusablePromptError:
-        limit = f"has {length}; rollout.max_tokens is {self._max_tokens}"
-        return UnusablePromptError(f"the prompt of task {task_id} {limit}")
+        problem = f"has {length}; rollout.max_episode_tokens is {self._max_tokens}"
+        return UnusablePromptError(f"the prompt of task {task_id} {problem}")

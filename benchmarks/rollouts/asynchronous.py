@@ -1,8 +1,8 @@
-"""Effect of rollouts that run ahead of training on real runs: a tiny policy with slow tools.
+"""Effect of asynchronous rollouts on real runs: a tiny policy with slow tools.
 
     gptoss sft configs/sft/tiny_retool.yaml
-    python -m benchmarks.rollouts staleness runs/tiny_retool_sft
-    python -m benchmarks.rollouts staleness runs/tiny_retool_sft --staleness 0 1 2 4 --out async_loop.md
+    python -m benchmarks.rollouts asynchronous runs/tiny_retool_sft
+    python -m benchmarks.rollouts asynchronous runs/tiny_retool_sft --max-staleness 0 1 2 4 --out async_loop.md
 
 Needs no GPU. Every run is a separate ``gptoss rl`` with real processes for trainer and rollouts,
 from the same weights. Tool calls sleep for the published times, multiplied by ``--gaps``
@@ -193,7 +193,7 @@ def main() -> None:
     add("--samples", type=int, default=8, help="episodes of a task")
     add("--held-out", type=int, default=200, help="tasks on which accuracy is measured")
     add("--gaps", type=float, default=0.004, help="factor of the seconds that tools take")
-    add("--staleness", type=int, nargs="+", default=[0, 2], help="values of k")
+    add("--max-staleness", type=int, nargs="+", default=[0, 2], help="values of k")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--out", type=Path, help="Markdown file for the table")
     options = parser.parse_args()
@@ -208,7 +208,7 @@ def main() -> None:
         overrides=tuple(options.overrides),
     )
     measured = []
-    for staleness, seed in run_order(options.staleness, options.seeds):
+    for staleness, seed in run_order(options.max_staleness, options.seeds):
         measured.append(measure(workload, staleness, seed))
         print(measured[-1], file=sys.stderr, flush=True)
 

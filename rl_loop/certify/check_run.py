@@ -1,6 +1,6 @@
-"""Data that the checks share: results of subject and reference, and limits.
+"""Data that the checks share: results of implementation and reference, and limits.
 
-A limit is SAFETY times the error of the reference itself when it computes in the subject's
+A limit is SAFETY times the error of the reference itself when it computes in the implementation's
 precision on the same tokens. A fault is searched where it is most visible: on the tokens whose
 log-probs it changes most in the reference.
 """
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_gptoss.config.precision import Precision, torch_dtype
-from rl_loop.certify.certificate import FaultVisibility
 from rl_loop.certify.faults import ModelFault
+from rl_loop.certify.implementation import ModelImplementation, ScoredText, checked_scores
 from rl_loop.certify.model import WeightSet
-from rl_loop.certify.subject import CertifySubject, ScoredText, checked_scores
+from rl_loop.certify.report import FaultVisibility
 from rl_loop.certify.texts import ProbeText, ProbeTexts
 from rl_loop.certify.variants import EXACT, FaultyVariant, ReferenceModel, ReferenceResult, combined
 from rl_loop.harmony.vocabulary import Vocabulary
 
 SAFETY = 3.0
-"""Limit as a multiple of the reference's error in the subject's precision."""
+"""Limit as a multiple of the reference's error in the implementation's precision."""
 VISIBLE = 1.5
 """Minimum effect of a visible fault, as a multiple of the limit."""
 FLOORS: dict[Precision, float] = {"fp32": 1e-5, "bf16": 1e-2}
@@ -36,7 +36,7 @@ MAX_GAP = 1.0
 
 
 ReferenceName = Literal["exact", "rounded", "updated", "updated_rounded"]
-"""Name of a reference of an examination."""
+"""Name of a reference of a check run."""
 
 
 @dataclass
@@ -53,10 +53,10 @@ class ResultCache:
 
 
 @dataclass
-class Examination:
-    """State of one examination."""
+class CheckRun:
+    """State of one check run."""
 
-    subject: CertifySubject
+    implementation: ModelImplementation
     weights: WeightSet
     second: WeightSet | None
     precision: Precision
@@ -77,8 +77,8 @@ class Examination:
 
     @cached_property
     def rounded(self) -> ReferenceModel:
-        """Reference in the subject's precision."""
-        # The distance from the fp64 reference is the rounding error that a correct subject may
+        """Reference in the implementation's precision."""
+        # The distance from the fp64 reference is the rounding error that a correct implementation may
         # have, too.
         dtype = torch_dtype(self.precision)
         return ReferenceModel(self.weights.config, self.weights.tensors, dtype=dtype)
@@ -92,7 +92,7 @@ class Examination:
 
     @cached_property
     def updated_rounded(self) -> ReferenceModel:
-        """Reference in the subject's precision with the second weights."""
+        """Reference in the implementation's precision with the second weights."""
         # Without the weights from before the update, because this reference measures only the effect of precision.
         assert self.second is not None
         dtype = torch_dtype(self.precision)
@@ -100,20 +100,22 @@ class Examination:
 
     @property
     def first_directory(self) -> Path:
-        """Directory of the subject's initial weights."""
+        """Directory of the implementation's initial weights."""
         return self.weights.directory
 
     def scored(self, texts: Sequence[ProbeText]) -> list[ScoredText]:
-        """Return the subject's scores of texts. Results are cached."""
-        # Pass all missing texts in one call, so that the subject can compute them in a batch.
+        """Return the implementation's scores of texts. Results are cached."""
+        # Pass all missing texts in one call, so that the implementation can compute them in a batch.
         missing = [text.ids for text in texts if text.ids not in self._scored]
         if missing:
-            scores = checked_scores(self.subject, self.subject.score(missing), missing)
+            scores = checked_scores(
+                self.implementation, self.implementation.score(missing), missing
+            )
             self._scored |= zip(missing, scores, strict=True)
         return [self._scored[text.ids] for text in texts]
 
     def log_probs(self, texts: Sequence[ProbeText]) -> Tensor:
-        """Return the subject's log-probs of texts, concatenated, fp64."""
+        """Return the implementation's log-probs of texts, concatenated, fp64."""
         return joined([scored.log_probs for scored in self.scored(texts)])
 
     def evaluated(
@@ -145,7 +147,7 @@ class Examination:
         return torch.cat([self.evaluated(text, chosen, which).log_probs for text in texts])
 
     def noise(self, texts: Sequence[ProbeText]) -> Tensor:
-        """Return the error per token of the reference in the subject's precision."""
+        """Return the error per token of the reference in the implementation's precision."""
         return (self.expected(texts, EXACT, "rounded") - self.expected(texts, EXACT)).abs()
 
     def gradients(
@@ -162,7 +164,7 @@ class Examination:
     def limit(self, noise: Tensor, tokens: Tensor | None = None) -> float:
         """Return the limit of the median gap, over all tokens or the given ones."""
         # The median ignores the few tokens whose router chooses differently between near-tied
-        # experts. In low precision their errors are large even if the subject is correct.
+        # experts. In low precision their errors are large even if the implementation is correct.
         typical = noise.median()
         if tokens is not None:
             # The tokens to inspect may be more sensitive to rounding than the typical token.
@@ -177,7 +179,7 @@ class Examination:
     def visibilities(
         self, faults: Sequence[ModelFault], texts: Sequence[ProbeText], start: FaultyVariant
     ) -> tuple[FaultVisibility, ...]:
-        """Search the subject's scores for faults in addition to those of ``start``."""
+        """Search the implementation's scores for faults in addition to those of ``start``."""
 
         def with_fault(fault: ModelFault) -> Tensor:
             return self.expected(texts, combined(start, fault.variant))
@@ -204,13 +206,13 @@ class Examination:
         Args:
             faults: faults to search for.
             with_fault: function that returns the log-probs with a fault.
-            answered: log-probs of the subject.
+            answered: log-probs of the implementation.
             expected: log-probs of the reference.
-            noise: error per token of the subject's precision.
+            noise: error per token of the implementation's precision.
             top: number of tokens to inspect per fault.
 
         Returns:
-            The visibility of each fault, and the subject's deviation there.
+            The visibility of each fault, and the implementation's deviation there.
         """
         gaps = (answered - expected).abs()
         visibilities = []

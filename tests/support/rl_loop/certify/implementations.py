@@ -1,4 +1,4 @@
-"""Subjects with injected faults."""
+"""Implementations with injected faults."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 from torch import Tensor
 
 from rl_loop.certify.harmony_tokens import HarmonyMessage
+from rl_loop.certify.implementation import SampledText, ScoredText
+from rl_loop.certify.implementations.transformers_model import TransformersModel
 from rl_loop.certify.model import read_weights
-from rl_loop.certify.subject import SampledText, ScoredText
-from rl_loop.certify.subjects.transformers_model import TransformersModel
 
 Plant = Callable[[TransformersModel], None]
 
 
 def faulty(directory: Path, plant: Plant, precision: str = "fp32") -> TransformersModel:
-    subject = TransformersModel(directory, precision)
+    implementation = TransformersModel(directory, precision)
     with torch.no_grad():
-        plant(subject)
-    return subject
+        plant(implementation)
+    return implementation
 
 
-def window_of(offset: int) -> Plant:
-    def plant(subject: TransformersModel) -> None:
-        subject.model.config.sliding_window += offset
+def shift_window(offset: int) -> Plant:
+    def plant(implementation: TransformersModel) -> None:
+        implementation.model.config.sliding_window += offset
 
     return plant
 
 
-def layers(subject: TransformersModel) -> Any:
-    return subject.model.model.layers
+def layers(implementation: TransformersModel) -> Any:
+    return implementation.model.model.layers
 
 
-def router_bias_in_bf16(subject: TransformersModel) -> None:
-    for router in subject.routers:
+def router_bias_in_bf16(implementation: TransformersModel) -> None:
+    for router in implementation.routers:
         router.bias.copy_(router.bias.bfloat16())
 
 
-def no_sinks(subject: TransformersModel) -> None:
-    for layer in layers(subject):
+def no_sinks(implementation: TransformersModel) -> None:
+    for layer in layers(implementation):
         layer.self_attn.sinks.fill_(-1e4)
 
 
@@ -66,39 +66,39 @@ class ClampBeforeBias(torch.nn.Module):
         return (every[tokens, routes] * shares[..., None]).sum(1)
 
 
-def clamp_before_bias(subject: TransformersModel) -> None:
-    for layer in layers(subject):
+def clamp_before_bias(implementation: TransformersModel) -> None:
+    for layer in layers(implementation):
         layer.mlp.experts = ClampBeforeBias(layer.mlp.experts)
 
 
-def transposed_down(subject: TransformersModel) -> None:
-    for layer in layers(subject):
+def transposed_down(implementation: TransformersModel) -> None:
+    for layer in layers(implementation):
         layer.mlp.experts.down_proj.copy_(layer.mlp.experts.down_proj.mT.clone())
 
 
-def transposed_down_in_layer_2(subject: TransformersModel) -> None:
-    down = layers(subject)[2].mlp.experts.down_proj
+def transposed_down_in_layer_2(implementation: TransformersModel) -> None:
+    down = layers(implementation)[2].mlp.experts.down_proj
     down.copy_(down.mT.clone())
 
 
-def half_interleaved(subject: TransformersModel) -> None:
-    for layer in layers(subject):
+def half_interleaved(implementation: TransformersModel) -> None:
+    for layer in layers(implementation):
         bias = layer.mlp.experts.gate_up_proj_bias
         gates, ups = bias.clone().chunk(2, dim=-1)
         bias[:, 0::2] = gates
         bias[:, 1::2] = ups
 
 
-def truncated_ramp(subject: TransformersModel) -> None:
-    config = subject.model.config
+def truncated_ramp(implementation: TransformersModel) -> None:
+    config = implementation.model.config
     config.rope_parameters = dict(config.rope_parameters) | {"truncate": True}
-    rotary = type(subject.model.model.rotary_emb)
-    subject.model.model.rotary_emb = rotary(config).to(subject.device)
+    rotary = type(implementation.model.model.rotary_emb)
+    implementation.model.model.rotary_emb = rotary(config).to(implementation.device)
 
 
-def positions_cut(subject: TransformersModel) -> None:
-    last = subject.model.config.rope_parameters["original_max_position_embeddings"] - 1
-    rotary = subject.model.model.rotary_emb
+def positions_cut(implementation: TransformersModel) -> None:
+    last = implementation.model.config.rope_parameters["original_max_position_embeddings"] - 1
+    rotary = implementation.model.model.rotary_emb
     exact = rotary.forward
     rotary.forward = lambda x, position_ids: exact(x, position_ids.clamp(max=last))
 
@@ -106,8 +106,8 @@ def positions_cut(subject: TransformersModel) -> None:
 def layer_types(*types: str) -> Plant:
     """Repeat a sequence of attention kinds through all layers."""
 
-    def plant(subject: TransformersModel) -> None:
-        config = subject.model.config
+    def plant(implementation: TransformersModel) -> None:
+        config = implementation.model.config
         config.layer_types = [types[i % len(types)] for i in range(config.num_hidden_layers)]
 
     return plant
@@ -116,26 +116,26 @@ def layer_types(*types: str) -> Plant:
 def rope(**changes: object) -> Plant:
     """Build the rotary table with other parameters."""
 
-    def plant(subject: TransformersModel) -> None:
-        config = subject.model.config
+    def plant(implementation: TransformersModel) -> None:
+        config = implementation.model.config
         config.rope_parameters = dict(config.rope_parameters) | changes
-        rotary = type(subject.model.model.rotary_emb)
-        subject.model.model.rotary_emb = rotary(config).to(subject.device)
+        rotary = type(implementation.model.model.rotary_emb)
+        implementation.model.model.rotary_emb = rotary(config).to(implementation.device)
 
     return plant
 
 
-def longest_for_original(subject: TransformersModel) -> None:
-    longest = subject.model.config.max_position_embeddings
-    rope(original_max_position_embeddings=longest)(subject)
+def longest_for_original(implementation: TransformersModel) -> None:
+    longest = implementation.model.config.max_position_embeddings
+    rope(original_max_position_embeddings=longest)(implementation)
 
 
-def no_concentration(subject: TransformersModel) -> None:
-    subject.model.model.rotary_emb.attention_scaling = 1.0
+def no_concentration(implementation: TransformersModel) -> None:
+    implementation.model.model.rotary_emb.attention_scaling = 1.0
 
 
-def bf16_positions(subject: TransformersModel) -> None:
-    rotary = subject.model.model.rotary_emb
+def bf16_positions(implementation: TransformersModel) -> None:
+    rotary = implementation.model.model.rotary_emb
     exact = rotary.forward
     rotary.forward = lambda x, position_ids: exact(x, position_ids.bfloat16().float())
 
@@ -143,26 +143,26 @@ def bf16_positions(subject: TransformersModel) -> None:
 def zero(*names: str) -> Plant:
     """Set parameters to zero, by the ends of their names."""
 
-    def plant(subject: TransformersModel) -> None:
-        for name, parameter in subject.model.named_parameters():
+    def plant(implementation: TransformersModel) -> None:
+        for name, parameter in implementation.model.named_parameters():
             if name.endswith(names):
                 parameter.zero_()
 
     return plant
 
 
-def bf16_biases(subject: TransformersModel) -> None:
-    for name, parameter in subject.model.named_parameters():
+def bf16_biases(implementation: TransformersModel) -> None:
+    for name, parameter in implementation.model.named_parameters():
         if name.endswith("bias") and ".router." not in name:
             parameter.copy_(parameter.bfloat16())
 
 
-def softmax_of_all(subject: TransformersModel) -> None:
+def softmax_of_all(implementation: TransformersModel) -> None:
     def change(router: Any, inputs: Any, output: Any) -> Any:
         logits, _, routes = output
         return logits, logits.softmax(-1).gather(-1, routes), routes
 
-    for router in subject.routers:
+    for router in implementation.routers:
         router.register_forward_hook(change)
 
 
@@ -174,8 +174,8 @@ def activation(slope: float = 1.702, offset: float = 1.0, limit: float = 7.0) ->
         up = gate_up[..., 1::2].clamp(-limit, limit)
         return (up + offset) * gate * torch.sigmoid(slope * gate)
 
-    def plant(subject: TransformersModel) -> None:
-        for layer in layers(subject):
+    def plant(implementation: TransformersModel) -> None:
+        for layer in layers(implementation):
             layer.mlp.experts._apply_gate = apply_gate
 
     return plant
@@ -184,8 +184,8 @@ def activation(slope: float = 1.702, offset: float = 1.0, limit: float = 7.0) ->
 def halves(*names: str) -> Plant:
     """Interpret the interleaved gate and up channels of expert parameters as two halves."""
 
-    def plant(subject: TransformersModel) -> None:
-        for layer in layers(subject):
+    def plant(implementation: TransformersModel) -> None:
+        for layer in layers(implementation):
             for name in names:
                 parameter = getattr(layer.mlp.experts, name)
                 gates, ups = parameter.clone().chunk(2, dim=-1)
@@ -195,8 +195,8 @@ def halves(*names: str) -> Plant:
     return plant
 
 
-def swapped_gate_up(subject: TransformersModel) -> None:
-    for layer in layers(subject):
+def swapped_gate_up(implementation: TransformersModel) -> None:
+    for layer in layers(implementation):
         for parameter in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.gate_up_proj_bias):
             gates = parameter[..., 0::2].clone()
             parameter[..., 0::2] = parameter[..., 1::2]
@@ -216,7 +216,7 @@ class StaleExpert(TransformersModel):
 
 
 def keeping(part: str) -> type[TransformersModel]:
-    """Return a subject whose updates skip all parameters with ``part`` in their names."""
+    """Return an implementation whose updates skip all parameters with ``part`` in their names."""
 
     class Keeping(TransformersModel):
         def update(self, directory: Path) -> None:
@@ -414,9 +414,9 @@ class Wavering(TransformersModel):
         ]
 
 
-def other_epsilon(subject: TransformersModel) -> None:
+def other_epsilon(implementation: TransformersModel) -> None:
     """A fault that is not in the list of known faults."""
-    for module in subject.model.modules():
+    for module in implementation.model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = 0.03
 

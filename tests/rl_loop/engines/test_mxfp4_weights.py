@@ -11,13 +11,18 @@ import torch
 from converters.mxfp4_tensors import (
     fake_quantize_experts,
     first_difference,
-    pack_experts,
+    quantize_experts,
     stack_digests,
 )
 from rl_loop.engines.embedded.engine import TransformersEngine
 from rl_loop.weight_sync.canary import CanaryError, check_mxfp4_experts
 from rl_loop.weight_sync.source import LoadedWeights
-from tests.support.rl_loop.engines.models import engine_of, plain_log_probs, prompt, reference_model
+from tests.support.rl_loop.engines.models import (
+    build_engine,
+    plain_log_probs,
+    prompt,
+    reference_model,
+)
 
 # Rows consist of whole MXFP4 blocks.
 WIDTH = 32
@@ -34,7 +39,7 @@ def mxfp4_weights(seed: int = 0) -> Weights:
 
 
 def synced(weights: Weights) -> TransformersEngine:
-    engine = engine_of(MODEL)
+    engine = build_engine(MODEL)
     asyncio.run(engine.sync_weights(weights.items(), 2))
     return engine
 
@@ -141,9 +146,9 @@ def test_differing_mxfp4_experts_are_named_with_the_worker() -> None:
         check_mxfp4_experts(HeldDigests(expected), HeldDigests([missing]), 4)
 
 
-def test_weights_in_memory_are_packed_by_the_shared_quantizer() -> None:
+def test_weights_in_memory_use_the_shared_quantizer() -> None:
     named = MODEL.state_dict()
-    packed = pack_experts(named)
+    packed = quantize_experts(named)
     others = [name for name in named if not name.endswith(("gate_up_proj", "down_proj"))]
     assert all(packed[name] is named[name] for name in others)
     assert len(packed) == len(others) + 4 * MODEL.config.num_hidden_layers

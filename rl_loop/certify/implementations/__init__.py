@@ -1,0 +1,1 @@
+"""Built-in implementations. Each module has one kind."""

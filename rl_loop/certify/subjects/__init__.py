@@ -1,1 +1,0 @@
-"""Built-in subjects. Each module has one kind."""
