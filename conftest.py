@@ -97,7 +97,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep the tests of a file together, because they share fixtures. Ray's come first, then LONGEST.
 
     Files with ``run_distributed`` share a process, too, because each process with such a test
-    imports the modules of ranks once more.
+    imports the modules of ranks once more. Files of the gateway share one, because their model
+    trains for 4 s in each process.
     """
     from xdist.scheduler import (
         LoadFileScheduling,
@@ -110,6 +111,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     def choose_group(file: str) -> str:
         if file in START_RAY:
             return "Ray"
+        if file.startswith("tests/rl_loop/gateway/"):
+            return "gateway"
         return "ranks" if "run_distributed" in (config.rootpath / file).read_text() else file
 
     class Scheduling(LoadFileScheduling):
