@@ -62,12 +62,12 @@ def predicted_step(override: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("key", "columns"),
-    [("tasks_per_step", slice(0, None)), ("max_tokens", slice(1, None))],
+    [("tasks_per_step", slice(0, None)), ("max_episode_tokens", slice(1, None))],
 )
 def test_hyperparameters_page_has_predictions_of_plan(key: str, columns: slice) -> None:
     head = {
         "tasks_per_step": "`tasks_per_step`",
-        "max_tokens": "`rollout.max_episode_tokens` | Step",
+        "max_episode_tokens": "`rollout.max_episode_tokens` | Step",
     }[key]
     rows = table_rows(HYPERPARAMETERS, head)
     assert len(rows) >= 3

@@ -190,7 +190,9 @@ def test_all_but_bf16_pack_experts_and_patches_are_optional(
     patches = {}
     for name, variation in decoding.QUANTIZED_VARIANTS.items():
         packs = name not in decoding.BF16_VARIANTS
-        variant = decoding.prepare(name, variation, 0, options, config, tmp_path, packed=packs)
+        variant = decoding.prepare(
+            name, variation, 0, options, config, tmp_path, mxfp4_experts=packs
+        )
         has_mxfp4_experts[name] = variant.mxfp4_experts
         # All servers have the first two, which protect their key and their store.
         patches[name] = variant.server._environment[servers.PATCHES].removeprefix(

@@ -197,9 +197,9 @@ def open_implementation(options: CertifyOptions, weights: WeightSet) -> ModelImp
             from rl_loop.certify.implementations.completions_server import CompletionsServer
 
             return CompletionsServer(name)
-        from rl_loop.certify.implementations.sglang_server import SglangServer
+        from rl_loop.certify.implementations.sglang_server import SglangImplementation
 
-        return SglangServer(name, weights.config, options.deterministic)
+        return SglangImplementation(name, weights.config, options.deterministic)
 
     check_implementation_name(name, has_weights=True)
     try:

@@ -179,7 +179,7 @@ class HarmonyReader:
             self._is_over = True
             return
         message = self._parsed_header(self._header[len(begin) :])
-        item = None if message is None else self._begin_item(message)
+        item = None if message is None else self._build_item(message)
         if item is None:
             self._is_over = True
             return
@@ -201,7 +201,7 @@ class HarmonyReader:
                 return messages[0]
         return None
 
-    def _begin_item(self, message: ParsedMessage) -> AnswerItem | None:
+    def _build_item(self, message: ParsedMessage) -> AnswerItem | None:
         """Return the item that a message begins. None if the turn may be malformed."""
         if message.recipient is not None:
             if message.recipient not in self._names:

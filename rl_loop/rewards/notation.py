@@ -189,8 +189,10 @@ LIST_WORD = re.compile(
     r",?\s*(?:\\text\s*\{\s*(?P<text>and|or)\s*\}"
     r"|(?<=[\s)\]}0-9])(?P<word>and|or)(?=[\s(\[\\{0-9-]))\s*"
 )
-# "12 345 678" with spaces for thousands.
-DIGIT_GROUPS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| [0-9])")
+# "12 345 678" and "12'345'678".
+DIGIT_GROUPS = re.compile(
+    r"(?<![0-9.])[0-9]{1,3}(?:(?: [0-9]{3})+(?![0-9]| [0-9])|(?:'[0-9]{3})+(?![0-9']))"
+)
 
 # "So the final answer is: "
 INTRODUCTION = re.compile(
@@ -222,7 +224,7 @@ def standard_notation(text: str) -> str:
     # "1 and 2" is a list, "12 345" one number.
     text = " ".join(text.split())
     text = LIST_WORD.sub(_separator, text)
-    text = DIGIT_GROUPS.sub(lambda digits: digits[0].replace(" ", ""), text)
+    text = DIGIT_GROUPS.sub(lambda digits: re.sub("[ ']", "", digits[0]), text)
 
     # The period of "The answer is 5." may be inside the box or after it.
     text = without_punctuation(text)

@@ -86,9 +86,12 @@ def test_run_leaves_no_process_thread_or_signal_handler(
 
 PRODUCT = ("kernels/gptoss_kernels", "megatron_gptoss", "converters", "rl_loop", "launch")
 MODULES_THAT_KNOW_A_WHOLE_CONFIGURATION = {
+    "launch/config_list.py",
+    "launch/plan.py",
     "launch/rollout_plan.py",
     "launch/submit.py",
     "rl_loop/config/load.py",
+    "rl_loop/lifecycle/disk_checks.py",
     "rl_loop/lifecycle/resume.py",
     "rl_loop/lifecycle/start_checks.py",
     "rl_loop/loop.py",

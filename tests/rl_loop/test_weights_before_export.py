@@ -31,7 +31,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     monkeypatch.setattr(run, "_export", recorder.export)
     for name in ("_compare_answers", "_summary"):
         monkeypatch.setattr(run, name, lambda *arguments: {})
-    for name in ("_seconds_of_initial_run", "write_model_card", "training_of"):
+    for name in ("_seconds_of_initial_run", "write_model_card", "collect_model_card_facts"):
         monkeypatch.setattr(run, name, lambda *arguments: 0)
     return recorder
 

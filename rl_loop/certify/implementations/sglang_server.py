@@ -24,7 +24,7 @@ CONCURRENT_REQUESTS = 8
 UPDATE_SECONDS = 600.0
 
 
-class SglangServer(ModelImplementation):
+class SglangImplementation(ModelImplementation):
     """Server at ``url``, started with the weights of the first directory.
 
     ``deterministic`` is True if it was started with --enable-deterministic-inference.

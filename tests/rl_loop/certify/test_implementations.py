@@ -26,7 +26,7 @@ from rl_loop.certify.implementation import (
     checked_scores,
 )
 from rl_loop.certify.implementations.completions_server import CompletionsServer
-from rl_loop.certify.implementations.sglang_server import SglangServer
+from rl_loop.certify.implementations.sglang_server import SglangImplementation
 from rl_loop.certify.implementations.transformers_model import TransformersModel
 from rl_loop.certify.model import (
     SIZES,
@@ -60,7 +60,7 @@ def skipped(results: dict[str, object]) -> set[str]:
 def test_a_server_of_sglang_passes_what_its_protocol_offers(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"))
     with serving(server) as url:
-        implementation = SglangServer(url, prepared.first.config)
+        implementation = SglangImplementation(url, prepared.first.config)
         results = prepared.run_checks(implementation)
         implementation.close()
     assert not failed(results)
@@ -108,7 +108,7 @@ def test_benchmark_certifies_an_sglang_server(attention: str, tmp_path: Path) ->
 def test_a_server_whose_routes_are_zero_fails_by_that_name(prepared: Prepared) -> None:
     server = LoopbackServer(TransformersModel(prepared.first.directory, "fp32"), zero_routes=True)
     with serving(server) as url:
-        implementation = SglangServer(url, prepared.first.config)
+        implementation = SglangImplementation(url, prepared.first.config)
         results = prepared.run_checks(implementation, "routes returned")
         implementation.close()
     assert causes(results) == {"all returned routes are zero"}
@@ -130,7 +130,7 @@ def test_a_server_of_completions_passes_what_its_protocol_offers(prepared: Prepa
 def test_a_server_with_another_model_is_not_certified(prepared: Prepared) -> None:
     """The mock server uses the recorded protocol with an invented model."""
     with serving(LocalServer()) as url:
-        implementation = SglangServer(url, prepared.first.config)
+        implementation = SglangImplementation(url, prepared.first.config)
         results = prepared.run_checks(implementation, "window", "decoding")
         implementation.close()
     assert failed(results) == {"agreement", "window", "decoding"}
@@ -258,7 +258,7 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_is_named(prepared: Prepared) -> None:
     with pytest.raises(ImplementationError, match=r"127\.0\.0\.1:9"):
-        SglangServer("http://127.0.0.1:9", prepared.first.config)
+        SglangImplementation("http://127.0.0.1:9", prepared.first.config)
     with pytest.raises(ImplementationError, match=r"127\.0\.0\.1:9"):
         CompletionsServer("http://127.0.0.1:9/v1")
 

@@ -110,7 +110,7 @@ def test_guides_played_episodes_have_the_shown_output(workplace: Path) -> None:
     module = workplace / "guessing.py"
     correct = module.read_text()
     mistaken = correct.replace(
-        'arguments_of(arguments).get("number")', 'arguments_of(arguments)["number"]'
+        'parse_arguments(arguments).get("number")', 'parse_arguments(arguments)["number"]'
     )
     assert mistaken != correct
 

@@ -47,7 +47,9 @@ def test_key_opens_only_its_own_session(tiny: Harmony, model: GptOssForCausalLM)
                     await client.responses.create(model="any", input="Hi")
                 with pytest.raises(openai.AuthenticationError):
                     await client.models.list()
-            check_capture(served, served.trajectories(other) + served.trajectories())
+            # In the order of the requests: equal tokens may differ in the last bits of their
+            # log-probs, because the second request finds its prompt in the engine's cache.
+            check_capture(served, served.trajectories() + served.trajectories(other))
 
     asyncio.run(run())
 

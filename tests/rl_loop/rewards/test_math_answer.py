@@ -197,6 +197,7 @@ def spelled(number: str) -> list[str]:
 
 @settings(deadline=None, max_examples=150)
 @given(NUMBERS, st.sampled_from(WRAPPERS), st.integers(0, 20))
+@example("1000", "+0 + {}", 9)  # +0 + 1'000
 @example("1000", "x = {}", 3)  # x = 1,000
 def test_number_equals_itself_in_every_spelling(number: str, wrapper: str, spelling: int) -> None:
     forms = spelled(number)
