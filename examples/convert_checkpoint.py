@@ -40,8 +40,8 @@ def save_tiny_model(folder: Path) -> None:
     GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def count_differing_bits(first: Path, second: Path) -> int:
-    """Count the 16-bit words in which the weights of two Hugging Face directories differ."""
+def count_differing_weights(first: Path, second: Path) -> int:
+    """Count the bf16 weights of two Hugging Face directories whose bits differ."""
     left = load_file(first / "model.safetensors")
     right = load_file(second / "model.safetensors")
     if left.keys() != right.keys():
@@ -64,7 +64,7 @@ def main() -> None:
 
     # A Megatron checkpoint of any parallel layout, imported or saved by a trainer.
     export_checkpoint(megatron, exported, dtype="bf16")
-    print(f"{megatron} -> {exported}: {count_differing_bits(original, exported)} weights differ")
+    print(f"{megatron} -> {exported}: {count_differing_weights(original, exported)} weights differ")
 
     # Compare all bits, then the outputs of each layer, because a wrong name table passes the first.
     print(verify(original, megatron))

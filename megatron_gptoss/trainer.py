@@ -135,7 +135,7 @@ class PolicyTrainer(LogProbScorer):
         self.clock.leave()
 
         self._measure_speed(statistics, batches, started)
-        self.memory.enter("resting")
+        self.memory.enter("between_phases")
         return statistics
 
     def _compute_gradients(

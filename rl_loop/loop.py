@@ -324,7 +324,7 @@ class RlLoop:
         # With staleness the engines sample episodes of later steps during the update.
         if self.algorithm.max_staleness == 0:
             self.rollouts.pause()
-        self.trainer.enter_phase("scoring" if self._scores_samples(step) else "resting")
+        self.trainer.enter_phase("scoring" if self._scores_samples(step) else "between_phases")
 
     def build_samples(
         self, step: int, rollouts: RolloutBatch, record: StepRecord

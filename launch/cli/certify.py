@@ -22,7 +22,7 @@ WeightsSize = Annotated[
         "need."
     ),
 ]
-StoredPrecision = Annotated[
+Precision = Annotated[
     Literal["fp32", "bf16"],
     Option("--precision", help="Precision of weights and implementation."),
 ]
@@ -45,7 +45,7 @@ def certify_run(
         ),
     ] = None,
     size: WeightsSize = "small",
-    precision: StoredPrecision = "fp32",
+    precision: Precision = "fp32",
     deterministic: Annotated[
         bool,
         Option("--deterministic", help="Fail unless the server's results are bitwise equal."),
@@ -95,7 +95,7 @@ def certify_run(
 def certify_prepare(
     directory: Annotated[Path, Argument(help="Directory for two models, first/ and second/.")],
     size: WeightsSize = "small",
-    precision: StoredPrecision = "fp32",
+    precision: Precision = "fp32",
 ) -> None:
     """Create the weights of the checks, for a server that must be started with them."""
     from rl_loop.certify.model import FIRST, prepare

@@ -314,7 +314,7 @@ def _correction_sums(
     rho = bounded_exp(trainer_log_probs - batch.column("rollout_log_probs"))
     sums = {
         "correction/weight": _only(masks.recent, correction.weights).sum(),
-        "correction/truncated": (masks.comparable & (rho > config.correction.cap)).sum(),
+        "correction/capped": (masks.comparable & (rho > config.correction.cap)).sum(),
         "correction/dropped_too_old": (masks.too_old & masks.sampled).sum(),
     }
     for reason, tokens in correction.dropped.items():

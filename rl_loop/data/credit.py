@@ -24,7 +24,7 @@ def assign_advantages(
     groups: Sequence[TrajectoryGroup],
     config: AlgorithmConfig,
     max_response_tokens: int,
-    max_context_tokens: int | None = None,
+    max_episode_tokens: int | None = None,
 ) -> TrainingSamples:
     """Return the samples with advantages, and with returns if they have values.
 
@@ -38,7 +38,7 @@ def assign_advantages(
         groups: the episodes of ``samples``, in order.
         config: the algorithm.
         max_response_tokens: maximum sampled tokens of an episode.
-        max_context_tokens: maximum tokens of a sequence, including prompt and tool outputs. None
+        max_episode_tokens: maximum tokens of a sequence, including prompt and tool outputs. None
             for no limit.
 
     Raises:
@@ -52,7 +52,7 @@ def assign_advantages(
 
     # Compute in fp64, because whitening divides differences of nearly equal numbers.
     length_penalties = _length_penalties(
-        trajectories, config, max_response_tokens, max_context_tokens
+        trajectories, config, max_response_tokens, max_episode_tokens
     )
     rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     rewards = rewards + config.overlong_penalty * length_penalties
@@ -130,7 +130,7 @@ def _length_penalties(
     trajectories: Sequence[Trajectory],
     config: AlgorithmConfig,
     max_response_tokens: int,
-    max_context_tokens: int | None,
+    max_episode_tokens: int | None,
 ) -> torch.Tensor:
     """Return DAPO's penalty on long responses: fp64 [episodes], between -1 and 0.
 
@@ -147,7 +147,7 @@ def _length_penalties(
         for sequence in trajectory.sequences:
             penalty = min(
                 penalty,
-                _context_penalty(sequence, config, max_response_tokens, max_context_tokens),
+                _context_penalty(sequence, config, max_response_tokens, max_episode_tokens),
             )
         penalties[i] = penalty
     return penalties
@@ -157,7 +157,7 @@ def _context_penalty(
     sequence: Trajectory,
     config: AlgorithmConfig,
     max_response_tokens: int,
-    max_context_tokens: int | None,
+    max_episode_tokens: int | None,
 ) -> float:
     """Return the length penalty for the tokens that prompt and tool outputs leave in the context.
 
@@ -166,10 +166,10 @@ def _context_penalty(
     penalty.
     """
     assert config.overlong_buffer_tokens is not None
-    if max_context_tokens is None or sequence.sampled_tokens == 0:
+    if max_episode_tokens is None or sequence.sampled_tokens == 0:
         return 0.0
     # Prompt and tool outputs take the rest of the context.
-    room = max_context_tokens - (len(sequence) - sequence.sampled_tokens)
+    room = max_episode_tokens - (len(sequence) - sequence.sampled_tokens)
     # The context leaves enough tokens for the longest response.
     if room >= max_response_tokens:
         return 0.0

@@ -72,20 +72,22 @@ def add_rollout_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup])
     if reusable > 0:
         cached = sum(sequence.cached_tokens for sequence in sequences)
         metrics.add_mean("rollout/cache_hit_rate", cached, reusable, "tokens")
-    add_lost_episodes(metrics, groups, prefix="rollout")
+    add_invalid_episodes(metrics, groups, prefix="rollout")
 
 
 def add_held_out_metrics(metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> None:
     """Add the metrics of an evaluation's episodes."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    add_lost_episodes(metrics, groups, prefix="held_out")
+    add_invalid_episodes(metrics, groups, prefix="held_out")
     if not episodes:
         return
     for name, total in outcome_sums(episodes).items():
         metrics.add_mean(f"held_out/{name}", total, len(episodes), "sequences")
 
 
-def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str) -> None:
+def add_invalid_episodes(
+    metrics: StepMetrics, groups: Sequence[TrajectoryGroup], prefix: str
+) -> None:
     """Add the shares of invalid episodes, by cause, and of skipped tasks.
 
     Args:
@@ -93,13 +95,13 @@ def add_lost_episodes(metrics: StepMetrics, groups: Sequence[TrajectoryGroup], p
         groups: groups of the step.
         prefix: prefix of the names.
     """
-    lost = [episode.invalid for group in groups for episode in group.invalid]
-    invalid = [reason for reason in lost if reason is not None]
-    episodes = len(lost) + sum(len(group.trajectories) for group in groups)
+    causes = [episode.invalid for group in groups for episode in group.invalid]
+    invalid = [cause for cause in causes if cause is not None]
+    episodes = len(causes) + sum(len(group.trajectories) for group in groups)
 
     name = f"{prefix}/invalid"
     # Plot components without failures as 0, so that their curves begin before the first failure.
-    shares = Counter({name: len(lost)} | {f"{name}/{component}": 0 for component in COMPONENTS})
+    shares = Counter({name: len(causes)} | {f"{name}/{component}": 0 for component in COMPONENTS})
     shares.update(f"{name}/{reason.component}" for reason in invalid)
     # Plot only sources of failures that occurred. They are names of servers and functions.
     shares.update(

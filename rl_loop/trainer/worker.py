@@ -129,7 +129,7 @@ class TrainerWorker:
         # Megatron's buffers hold the weights. The memory of the original weights is free, and
         # servers that start on this GPU need it.
         release_cached_memory()
-        self.memory.enter("resting")
+        self.memory.enter("between_phases")
 
     def enter_phase(self, phase: str) -> None:
         """Count memory towards ``phase`` from now on. For phases that begin outside of this class.
@@ -492,7 +492,7 @@ class TrainerWorker:
         # written.
         self._checkpoints.start(step, state)
         self._free_memory_for_engines()
-        self.memory.enter("resting")
+        self.memory.enter("between_phases")
         self._checkpoints.finish(block)
 
     def resume(self) -> ResumedState | None:

@@ -41,7 +41,7 @@ def test_repeated_phase_keeps_largest_peak_until_taken() -> None:
         gpu.allocate(size)
         gpu.allocate(-size)
         gpu.release_cached_memory()
-        memory.enter("resting")
+        memory.enter("between_phases")
     first = memory.take()
     assert first is not None and first.peaks["scoring"].allocated == 700
 
@@ -49,13 +49,13 @@ def test_repeated_phase_keeps_largest_peak_until_taken() -> None:
     gpu.allocate(50)
     second = memory.take()
     assert second is not None
-    assert second.peaks == {"resting": PhasePeak(allocated=50, reserved=50, gpu=550)}
+    assert second.peaks == {"between_phases": PhasePeak(allocated=50, reserved=50, gpu=550)}
 
 
 def test_released_memory_is_not_counted_with_later_server_memory() -> None:
     gpu = ScriptedGpu()
     memory = PhaseMemory(gpu)
-    memory.enter("resting")
+    memory.enter("between_phases")
     gpu.allocate(6000)
     gpu.allocate(-5000)
     gpu.release_cached_memory()
@@ -63,7 +63,7 @@ def test_released_memory_is_not_counted_with_later_server_memory() -> None:
     gpu.others = 5500  # of 10,000; the sum of both peaks would be 11,500
     measured = memory.take()
     assert measured is not None
-    assert measured.peaks == {"resting": PhasePeak(allocated=6000, reserved=6000, gpu=6500)}
+    assert measured.peaks == {"between_phases": PhasePeak(allocated=6000, reserved=6000, gpu=6500)}
 
 
 def test_without_counters_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_memory_metrics_are_in_gb_with_predictions_if_known(
 ) -> None:
     predicted = estimate_memory(settings.memory_inputs, 100.0)
     peak = PhasePeak(allocated=2_000_000_000, reserved=2_500_000_000, gpu=9_000_000_000)
-    values = memory_metrics({"update": peak, "resting": peak}, predicted)
+    values = memory_metrics({"update": peak, "between_phases": peak}, predicted)
     update = predicted.phase("update")
     assert values == {
         "update/allocated_gb": 2.0,
@@ -186,20 +186,20 @@ def test_rejected_gathering_releases_the_cache(
 
     # Memory that servers use from here on counts for their phase.
     gpu.others = 5000
-    worker.memory.enter("resting")
+    worker.memory.enter("between_phases")
     measured = worker.memory.take()
     assert measured is not None and measured.peaks["rollout"].gpu == 5000
 
 
 def test_memory_released_by_an_update_is_counted_once(rank: LocalRank, gpu: ScriptedGpu) -> None:
     worker = rank._worker
-    worker.memory.enter("resting")
+    worker.memory.enter("between_phases")
     gpu.allocate(6000)
     gpu.allocate(-5000)
     worker._free_memory_for_engines()
     gpu.others = 5500
     measured = worker.memory.take()
-    assert measured is not None and measured.peaks["resting"].gpu == 6500
+    assert measured is not None and measured.peaks["between_phases"].gpu == 6500
 
 
 def test_cpu_trainer_has_no_memory_metrics(rank: LocalRank, settings: TrainerConfig) -> None:
