@@ -150,7 +150,7 @@ class AlgorithmConfig(StrictModel):
     rollout.max_episode_tokens. The mean is over episodes: the sequences of an agent that branches count as
     one."""
     mini_batches: int = Field(1, gt=0)
-    """Optimizer steps per batch of episodes. 1 is on-policy."""
+    """Optimizer steps per batch of episodes. 1 is on-policy if max_staleness is 0."""
     old_log_probs: Literal["auto", "detach", "forward", "rollout"] = "auto"
     """Denominator of the importance ratio. detach: the new log-probs, detached, so that the ratio
     is exactly 1. forward: log-probs of a forward pass before the first update. rollout: log-probs

@@ -155,8 +155,8 @@ def mismatch_sums(
     - ``chi_square`` averages (exp(d) - 1)^2, the variance of the importance weight.
     - ``log_perplexity_train`` and ``log_perplexity_rollout``: exp of the average is the perplexity.
     - ``log_perplexity_gap_max`` is the largest |mean of d| of a sequence, the difference of its two
-      log-perplexities. ``log_perplexity_gap``, divided by ``sequences``, is the average of these
-      differences over sequences.
+      log-perplexities. ``log_perplexity_gap_mean``, divided by ``sequences``, is the average of
+      these differences over sequences.
 
     Args:
         log_probs: [tokens], the trainer's natural logs.

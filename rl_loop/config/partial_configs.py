@@ -152,7 +152,7 @@ class EpisodesConfig(PolicyConfig):
     tasks: TaskConfig = TaskConfig()
     """Training and held-out tasks."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling of episodes. It has no effect on supervised runs."""
+    """Sampling of episodes. Supervised training ignores it. ``gptoss play`` uses it."""
     sandbox: SandboxConfig = SandboxConfig()
     """Limits for model-written code."""
     reward: RewardConfig = RewardConfig()

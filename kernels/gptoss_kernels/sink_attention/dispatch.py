@@ -1,6 +1,6 @@
 """Choice of the attention backend.
 
-The order of "auto" follows the measurements on an H200 in docs/performance.md:
+The order of "auto" follows the measurements on an H200 in docs/performance/attention.md:
 
 window    Kernels of this package for sliding-window layers. Fastest for every length.
 short     Kernels of this package for full attention. Fastest if sequences average at most
