@@ -66,7 +66,8 @@ def main() -> None:
     export_checkpoint(megatron, exported, dtype="bf16")
     print(f"{megatron} -> {exported}: {count_differing_weights(original, exported)} weights differ")
 
-    # Compare all bits, then the outputs of each layer, because a wrong name table passes the first.
+    # Compare all bits, then the outputs of each layer. A name table that is wrong in both directions
+    # gives equal bits.
     print(verify(original, megatron))
 
     # The export is an ordinary Hugging Face directory.

@@ -11,7 +11,11 @@ Tensor = torch.Tensor
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return the angles per position, fp32 [head_size / 2], and the factor of cos and sin."""
+    """Return the frequencies and the attention factor.
+
+    Frequencies are radians per position, fp32 [head_size / 2]. The attention factor multiplies cos
+    and sin.
+    """
     scaling = config.rope_frequencies
     plain = plain_frequencies(config)
     if isinstance(scaling, YarnScaling):

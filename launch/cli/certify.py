@@ -52,7 +52,7 @@ def certify_run(
     ] = False,
     only: Annotated[
         list[str] | None,
-        Option(help="Name of a check to run. Repeatable. The check of agreement always runs."),
+        Option(help="Name of a check to run. Repeatable. `agreement` always runs."),
     ] = None,
     out: Annotated[
         Path,
@@ -63,7 +63,7 @@ def certify_run(
 
     Exit code 1 if a check fails.
     """
-    # A wrong name must not cost the seconds that the imports below take.
+    # Check the name before the imports below, which take seconds.
     from rl_loop.certify.run import CertifyOptions, certify, check_implementation_name
 
     check_implementation_name(implementation, has_weights=weights is not None)

@@ -9,8 +9,8 @@ from rl_loop.forked_pool import CallLimitError, ForkedPool, PoolError
 class CheckerError(RuntimeError):
     """A checker could not run: it did not start, it died, or its data is missing.
 
-    The failure says nothing about the answer. An episode whose reward raises it has no reward, and must
-    not count as wrong.
+    The failure says nothing about the answer. An episode whose reward raises this error is
+    invalid, not wrong.
     """
 
 

@@ -61,7 +61,7 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class AttentionSegments:
-    """Ranges of queries and keys. The queries of a segment belong to its last keys.
+    """Ranges of queries and keys. The queries of a segment are at its last keys.
 
     Keep one object per packing, because the first use may copy the offsets to the host.
     """

@@ -12,8 +12,8 @@ packed sequences.
 - Tiles are aligned to the start of their sequence, so a sequence has the same bits in every pack.
 
 The kernels are in cuda/. The comment at the top of each .cu file describes ownership and
-synchronization. This module computes the same sizes (``KernelShape``), builds the tables of work
-items (``_items``) and launches the kernels.
+synchronization. ``KernelShape`` computes the sizes that the CUDA sources use. This module also builds
+the tables of work items (``_items``) and launches the kernels.
 """
 
 import functools
@@ -145,8 +145,8 @@ def unsupported_reason(
 def supported_heads_per_kv(heads_per_kv: int, window: int | None) -> int | None:
     """Return the number of query heads per kv head with which the kernels compute a layer.
 
-    A tile of few heads has many positions, so its keys may not fit. Then the kernels compute
-    further heads of zeros, which make the tile shorter: 4 instead of 3 heads for windows of 128.
+    A tile of few heads has many positions, so its keys may not fit. Then heads of zeros are added
+    until the keys fit: 4 instead of 3 heads for windows of 128.
 
     Args:
         heads_per_kv: number of query heads per kv head.
@@ -189,7 +189,7 @@ def window_forward(
     heads_per_kv = q.shape[1] // kv_heads
     supported = supported_heads_per_kv(heads_per_kv, window)
     if supported is not None and supported > heads_per_kv:
-        # The additional heads have a result, which is not returned.
+        # Drop the results of the added heads.
         q, sinks = pad_heads(q, kv_heads, supported), pad_heads(sinks[None], kv_heads, supported)[0]
         o, lse = window_forward(q, k, v, sinks, layout, window, scale)
         return unpad_heads(o, kv_heads, heads_per_kv), unpad_heads(lse, kv_heads, heads_per_kv)

@@ -12,9 +12,10 @@ compares a uniform random number with the cumulative sum of the weights (inversi
 noise per token is needed. The sums also give the log-prob.
 
 Weights are fp32. Their cumulative sums and the random numbers are fp64. A token's probability has a
-relative error of a few millionths, plus 2^-53, so that a probability of 1e-13 is still correct to
-about 1/1000. ``torch.multinomial`` divides by exponential noise. On a GPU this noise is at least
-2^-24, in steps of about that size, so that tokens below 1e-8 are sampled too rarely or never.
+relative error of a few millionths and an absolute error of 2^-53 (1.1e-16). A probability of 1e-13
+is therefore correct to about 1/1000. ``torch.multinomial`` divides by exponential noise. On a GPU
+this noise is at least 2^-24, in steps of about that size, so that tokens below 1e-8 are sampled too
+rarely or never.
 
 SGLang samples requests that need more than temperature and log-probs.
 """
