@@ -40,8 +40,8 @@ def certify_run(
     weights: Annotated[
         Path | None,
         Option(
-            help="Output of `gptoss certify prepare`, or a Hugging Face directory. Required for "
-            "servers, which must have been started with these weights. Default: new weights.",
+            help="Directory that `gptoss certify prepare` printed, or another Hugging Face directory. "
+            "Required for servers, which must have been started with these weights. Default: new weights.",
         ),
     ] = None,
     size: WeightsSize = "small",
