@@ -561,7 +561,7 @@ def penalized(prompt: int, sampled: int, config: AlgorithmConfig) -> float:
     ]
     groups = [TrajectoryGroup("t", episodes)]
     samples = to_samples(groups, config, version=0)
-    got = assign_advantages(samples, groups, config, 100, max_context_tokens=100)
+    got = assign_advantages(samples, groups, config, 100, max_episode_tokens=100)
     # dr_grpo compares with the mean of both episodes, and the other episode has no penalty.
     return 2 * float(got.rows("advantages")[0][-1])
 

@@ -100,9 +100,9 @@ def test_memory_metrics_are_in_gb_with_predictions_if_known(
         "update/gpu_gb": 9.0,
         "update/predicted_allocated_gb": update.trainer / 1e9,
         "update/predicted_gpu_gb": update.total / 1e9,
-        "resting/allocated_gb": 2.0,
-        "resting/reserved_gb": 2.5,
-        "resting/gpu_gb": 9.0,
+        "between_phases/allocated_gb": 2.0,
+        "between_phases/reserved_gb": 2.5,
+        "between_phases/gpu_gb": 9.0,
     }
 
 
