@@ -156,7 +156,7 @@ def evaluate(folder: Path, run: Path) -> float:
 
     from rl_loop.config.load import load_run_config
     from rl_loop.engines.embedded.engine import TransformersEngine
-    from rl_loop.session import build_codec
+    from rl_loop.tasks.codec import build_codec
 
     harmony = build_codec(load_run_config(run / "config.yaml", "sft"))
     model = GptOssForCausalLM.from_pretrained(

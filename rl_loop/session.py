@@ -382,15 +382,9 @@ class SftSession(RunSession):
 # -- parts of a run, each from its sections of the configuration ----------------------------------
 
 
-def build_codec(config: RunConfig) -> "ChatCodec":
-    """Build the codec of a run."""
-    from rl_loop.tasks.codec import build_codec
-
-    return build_codec(config)
-
-
 def build_tasks(config: RunConfig) -> "TaskMixture":
     """Read and check the task data of a run. Raises TaskFileError."""
+    from rl_loop.tasks.codec import build_codec
     from rl_loop.tasks.source import TaskMixture
 
     max_prompt_tokens = config.rollout.max_episode_tokens if isinstance(config, RlConfig) else None
@@ -412,6 +406,7 @@ def open_conversations(config: RunConfig) -> tuple["ChatCodec", "ConversationDat
     check_conversations(config.data)
 
     from rl_loop.conversations.dataset import ConversationData
+    from rl_loop.tasks.codec import build_codec
 
     codec = build_codec(config)
     return codec, ConversationData(config.data, codec, config.longest_sample)

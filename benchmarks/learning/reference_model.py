@@ -534,7 +534,10 @@ def write_easy_part(source: Path, target: Path) -> None:
     """Write the GSM8K problems whose solutions have few computations."""
     lines = source.read_text().splitlines()
     easy = [line for line in lines if json.loads(line)["answer"].count("<<") <= EASY_STEPS]
-    target.write_text("\n".join(easy) + "\n")
+    # Seeds that start together write the same file, and must not read a part of it.
+    partial = target.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text("\n".join(easy) + "\n")
+    partial.replace(target)
     print(f"{target}: {len(easy)} of {len(lines)} problems", file=sys.stderr)
 
 

@@ -26,7 +26,7 @@ class ExplicitAttention(torch.nn.Module):
     """
 
     sees_boundaries = True
-    """Whether packed sequences are separate. False is a fault that the comparison must find."""
+    """True if packed sequences are separate. False is a fault that the comparison must find."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **unused: Any) -> None:
         super().__init__()

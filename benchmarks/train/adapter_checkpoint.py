@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.train.adapters import TINY
+from benchmarks.train.steps import TINY
 from megatron_gptoss import distributed
 from megatron_gptoss.checkpoint import state
 from megatron_gptoss.checkpoint.writer import CheckpointWriter

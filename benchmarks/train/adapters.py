@@ -49,6 +49,7 @@ from benchmarks.harness import (
 )
 from benchmarks.train.random_adapters import draw_adapted_model
 from benchmarks.train.release import release
+from benchmarks.train.steps import TINY
 from gptoss_kernels import mxfp4
 from gptoss_kernels.adapter_merge import KERNEL_NAME
 from megatron_gptoss import distributed
@@ -63,17 +64,6 @@ from megatron_gptoss.planning.memory_inputs import MemoryInputs
 from megatron_gptoss.samples import TrainingSamples
 from megatron_gptoss.step_results import LossOutput
 from megatron_gptoss.trainer import PolicyTrainer
-
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_size": 16,
-    "vocab_size": 128,
-    "sliding_window": 8,
-}
-"""Sizes of ``--tiny``."""
 
 
 def argument_parser() -> argparse.ArgumentParser:

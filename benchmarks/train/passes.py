@@ -46,8 +46,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.train.cases import TINY, random_weights, sft_loss, use_clock
+from benchmarks.train.cases import use_clock
 from benchmarks.train.release import release
+from benchmarks.train.steps import TINY, random_weights, sft_loss
 from launch.rollout_time import OUTPUT_TOKENS, PROMPT_TOKENS, EpisodeLengths
 from megatron_gptoss import distributed
 from megatron_gptoss.config import OptimizerConfig, ParallelConfig
