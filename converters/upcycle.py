@@ -137,9 +137,9 @@ class UpcycleReport:
     """Share of the gate activations above the clamp."""
     clamped_layers: tuple[int, ...]
     """Layers with such activations."""
-    smallest_load: float
+    load_min: float
     """Load of the least used expert of all layers. 1 is an even share of the tokens."""
-    largest_load: float
+    load_max: float
     """Load of the most used expert of all layers."""
 
     def __str__(self) -> str:
@@ -167,8 +167,7 @@ class UpcycleReport:
                 f"(layers {layers})"
             )
         lines.append(
-            f"load of the experts: {self.smallest_load:.2f} to {self.largest_load:.2f} times an "
-            "even share"
+            f"load of the experts: {self.load_min:.2f} to {self.load_max:.2f} times an even share"
         )
         return "\n".join(lines)
 
@@ -453,8 +452,8 @@ def measure(
         upcycled_loss=upcycled_loss,
         clamped_share=sum(measured.clamped) / activations,
         clamped_layers=tuple(layer for layer, count in enumerate(measured.clamped) if count),
-        smallest_load=float(loads.min()),
-        largest_load=float(loads.max()),
+        load_min=float(loads.min()),
+        load_max=float(loads.max()),
     )
     return CalibrationResult(up_scales, biases, report)
 

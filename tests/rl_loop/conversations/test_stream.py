@@ -467,7 +467,9 @@ def test_validation_reads_a_separate_file_if_configured(tmp_path: Path, harmony:
         assert len(drain(data.stream(Report()), harmony)) == 80
 
 
-def test_validation_share_without_any_sample_is_rejected(tmp_path: Path, harmony: Harmony) -> None:
+def test_validation_fraction_without_any_sample_is_rejected(
+    tmp_path: Path, harmony: Harmony
+) -> None:
     path = write(tmp_path / "chats.jsonl", questions(3))
     with (
         build_data(harmony, path=str(path), validation_fraction=0.0001) as data,
