@@ -26,7 +26,8 @@ class TimelessEngine:
 
     Args:
         stop_token_ids: tokens that end a turn.
-        seconds_of: duration of a request by episode; None for ``seconds``.
+        seconds_of: duration of a request by its episode and the weight version at its start; None
+            for ``seconds``.
         seconds: duration of all requests.
         ends_from: requests that start with an earlier weight version end only by an abort.
     """
@@ -34,14 +35,14 @@ class TimelessEngine:
     def __init__(
         self,
         stop_token_ids: tuple[int, ...],
-        seconds_of: Callable[[str], float] | None = None,
+        seconds_of: Callable[[str, int], float] | None = None,
         *,
         seconds: float = 0.0,
         ends_from: int = 0,
     ) -> None:
         self.stop_token_ids = stop_token_ids
         self.ends_from = ends_from
-        self.seconds_of = seconds_of or (lambda episode: seconds)
+        self.seconds_of = seconds_of or (lambda episode, version: seconds)
         self.version = 0
         self.syncs: list[int] = []
         self.begun: list[tuple[str, int]] = []
@@ -62,7 +63,7 @@ class TimelessEngine:
         self.begun.append((request.episode, version))
         wanted = self._whole_turn(request)
 
-        seconds = self.seconds_of(request.episode)
+        seconds = self.seconds_of(request.episode, version)
         if version < self.ends_from:
             seconds = 600.0
         tokens = len(wanted)
