@@ -191,6 +191,8 @@ def compile_cubin(source: Path, defines: dict[str, int], architecture: str) -> b
         RuntimeError: the source does not compile. The message contains the compiler's log.
     """
     text = source.read_bytes()
+    # Sorted, because the options are part of the cache file's name. -default-device makes functions
+    # without an annotation device functions.
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *macros]
 

@@ -38,6 +38,7 @@ def _rotate_kernel(
     channel = tl.arange(0, HALF)[None, :]
     inside = head < HEADS
 
+    # In fp32, so that only the result is rounded. In bf16 both products and their sum would be.
     c = tl.load(cos + token * HALF + channel).to(tl.float32)
     s = tl.load(sin + token * HALF + channel).to(tl.float32) * sign
     source = x + token * stride_token + head * stride_head + channel

@@ -66,6 +66,8 @@ def _backward_kernel(
     for start in tl.static_range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < WIDTH
+        # Unlike in the forward pass, columns outside need a value: the sum at the end includes all
+        # lanes of `share`, and a gradient of 0 makes theirs 0.
         x_gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         x_up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -79,6 +81,7 @@ def _backward_kernel(
         # d/dz (z s(a z)) = s + a z s (1 - s), with s the sigmoid and swish = z s.
         # A clamped input has no gradient.
         to_gate = g * p * (up + 1.0) * (sigmoid + ALPHA * swish * (1.0 - sigmoid))
+        # At the limit itself the gradient passes, as in torch.clamp, which other devices use.
         to_gate = tl.where(x_gate > limit, 0.0, to_gate)
         to_up = tl.where((x_up > limit) | (x_up < -limit), 0.0, g * p * swish)
 

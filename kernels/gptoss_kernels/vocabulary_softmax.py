@@ -44,6 +44,7 @@ def _accumulate_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         x = tl.load(source + column, mask=inside, other=float("-inf")) * inverse_temperature
+        # The first block starts from a peak of -inf, for which `rescale` is 0.
         new_peak = tl.maximum(peak, tl.max(x, 0))
         rescale = tl.exp(peak - new_peak)
         e = tl.exp(x - new_peak)

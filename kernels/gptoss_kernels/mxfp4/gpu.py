@@ -61,17 +61,17 @@ def _encode(magnitudes, scale):
 
     A code is 0 to 8; 8 means that the magnitude is too large. Both halves of a word are computed at
     the same time.
-
-    Let x be the scaled magnitude and e its exponent, clamped to 0..2. Adjacent e2m1 numbers near x
-    differ by 2^(e - 1). Adding an anchor of 1.5 * 2^(e + 6) in bf16 rounds x to a multiple of that
-    difference, ties to even, because bf16 has a 7-bit mantissa. The low bits of the sum hold the
-    multiple, and the code is the multiple plus 2e. Subtracting the anchor gives the rounded number;
-    the inverse scale turns it into the decoded value.
     """
     # 2^(127 - scale) and its inverse, subnormal at the ends of the range, in both halves of a word.
     factor = tl.where(scale >= 254, 0x0040, (254 - scale) << 7) * 0x10001
     inverse = tl.where(scale == 0, 0x0040, scale << 7) * 0x10001
 
+    # Let x be the scaled magnitude and e its exponent, clamped to 0..2. Adjacent e2m1 numbers near
+    # x differ by 2^(e - 1). Adding an anchor of 1.5 * 2^(e + 6) in bf16 rounds x to a multiple of
+    # that difference, ties to even, because bf16 has a 7-bit mantissa. The low bits of the sum hold
+    # the multiple, and the code is the multiple plus 2e. Subtracting the anchor gives the rounded
+    # number. The inverse scale turns it into the decoded value.
+    #
     # Triton has no operations on bf16 pairs, so the arithmetic is PTX. Constants: 0x8000 is -0
     # (adding it keeps the sign of a zero product), 0x3F80 is 1, 0x4080 is 4, 0x4100 is 8.
     #
@@ -121,6 +121,8 @@ def _quantize_kernel(pairs, hint, blocks, scales, count, HINT: tl.constexpr, ROW
 
     if HINT:
         scale = tl.load(hint + row, mask=inside, other=0).to(tl.int32)
+        # Rows after the last block are zeros with scale 0, which is exact, so they cause no second
+        # encoding.
         codes, exact = _encode(magnitudes, scale)
         # Keep a hint that reproduces every bit of its block. Unchanged weights keep all hints, so
         # most programs skip the second encoding.
@@ -157,11 +159,12 @@ def _round_up_scale(magnitudes):
 def _round_magnitude(bits, factor, inverse):
     """Round a magnitude to the nearest MXFP4 value of its block; input and output are fp32 bits.
 
-    ``factor`` is 2^(127 - scale) and ``inverse`` its reciprocal. Let x be the scaled magnitude and
-    e its exponent, clamped to 0..2. Adjacent e2m1 numbers near x differ by 2^(e - 1). fp32 has a
-    23-bit mantissa, so its numbers next to an anchor of 1.5 * 2^(e + 22) have the same distance.
-    Adding and subtracting the anchor therefore rounds x, ties to even.
+    ``factor`` is 2^(127 - scale) and ``inverse`` its reciprocal.
     """
+    # Let x be the scaled magnitude and e its exponent, clamped to 0..2. Adjacent e2m1 numbers near
+    # x differ by 2^(e - 1). fp32 has a 23-bit mantissa, so its numbers next to an anchor of 1.5 *
+    # 2^(e + 22) have the same distance. Adding and subtracting the anchor therefore rounds x, ties
+    # to even.
     x = bits.to(tl.float32, bitcast=True) * factor
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     binade = tl.minimum(tl.maximum(binade, 1.0), 4.0)
@@ -185,6 +188,8 @@ def _fake_quantize_kernel(addresses, out, count, ROWS: tl.constexpr):
 
     # 2^(127 - scale) and 2^(scale - 127). The latter is subnormal at scale 0.
     scale = _round_up_scale(magnitudes)
+    # The largest finite bf16 gives scale 253, so the factor is always a normal number. In
+    # `_encode` a hint can be any byte.
     factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)[:, None]
     inverse = tl.where(scale == 0, 0x00400000, scale << 23).to(tl.float32, bitcast=True)[:, None]
     low = _round_magnitude(magnitudes << 16, factor, inverse)

@@ -45,12 +45,18 @@ class SinkAttentionFunction(Function):
             differentiable.
         """
         o, lse = passes.forward(q, k, v, sinks)
+        # An attribute, because only tensors can be saved. The pass holds the packing, and no tensor
+        # of the graph.
         ctx.backward_pass = passes.backward
+        # With LSE, a backend computes the probabilities again, tile by tile, so they are never in
+        # memory as a whole. With O, it gets delta without another pass over the keys.
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
+    # The kernels have no second derivative. Without the decorator, autograd would treat these
+    # gradients as constants and return a wrong second derivative instead of an error.
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of q, k, v and the sinks, each with its tensor's dtype.

@@ -115,6 +115,7 @@ def folded_backward(
     from gptoss_kernels.sink_attention.epilogue import sink_gradient
 
     q, k, v, sinks, o, lse = saved
+    # The forward pass returned a transposed view of the package's tensor, so this is no copy.
     lse_by_head = lse.t().contiguous()
     grad_o = grad_o.contiguous()
     options = packing_options(segments, window, kernels.unbounded)
@@ -189,6 +190,7 @@ def flash3_kernels() -> PlainKernels:
         grad_o: Tensor, saved: tuple[Tensor, ...], causal: bool, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
+        # ``saved`` is in the order of the arguments: q, k, v, O, LSE.
         interface._flash_attn_backward(
             grad_o, *saved, dq=dq, dk=dk, dv=dv, is_causal=causal, **options
         )
@@ -211,6 +213,8 @@ def packing_options(
     left = unbounded
     right = unbounded
     if window is not None:
+        # A right side of 0 hides later keys, so a window is causal without the option. Callers set
+        # `causal` for full attention only.
         left = window - 1
         right = 0
 

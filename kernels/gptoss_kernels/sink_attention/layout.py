@@ -26,9 +26,10 @@ class PackedLayout:
     def mean_length(self) -> float:
         """Mean sequence length in tokens, weighted by length.
 
-        It is the mean over tokens of the sequence length. The weight is right for
-        choosing a backend, because long sequences have most of the work of full attention.
+        It is the mean over tokens of the sequence length.
         """
+        # The weight is right for choosing a backend, because long sequences have most of the work
+        # of full attention.
         lengths = self.offsets.diff()
         return float(lengths.square().sum() / max(1, self.tokens))
 
@@ -116,6 +117,7 @@ class AttentionSegments:
             device: device of the offsets.
         """
         cu_seqlens_q = _offsets(query_lengths, device)
+        # The same object marks the segments as square.
         cu_seqlens_k = cu_seqlens_q
         if key_lengths != query_lengths:
             cu_seqlens_k = _offsets(key_lengths, device)

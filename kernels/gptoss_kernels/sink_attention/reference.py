@@ -217,12 +217,11 @@ def reference_backward(
 
 
 def _zero_invalid(x: Tensor, batch: TileBatch, group: int) -> None:
-    """Zero the invalid rows of x [tiles, kv_heads, group * QUERY_BLOCK, d] in place.
-
-    Invalid rows hold tokens of the next sequence or repeat the last token, which would count twice.
-    """
+    """Zero the invalid rows of x [tiles, kv_heads, group * QUERY_BLOCK, d] in place."""
     if batch.row_valid is None:
         return
+    # Invalid rows hold tokens of the next sequence or repeat the last token, which would count
+    # twice.
     tiles, kv_heads = x.shape[:2]
     valid = batch.row_valid[:, None, None, :, None]
     x.view(tiles, kv_heads, group, QUERY_BLOCK, -1).mul_(valid)
@@ -251,14 +250,12 @@ def _gather(x: Tensor, index: Tensor, dtype: torch.dtype, kv_heads: int) -> Tens
 
 
 def _scatter(target: Tensor, batch: TileBatch, values: Tensor) -> None:
-    """Write values [tiles, kv_heads, group, QUERY_BLOCK, d] to target [tokens, heads, d].
-
-    Invalid rows are left out, because they would overwrite other tokens.
-    """
+    """Write values [tiles, kv_heads, group, QUERY_BLOCK, d] to target [tokens, heads, d]."""
     rows = batch.rows.reshape(-1)
     values = values.permute(0, 3, 1, 2, 4).reshape(len(rows), target.shape[1], -1)
     values = values.to(target.dtype)
 
+    # Invalid rows would overwrite other tokens.
     if batch.row_valid is not None:
         keep = batch.row_valid.reshape(-1)
         rows = rows[keep]
