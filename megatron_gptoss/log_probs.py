@@ -135,6 +135,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             targets, grad_targets = _merge_targets(
                 labels, candidates, grad_log_probs, grad_candidates
             )
+            # The gradients of labels and candidates are written together below, so the block's
+            # gradient must not contain that of the labels.
             labels = torch.full_like(labels, OUTSIDE)
         row_statistics = torch.stack([normalizer, entropy, from_normalizer, grad_entropy])
         grad_hidden = torch.empty_like(hidden)
@@ -151,6 +153,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             grad_chunk = torch.zeros_like(chunk, dtype=dtype)
             for columns in _column_spans(weight):
                 logits = fp32_logits(chunk, weight[columns])
+                # In the dtype of the model, because it is an operand of both products below, which
+                # accumulate in fp32.
                 grad_logits = torch.empty_like(logits, dtype=hidden.dtype)
                 _logit_gradient(
                     logits,
@@ -425,6 +429,7 @@ def top_log_probs(
         block_scores, block_ids = [], []
         for columns in _column_spans(weight):
             logits = fp32_logits(hidden[rows], weight[columns])
+            # The k best ids of all are among the k best of each block, so no more need to be kept.
             scores, index = logits.topk(min(k, logits.shape[-1]), dim=-1)
             block_scores.append(scores / temperature)
             block_ids.append(index + first_id + columns.start)
@@ -546,6 +551,7 @@ def _column_spans(weight: Tensor) -> Iterator[slice]:
 
 def _spans(length: int, size: int, align: int = 1) -> Iterator[slice]:
     """Yield nearly equal slices of at most about ``size``, at multiples of ``align``."""
+    # Equal slices instead of full ones and a rest, which may be too small to use the device well.
     count = max(1, -(-length // size))
     step = -(-length // count // align) * align
     for start in range(0, length, max(1, step)):

@@ -132,6 +132,7 @@ class PackedBatch(TokenColumns[torch.Tensor]):
         # cu_seqlens is the only tensor that is per sequence. It stays whole, because the keys of a
         # query may be on other ranks, and attention derives the exchange from the whole row.
         layout = self.context_layout_over(size)
+        # Attention needs the layout for the parents of the segments, but no token moves.
         if size == 1 and keeps_row_order(layout):
             return replace(self, context_layout=layout)
         device = self.token_ids.device
@@ -203,6 +204,7 @@ def build_batch(
         sample_ids = sequences
     row = PackedRow(samples, sequences, align, sharing)
 
+    # Token ids are taken twice: as inputs, and shifted by one as labels.
     others = [name for name in samples.columns if name != "token_ids"]
     columns: dict[str, Any] = {name: row.column(name) for name in others}
     batch = PackedBatch(

@@ -75,8 +75,7 @@ class PrefixKeys:
     ) -> Self:
         """Make the keys of samples.
 
-        A key contains the id. If there are digests of routes, it also contains the digest, because
-        hidden states depend on the routes under routing replay.
+        A key contains the id. If there are digests of routes, it also contains the digest.
 
         Args:
             samples: source of the sequences.
@@ -89,9 +88,12 @@ class PrefixKeys:
         for number, i in enumerate(sequences):
             start, end = int(samples.offsets[i]), int(samples.offsets[i + 1]) - 1
             lengths.append(end - start)
+            # The mask has one more entry than the inputs: that of the last token, which is only a
+            # label.
             if prompts_only:
                 end = start + _prompt_inputs(samples.loss_mask[start : end + 1])
             parts = [_as_bytes(samples.token_ids[start:end])]
+            # Under routing replay, hidden states depend on the routes, too.
             if digests is not None:
                 parts.append(_as_bytes(digests[number][: end - start]))
             keys.append(np.concatenate(parts, axis=1))
@@ -127,6 +129,8 @@ class SortedPrefixes:
         """Return the number of inputs of a row with some of the sequences."""
         chosen = set(sequences)
         places = [place for place, i in enumerate(self.order) if i in chosen]
+        # In sorted order, two sequences have as many inputs in common as the fewest of all
+        # neighbors between them.
         common = [int(self.common[a:b].min()) for a, b in pairwise(places)]
         lengths = [self.lengths[place] for place in places]
         return _merge(lengths, np.array(common, np.int64), min_shared)[0].tokens
@@ -167,6 +171,7 @@ def _merge(
             continue
 
         branch = int(common[start : stop - 1].min())
+        # Otherwise every branch below keeps its own copy of these inputs.
         if branch - depth >= min_shared:
             parent = add(parent, branch - depth)
             depth = branch

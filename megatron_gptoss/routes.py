@@ -35,7 +35,8 @@ def route_digests(routes: np.ndarray) -> np.ndarray:
         uint64 [tokens].
     """
     tokens, layers, top_k = routes.shape
-    # The sum of random numbers, one for each expert and layer.
+    # The sum of random numbers, one for each expert and layer. The seed is fixed, because digests
+    # of several calls are compared.
     numbers = np.random.default_rng(layers).integers(
         0, 2**64, (layers, 1 << (8 * routes.dtype.itemsize)), dtype=np.uint64
     )

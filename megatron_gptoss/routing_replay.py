@@ -220,10 +220,8 @@ class RoutingReplay:
 
 
 def _local_tokens(per_token: Tensor) -> Tensor:
-    """Return the tokens [tokens / tensor, ...] that this tensor-parallel rank routes.
-
-    Sequence parallelism splits the tokens over tensor-parallel ranks.
-    """
+    """Return the tokens [tokens / tensor, ...] that this tensor-parallel rank routes."""
+    # Sequence parallelism splits the tokens over tensor-parallel ranks.
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return per_token.tensor_split(size)[rank]

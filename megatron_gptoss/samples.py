@@ -206,6 +206,7 @@ class TrainingSamples(TokenColumns[np.ndarray]):
             if numbers is not None and numbers.shape != (len(self),):
                 raise ColumnError(f"{name} has shape {list(numbers.shape)}, expected [{len(self)}]")
 
+        # Also finds offsets that fall.
         empty = np.diff(offsets) < 1
         if empty.any():
             raise ColumnError(f"{self.sequence_name(int(empty.argmax()))} has no tokens")

@@ -279,14 +279,12 @@ def gather_context_parallel(shards: list[Tensor], batches: Sequence[PackedBatch]
 
 
 def _gather_unequal(shard: Tensor, batch: PackedBatch, group: dist.ProcessGroup) -> Tensor:
-    """Join the values per label of a row whose sequences share prefixes. Collective.
-
-    Ranks have equally many tokens, but these predict different numbers of labels.
-    """
+    """Join the values per label of a row whose sequences share prefixes. Collective."""
     labels = [
         batch.rank_labels(rank, group.size()).to(shard.device) for rank in range(group.size())
     ]
-    # Messages of a collective have equal sizes.
+    # Ranks have equally many tokens, but these predict different numbers of labels. Messages of a
+    # collective have equal sizes.
     most = max(len(of_rank) for of_rank in labels)
     padded = shard.new_zeros(most, *shard.shape[1:])
     padded[: len(shard)] = shard

@@ -66,6 +66,7 @@ class SharedPrefixes:
         """
         pair_places = places[self.pair_rows]
         is_own = pair_places // tokens == rank
+        # Index of each pair among the pairs of this rank. Entries of other pairs are not read.
         own_pairs = is_own.cumsum(0) - 1
         first = rank * tokens
         return replace(

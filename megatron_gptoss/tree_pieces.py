@@ -61,6 +61,8 @@ def cut_trees(
     is_changed = True
     while is_changed:
         is_changed = False
+        # Every cut copies inputs, which may add micro-batches and lower their mean cost. Therefore
+        # all pieces are compared again until none is cut.
         count = micro_batch_count(list(pieces.values()), max_tokens, step)
         mean_cost = sum(piece.cost for piece in pieces.values()) / count
         for (first, end), piece in list(pieces.items()):
@@ -112,8 +114,13 @@ class _Ranges:
         # Every piece has the inputs that all sequences share.
         shared = int(common.min())
         pieces = max(2, -(-(tokens - shared) // max(1, max_tokens - shared)))
+        # A cut in the middle of the pieces that are needed. Both sides can then be cut further
+        # without an almost empty piece.
         wanted = (pieces // 2) / pieces
 
+        # Inputs that a sequence adds to the sequences before it.
         own = np.array(self.prefixes.lengths[first:end]) - np.array([shared, *common])
         before = own.cumsum()[:-1] / max(1, own.sum())
+        # Both terms are shares of the piece: of its inputs that the cut copies, and the distance
+        # from the wanted place.
         return first + 1 + int((common / tokens + abs(before - wanted)).argmin())

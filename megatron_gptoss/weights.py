@@ -192,6 +192,7 @@ def lost_by_merging(model: torch.nn.Module) -> float:
     Args:
         model: model of any parallel layout.
     """
+    # In fp64, because the squares of billions of small values are summed.
     sums = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
     for module in model.modules():
         if isinstance(module, AdaptedExpertLinear) and not module.is_merged:

@@ -125,10 +125,7 @@ def exact_optimizer_state(optimizer: Any, offloaded: OffloadedState) -> Iterator
 
 
 def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None:
-    """Make Transformer Engine's Adam return and accept whole fp32 master weights.
-
-    Attributes of the instance hide the methods of the class.
-    """
+    """Make Transformer Engine's Adam return and accept whole fp32 master weights."""
     get_state = adam.get_unscaled_state
     set_state = adam.set_scaled_state
 
@@ -147,6 +144,7 @@ def _exchange_whole_master_weights(adam: Any, offloaded: OffloadedState) -> None
         # Now and not at the end: otherwise the state of all parameters would be on the GPU at once.
         offloaded.offload(weight)
 
+    # Attributes of the instance hide the methods of the class.
     adam.get_unscaled_state = get_whole
     adam.set_scaled_state = set_whole
 

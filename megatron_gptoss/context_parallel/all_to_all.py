@@ -82,12 +82,10 @@ def all_to_all_attention(
 
 
 def _with_copies(x: Tensor, size: int) -> Tensor:
-    """Return x [tokens, kv_heads, head_size] with a number of heads that ``size`` ranks can share.
-
-    Every rank needs whole kv heads, so copy them if there are fewer heads than ranks. Copies are
-    adjacent, so that each rank gets the kv heads of its query heads. Autograd sums the gradients of
-    the copies.
-    """
+    """Return x [tokens, kv_heads, head_size] with heads that ``size`` ranks can share equally."""
+    # Every rank needs whole kv heads, so copy them if there are fewer heads than ranks. Copies are
+    # adjacent, so that each rank gets the kv heads of its query heads. Autograd sums the gradients
+    # of the copies.
     copies = size // math.gcd(size, x.shape[1])
     return x.repeat_interleave(copies, dim=1)
 

@@ -114,14 +114,19 @@ def _all_to_all_cost(
 
     # Every rank needs whole kv heads. If there are fewer heads than ranks, they are copied.
     kv_heads = shape.kv_heads * size // gcd(size, shape.kv_heads)
+    # Heads in all messages: q and O have the query heads, k and v the kv heads. Each is sent once,
+    # and its gradient once.
     head_tensors = 2 * (2 * shape.heads + 2 * kv_heads)
     sent = head_tensors * shape.head_bytes * layout.tokens_per_rank * (size - 1) / size
+    # A rank also reorders the part of its data that it does not send.
     reordering = sent * size / (size - 1) / REORDERING_BANDWIDTH
 
     return _scheme_cost(
         "all_to_all",
         machine,
         bytes_sent=sent,
+        # Four tensors forward, four gradients backward. The attention call needs all of them, so
+        # none overlaps with it.
         collectives=8,
         computation=pairs * _seconds_per_pair(shape, window, machine) + reordering,
         exposed=1,
@@ -153,6 +158,7 @@ def _all_gather_cost(
         "all_gather",
         machine,
         bytes_sent=sent,
+        # Keys and values forward and backward, and their gradients.
         collectives=3 * groups,
         computation=max(rank_pairs) * _seconds_per_pair(shape, None, machine),
         exposed=1 / max(1, groups),
@@ -164,6 +170,7 @@ def _halo_cost(
 ) -> SchemeCost:
     """Return the cost of fetching the window - 1 tokens before each span, and their gradients."""
     border = max(sum(min(span.start, window - 1) for span in spans) for spans in layout.spans)
+    # Keys and values, and the gradients of both.
     sent = 2 * 2 * shape.kv_heads * shape.head_bytes * border
 
     # The halo and the first rows of each span are computed a second time.
@@ -174,6 +181,7 @@ def _halo_cost(
         bytes_sent=sent,
         collectives=2,
         computation=pairs * _seconds_per_pair(shape, window, machine) + BORDER_SECONDS,
+        # The pass over all spans hides the messages: it does not need them, and takes longer.
         exposed=0,
     )
 

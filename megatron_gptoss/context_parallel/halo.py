@@ -170,14 +170,13 @@ class HaloAttention(torch.autograd.Function):
 def _start_exchange(k: Tensor, v: Tensor, plan: HaloPlan, group: ProcessGroup) -> Exchange:
     """Start to exchange the keys and values of halos.
 
-    The exchange is collective, so ranks without a halo take part, too.
-
     Returns:
         Exchange of the received keys and values, [halo tokens, 2, kv_heads, head_size].
     """
     # Keys and values share one message. Received tokens are sorted by sending rank, like the halo's
     # indices.
     sent = torch.stack((k[plan.sent], v[plan.sent]), dim=1)
+    # Collective, so ranks without a halo take part, too.
     return start_all_to_all(sent, plan.send_counts, plan.receive_counts, group)
 
 
@@ -206,12 +205,11 @@ def _border_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of the border: for each span its halo, then its first rows.
 
-    Kernels need a query for every key, so halos have placeholder queries (token 0), whose results
-    are discarded.
-
     Returns:
         Three tensors [border tokens, heads or kv_heads, head_size].
     """
+    # Kernels need a query for every key, so halos have placeholder queries (token 0), whose results
+    # are discarded.
     queries, keys, values = (x.index_select(0, plan.border_sources) for x in (q, k, v))
     keys.index_copy_(0, plan.halo, received[:, 0])
     values.index_copy_(0, plan.halo, received[:, 1])
@@ -318,14 +316,12 @@ def _concatenate(indices: list[Tensor]) -> Tensor:
 
 
 def _forked_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a second stream for small kernels that must not wait for large ones; None on a CPU.
-
-    Memory allocated on the second stream is safe: each later fork waits for the current stream, so
-    no memory is reused too early.
-    """
+    """Return a second stream for small kernels that must not wait for large ones; None on a CPU."""
     if device.type != "cuda":
         return None
 
+    # Memory allocated on the second stream is safe: each later fork waits for the current stream,
+    # so no memory is reused too early.
     stream = _second_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream

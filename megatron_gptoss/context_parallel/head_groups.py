@@ -10,14 +10,14 @@ much memory, because gradients are in bf16, stacked, and in fp32."""
 def head_groups(tokens: int, kv_heads: int, bytes_per_token_and_head: int) -> list[slice]:
     """Return the groups of kv heads that are gathered from other ranks together.
 
-    There are at least two groups if there are at least two kv heads, so that messages overlap with
-    computation.
+    There are at least two groups if there are at least two kv heads.
 
     Args:
         tokens: number of tokens gathered from all ranks.
         kv_heads: number of kv heads of the layer.
         bytes_per_token_and_head: size of a key and a value.
     """
+    # With two groups, the messages of one overlap with the computation of the other.
     return _groups(GATHERED_BYTES, kv_heads // 2, tokens, kv_heads, bytes_per_token_and_head)
 
 
@@ -29,11 +29,9 @@ def copied_head_groups(keys: int, kv_heads: int, bytes_per_token_and_head: int) 
 def _groups(
     limit: int, widest: int, tokens: int, kv_heads: int, bytes_per_token_and_head: int
 ) -> list[slice]:
-    """Return the widest groups below a limit of bytes that divide the heads.
-
-    Groups of equal width reuse buffers.
-    """
+    """Return the widest groups below a limit of bytes that divide the heads."""
     widest = min(widest, limit // max(1, tokens * bytes_per_token_and_head))
+    # Groups of equal width reuse buffers.
     widths = [width for width in range(1, kv_heads + 1) if kv_heads % width == 0]
     width = max(width for width in widths if width == 1 or width <= widest)
     return [slice(first, first + width) for first in range(0, kv_heads, width)]

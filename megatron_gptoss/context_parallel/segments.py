@@ -70,6 +70,8 @@ class RowSegments:
             Ranges of the row in the order of the positions. There is one if no token is in another
             segment.
         """
+        # From the last position to the first, because a segment knows its parent but not its
+        # children.
         ranges = []
         while end > start:
             depth = self.depths[segment]

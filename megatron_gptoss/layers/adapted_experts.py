@@ -137,6 +137,7 @@ def has_separate_reduction(config: PolicyTransformerConfig) -> bool:
     It then reduces them over the ranks that hold the same experts instead of all data-parallel
     ranks.
     """
+    # Tensor parallelism does not split experts, so more ranks hold an expert than another weight.
     return config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
 
 
@@ -202,6 +203,7 @@ class AdaptedExperts(SequentialMLP):
                     factor,
                     *sharded_offsets,
                     (experts_axis, self.ep_group.rank(), self.ep_group.size()),
+                    # This group holds the same experts. Its first rank writes them.
                     replica_id=(0, 0, self.dp_group.rank()),
                     prepend_axis_num=experts_axis,
                 )

@@ -131,6 +131,8 @@ class LowRank(torch.nn.Module):
         """
         self.b.zero_()
         if self.experts is not None:
+            # Drawn by the expert's number in the layer, so that expert parallelism changes no
+            # value.
             for a, expert in zip(self.a, self.experts, strict=True):
                 a.copy_(self._draw_a(seed, expert_name(name, expert)))
             return

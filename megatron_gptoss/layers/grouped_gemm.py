@@ -207,6 +207,7 @@ def _transformer_engine(
         x.dtype,
         layout=layout,
         m_splits=list(row_counts),
+        # Transformer Engine computes gradients of inputs with this layout.
         grad=layout == "NN",
         single_output=True,
         **options,

@@ -111,6 +111,8 @@ class _UnmergedProduct(torch.autograd.Function):
         inputs = [x, low]
         factors = [read_weights(), b]
         if biases is not None:
+            # The bias is multiplied with the first of these columns. The others only align the
+            # sizes.
             ones = x.new_zeros(len(x), ALIGNMENT)
             ones[:, 0] = 1
             inputs.append(ones)

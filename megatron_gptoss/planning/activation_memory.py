@@ -115,6 +115,7 @@ def activation_memory(inputs: MemoryInputs, stage: int) -> float:
 def _micro_batches_in_flight(inputs: MemoryInputs, stage: int) -> float:
     """Return the number of micro-batches whose activations a stage holds, for all its layers."""
     parallel = inputs.parallel
+    # In Megatron's schedule, every stage has begun one micro-batch more than the next stage.
     in_flight: float = parallel.pipeline - stage
     chunks = parallel.virtual_pipeline
     if chunks > 1:

@@ -384,11 +384,9 @@ def _all_offload(inputs: MemoryInputs) -> bool:
 
 
 def _copied_weights(inputs: MemoryInputs, stage: int) -> float:
-    """Return the bytes of trained weights' original tensors.
-
-    Megatron copies trained weights into its buffers, and the originals exist at the same time. With
-    offloaded optimizer state the originals are on the host.
-    """
+    """Return the bytes of trained weights' original tensors."""
+    # Megatron copies trained weights into its buffers, and the originals exist at the same time.
+    # With offloaded optimizer state the originals are on the host.
     if _all_offload(inputs):
         return 0.0
     return 2 * sum(trained_parameters(inputs, stage))

@@ -42,6 +42,8 @@ def layouts_that_fit(
     """
     fitting = []
     for layout in _possible_layouts(inputs):
+        # The number of micro-batches follows from the data-parallel size, which differs between
+        # layouts.
         changed = replace(inputs, parallel=layout).with_sequences(inputs.sequences)
         estimate = worst_estimate(changed, gigabytes)
         if estimate.peak.total <= gigabytes * 1e9:
@@ -76,6 +78,7 @@ def _possible_layouts(inputs: MemoryInputs) -> Iterator[ParallelConfig]:
             layout.check_layout(inputs.model, inputs.adapter, inputs.frozen)
         except ValueError:
             continue
+        # With fewer, some data-parallel rank has no sequence in a mini-batch.
         if inputs.sequences >= layout.data * inputs.mini_batches:
             yield layout
 
@@ -130,6 +133,8 @@ def _successive_changes(
     inputs = replace(inputs, tokens=half)
     yield f"training.max_tokens_per_micro_batch={half}", inputs
 
+    # After all settings that leave the sums of gradients as they are: this one loses digits with
+    # every micro-batch.
     inputs = _change_optimizer(inputs, gradient_dtype="bf16")
     yield "optimizer.gradient_dtype=bf16", inputs
 
@@ -141,6 +146,7 @@ def _successive_changes(
     engine = inputs.engine
     if engine is not None and engine.awake_fraction > 0:
         awake = worst_estimate(inputs, gigabytes)
+        # The phases in which the servers have all their memory.
         fullest = max(awake.phase(name).total for name in ("first_sync", "rollout")) / 1e9
         room = engine.awake_fraction + (gigabytes - fullest) / gigabytes if gigabytes else 0.0
         fraction = math.floor(100 * room) / 100

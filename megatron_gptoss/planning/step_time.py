@@ -248,10 +248,7 @@ def _merging_seconds(
     adapter: AdapterConfig,
     quantization: Quantization | None,
 ) -> float:
-    """Return the seconds for merging the weights of one layer on a rank, per micro-batch.
-
-    Weights are merged for the forward pass and again for the backward pass.
-    """
+    """Return the seconds for merging the weights of one layer on a rank, per micro-batch."""
     hidden = model.hidden_size
     targets = set(adapter.targets)
     seconds = 0.0
@@ -273,6 +270,7 @@ def _merging_seconds(
         # Gate, up and down: three matrices of [intermediate, hidden].
         matrices = experts * 3 * model.intermediate_size * hidden
         seconds += _merge_seconds(matrices, expert_rank, quantization or "bf16")
+    # Weights are merged for the forward pass and again for the backward pass.
     return 2 * seconds
 
 
@@ -325,12 +323,10 @@ def _factor_seconds(
 
 
 def _rounding_seconds(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Return the seconds for rounding the experts of one layer on a rank, per micro-batch.
-
-    Weights are read and written for the forward pass and again for the backward pass.
-    """
+    """Return the seconds for rounding the experts of one layer on a rank, per micro-batch."""
     experts = model.num_experts / parallel.expert
     values = experts * 3 * model.hidden_size * model.intermediate_size
+    # Weights are read and written for the forward pass and again for the backward pass.
     return 2 * values * (2 + 2) / MEMORY_BANDWIDTH
 
 
@@ -348,6 +344,8 @@ def _data_parallel_seconds(
     """
     dense, expert = trained
     dense_replicas, expert_replicas = _replicas(parallel)
+    # Megatron numbers tensor- and context-parallel ranks first, so copies of a parameter are spread
+    # over the whole stage.
     span = parallel.world_size // parallel.pipeline
     dense_bytes = bytes_per_parameter * dense
     expert_bytes = bytes_per_parameter * expert
@@ -415,4 +413,5 @@ def _message_seconds(size: float, ranks: int, span: int) -> float:
     near = max(1, ranks * GPUS_PER_NODE // max(span, GPUS_PER_NODE))
     within_node = (near - 1) / NODE_BANDWIDTH
     beyond_node = (ranks - near) / NETWORK_BANDWIDTH
+    # NVLink and the network send at the same time.
     return size / ranks * max(within_node, beyond_node)
