@@ -62,6 +62,8 @@ def factor_mappings(config: ModelConfig, rank: int) -> Iterator[ParameterMapping
         for target, (rows, inputs) in sides.items():
             prefix = f"model.layers.{layer}.mlp.experts.{MATRICES[target]}.lora_"
             for factor, shape in (("a", (rank, inputs)), ("b", (rows, rank))):
+                # The innermost loop, because ``GatheringPlanner`` stacks the entries that follow
+                # expert 0.
                 for expert in range(config.num_experts):
                     yield ParameterMapping(
                         name=factor_name(layer, expert, target, factor),
@@ -71,6 +73,8 @@ def factor_mappings(config: ModelConfig, rank: int) -> Iterator[ParameterMapping
                         tensor_parallel_dim=None,
                         layer=layer,
                         expert=expert,
+                        # Only a sync uses these entries. Checkpoints have the factors of a layer in
+                        # one tensor.
                         checkpoint_key="",
                         to_megatron=identity,
                         to_hf=single_part(_row_order(target, factor)),
@@ -113,6 +117,8 @@ def is_changed(mapping: ParameterMapping, adapter: AdapterConfig) -> bool:
     for suffix, targets in _TARGETS.items():
         if mapping.name.endswith(suffix):
             return not set(targets).isdisjoint(adapter.targets)
+    # Nothing changes biases, norms and sinks. Experts are changed by their factors, which are sent
+    # as well.
     return False
 
 

@@ -97,7 +97,10 @@ def harmony_tokens(extras: ModelExtras) -> HarmonyTokens:
 
     _rename(description, renamed)
     new_ids = {token["content"]: token["id"] for token in description["added_tokens"]}
+    # ``<|end|>`` is none of them, because it ends a message within a turn.
     ends = [new_ids[name] for name in TURN_ENDS]
+    # Harmony's codec renders conversations itself, and a template of ChatML would name tokens that
+    # no longer exist.
     files = {name: data for name, data in extras.files.items() if not name.endswith(".jinja")}
     files[TOKENIZER_FILE] = json.dumps(description, ensure_ascii=False).encode()
     files[TOKENIZER_CONFIG_FILE] = _tokenizer_config(files.get(TOKENIZER_CONFIG_FILE, b"{}"))
@@ -118,6 +121,7 @@ def _rename(description: dict[str, Any], renamed: Mapping[str, str]) -> None:
         token["content"] = renamed.get(token["content"], token["content"])
         # Strips would remove spaces of adjacent text.
         token.update(lstrip=False, rstrip=False)
+    # Some files list added tokens in the vocabulary of the model, too.
     model = description["model"]
     model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
     if model.get("unk_token") in renamed:

@@ -367,11 +367,10 @@ class _Merger:
 def _check_by_definition(directory: Path, mapping: ParameterMapping, quantized: _Quantized) -> None:
     """Compare some rows with the values that MXFP4's definition gives.
 
-    A comparison with the codec itself would miss a mistake that the codec makes twice.
-
     Raises:
         ConversionError: naming tensor and expert.
     """
+    # A comparison with the codec itself would miss a mistake that the codec makes twice.
     blocks, scales = (some_rows(tensor) for tensor in quantized.parts.values())
     if not nearest(defined_values(blocks, scales), quantized.exact, scales):
         raise ConversionError(

@@ -424,9 +424,6 @@ class PeftDirectory:
     ) -> bool:
         """Return True if the tensors of experts have the shapes of the exchanged layout.
 
-        Both matrices together always decide, because at most one of gate_up_proj and down_proj is
-        square.
-
         Raises:
             ConversionError: if there is only one of the two matrices, and it is square.
         """
@@ -439,6 +436,8 @@ class PeftDirectory:
                 "exchanged, as written by peft 0.19 and later with transformers 4. Merge the "
                 "adapter with PEFT"
             )
+        # Both matrices together always decide, because at most one of gate_up_proj and down_proj is
+        # square.
         return not self._fit(mappings) and self._fit(exchanged)
 
     def _fit(self, mappings: list[AdapterMapping]) -> bool:

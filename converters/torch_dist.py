@@ -146,13 +146,14 @@ def _write_parameters(
 def _empty_entries(config: ModelConfig) -> Iterator[tuple[str, Shape, Shape]]:
     """Yield (key, shape, index) of ``_extra_state`` of linear and norm modules.
 
-    The entries could hold fp8 scales. Megatron's loader fails by default if an entry of its model
-    is missing, and ignores additional entries. Therefore the entries of the local and of the
-    Transformer Engine layers are both written.
+    The entries could hold fp8 scales.
     """
     layers = config.num_layers
     experts = config.num_experts
     family = get_family_tensors(config)
+    # Megatron's loader fails by default if an entry of its model is missing, and ignores additional
+    # ones. Therefore the entries of the local and of the Transformer Engine layers are both
+    # written.
     for layer in range(layers):
         for module in family.stateful_modules:
             yield f"decoder.layers.{module}._extra_state", (layers,), (layer,)

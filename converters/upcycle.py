@@ -47,6 +47,7 @@ from megatron_gptoss.untrusted_files import MAX_LISTING_BYTES, UntrustedFileErro
 
 Tensor = torch.Tensor
 
+# Half of the bound, because other texts reach larger values than the calibration text.
 TARGET_PEAK = 4.0
 """Largest ``scale * up`` on the calibration text. ``up'`` reaches its clamp at 8."""
 MAX_TEXT_BYTES = 16 << 20
@@ -202,6 +203,8 @@ def upcycle(
     source = HfDirectory(source_dir)
     config = upcycled_config(source, options)
     extras = read_extras(source_dir)
+    # Before the measurement, which reads the whole model: a tokenizer without enough unused tokens
+    # is an error.
     renamed = harmony_tokens(extras) if options.harmony else None
     ids = torch.tensor(tokens[: config.max_length])
     if len(ids) < 2:
@@ -299,6 +302,7 @@ def upcycled_config(source: HfDirectory, options: UpcycleOptions) -> GptOssModel
         sliding_window=options.sliding_window,
         rms_norm_eps=dense.rms_norm_eps,
         rope_theta=dense.rope_theta,
+        # Factor 1 also makes YaRN's factor of cos and sin, 0.1 ln(factor) + 1, equal to 1.
         yarn_factor=1.0,
         yarn_original_length=dense.max_length,
         yarn_beta_fast=rotations_of_slowest,
@@ -310,6 +314,7 @@ def upcycled_config(source: HfDirectory, options: UpcycleOptions) -> GptOssModel
 
 def _without_dense_keys(extras: ModelExtras) -> ModelExtras:
     """Return extras without keys of config.json that only the dense families have."""
+    # The other keys describe the source's architecture and would have no meaning for GPT-OSS.
     known = GptOssModelConfig.hf_keys.copied_from(dict(extras.config))
     return ModelExtras(extras.files, extras.generation, known)
 
@@ -340,6 +345,7 @@ class _MeasuredDense(DenseEquations):
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         gate, up = self.layout.gate_up(layer, None, x)
         self.up_peaks.append(up.abs().amax(0))
+        # GPT-OSS clamps the gate only from above. ``up`` stays within its clamp by its scale.
         self.clamped.append(int((gate / SWISH_SLOPE > SWIGLU_LIMIT).sum()))
         return self.layout.down(layer, None, silu(gate) * up)
 
@@ -351,6 +357,8 @@ class _ClampedDense(DenseEquations):
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         gate, up = self.layout.gate_up(layer, None, x)
+        # The scales are applied to activations here, and to weights in the new model. The products
+        # are equal, and no matrix is copied.
         scale = self.up_scales[layer].to(x.dtype)
         activated = swiglu(gate / SWISH_SLOPE, up * scale - 1, SWIGLU_LIMIT)
         return self.layout.down(layer, None, activated * (SWISH_SLOPE / scale))
@@ -370,11 +378,14 @@ class _WindowedDense(_ClampedDense):
         """Router logits of every layer without bias, [tokens, experts]."""
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
+        # The routers are measured in this pass, because its hidden states are those of the new
+        # model, except for the experts' noise.
         self.router_logits.append(x @ self.routers[layer].to(x.dtype).T)
         return super().mlp(layer, x)
 
     def visible(self, layer: int, queries: slice, keys: slice) -> Tensor:
         visible = super().visible(layer, queries, keys)
+        # In GPT-OSS the even layers have the window.
         if layer % 2:
             return visible
         query_index = torch.arange(queries.start, queries.stop)
@@ -382,6 +393,7 @@ class _WindowedDense(_ClampedDense):
         return visible & (query_index[:, None] - key_index < self.sliding_window)
 
     def weighted_values(self, layer: int, scores: Tensor, value: Tensor) -> Tensor:
+        # The sink is a column of the softmax that takes probability and has no value.
         sinks = scores.new_full((*scores.shape[:2], 1), self.sink)
         probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         return torch.einsum("hqk,khd->qhd", probabilities, value)
@@ -417,6 +429,8 @@ def measure(
     def reference[T: DenseEquations](kind: type[T]) -> T:
         return kind(dense, HuggingFaceDense(dense, source.get))
 
+    # Three passes, each with one more difference to the dense model, so that the report can tell
+    # what each difference costs. The scales of the first pass are needed by the others.
     measured = reference(_MeasuredDense)
     dense_loss = _loss(measured, tokens, partial(report_pass, 0))
     up_scales = [_up_scale(peak) for peak in measured.up_peaks]
@@ -468,15 +482,14 @@ def _loss(model: Decoder, tokens: Tensor, progress: Callable[[float], None]) -> 
     for layer in range(layers):
         x = model.layer(layer, x)
         progress((layer + 1) / layers)
+    # In fp32, because differences between the passes may be 1e-4 nats.
     return cross_entropy(model.output(x)[:-1].float(), tokens[1:]).item()
 
 
 def _up_scale(peak: Tensor) -> Tensor:
-    """Return the scale of each ``up`` channel with the largest magnitudes ``peak``.
-
-    A power of two keeps all bits of the weights. bf16 rounds ``up' = scale * up - 1``, so a small
-    ``scale * up`` loses bits to the 1. Therefore the scale is as large as the clamp allows.
-    """
+    """Return the scale of each ``up`` channel with the largest magnitudes ``peak``."""
+    # bf16 rounds ``up' = scale * up - 1``, so a small ``scale * up`` loses bits to the 1. Therefore
+    # the scale is as large as the clamp allows. A power of two keeps all bits of the weights.
     wanted = TARGET_PEAK / peak.double().clamp_min(SMALLEST_PEAK)
     return torch.exp2(wanted.log2().floor())
 
@@ -508,8 +521,11 @@ def _balancing_bias(logits: Tensor, config: GptOssModelConfig) -> Tensor:
     bias = -logits.mean(dim=0)
     spread = (logits + bias).std()
     for step in range(BALANCING_STEPS):
+        # Relative to the spread of the logits, which depends on the model. It falls to 0, because
+        # with a constant rate the loads would oscillate.
         rate = BALANCING_RATE * spread * (1 - step / BALANCING_STEPS)
         bias += rate * (1 - _expert_loads(logits + bias, config))
+    # A number that is added to all logits changes no choice and no weight.
     return bias - bias.mean()
 
 
@@ -537,6 +553,7 @@ def upcycled_tensors(
     generator = torch.Generator()
 
     for name, shape in hf_shapes(config).items():
+        # GPT-OSS has no tied embeddings, so the embedding is written twice.
         if name == "lm_head.weight" and dense.tied_embeddings:
             yield name, source.get("model.embed_tokens.weight").to(dtype)
             continue
@@ -551,11 +568,14 @@ def upcycled_tensors(
         if part.startswith("mlp.experts."):
             tensor = _experts(source, part, layer, measured.up_scales[layer], options, generator)
         elif part == "mlp.router.weight":
+            # The weight with which ``measure`` has chosen the bias: it depends only on the seed and
+            # the name.
             tensor = _router_weight(config, options, layer)
         elif part == "mlp.router.bias":
             tensor = measured.router_biases[layer]
         elif part == "self_attn.sinks":
             tensor = torch.full(shape, options.sink)
+        # GPT-OSS has biases in all projections of attention, a dense model in some or none.
         elif part.endswith(".bias") and not _has_bias(dense, part):
             tensor = torch.zeros(shape)
         else:
@@ -602,6 +622,8 @@ def _experts(
         experts = matrix.expand(options.num_experts, *matrix.shape)
         if options.expert_noise == 0:
             return experts
+        # Added before the scales, so that its size relative to the weights is equal in all
+        # channels.
         noise = torch.randn(experts.shape, generator=generator)
         return experts + noise.double() * (options.expert_noise * matrix.std())
 
@@ -610,6 +632,7 @@ def _experts(
         up = copies("up") * up_scale
         return torch.stack((gate, up), dim=-1).flatten(-2)  # gate and up channels alternate
     if part == "mlp.experts.gate_up_proj_bias":
+        # The activation adds 1 to ``up``, and this bias takes it away.
         bias = torch.zeros(len(up_scale), 2)
         bias[:, 1] = -1
         return bias.flatten().expand(options.num_experts, -1)
