@@ -79,8 +79,9 @@ class RunAttempt:
 def earlier_outcomes(attempt: RunAttempt) -> list[AttemptOutcome]:
     """Read the outcomes of the same job's earlier attempts, oldest first.
 
-    Other submissions of the run do not count, because the user may have fixed the cause.
+    Other submissions of the run do not count.
     """
+    # Before another submission, the user may have fixed the cause.
     job = attempt.path.name.partition(".")[0]
 
     # Slurm keeps the number of a requeued job and counts its restarts: JOB.0, JOB.1, ...

@@ -114,15 +114,13 @@ def is_ready(checks: list[DoctorCheck]) -> bool:
 
 
 def print_checks(checks: list[DoctorCheck], console: Console) -> None:
-    """Print a line per check, and a line with advice if there is any.
-
-    Lines are not wrapped, so that commands can be copied.
-    """
+    """Print a line per check, and a line with advice if there is any."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         line = Text(f"{check.name:{width}}  ")
         line.append(f"{check.status:7}", style=STYLES[check.status])
         line.append(f"  {check.detail}")
+        # Not wrapped, so that commands can be copied.
         console.print(line, soft_wrap=True)
         if check.advice:
             console.print(Text(f"{'':{width}}  -> {check.advice}"), soft_wrap=True)

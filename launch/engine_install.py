@@ -299,11 +299,9 @@ def _install(
 
 
 def _compile(python: Path, log_line: LogLine) -> None:
-    """Compile all packages to byte code on all cores, so that servers start faster.
-
-    Users without write permission would otherwise compile at every start.
-    """
+    """Compile all packages to byte code on all cores, so that servers start faster."""
     log_line("compiling to byte code")
+    # Users without write permission would otherwise compile at every start.
     program = (
         "import compileall, site; "
         "compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"

@@ -82,6 +82,7 @@ def planned_row(inputs: MemoryInputs, shared: SharedPrompts | None) -> PlannedRo
         whole = full_row(inputs)
         return PlannedRow(whole, [], sum(whole))
 
+    # At least one token of every sequence is not shared.
     prompt = min(shared.tokens, longest - 1)
     own = longest - prompt
     left = inputs.tokens
@@ -216,6 +217,7 @@ def step_plan(
     # Leave out parts that would be shown as 0.00.
     seconds = asdict(configured.step)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005)
+    # A line of its own, because the layouts below are compared with whole sequences.
     sharing = [] if shared is None else [_sharing_line(inputs, configured, shared)]
     return "\n".join(
         [

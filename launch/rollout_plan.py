@@ -39,14 +39,12 @@ class LoopPrediction:
     """Trained tokens per step and GPU, over the GPUs of trainer and engines."""
 
     def step_seconds(self, staleness: int) -> float:
-        """Return the predicted wall-clock time of a step.
-
-        With staleness 0, a step takes the rollout and then the update. With staleness k,
-        the same work has k + 1 steps of time, because an episode begins k steps before its own. A
-        step is never faster than trainer or engines.
-        """
+        """Return the predicted wall-clock time of a step."""
         # The engines finish a step only with its longest episode.
         sequential = max(self.rollout, self.engines) + self.training
+        # With staleness 0, a step takes the rollout and then the update. With staleness k, the same
+        # work has k + 1 steps of time, because an episode begins k steps before its own. A step is
+        # never faster than trainer or engines.
         return max(self.training, self.engines, sequential / (staleness + 1))
 
     def bound(self, staleness: int) -> str:
@@ -126,6 +124,7 @@ def predict_loop(
     # The fullest server decides.
     of_server = -(-episodes // engine.servers)
     workers = rollout.worker_count / engine.servers
+    # Fixed seeds, so that a plan of one configuration always prints the same numbers.
     samples = [lengths.sample(of_server, seed) for seed in range(SEEDS)]
     results = [simulate_rollout(server, turns, slots, workers, tool_seconds) for turns in samples]
     full_batches = [_seconds_of_full_batches(server, turns, slots) for turns in samples]
@@ -138,7 +137,10 @@ def predict_loop(
         gpus += engine.servers * engine.tensor_parallel
     seconds = fmean(result.seconds for result in results)
     return LoopPrediction(
+        # The update was predicted with sequences of maximum length. Episodes have fewer tokens.
         training=update.step.total * step_tokens / update.tokens,
+        # The simulation contains all of this work, so a longer time can only come from the
+        # averages.
         engines=min(seconds, fmean(full_batches)),
         rollout=seconds,
         tokens_per_gpu=step_tokens / gpus,

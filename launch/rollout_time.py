@@ -131,6 +131,7 @@ class ServerModel:
             read = 1 - untouched
             computed *= model.experts_per_token
         if self.mxfp4_experts:
+            # Of a single rank, because all reading is divided by the ranks below.
             expert_bytes = read * mxfp4_expert_bytes(model, 1)
         else:
             expert_bytes = 2 * read * max(1, model.num_experts) * expert * model.num_layers
@@ -142,12 +143,14 @@ class ServerModel:
         # Factor 4: a key and a value in bf16.
         cache = 4 * tokens * seen * model.num_key_value_heads * model.head_size
 
+        # 2 bytes per weight in bf16, and 2 operations per weight and token.
         reading = (2 * (attention + output) + expert_bytes + cache) / BANDWIDTH
         arithmetic = 2 * tokens * (attention + output + computed) / ARITHMETIC
         layer = LAYER_SECONDS
         if self.tensor_parallel > 1:
             layer += TENSOR_PARALLEL_LAYER_SECONDS
         work = READING_FACTOR * reading + ARITHMETIC_FACTOR[self.mxfp4_experts] * arithmetic
+        # Ranks divide the work, but each of them launches the kernels of every layer.
         seconds = work / self.tensor_parallel + layer * model.num_layers
         return seconds * GPU_SLOWDOWN.get(self.measured_gpu, 1.0)
 
@@ -176,6 +179,8 @@ class EpisodeLengths:
     def sample(self, episodes: int, seed: int = 0) -> list[list[int]]:
         """Return the sampled tokens of every turn of every episode."""
         random = np.random.default_rng(seed)
+        # As if every token ended its turn with the same probability. Long turns, which decide when
+        # a rollout ends, are then as frequent as a mean alone allows to assume.
         drawn = random.geometric(1 / max(1.0, self.mean_turn), (episodes, self.turns))
         kept = []
         for row in np.clip(drawn, 1, self.max_turn):
@@ -304,6 +309,8 @@ class _Simulation:
         """
         running = self.is_running
         context = float(self.length[running].mean())
+        # No request begins or ends until the next event, so all steps until then are taken at once,
+        # with the duration of the first one.
         step = self.server.step_seconds(int(running.sum()), context)
         steps = int(self.left[running].min())
         next_ready = self.ready_at.min(where=self.ready_at > self.now, initial=np.inf)

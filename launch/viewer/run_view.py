@@ -202,8 +202,7 @@ class RunView:
     def _read_config(self) -> dict[str, Any]:
         """Return config.yaml, parsed again if it has changed.
 
-        An unreadable file gives {} and a warning in ``overview``, because the metrics of a damaged
-        run are still useful.
+        An unreadable file gives {} and a warning in ``overview``.
         """
         file = self.directory.config
         try:
@@ -226,15 +225,14 @@ class RunView:
                 self._config = {str(key): value for key, value in tree.items()}
                 self._config_fault = None
         except (OSError, OmegaConfBaseException, ConfigError) as error:
+            # Not raised, because the metrics of a damaged run are still useful.
             reason = " ".join(str(error).split()).removeprefix(f"{file}: ")
             self._config_fault = f"{file} cannot be read: {reason}"
         return self._config
 
     def _holder_is_alive(self) -> bool | None:
-        """Return True if the process named in the run's lock exists; None if that is unknown.
-
-        The lock itself is not acquired, because a run that starts at that moment would fail.
-        """
+        """Return True if the process named in the run's lock exists; None if that is unknown."""
+        # The lock itself is not acquired, because a run that starts at that moment would fail.
         try:
             text = read_own_file(self.directory.path / LOCK_FILE).decode(errors="replace")
         except OSError:
