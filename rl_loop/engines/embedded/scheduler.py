@@ -290,10 +290,8 @@ class SequenceScheduler:
         return segments
 
     def _shares_more_with_admitted(self, prompt: list[int], cached: int, decoding: int) -> bool:
-        """Return True if a sequence admitted in this step will have cached much more of ``prompt``.
-
-        Samples of one prompt arrive together. The first prefills it, the others wait one step.
-        """
+        """Return True if a sequence admitted in this step will cache much more of ``prompt``."""
+        # Samples of one prompt arrive together. The first prefills it, the others wait one step.
         for admitted in self._running[decoding:]:
             shared = common_prefix(admitted.tokens, prompt, longer_than=cached)
             if shared - cached >= MIN_SHARED_PREFILL:

@@ -567,11 +567,9 @@ class SglangConfig(EngineConfig):
 
     @property
     def _names_all_reduce_fusion(self) -> bool:
-        """True if the user configures FlashInfer's all-reduce that is fused with a norm.
-
-        SGLang would enable this fusion by default. FlashInfer compiles for minutes when a machine
-        starts its first server, and its buffers were not tested with servers that sleep.
-        """
+        """True if the user configures FlashInfer's all-reduce that is fused with a norm."""
+        # SGLang would enable this fusion by default. FlashInfer compiles for minutes when a machine
+        # starts its first server, and its buffers were not tested with servers that sleep.
         return any(
             "--flashinfer-allreduce-fusion-backend" in argument for argument in self.arguments
         )

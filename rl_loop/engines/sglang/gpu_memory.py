@@ -200,10 +200,11 @@ def windowed_cache_share(arguments: Sequence[str]) -> float:
 def mxfp4_expert_bytes(model: ModelConfig, tensor_parallel: int) -> int:
     """Return the bytes of a rank's MXFP4 experts in the layouts of ``gptoss_hopper_layout``.
 
-    SGLang pads a rank's part of the intermediate size to a multiple of 64, and the layout pads once
-    more. Therefore the size is not inversely proportional to the number of ranks: 10.39 GB for the
-    20B with 1 rank, 5.35 GB on each of 2 ranks.
+    The size is not inversely proportional to the number of ranks: 10.39 GB for the 20B with 1 rank,
+    5.35 GB on each of 2 ranks.
     """
+    # SGLang pads a rank's part of the intermediate size to a multiple of 64, and the layout pads
+    # once more.
     inner = _round_up_to(math.ceil(model.intermediate_size / tensor_parallel), 64)
     matrices = [(2 * inner, model.hidden_size), (model.hidden_size, inner)]
     of_expert = sum(_mxfp4_matrix_bytes(rows, inputs) for rows, inputs in matrices)

@@ -49,6 +49,7 @@ def prefill_graph_options(tokens: int) -> list[str]:
         *("--cuda-graph-bs-prefill", *map(str, sizes)),
         # SGLang has no other option for the requests of a graph.
         *("--cuda-graph-config", json.dumps(requests)),
+        # SGLang would run a prefill of more requests without a graph.
         *("--prefill-max-requests", str(PREFILL_GRAPH_REQUESTS)),
     ]
 

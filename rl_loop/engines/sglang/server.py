@@ -283,13 +283,11 @@ class SglangServer:
 
     @contextmanager
     def _key_options(self) -> Iterator[list[str]]:
-        """Yield the options that give a server its key, while a file holds the key.
-
-        A command line is visible to every user of the machine, so it must not contain the key.
-        """
+        """Yield the options that give a server its key, while a file holds the key."""
         if self._api_key is None:
             yield []
             return
+        # A command line is visible to every user of the machine, so it must not contain the key.
         # Only this user can read the file. A server reads it once, when it starts.
         with NamedTemporaryFile("w", prefix="gptoss-", suffix=".yaml") as file:
             # YAML would read some unquoted keys as numbers.

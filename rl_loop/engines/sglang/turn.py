@@ -290,10 +290,8 @@ def _checked_finish(meta: dict[str, Any], url: str) -> dict[str, Any] | None:
 
 
 def _check_limit(ids: list[int], turn: StreamedTurn, url: str) -> None:
-    """Raise ServerError if a chunk has more tokens than are left of the turn.
-
-    More tokens than requested would exceed the limits of the episode.
-    """
+    """Raise ServerError if a chunk has more tokens than are left of the turn."""
+    # More tokens than requested would exceed the limits of the episode.
     room = turn.request.sampling.max_new_tokens - len(turn.result.output_ids)
     if len(ids) > room:
         raise ServerError(

@@ -92,15 +92,15 @@ class SglangSender:
     def send_from_driver(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send through files to the servers of all plans.
 
-        The plans' transport is ignored, because the driver has no GPU. Raises the errors of
-        ``send``.
+        The plans' transport is ignored. Raises the errors of ``send``.
 
         Args:
             named: (Hugging Face name, tensor in the shape of this name).
         """
         plans = list(self.plans.values())
         urls = tuple(url for plan in plans for url in plan.urls)
-        # The plans differ in servers and rendezvous files. A disk needs no rendezvous.
+        # The transport of the plans may need a GPU, which the driver does not have. The plans
+        # differ in servers and rendezvous files. A disk needs no rendezvous.
         plan = replace(plans[0], urls=urls, transport="disk")
         asyncio.run(send_weights(named, self.model, plan))
 

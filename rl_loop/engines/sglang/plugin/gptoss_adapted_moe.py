@@ -175,7 +175,8 @@ def _project_kernel(
     PART: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    # Grid: the maximum number of token blocks, times the parts of the inputs.
+    # Grid: the maximum number of token blocks, times the parts of the inputs. The number of blocks
+    # depends on the routes, which stay on the GPU.
     program = tl.program_id(0)
     if program >= tl.load(blocks + experts):
         return
@@ -228,6 +229,8 @@ def start_sums(
     rank = tl.arange(0, FACTORS)
     at = entry.to(tl.int64)[:, None] * FACTORS + rank[None, :]
     low = tl.load(parts + at)
+    # In a fixed order. Programs that add their parts with atomics would give other bits in every
+    # run.
     for _ in tl.static_range(1, PARTS):
         parts += total.to(tl.int64) * FACTORS
         low += tl.load(parts + at)

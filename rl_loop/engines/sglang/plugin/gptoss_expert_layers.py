@@ -123,6 +123,7 @@ def _with_adapters(experts: LayerExperts, method: Any, settings: AdapterSettings
     for name in ("w13", "w2"):
         shape = (experts.count, *experts.shape(f"{name}_weight", padded=True))
         adapter = allocate_adapter(settings, shape, experts.storage[f"{name}_weight"].device)
+        # SGLang passes only this object of a matrix to its GEMMs.
         setattr(getattr(method, f"{name}_precision_config"), ADAPTER, adapter)
         storage |= {f"{name}_lora_a": adapter.a, f"{name}_lora_b": adapter.b}
     return replace(experts, storage=storage, adapter_rank=settings.rank)
@@ -172,6 +173,8 @@ def compare_layouts(swizzle: Any, device: torch.device) -> None:
     """
     # On the CPU explicitly, because SGLang creates models with another default device.
     generator = torch.Generator("cpu").manual_seed(0)
+    # A small matrix whose rows, bytes and blocks all need padding, and rows with the 2,880 inputs
+    # of GPT-OSS.
     for rows, row_bytes in ((160, 176), (2800, 1440)):
         shape = (2, rows, row_bytes)
         packed = torch.randint(

@@ -101,10 +101,10 @@ def _sequential_sum_size(tokens: int, experts: int, bytes_of_logit: int) -> int:
     """Return the number of adjacent experts whose gates are summed sequentially.
 
     The sums of these groups are then summed pairwise, group i with group i + n / 2 of n groups,
-    until one sum is left. The number is that of a kernel with one program for all tokens, so that
-    gates have equal bits in both. It does not depend on the number of logits per thread of this
-    kernel.
+    until one sum is left.
     """
+    # The number is that of a kernel with one program for all tokens, so that gates have equal bits
+    # in both. It does not depend on the number of logits per thread of this kernel.
     rows = max(16, triton.next_power_of_2(tokens))
     columns = triton.next_power_of_2(experts)
     per_thread = min(8, max(1, rows * columns // 256))
@@ -215,6 +215,7 @@ def _route_kernel(
 
     number = _sortable(value, column, logits.dtype.element_ty == tl.bfloat16, COLUMNS)
     if EXPERTS < COLUMNS:
+        # Columns without an expert get the smallest number, so that they are never chosen.
         number = tl.where(inside, number, 0)
     chosen, best = _choose(number, TOP_K, TOKENS, COLUMNS, CHOICES)
     is_choice = (tl.arange(0, CHOICES)[:, None] < TOP_K) & is_token[None, :]
@@ -334,6 +335,7 @@ def _sortable(value, column, IS_BF16: tl.constexpr, COLUMNS: tl.constexpr):
     if IS_BF16:
         number = (rising & 0xFFFF0000) | first_is_larger
     else:
+        # An fp32 logit fills 32 bits, so the expert needs a wider number.
         number = (rising.to(tl.uint64) << 16) | first_is_larger.to(tl.uint64)
     return number
 

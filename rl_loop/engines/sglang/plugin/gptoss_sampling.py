@@ -167,14 +167,12 @@ def _choose_token_kernel(
 
 @triton.jit
 def _weights(logit, largest, temperature):
-    """Return exp((logit - largest) / temperature).
-
-    The subtraction comes first because the difference of two logits is nearly exact, while a
-    division would round numbers of 20 or 30.
-    """
+    """Return exp((logit - largest) / temperature)."""
     # If all logits are -inf, their difference would be NaN. The weights must be 0.
     reference = tl.where(largest == float("-inf"), 0.0, largest)
-    # div_rn, because Triton's division of fp32 numbers is not rounded correctly.
+    # The subtraction comes first, because the difference of two logits is nearly exact, while a
+    # division would round numbers of 20 or 30. div_rn, because Triton's division of fp32 numbers is
+    # not rounded correctly.
     return tl.exp2((logit - reference) * tl.div_rn(LOG2_E, temperature))
 
 
@@ -182,11 +180,12 @@ def _weights(logit, largest, temperature):
 def _choose(weight, uniform, SIZE: tl.constexpr):
     """Return a number below SIZE with a probability proportional to its weight.
 
-    It is the first number whose cumulative sum exceeds ``uniform`` times the total. The sums are
-    computed as a tree, so the last bits of a later sum can be smaller. Therefore weights of 0 are
-    excluded, and if rounding leaves no number, the last one with a weight is returned.
+    It is the first number whose cumulative sum exceeds ``uniform`` times the total.
     """
     number = tl.arange(0, SIZE)
+    # The sums are computed as a tree, so the last bits of a later sum can be smaller. Therefore
+    # weights of 0 are excluded, and if rounding leaves no number, the last one with a weight is
+    # returned.
     can_be_chosen = weight > 0
     exceeds = tl.cumsum(weight, 0) > uniform * tl.sum(weight, 0)
     first = tl.min(tl.where(can_be_chosen & exceeds, number, SIZE), 0)

@@ -291,17 +291,17 @@ def _multiply_rows(
     TOP_K: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Multiply ROWS + MORE_ROWS tokens of an expert, from ``first`` on, with a block of columns.
-
-    Sizes of Triton's tensors are powers of two. Therefore 48 rows are two tensors of 32 and 16
-    rows. Both use the matrix that was decoded once.
-    """
+    """Multiply ROWS + MORE_ROWS tokens of an expert, from ``first`` on, with a block of columns."""
     # fmt: off
     (x, values, value_at, scales, scale_at, bias, out, entries, gates, start, first, size, outputs,
      scale_bytes, first_column, alpha, limit, adapter) = rest
     # fmt: on
     HALF: tl.constexpr = INPUTS // 2
+    # Sizes of Triton's tensors are powers of two. Therefore 48 rows are two tensors of 32 and 16
+    # rows. Both use the matrix that was decoded once.
     row = first + tl.arange(0, ROWS)
+    # Rows after the expert's last token repeat its first ones, so that every address is valid. They
+    # are not stored.
     x_at = _compute_offsets(entries, gates, start + row % size, SIZE, HALF, TOP_K)
     sums = _first_sums(adapter, start + row % size, first_column, outputs, COLUMNS, PARTS)
     # Placeholders that are not used if MORE_ROWS is 0.
@@ -410,6 +410,7 @@ def _store(sums, bias, out, entries, gates, entry, is_entry, outputs, first_colu
         gate = tl.minimum(gate, limit)
         up = tl.clamp(up, -limit, limit)
         raised = gate / (1 + tl.exp(-alpha * gate))
+        # raised * (up + 1), with one rounding as in triton_kernels.
         result = tl.fma(raised, up, raised)
         width = outputs // 2
         column = first_column // 2 + tl.arange(0, columns // 2)

@@ -184,12 +184,13 @@ def _attend_to_window_kernel(
 def _initial_softmax(sinks, query_head, is_head, ROWS: tl.constexpr):
     """Return the largest score and the sum of exponentials [ROWS] before the first key.
 
-    Scores and sinks are base-2 logarithms, because GPUs have an instruction for exp2.
+    Scores and sinks are base-2 logarithms.
     """
     if sinks is None:
         largest = tl.full((ROWS,), LOWEST, dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
     else:
+        # GPUs have an instruction for exp2, but none for exp.
         sink = tl.load(sinks + query_head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
         largest = tl.maximum(sink, LOWEST)
         total = tl.exp2(sink - largest)
