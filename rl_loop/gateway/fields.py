@@ -57,6 +57,8 @@ def fields_by_name(rows: RequestFields) -> dict[str, RequestField]:
     """Return the row that decides about each field."""
     fields: dict[str, RequestField] = {}
     for row in rows:
+        # Later rows of a name only document and test further values, such as other refused tool
+        # choices.
         fields.setdefault(row.name, row)
     return fields
 

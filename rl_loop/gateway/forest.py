@@ -125,11 +125,9 @@ class TurnForest:
         )
 
     def _with_thinking(self, message: dict[str, Any], digest: MessageDigest) -> dict[str, Any]:
-        """Return a message with the stored thinking if it is a turn with calls of this session.
-
-        Clients need not repeat thinking. The policy needs it until its calls have led to an answer,
-        even if the conversation is rendered again.
-        """
+        """Return a message with the stored thinking if it is a turn with calls of this session."""
+        # Clients need not repeat thinking. The policy needs it until its calls have led to an
+        # answer, even if the conversation is rendered again.
         calls = message.get("tool_calls") if message["role"] == "assistant" else None
         node = self._by_call.get(calls[0].get("id")) if calls else None
         if node is None or not node.answer.reasoning:
@@ -184,9 +182,8 @@ class TurnForest:
         """Return a trajectory for every leaf, in the order in which the leaves were sampled.
 
         Every sampled token has the mask True in exactly one trajectory. Turns that two leaves share
-        are trained on with the first leaf, and are context of the second. Truncated leaves come
-        last, because they may be excluded, together with shared turns. The caller sets outcomes and
-        rewards.
+        are trained on with the first leaf, and are context of the second. For this, truncated
+        leaves come after all others. The caller sets outcomes and rewards.
         """
         leaves = self.leaves
         # Complete leaves claim shared turns first, so that masking a truncated leaf does not lose
@@ -213,11 +210,9 @@ class TurnForest:
 def _continued(
     previous: TurnNode, request: TurnRequest
 ) -> tuple[tuple[dict[str, Any], ...], tuple[MessageDigest, ...]]:
-    """Return the messages up to a request that continues a stored response, and their digests.
-
-    Tool results have no ids in a prompt, but a client may send them in any order. Results
-    of the request's calls are sorted already. The first results answer ``previous``.
-    """
+    """Return the messages up to a request that continues a stored response, and their digests."""
+    # Tool results have no ids in a prompt, but a client may send them in any order. Results of the
+    # request's calls are sorted already. The first results answer ``previous``.
     messages = request.messages
     first = next((i for i, m in enumerate(messages) if m["role"] != "tool"), len(messages))
     # By identity: sorting returns the same objects, and a digest takes long for a long message.

@@ -169,6 +169,7 @@ class TurnPrompt:
     @cached_property
     def token_ids(self) -> list[int]:
         """All tokens of the prompt."""
+        # Every turn stores only its own tokens, so that a long conversation needs linear memory.
         before = self.parent.token_ids() if self.parent is not None else []
         return before + self.new_ids
 

@@ -94,6 +94,7 @@ class ResponsesEvents:
         """Yield the events of deltas. ``choice`` is 0, because responses have no choices."""
         for delta in deltas:
             if self._open is None or self._open.number != delta.number:
+                # Items do not overlap, so the next one ends the current one.
                 yield from self._close("completed")
                 self._open = _OpenItem(delta.number, delta.item)
                 yield from self._added(self._open)
@@ -104,6 +105,7 @@ class ResponsesEvents:
 
     def end(self, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the last events, the last of which has the whole response ``answer``."""
+        # Only the last item of a truncated turn is incomplete, and it is the open one.
         yield from self._close(answer["status"])
         yield self._event(f"response.{answer['status']}", response=answer)
 
@@ -117,6 +119,7 @@ class ResponsesEvents:
         item = item_json(self._response_id, opened.number, opened.item, "", (), "in_progress")
         parts = item.get("content")
         if parts is not None:
+            # OpenAI's streams begin an item without parts, and add its only part in the next event.
             item["content"] = []
         yield self._event("response.output_item.added", output_index=opened.number, item=item)
         if parts is not None:

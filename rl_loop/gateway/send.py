@@ -71,6 +71,7 @@ async def send_whole(
     request: web.Request, call: DialectCall[Any], nodes: Sequence[TurnNode]
 ) -> web.StreamResponse:
     """Send turns as one JSON object."""
+    # Log-probs are by far the largest part of an answer: up to 21 entries for every token.
     listed = sum(token.entries for node in nodes for text in node.log_probs for token in text)
     if listed <= SHORT_LISTS:
         body = call.to_json(call.answer(nodes, total_usage(nodes)))
@@ -188,6 +189,7 @@ class StreamedTurns:
                 observers=self._observers,
             )
         )
+        # Also wakes the loop below for a turn that ends without new tokens.
         turns.add_done_callback(lambda _: self._changed.set())
         try:
             while not turns.done():
@@ -205,6 +207,7 @@ class StreamedTurns:
 
     async def send_rest(self, nodes: Sequence[TurnNode]) -> web.StreamResponse:
         """Send the remainder of complete turns, and end the stream."""
+        # Not the reserved name if a repeated request gets an earlier turn, which was not streamed.
         name = nodes[0].response_id
         for number, node in enumerate(nodes):
             rest = self._deltas[number].rest(node.answer, node.log_probs)
@@ -234,5 +237,6 @@ class StreamedTurns:
         if self._events is None:
             self._events = self._call.events()
             await self._stream.send(self._events.begin(response_id))
+        # Before sending: if the client leaves now, no deltas are sent again.
         self._deltas[choice].add(deltas)
         await self._stream.send(self._events.add(choice, deltas))

@@ -220,6 +220,7 @@ class ConversationSession:
             tasks.append(asyncio.ensure_future(turn))
         try:
             return await asyncio.gather(*tasks)
+        # BaseException, because a client that leaves cancels this task.
         except BaseException:
             for task in tasks:
                 task.cancel()

@@ -36,6 +36,8 @@ def find_stop(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str]) -> Stop
         ids: sampled turn.
         stop: stop texts. If two end at the same byte, the longer one counts.
     """
+    # Bytes instead of characters: a stop text may begin or end within a token, and a token may hold
+    # a part of a character.
     searched = [text.encode(errors="replace") for text in stop]
     for places in codec.answer_ranges(ids):
         pieces = [codec.vocabulary.token_bytes(ids[place]) for place in places]
@@ -43,8 +45,11 @@ def find_stop(codec: ChatCodec, ids: Sequence[int], stop: Sequence[str]) -> Stop
         found = [(begin + len(text), begin) for text in searched if (begin := data.find(text)) >= 0]
         if not found:
             continue
+        # The first end counts, because sampling with stop texts would have ended there.
         end, begin = min(found)
         ends = list(accumulate(map(len, pieces)))
+        # First and last token with bytes of the stop text. The first one may begin with text that
+        # the client gets.
         first = sum(token_end <= begin for token_end in ends)
         last = sum(token_end < end for token_end in ends)
         return StopCut(
@@ -60,6 +65,8 @@ def shortened(result: GenerateResult, kept: int) -> GenerateResult:
     """Return the first tokens of a result, with their log-probs, versions and experts."""
     routes = result.routed_experts
     if routes is not None:
+        # Counted from the end: routes begin with the first token whose experts no earlier turn has
+        # returned, which may be in the prompt.
         routes = routes[: len(routes) - (len(result.output_ids) - kept)]
     return replace(
         result,

@@ -81,6 +81,7 @@ class _GrowingItem:
 
     def delta(self, text: str) -> AnswerDelta:
         """Return a delta with the tokens that begin in the text so far."""
+        # The decoder keeps the bytes of an incomplete character, which are not in the text yet.
         decoded = self._passed - len(self._decoder.getstate()[0])
         tokens = []
         while self._waiting and self._waiting[0][0] < decoded:
@@ -174,6 +175,8 @@ class HarmonyReader:
             self._begin_item(deltas)
 
     def _begin_item(self, deltas: list[AnswerDelta]) -> None:
+        # The prompt ends with this header, so the parser expects ids without it. Every further
+        # message of the turn has to begin with it.
         begin = self._codec.assistant_header
         if self._header[: len(begin)] != begin:
             self._is_over = True
@@ -191,10 +194,14 @@ class HarmonyReader:
             has_log_probs=self._has_log_probs and is_text,
         )
         self._items += 1
+        # An empty delta begins the item for the client, with the name and id of a call, although
+        # its first text may be held back for long.
         deltas.append(self._item.delta(""))
 
     def _parsed_header(self, header: list[int]) -> ParsedMessage | None:
         """Return the message of a header, without text. None if it is malformed."""
+        # Parsed as a turn with an empty message. Only the end token says whether the message is a
+        # call, so try both.
         for end in (self._codec.answer_end, self._codec.call_end):
             messages = self._codec.parse_for_client([*header, end])
             if not isinstance(messages, FormatError):
@@ -229,8 +236,10 @@ class HarmonyReader:
                 deltas.append(item.delta(text))
             self._item = None
             self._header = []
+            # ``<|end|>`` ends a message. The other two end the turn.
             self._is_over = token != self._end
             return
+        # A message without an end is malformed. The parser of the complete turn decides about it.
         if token == self._start or token == self._message:
             self._is_over = True
             return
@@ -375,7 +384,10 @@ class AnswerDeltas:
             tokens: TextLogProbs = ()
             if isinstance(item, AnswerText):
                 tokens = log_probs[texts] if log_probs else ()
+                # Log-probs are listed for texts only, so their index is not that of the item.
                 texts += 1
+            # The client cannot take text back. If the complete turn does not begin with the text
+            # that was sent, only an error is left.
             if number < len(self._items):
                 sent = self._texts[number]
                 if self._items[number] != without_text(item) or not text.startswith(sent):
