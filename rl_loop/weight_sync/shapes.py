@@ -17,6 +17,7 @@ def synced_shapes(config: ModelConfig, plan: SyncPlan) -> dict[str, Shape]:
     shapes = written_shapes(config, plan.mxfp4_experts)
     if plan.adapters_only:
         assert plan.adapter is not None
+        # The servers hold the frozen base from an earlier sync with all tensors.
         changed = changed_names(config, plan.adapter)
         shapes = {name: shape for name, shape in shapes.items() if name in changed}
     return shapes | unmerged_shapes(config, plan)

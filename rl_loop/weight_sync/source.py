@@ -117,5 +117,6 @@ class LoadedWeights:
         return None
 
     def send_weights(self, sender: WeightSender) -> None:
+        # One process holds all tensors, so there is nothing to gather.
         weights = self.mxfp4_weights() if sender.mxfp4_experts else self._named
         sender.send_from_driver(weights.items())

@@ -36,12 +36,12 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 def buckets(named: NamedTensors, limit: int) -> Iterator[Bucket]:
     """Group tensors, in order, into buckets of at most ``limit`` bytes.
 
-    A bucket of at most ``limit / 8`` bytes also takes a tensor that does not fit. Otherwise a large
-    tensor would leave a nearly empty bucket behind.
+    A bucket of at most ``limit / 8`` bytes also takes a tensor that does not fit.
     """
     bucket: Bucket = []
     size = 0
     for name, tensor in named:
+        # Without the first condition, a large tensor would leave a nearly empty bucket behind.
         if size > limit // 8 and size + tensor.nbytes > limit:
             yield bucket
             bucket = []
@@ -169,10 +169,8 @@ class WeightBroadcastGroup:
         self._urls = plan.urls
 
     def _leave(self) -> None:
-        """Leave the group without communication.
-
-        Another rank may be dead, and a thread of this process may wait for it in a broadcast.
-        """
+        """Leave the group without communication."""
+        # Another rank may be dead, and a thread of this process may wait for it in a broadcast.
         if self._group is not None:
             with suppress(RuntimeError, ValueError):  # gloo cannot abort
                 self._group.abort()
@@ -217,6 +215,8 @@ def _make_group(name: str, host: str, port: int, world: int, plan: SyncPlan) -> 
         authenticate_groups()
     new_group: Any = dist.distributed_c10d._new_process_group_helper
     if not plan.authenticated:
+        # An earlier sync of this process may have replaced the function. Servers without the plugin
+        # do not answer its check.
         new_group = getattr(new_group, "without_authentication", new_group)
     group, _ = new_group(
         world,
@@ -246,6 +246,8 @@ async def share_memory(parts: Iterator[Bucket], servers: WeightServers) -> None:
         # Tensors must live until all servers have responded, while the next bucket is produced.
         shared = bucket
         if plan.transport != "cuda_ipc":
+            # Pickling moves a host tensor into shared memory, but a GPU tensor would become a CUDA
+            # handle.
             shared = [(name, tensor.cpu()) for name, tensor in bucket]
 
         # One handle per rank of each server: every rank gets whole tensors and selects its shard.
