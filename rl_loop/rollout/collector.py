@@ -160,6 +160,7 @@ class StepGroups:
         """Rejected groups that are not trained on, because others replace them. Without routes."""
         next_task = self.next_task
         assert next_task is not None, "the step is not complete"
+        # Groups after the next step's first task are left out: their tasks come again there.
         end = self.first_number + next_task - self.first_task
         left_out = set(self.ended) - set(self.chosen) - set(self.kept)
         # Ray's store would hold the routes until the step is recorded.
@@ -320,10 +321,9 @@ class RolloutCollector:
                 self._changed.notify_all()
 
     def _take_group(self) -> None:
-        """Wait for one group and record it.
-
-        A separate method, because its local variables must not keep the group's routes alive.
-        """
+        """Wait for one group and record it."""
+        # In a separate method, because in the caller's loop this variable would keep the group's
+        # routes alive while it waits for the next one.
         ended = self._stream.take()
         with self._changed:
             self._note(ended.number, ended.group)
@@ -403,11 +403,12 @@ class RolloutCollector:
     def _take_restored(self, requests: Mapping[int, GroupRequest]) -> FinishedGroups:
         """Return the groups from a checkpoint that answer these requests.
 
-        A group with another task than the request is dropped, because the data has changed.
+        A group with another task than the request is dropped.
         """
         restored = {}
         for number, request in requests.items():
             known = self._restored.pop(number, None)
+            # The task differs if the data has changed.
             if known is not None and known[1].task_id == request.task.task_id:
                 restored[number] = known
         return restored

@@ -89,12 +89,12 @@ class GroupStore:
     def load(self, step: int) -> FinishedGroups:
         """Return the groups that were saved for a resume after ``step`` steps.
 
-        Their file is marked as in use. Files of later steps are deleted, because those steps are
-        taken again.
+        Their file is marked as in use. Files of later steps are deleted.
         """
         path = self._path(step)
         for unfinished in self._directory.glob(".step_*.tmp"):
             unfinished.unlink()
+        # Later steps are taken again.
         for other in self._directory.glob("step_*"):
             if other.name.removesuffix(IN_USE) > path.name:
                 other.unlink()

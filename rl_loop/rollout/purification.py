@@ -147,6 +147,8 @@ class PurifyingRunner(EpisodeRunner):
         # scores[i] belongs to token i + 1, because the first token has no log-prob.
         scores = await self.episode.sampler.score(turn.prefix + turn.sampled.output_ids)
         of_turn = scores[len(turn.prefix) - 1 :]
+        # The first tokens are those of the failed turn, however often it was retried, and keep the
+        # log-probs with which they were sampled.
         log_probs = failed.sampled.output_log_probs[: turn.kept] + of_turn[turn.kept :]
         return replace(turn, sampled=replace(turn.sampled, output_log_probs=log_probs))
 
@@ -185,6 +187,7 @@ class PurifyingRunner(EpisodeRunner):
         if _similarity(_calls(turn.messages), _calls(messages)) >= SIMILARITY:
             reasoning, _ = self.codec.split_at_calls(turn.sampled.output_ids, turn.messages)
             _, call = self.codec.split_at_calls(sampled.output_ids, messages)
+            # A turn that was merged before may end with spliced reasoning, which stays spliced.
             kept = min(len(reasoning), turn.kept)
             ids = self.codec.join_with_calls(reasoning, call)
 
