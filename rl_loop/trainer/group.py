@@ -246,11 +246,9 @@ class TrainerGroup:
         return plan.gather_results(samples, results, "greedy_tokens", np.dtype(np.int64))
 
     def _plan(self, samples: TrainingSamples, mini_batches: int = 1) -> StepPlan:
-        """Distribute the sequences over the ranks, once for all passes of a step.
-
-        An update in several mini-batches has a separate plan. Other passes take all samples
-        together, because this needs fewer micro-batches and gives the same results.
-        """
+        """Distribute the sequences over the ranks, once for all passes of a step."""
+        # An update in several mini-batches has a separate plan. Other passes take all samples
+        # together, because this needs fewer micro-batches and gives the same results.
         if self._last_plan is None or not self._last_plan.is_for(samples, mini_batches):
             self._last_plan = plan_step(samples, self._settings, mini_batches)
         return self._last_plan

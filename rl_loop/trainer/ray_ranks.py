@@ -184,8 +184,7 @@ class RayRanks:
     def _join(self, calls: list[Any]) -> list[Any]:
         """Return all results, or raise the error of the rank that failed first.
 
-        A rank's death causes errors of the other ranks. Therefore a death has priority over errors
-        that arrive before it.
+        A rank's death has priority over errors that arrive before it.
         """
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
@@ -203,6 +202,7 @@ class RayRanks:
         if not failures:
             return [results[rank] for rank in range(len(calls))]
 
+        # The death of a rank causes the errors of the other ranks.
         for rank, error in failures.items():
             if process_died(error):
                 raise RankDiedError(

@@ -115,6 +115,7 @@ class StepPlan:
         is_same_number = self.wanted_mini_batches == mini_batches
         if not is_same_number or not np.array_equal(self.offsets, samples.offsets):
             return False
+        # Without prefixes, only lengths decide about a plan.
         return self.prefixes is None or self.prefixes.belong_to(samples)
 
     def list_sequences(self, rank: int) -> list[int]:
@@ -285,6 +286,7 @@ def _sorted_prefixes(
     """Return the prefixes of a mini-batch, and the number of inputs with unequal routes only."""
     if digests is not None:
         digests = [digests[i] for i in sequences]
+    # Also by token ids alone: the difference is the inputs that only unequal routes keep apart.
     prefixes, by_ids = (
         SortedPrefixes(PrefixKeys.of(samples, sequences, sharing.prompts_only, of_inputs))
         for of_inputs in (digests, None)

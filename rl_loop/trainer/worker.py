@@ -209,6 +209,7 @@ class TrainerWorker:
         with out_of_memory_explained(self.settings.memory_inputs):
             tops = self.teacher.top_log_probs(batches, k)
         for batch, (ids, log_probs) in zip(batches, tops, strict=True):
+            # On the host, like all columns, until their micro-batch is computed.
             batch.teacher_ids = ids.cpu()
             batch.teacher_log_probs = log_probs.cpu()
 
